@@ -1,0 +1,374 @@
+"""Every op in plain torch, with the names and signatures of the Triton launchers: the oracle, and the CPU path.
+
+Legend: N tokens (all documents of a micro-batch, packed), D width, F hidden width, V vocabulary, H query heads,
+K key/value heads, d head width. Arithmetic is fp32 (fp64 inputs stay fp64), results are rounded once to the
+output's dtype. Inputs are read-only; a function or argument that ends in `_` is written or added to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trireme.kernels.docs import Docs
+
+
+def _up(x: Tensor) -> Tensor:
+    """x in the arithmetic dtype: fp64 stays, everything else becomes fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _add_(out: Tensor, value: Tensor) -> None:
+    """out += value, rounded once."""
+    out.copy_(_up(out) + value)
+
+
+# ---------------------------------------------------------------- norms
+
+
+def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None):
+    """y = h / rms(h) * weight with h = x, or x + residual (rounded to x's dtype).
+
+    x, residual (N, D); weight (D,). Returns (y (N, D), rstd (N,) fp32, h (N, D): x itself where there is no residual).
+    """
+    h = x if residual is None else (_up(x) + _up(residual)).to(x.dtype)
+    hf = _up(h)
+    rstd = torch.rsqrt(hf.square().mean(-1) + eps)
+    return (hf * rstd[:, None] * _up(weight)).to(x.dtype), rstd, h
+
+
+def rmsnorm_bwd(dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dresidual: Tensor | None = None):
+    """dh = gradient through y = h * rstd * weight, plus dresidual where given; dweight_ (D,) is added to.
+
+    Returns dh (N, D). `h` is what the norm normalised (the third result of rmsnorm_fwd).
+    """
+    dyf, hf = _up(dy), _up(h)
+    xhat = hf * rstd[:, None]
+    _add_(dweight_, (dyf * xhat).sum(0))
+    g = dyf * _up(weight)
+    dh = rstd[:, None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+    return (dh if dresidual is None else dh + _up(dresidual)).to(h.dtype)
+
+
+def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None):
+    """y = (h - mean) * rstd * weight + bias with h = x, or x + residual. Returns (y, mean (N,) fp32, rstd (N,) fp32, h)."""
+    h = x if residual is None else (_up(x) + _up(residual)).to(x.dtype)
+    hf = _up(h)
+    mean = hf.mean(-1)
+    centred = hf - mean[:, None]
+    rstd = torch.rsqrt(centred.square().mean(-1) + eps)
+    return (centred * rstd[:, None] * _up(weight) + _up(bias)).to(x.dtype), mean, rstd, h
+
+
+def layernorm_bwd(
+    dy: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dweight_: Tensor,
+    dbias_: Tensor,
+    dresidual: Tensor | None = None,
+):
+    """dh (N, D) through layernorm_fwd, plus dresidual where given; dweight_ and dbias_ (D,) are added to."""
+    dyf = _up(dy)
+    xhat = (_up(h) - mean[:, None]) * rstd[:, None]
+    _add_(dweight_, (dyf * xhat).sum(0))
+    _add_(dbias_, dyf.sum(0))
+    g = dyf * _up(weight)
+    dh = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    return (dh if dresidual is None else dh + _up(dresidual)).to(h.dtype)
+
+
+def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
+    """RMSNorm over each head (Qwen3's q and k norm). x (N, H, d), rows may be strided; weight (d,). Returns (y (N, H, d) contiguous, rstd (N, H) fp32)."""
+    xf = _up(x)
+    rstd = torch.rsqrt(xf.square().mean(-1) + eps)
+    return (xf * rstd[..., None] * _up(weight)).to(x.dtype), rstd
+
+
+def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
+    """Backward of head_rmsnorm_fwd: dx_ (N, H, d) is written (it may be strided, and may be dy itself), dweight_ (d,) is added to."""
+    dyf = _up(dy)
+    xhat = _up(x) * rstd[..., None]
+    _add_(dweight_, (dyf * xhat).sum((0, 1)))
+    g = dyf * _up(weight)
+    dx_.copy_(rstd[..., None] * (g - xhat * (g * xhat).mean(-1, keepdim=True)))
+
+
+# ---------------------------------------------------------------- positions
+
+
+def rope_table(inv_freq: Tensor, length: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each (length, d/2) fp32, of position * inv_freq, times `scale`. Made once a run, on inv_freq's device."""
+    angle = torch.outer(torch.arange(length, device=inv_freq.device, dtype=torch.float32), inv_freq.float())
+    return angle.cos() * scale, angle.sin() * scale
+
+
+def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> None:
+    """Rotates the heads of x_ (N, H, d) in place: halves (a, b) -> (a cos - b sin, b cos + a sin); `inverse` rotates back.
+
+    x_ may be a strided view: the q and k heads of a packed qkv row are neighbours, so one call does both.
+    cos, sin (P, d/2) fp32; positions (N,) int32, each < P.
+    """
+    c, s = cos[positions.long()][:, None, :], sin[positions.long()][:, None, :]
+    if inverse:
+        s = -s
+    half = x_.shape[-1] // 2
+    a, b = _up(x_[..., :half]), _up(x_[..., half:])
+    x_.copy_(torch.cat((a * c - b * s, b * c + a * s), -1))
+
+
+# ---------------------------------------------------------------- activations
+
+_GELU_K, _GELU_C = 0.7978845608028654, 0.044715  # sqrt(2 / pi); both as in GPT-2
+
+
+def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(x) and its derivative."""
+    s = torch.sigmoid(x)
+    return x * s, s * (1 + x * (1 - s))
+
+
+def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """tanh-approximated gelu(x) and its derivative."""
+    t = torch.tanh(_GELU_K * (x + _GELU_C * x * x * x))
+    dt = (1 - t * t) * _GELU_K * (1 + 3 * _GELU_C * x * x)
+    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * dt
+
+
+def _glu_fwd(act, gate_up: Tensor) -> Tensor:
+    gate, up = _up(gate_up).chunk(2, -1)
+    return (act(gate)[0] * up).to(gate_up.dtype)
+
+
+def _glu_bwd(act, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = _up(gate_up).chunk(2, -1)
+    dyf = _up(dy)
+    value, slope = act(gate)
+    d_gate_up = torch.cat((dyf * up * slope, dyf * value), -1)
+    return d_gate_up.to(gate_up.dtype), (value * up).to(gate_up.dtype)
+
+
+def swiglu_fwd(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. gate_up (N, 2F), gate first. Returns (N, F)."""
+    return _glu_fwd(_silu, gate_up)
+
+
+def swiglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (d_gate_up (N, 2F), act (N, F)): the forward value comes out of the same pass, so it need not be saved."""
+    return _glu_bwd(_silu, dy, gate_up)
+
+
+def geglu_fwd(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up. gate_up (N, 2F), gate first. Returns (N, F)."""
+    return _glu_fwd(_gelu_tanh, gate_up)
+
+
+def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """As swiglu_bwd."""
+    return _glu_bwd(_gelu_tanh, dy, gate_up)
+
+
+def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
+    """gelu_tanh(h + bias). h (N, F), bias (F,)."""
+    return _gelu_tanh(_up(h) + _up(bias))[0].to(h.dtype)
+
+
+def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (dh (N, F), act (N, F)); dbias_ (F,) is added to (the sum of dh over rows, taken in fp32)."""
+    value, slope = _gelu_tanh(_up(h) + _up(bias))
+    dh = _up(dy) * slope
+    _add_(dbias_, dh.sum(0))
+    return dh.to(h.dtype), value.to(h.dtype)
+
+
+def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
+    """dbias_ (D,) += the sum of dy (N, D) over rows, taken in fp32."""
+    _add_(dbias_, _up(dy).sum(0))
+
+
+# ---------------------------------------------------------------- attention
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
+    """Masked scores (H, T, T) of one document, q and k (T, H, d) in arithmetic dtype."""
+    s = torch.einsum("qhd,khd->hqk", q, k) * scale
+    t = torch.arange(q.shape[0], device=q.device)
+    dist = t[:, None] - t[None, :]
+    hidden = (dist < 0) if window == 0 else (dist < 0) | (dist >= window)
+    return s.masked_fill_(hidden, float("-inf"))
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None):
+    """Causal attention within each document. q (N, H, d); k, v (N, K, d), H a multiple of K; token strides are free.
+
+    `window` > 0: a token sees itself and the window - 1 before it (Mistral). Returns (out (N, H, d) contiguous, or
+    `out` filled; lse (H, N) fp32, natural log).
+    """
+    N, H, _ = q.shape
+    group = H // k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty((H, N), dtype=_up(q).dtype, device=q.device)
+    start = 0
+    for length in docs.lengths:
+        rows = slice(start, start + length)
+        kf, vf = (_up(t[rows]).repeat_interleave(group, 1) for t in (k, v))
+        s = _scores(_up(q[rows]), kf, scale, window)
+        lse[:, rows] = torch.logsumexp(s, -1)
+        out[rows] = torch.einsum("hqk,khd->qhd", torch.exp(s - lse[:, rows, None]), vf).to(out.dtype)
+        start += length
+    return out, lse
+
+
+def attention_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    docs: Docs,
+    scale: float,
+    dq_: Tensor,
+    dk_: Tensor,
+    dv_: Tensor,
+    window: int = 0,
+) -> None:
+    """Writes dq_ (N, H, d), dk_ and dv_ (N, K, d), which may be strided views of one packed buffer."""
+    group = q.shape[1] // k.shape[1]
+    start = 0
+    for length in docs.lengths:
+        rows = slice(start, start + length)
+        qf, dof = _up(q[rows]), _up(dout[rows])
+        kf, vf = (_up(t[rows]).repeat_interleave(group, 1) for t in (k, v))
+        p = torch.exp(_scores(qf, kf, scale, window) - lse[:, rows, None])
+        delta = (dof * _up(out[rows])).sum(-1).T[..., None]  # (H, T, 1)
+        ds = p * (torch.einsum("qhd,khd->hqk", dof, vf) - delta) * scale
+        sum_group = lambda t: t.unflatten(1, (-1, group)).sum(2)  # noqa: E731
+        dq_[rows] = torch.einsum("hqk,khd->qhd", ds, kf).to(dq_.dtype)
+        dk_[rows] = sum_group(torch.einsum("hqk,qhd->khd", ds, qf)).to(dk_.dtype)
+        dv_[rows] = sum_group(torch.einsum("hqk,qhd->khd", p, dof)).to(dv_.dtype)
+        start += length
+
+
+# ---------------------------------------------------------------- the two ends
+
+
+def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """out (N, D) = weight[ids]. ids (N,) int64, weight (V, D)."""
+    return torch.index_select(weight, 0, ids) if out is None else torch.index_select(weight, 0, ids, out=out)
+
+
+def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
+    """dweight_[ids[n]] += dy[n], summed in fp32 in the order of n, rounded once a row. Rows that do not occur are not touched."""
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    total = _up(dweight_[unique])
+    dweight_[unique] = total.index_add_(0, inverse, _up(dy)).to(dweight_.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: Tensor,
+    scale: float,
+    dweight_: Tensor | None = None,
+    dx_: Tensor | None = None,
+    chunk: int = 2048,
+) -> Tensor:
+    """Loss of each token under softmax(x @ weight.T), and with dweight_ and dx_ the gradients of scale * sum(loss).
+
+    x (N, D), weight (V, D), labels (N,) int64. `rows` (M,) int64: the indices of the labels that count (>= 0),
+    found on the host where the labels come from, so that nothing waits for the device; the other rows cost nothing.
+    dx_ (N, D) is written (zeros in the other rows), dweight_ (V, D) is added to. Full logits never exist: `chunk`
+    rows at a time. Returns losses (N,) fp32, zero in the other rows. `scale` is 1 / trained tokens of the whole step.
+    """
+    losses = torch.zeros(x.shape[0], dtype=_up(x).dtype, device=x.device)
+    if dx_ is not None:
+        dx_.zero_()
+    for part in rows.split(chunk):
+        xs, target = x[part], labels[part]
+        logits = _up(xs @ weight.T)
+        lse = torch.logsumexp(logits, -1)
+        losses[part] = lse - logits.gather(-1, target[:, None])[:, 0]
+        if dx_ is None:
+            continue
+        logits.sub_(lse[:, None]).exp_()
+        logits[torch.arange(len(part), device=x.device), target] -= 1
+        dlogits = logits.mul_(scale).to(x.dtype)
+        dx_[part] = dlogits @ weight
+        _add_(dweight_, _up(dlogits.T @ xs) if dweight_.dtype == x.dtype else _up(dlogits).T @ _up(xs))
+    return losses
+
+
+# ---------------------------------------------------------------- gradients and the optimizer
+
+
+def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum of squares of a flat gradient, (1,) fp32; with `out` (flat, bf16) the gradient is also rounded into it, and the sum is of the rounded values.
+
+    One pass. A non-finite element makes the sum non-finite, which is how it is noticed.
+    """
+    if out is not None:
+        out.copy_(grad)
+        grad = out
+    return sum_squares(grad)
+
+
+def sum_squares(x: Tensor, block: int = 1 << 16) -> Tensor:
+    """Sum of squares of flat x, (1,) fp32: fp32 within blocks, fp64 across them."""
+    parts = torch.stack([_up(b).square().sum() for b in x.split(block)])
+    return parts.double().sum().float().reshape(1)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 -> (hi bf16, lo int16), exact: bits(master) = (bits(hi) << 16) + lo. hi is master rounded half up in magnitude."""
+    bits = master.contiguous().view(torch.int32)
+    hi = (bits + 0x8000) >> 16
+    return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << 16)).to(torch.int16)
+
+
+def join_master(hi: Tensor, lo: Tensor) -> Tensor:
+    """(hi bf16, lo int16) -> fp32, the inverse of split_master."""
+    return ((hi.view(torch.int16).to(torch.int32) << 16) + lo.to(torch.int32)).view(torch.float32)
+
+
+def adamw_(
+    w_: Tensor,
+    lo_: Tensor | None,
+    m_: Tensor,
+    v_: Tensor,
+    grad: Tensor,
+    clip: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    n_decay: int,
+    step: int,
+) -> None:
+    """One AdamW step (Loshchilov & Hutter 2019) over flat tensors of n elements, in place.
+
+    w_ fp32 with lo_ None, or w_ bf16 with lo_ int16: the split master. m_, v_ fp32; grad fp32 or bf16; clip (1,) fp32
+    multiplies the gradient. Weight decay applies to the first n_decay elements. `step` counts from 1.
+    Every implementation computes exactly this sequence of IEEE fp32 operations, none fused, so that where an update
+    runs never changes the numbers.
+    """
+    f32 = lambda value: torch.tensor(value, dtype=torch.float32, device=grad.device)  # noqa: E731
+    b1, b2 = f32(beta1), f32(beta2)
+    step_size = f32(lr / (1 - beta1**step))
+    inv_sqrt_bias2 = f32(1 / (1 - beta2**step) ** 0.5)
+    master = w_ if lo_ is None else join_master(w_, lo_)
+    g = grad.float() * clip
+    master[:n_decay] *= f32(1 - lr * weight_decay)
+    m_.copy_(b1 * m_ + f32(1 - beta1) * g)
+    v_.copy_(b2 * v_ + f32(1 - beta2) * (g * g))
+    denom = torch.sqrt(v_) * inv_sqrt_bias2 + f32(eps)
+    master -= (step_size * m_) / denom
+    if lo_ is not None:
+        hi, lo = split_master(master)
+        w_.copy_(hi)
+        lo_.copy_(lo)

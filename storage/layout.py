@@ -1,0 +1,84 @@
+"""A unit is a span of bytes with a Layout: the same offsets on the SSD, in RAM and on the GPU.
+
+Tensors lie back to back without gaps, because the safetensors format allows none. The order puts every
+group whose members are all multiples of 4,096 bytes first, so nearly all matrices begin on a block
+boundary, and vectors (norm weights, biases) last, so weight decay applies to a prefix of the span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+ALIGN = 4096
+ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
+
+
+def round_up(n: int, to: int = ALIGN) -> int:
+    """The smallest multiple of `to` that is >= n."""
+    return -(-n // to) * to
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor in a span. `dtype` is safetensors' word for it; `offset` is in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Named tensors of one span, in order. `nbytes` is exact, `span` is rounded up to 4,096."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensors[-1].offset + self.tensors[-1].nbytes if self.tensors else 0
+
+    @property
+    def span(self) -> int:
+        return round_up(self.nbytes)
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        for t in self.tensors:
+            if t.name == name:
+                return t
+        raise KeyError(name)
+
+
+def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
+    """A Layout of (name, dtype, shape) entries in exactly the given order."""
+    tensors, offset = [], 0
+    for name, dtype, shape in specs:
+        t = TensorSpec(name, dtype, tuple(shape), offset)
+        tensors.append(t)
+        offset += t.nbytes
+    return Layout(tuple(tensors))
+
+
+def pack(groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: str) -> Layout:
+    """A Layout of one dtype from groups of (name, shape); a group's members stay neighbours (q, k, v; gate, up).
+
+    Order: matrices in aligned groups, other matrices, then vectors; stable within each class.
+    """
+
+    def rank(group) -> int:
+        if any(len(shape) < 2 for _, shape in group):
+            return 2
+        return 0 if all(prod(shape) * ITEMSIZE[dtype] % ALIGN == 0 for _, shape in group) else 1
+
+    ordered = sorted(groups, key=rank)
+    return sequential([(name, dtype, shape) for group in ordered for name, shape in group])

@@ -1,0 +1,29 @@
+"""Shared test set-up. Kernels run in Triton's CPU interpreter where there is no GPU."""
+
+import os
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before a kernel is decorated
+
+import pytest
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def real() -> Path:
+    """The folder of real checkpoints and data: TRIREME_REAL, or shared/real beside the repository."""
+    folder = Path(os.environ.get("TRIREME_REAL", Path(__file__).parents[2] / "shared" / "real"))
+    if not folder.is_dir():
+        pytest.skip(f"no real checkpoints at {folder}; set TRIREME_REAL")
+    return folder
