@@ -1,0 +1,83 @@
+"""Which implementation is in force: the Triton launcher for CUDA tensors, plain torch for everything else.
+
+The first tensor of a call decides. fp64, the dtype of gradient checks, is always the reference. Triton is imported
+by the first call that needs it, so a machine without a GPU needs no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
+
+import torch
+
+from trireme.kernels import reference
+from trireme.kernels.docs import Docs, make_docs
+from trireme.kernels.reference import join_master, rope_table, split_master
+
+
+def _op(plain: Callable, module: str) -> Callable:
+    """`plain`, or the launcher of the same name and signature in trireme.kernels.<module> where the tensors are on a GPU."""
+    launcher = cache(lambda: getattr(import_module(f"trireme.kernels.{module}"), plain.__name__))
+
+    @wraps(plain)
+    def op(first, *args, **kwargs):
+        on_gpu = first.is_cuda and first.dtype != torch.float64
+        return (launcher() if on_gpu else plain)(first, *args, **kwargs)
+
+    return op
+
+
+rmsnorm_fwd = _op(reference.rmsnorm_fwd, "rmsnorm")
+rmsnorm_bwd = _op(reference.rmsnorm_bwd, "rmsnorm")
+head_rmsnorm_fwd = _op(reference.head_rmsnorm_fwd, "rmsnorm")
+head_rmsnorm_bwd = _op(reference.head_rmsnorm_bwd, "rmsnorm")
+layernorm_fwd = _op(reference.layernorm_fwd, "layernorm")
+layernorm_bwd = _op(reference.layernorm_bwd, "layernorm")
+rope_ = _op(reference.rope_, "rope")
+swiglu_fwd = _op(reference.swiglu_fwd, "swiglu")
+swiglu_bwd = _op(reference.swiglu_bwd, "swiglu")
+geglu_fwd = _op(reference.geglu_fwd, "swiglu")
+geglu_bwd = _op(reference.geglu_bwd, "swiglu")
+gelu_bias_fwd = _op(reference.gelu_bias_fwd, "gelu")
+gelu_bias_bwd = _op(reference.gelu_bias_bwd, "gelu")
+bias_bwd_ = _op(reference.bias_bwd_, "gelu")
+attention_fwd = _op(reference.attention_fwd, "attention")
+attention_bwd = _op(reference.attention_bwd, "attention")
+embedding_fwd = _op(reference.embedding_fwd, "embedding")
+embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
+linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
+grad_finish = _op(reference.grad_finish, "adamw")
+sum_squares = _op(reference.sum_squares, "adamw")
+adamw_ = _op(reference.adamw_, "adamw")
+
+__all__ = [
+    "Docs",
+    "adamw_",
+    "attention_bwd",
+    "attention_fwd",
+    "bias_bwd_",
+    "embedding_bwd_",
+    "embedding_fwd",
+    "geglu_bwd",
+    "geglu_fwd",
+    "gelu_bias_bwd",
+    "gelu_bias_fwd",
+    "grad_finish",
+    "head_rmsnorm_bwd",
+    "head_rmsnorm_fwd",
+    "join_master",
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "linear_cross_entropy",
+    "make_docs",
+    "rmsnorm_bwd",
+    "rmsnorm_fwd",
+    "rope_",
+    "rope_table",
+    "split_master",
+    "sum_squares",
+    "swiglu_bwd",
+    "swiglu_fwd",
+]
