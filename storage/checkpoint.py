@@ -1,0 +1,295 @@
+"""A Hugging Face checkpoint folder: opened without trust, read tensor by tensor, written back in the same form.
+
+Only safetensors is read: nothing is ever unpickled. Memory use is one chunk, whatever the model's size, and the page
+cache is given back as reading goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from trireme.storage.aio import StoreError
+from trireme.storage.headers import MAX_HEADER, CheckpointError, parse_json, read_header
+from trireme.storage.layout import ITEMSIZE
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CHUNK = 16 << 20  # bytes read or written at a time
+FLUSH = 256 << 20  # dirty bytes allowed in the page cache while exporting
+COMPANIONS = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # config, tokenizer, chat template, licence
+NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bf16 travels as its bits
+
+
+class SourceTensor(NamedTuple):
+    """Where one tensor lies. `dtype` is safetensors' word; `offset` counts from the beginning of `file`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose headers have been checked. `files` are its safetensors files, relative to `folder`."""
+
+    folder: Path
+    files: tuple[str, ...]
+    tensors: dict[str, SourceTensor]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor's bytes as they lie in the file, (nbytes,) uint8. Raises StoreError where the disk fails."""
+        t = self.tensors[name]
+        out = np.empty(t.nbytes, np.uint8)
+        filled = 0
+        for chunk in _chunks(self.folder / t.file, t.offset, t.nbytes):
+            out[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+        return out
+
+    def read_as(self, name: str, dtype: str, out: np.ndarray) -> None:
+        """Fills `out` (numel,) with the tensor as `dtype`: "F32" (float32) or "BF16" (uint16 bits, nearest even)."""
+        t = self.tensors[name]
+        assert out.shape == (t.numel,) and out.dtype == NUMPY[dtype], (name, out.shape, out.dtype, dtype)
+        if t.dtype not in NUMPY:
+            raise CheckpointError(f"{self.folder / t.file}: {name} is {t.dtype}; a weight must be {', '.join(NUMPY)}.")
+        filled = 0
+        for chunk in _chunks(self.folder / t.file, t.offset, t.nbytes):
+            values = chunk.view(NUMPY[t.dtype])
+            out[filled : filled + len(values)] = convert(values, t.dtype, dtype)
+            filled += len(values)
+
+
+def open_source(folder: str | os.PathLike) -> Source:
+    """Checks every header of the checkpoint in `folder`; raises CheckpointError with the way out."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder. Give the folder of a Hugging Face checkpoint.")
+    if (folder / SINGLE).exists():
+        return _collect(folder, (SINGLE,), None)
+    if (folder / INDEX).exists():
+        weight_map = _read_index(folder)
+        return _collect(folder, tuple(sorted(set(weight_map.values()))), weight_map)
+    files = sorted(p.name for p in folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return _collect(folder, (files[0],), None)
+    if files:
+        raise CheckpointError(f"{folder} has {len(files)} safetensors files but no {INDEX}. Download it too.")
+    if any(p.suffix in {".bin", ".pt", ".pth", ".ckpt"} for p in folder.iterdir()):
+        raise CheckpointError(
+            f"{folder} holds only pickled weights (.bin, .pt), which can run code when opened and are never read. "
+            "Use the model's safetensors version, or convert it with transformers' save_pretrained."
+        )
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}.")
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, every file inside the folder."""
+    path = folder / INDEX
+    try:
+        with open(path, "rb") as f:
+            text = f.read(MAX_HEADER + 1)
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}.") from e
+    try:
+        if len(text) > MAX_HEADER:
+            raise ValueError(f"the index is larger than {MAX_HEADER} bytes")
+        weight_map = parse_json(text, "index").get("weight_map")
+    except ValueError as e:
+        raise CheckpointError(f"{path}: {e}.") from e
+    if type(weight_map) is not dict or not weight_map or any(type(f) is not str for f in weight_map.values()):
+        raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
+    for file in set(weight_map.values()):
+        parts = file.split("/")
+        if any(p in ("", ".", "..") for p in parts) or "\\" in file or "\0" in file or not file.isprintable():
+            raise CheckpointError(f"{path} points outside its folder ({file[:80]!r}). Refused.")
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names {file[:80]!r}; only .safetensors files are read.")
+        try:
+            missing = not (folder / file).exists()
+        except OSError:  # a name too long
+            missing = True
+        if missing:
+            raise CheckpointError(f"{path} names {file[:80]}, which is missing. Download it again.")
+    return weight_map
+
+
+def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | None) -> Source:
+    """The Source of these files; with a weight_map, of the tensors that it names."""
+    tensors = {}
+    for file in files:
+        header = read_header(folder / file)
+        for t in header.layout.tensors:
+            if weight_map is None or weight_map.get(t.name) == file:
+                tensors[t.name] = SourceTensor(t.dtype, t.shape, file, header.data + t.offset)
+    for name in weight_map or ():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / INDEX} says that {name!r} is in {weight_map[name]}; it is not there.")
+    if not tensors:
+        raise CheckpointError(f"{folder} holds no tensors.")
+    return Source(folder, files, tensors)
+
+
+def _chunks(path: Path, offset: int, nbytes: int) -> Iterator[np.ndarray]:
+    """The bytes [offset, offset + nbytes) of a file, piece by piece; each piece is valid until the next."""
+    buffer = np.empty(min(CHUNK, nbytes), np.uint8)
+    fd, end = -1, offset + nbytes
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        while offset < end:
+            chunk = buffer[: end - offset]
+            filled = 0
+            while filled < len(chunk):
+                got = os.preadv(fd, [chunk[filled:]], offset + filled)
+                if got == 0:
+                    raise StoreError(errno.EIO, f"ends at byte {offset + filled}; it was longer before", str(path))
+                filled += got
+            yield chunk
+            os.posix_fadvise(fd, offset, filled, os.POSIX_FADV_DONTNEED)
+            offset += filled
+    except OSError as e:
+        raise (
+            e if isinstance(e, StoreError) else StoreError(e.errno, f"{e.strerror}, at byte {offset}", str(path))
+        ) from e
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
+    """`values` of `dtype` as `to` (keys of NUMPY; bf16 as uint16 bits). Rounds to nearest even; a NaN stays one."""
+    if dtype == to:
+        return values
+    if dtype == "BF16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if to != "BF16":
+            return values.astype(NUMPY[to], copy=False)
+        values = values.astype(np.float32, copy=False)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    rounded[np.isnan(values)] = 0x7FC0
+    return rounded
+
+
+def companions(folder: Path) -> list[str]:
+    """The files that travel with the weights (config, tokenizer, templates), relative to `folder`."""
+    found = [p for p in folder.iterdir() if p.suffix in COMPANIONS and not p.name.endswith(".index.json")]
+    found += (folder / "additional_chat_templates").glob("*.jinja")
+    return sorted(str(p.relative_to(folder)) for p in found if p.is_file() and not p.name.startswith("."))
+
+
+def export(source: Source, out: str | os.PathLike, fetch: Callable[[str], np.ndarray | None]) -> None:
+    """Writes a checkpoint with the source's files, names, shapes, dtypes and metadata into `out`.
+
+    fetch(name) gives the tensor's new values, (numel,) float32 or uint16 (bf16 bits), which are rounded to the source's
+    dtype, or None: copied byte for byte. Files appear under their names only when all of them are complete and synced.
+    Raises StoreError, after removing what it had written, where space is short or the disk fails.
+    """
+    out = Path(out)
+    others = companions(source.folder) + [INDEX] * (INDEX in {p.name for p in source.folder.iterdir()})
+    if SINGLE in source.files:
+        others = [f for f in others if f != INDEX]  # the library would not look at it either
+    files = [*others, *source.files]
+    done: list[str] = []
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if out.samefile(source.folder):
+            raise StoreError(errno.EEXIST, "is the source checkpoint itself; choose another folder", str(out))
+        check_space(out, sum((source.folder / f).stat().st_size for f in files), "the exported checkpoint")
+        for file in files:
+            (out / file).parent.mkdir(parents=True, exist_ok=True)
+            done.append(file)
+            content = _rewritten(source, file, fetch) if file in source.files else _whole(source.folder / file)
+            write_synced(_partial(out / file), content)
+        for file in files:
+            os.replace(_partial(out / file), out / file)
+        for folder in {(out / f).parent for f in files} | {out}:
+            sync_folder(folder)
+    except OSError as e:
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(out)) from e
+    finally:
+        for file in done:
+            _partial(out / file).unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _whole(path: Path) -> Iterator[np.ndarray]:
+    return _chunks(path, 0, path.stat().st_size)
+
+
+def _rewritten(source: Source, file: str, fetch: Callable[[str], np.ndarray | None]) -> Iterator[np.ndarray]:
+    """The bytes of a weight file with new data: nothing but the data changes, so the header is copied as it is."""
+    tensors = sorted(((t.offset, name) for name, t in source.tensors.items() if t.file == file and t.nbytes))
+    path, position = source.folder / file, 0
+    for offset, name in tensors:
+        yield from _chunks(path, position, offset - position)
+        t, new = source.tensors[name], fetch(name)
+        if new is None:
+            yield from _chunks(path, offset, t.nbytes)
+        else:
+            assert new.shape == (t.numel,), (name, new.shape, t.shape)
+            dtype = next(word for word, kind in NUMPY.items() if kind == new.dtype)
+            for i in range(0, t.numel, CHUNK // 8):
+                yield convert(new[i : i + CHUNK // 8], dtype, t.dtype).view(np.uint8)
+        position = offset + t.nbytes
+    yield from _chunks(path, position, path.stat().st_size - position)
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """Raises StoreError where `needed` bytes do not fit."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        message = f"has {free / 1e9:.1f} GB free, {what} needs {needed / 1e9:.1f} GB"
+        raise StoreError(errno.ENOSPC, message, str(folder))
+
+
+def write_synced(path: Path, content: Iterator[np.ndarray]) -> None:
+    """Writes and fsyncs a new file; its pages do not stay in the cache."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        offset = flushed = 0
+        for chunk in content:
+            view = memoryview(chunk)
+            while view:
+                wrote = os.pwrite(fd, view, offset)
+                view, offset = view[wrote:], offset + wrote
+            if offset - flushed >= FLUSH:
+                os.fdatasync(fd)
+                os.posix_fadvise(fd, flushed, offset - flushed, os.POSIX_FADV_DONTNEED)
+                flushed = offset
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as e:
+        raise StoreError(e.errno, e.strerror, str(path)) from e
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and new names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

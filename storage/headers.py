@@ -1,0 +1,134 @@
+"""The safetensors format: 8 bytes of header length, a JSON header, then tensors back to back.
+
+Reading trusts nothing in the file. A header is accepted only where the safetensors library accepts it too: the tensors
+cover the data exactly, without gap or overlap. Writing pads the header with spaces, so that data begins on a block
+boundary and the file stays a plain safetensors file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from trireme.storage.layout import ITEMSIZE, Layout, TensorSpec, round_up
+
+MAX_HEADER = 32 << 20  # bytes: 200 thousand tensors; parsed JSON takes some 20 times its text
+LFS_POINTER = b"version https://git-lfs"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: which file, what is wrong, what to do. One line."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A validated header. Tensor offsets are relative to `data`, the offset in the file where data begins."""
+
+    layout: Layout
+    metadata: dict[str, str]
+    data: int
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file. Raises CheckpointError on anything but a complete, consistent file."""
+    try:
+        with open(path, "rb") as f:
+            status = os.fstat(f.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a regular file.")
+            start = f.read(len(LFS_POINTER))
+            if start == LFS_POINTER:
+                raise CheckpointError(f"{path} is a {status.st_size}-byte Git LFS pointer. Run `git lfs pull`.")
+            length = int.from_bytes(start[:8], "little")
+            if status.st_size < 8 or length > status.st_size - 8:
+                raise CheckpointError(f"{path} is truncated or not a safetensors file ({status.st_size} bytes).")
+            if length > MAX_HEADER:
+                raise CheckpointError(f"{path}: its header claims {length} bytes; {MAX_HEADER} is the most accepted.")
+            f.seek(8)
+            text = f.read(length)
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}.") from e
+    try:
+        layout, metadata = parse_header(text, status.st_size - 8 - length)
+    except ValueError as e:
+        raise CheckpointError(f"{path}: {e}.") from e
+    return Header(layout, metadata, 8 + length)
+
+
+def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
+    """(tensors by offset, metadata) from a header's JSON and the number of bytes after it. Raises ValueError."""
+    fields = parse_json(text, "header")
+    metadata = fields.pop("__metadata__", None) or {}
+    if type(metadata) is not dict or any(type(v) is not str for v in metadata.values()):
+        raise ValueError("__metadata__ is not a map of strings")
+    tensors = [_tensor(name, entry, data_bytes) for name, entry in fields.items()]
+    tensors.sort(key=lambda t: (t.offset, t.nbytes))
+    end = 0
+    for t in tensors:
+        if t.offset != end:
+            raise ValueError(f"{t.name!r} begins at byte {t.offset} of the data, expected {end}: a gap or an overlap")
+        end += t.nbytes
+    if end < data_bytes:
+        raise ValueError(f"{data_bytes - end} bytes follow the last tensor")
+    return Layout(tuple(tensors)), metadata
+
+
+def parse_json(text: bytes, what: str) -> dict:
+    """The JSON object in `text`, no key twice. Raises ValueError whatever the bytes are."""
+
+    def unique(pairs):
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            raise ValueError(f"the {what} names something twice")
+        return fields
+
+    try:
+        fields = json.loads(text.decode(), object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError(f"the {what} is nested too deeply") from None
+    except ValueError as e:  # also UnicodeDecodeError and JSONDecodeError
+        raise ValueError(f"the {what} is not valid JSON ({str(e)[:100]})") from None
+    if type(fields) is not dict:
+        raise ValueError(f"the {what} is not a JSON object")
+    return fields
+
+
+def _tensor(name: str, entry: object, data_bytes: int) -> TensorSpec:
+    """One header entry, checked against the bytes that are there."""
+    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name!r} lacks dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(dtype) is not str or dtype not in ITEMSIZE:
+        raise ValueError(f"{name!r} has dtype {str(dtype)[:20]!r}; known are {', '.join(ITEMSIZE)}")
+    for numbers in (shape, offsets):
+        if type(numbers) is not list or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(f"{name!r}: shape and data_offsets must be lists of whole numbers")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name!r}: data_offsets must be [begin, end]")
+    if offsets[1] > data_bytes:
+        raise ValueError(f"{name!r} ends at byte {_short(offsets[1])} of {data_bytes}: the file is truncated")
+    nbytes = 0 if 0 in shape else ITEMSIZE[dtype]
+    for n in shape:  # stops early: a product of a million numbers is itself an attack
+        nbytes *= n
+        if nbytes > data_bytes:
+            break
+    if nbytes != offsets[1] - offsets[0]:
+        raise ValueError(f"{name!r} takes {offsets[1] - offsets[0]} bytes, its shape and dtype say otherwise")
+    return TensorSpec(name, dtype, tuple(shape), offsets[0])
+
+
+def _short(n: int) -> str:
+    return str(n) if n < 1 << 64 else "2^64 or more"
+
+
+def encode_header(layout: Layout, metadata: dict[str, str] | None = None) -> bytes:
+    """The bytes before the data, padded with spaces to a multiple of 4,096."""
+    fields: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    for t in layout.tensors:
+        fields[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    length = round_up(8 + len(text)) - 8
+    return length.to_bytes(8, "little") + text.ljust(length)
