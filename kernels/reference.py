@@ -316,10 +316,31 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
     return sum_squares(grad)
 
 
-def sum_squares(x: Tensor, block: int = 1 << 16) -> Tensor:
-    """Sum of squares of flat x, (1,) fp32: fp32 within blocks, fp64 across them."""
-    parts = torch.stack([_up(b).square().sum() for b in x.split(block)])
-    return parts.double().sum().float().reshape(1)
+def _halve(x: Tensor) -> Tensor:
+    """Sum over the last dimension, padded to a power of two, by adding the second half to the first until one is left."""
+    n = x.shape[-1]
+    x = torch.nn.functional.pad(x, (0, (1 << max(n - 1, 0).bit_length()) - n))
+    while (half := x.shape[-1] // 2) > 0:
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Sum of squares of flat x, (1,) fp32: fp32 within blocks of 64 rows of 1,024 lanes, fp64 across blocks.
+
+    Each lane adds its rows in order, then lanes and blocks are halved: an order that every implementation can keep.
+    """
+    blocks = -(-len(x) // (64 * 1024))
+    padded = torch.nn.functional.pad(x, (0, blocks * 64 * 1024 - len(x))).view(blocks, 64, 1024)
+    lanes = _up(padded[:, 0]).square()
+    for row in padded[:, 1:].unbind(1):
+        lanes += _up(row).square()
+    return sum_blocks(_halve(lanes))
+
+
+def sum_blocks(sums: Tensor) -> Tensor:
+    """(1,) fp32: the sum, taken in fp64, of what sum_squares found in each block. sums (blocks,)."""
+    return _halve(sums.double()).float().reshape(1)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -366,7 +387,8 @@ def adamw_(
     master[:n_decay] *= f32(1 - lr * weight_decay)
     m_.copy_(b1 * m_ + f32(1 - beta1) * g)
     v_.copy_(b2 * v_ + f32(1 - beta2) * (g * g))
-    denom = torch.sqrt(v_) * inv_sqrt_bias2 + f32(eps)
+    root = torch.sqrt(v_.double()).float()  # correctly rounded; the fp32 root of torch on the CPU (MKL) is not
+    denom = root * inv_sqrt_bias2 + f32(eps)
     master -= (step_size * m_) / denom
     if lo_ is not None:
         hi, lo = split_master(master)

@@ -1,0 +1,210 @@
+"""AdamW on the CPU: one pass over memory in C++ (host_adamw.cpp), built at first use, called without the GIL.
+
+Same names, arguments and bits as reference.py, which also takes over where there is no compiler. The functions here run
+on the calling thread; `Workers` spreads one unit over threads of its own, with the same result whatever their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER, byref, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trireme.kernels import reference
+
+RECORD = 1 << 18  # elements that a thread takes at a time; a multiple of BLOCK
+BLOCK = 1 << 16  # elements whose squares are summed in fp32
+
+# ---------------------------------------------------------------- building
+
+SOURCE = Path(__file__).with_name("host_adamw.cpp")
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-shared", "-fPIC")
+
+
+def _cpu() -> str:
+    """What -march=native depends on: an object built for another machine of a shared home folder must not be loaded."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    words = ("model name", "flags", "Features", "CPU part")
+    return "\n".join([platform.machine(), platform.processor(), *sorted({x for x in lines if x.startswith(words)})])
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Compiles to a temporary name beside target, then renames: another process sees a whole object or none."""
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
+    try:
+        if subprocess.run([*command, "-march=native"], capture_output=True).returncode:
+            subprocess.run(command, capture_output=True, check=True)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _build(compiler: str) -> ctypes.CDLL:
+    """The object for this source, compiler and CPU, from the user's cache folder or freshly compiled."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, _cpu().encode())
+    name = f"host_adamw-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
+    target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme" / name
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if target.exists():
+            try:
+                return ctypes.CDLL(str(target))
+            except OSError:  # damaged: build it anew
+                pass
+        _compile(compiler, target)
+        return ctypes.CDLL(str(target))
+    except (OSError, subprocess.CalledProcessError):
+        # The cache is read-only, full, or mounted noexec. A private folder: nobody else may plant an object there.
+        with tempfile.TemporaryDirectory(prefix="trireme-") as folder:
+            _compile(compiler, Path(folder) / name)
+            return ctypes.CDLL(str(Path(folder) / name))  # stays mapped after the file is gone
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None (after one warning) where they cannot be built."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+    try:
+        if compiler is None:
+            raise FileNotFoundError("no C++ compiler (c++, g++, clang++) on the PATH")
+        lib = _build(compiler)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
+        warnings.warn(f"CPU AdamW runs in torch, several times slower: {reason}", stacklevel=2)
+        return None
+    lib.trireme_adamw.argtypes = [POINTER(_Job), POINTER(c_int64)]
+    lib.trireme_block_sums.argtypes = [c_void_p, c_int64, c_int64, c_void_p, POINTER(c_int64)]
+    lib.trireme_scale.argtypes = [c_void_p, c_int64, c_float, c_int64, POINTER(c_int64)]
+    for function in (lib.trireme_adamw, lib.trireme_block_sums, lib.trireme_scale):
+        function.restype = None
+    return lib
+
+
+# ---------------------------------------------------------------- calling
+
+
+class _Job(ctypes.Structure):
+    """Mirrors Job in host_adamw.cpp."""
+
+    _fields_ = (
+        [(name, c_void_p) for name in ("w", "lo", "m", "v", "grad")]
+        + [(name, c_int64) for name in ("grad_is_bf16", "n", "n_decay", "record")]
+        + [(name, c_float) for name in ("clip", "decay", "beta1", "rest1", "beta2", "rest2")]
+        + [(name, c_float) for name in ("step_size", "inv_sqrt_bias2", "eps")]
+    )
+
+
+def _check(n: int, **tensors: tuple[Tensor, tuple[torch.dtype, ...]]) -> None:
+    for name, (t, dtypes) in tensors.items():
+        assert t.shape == (n,) and t.dtype in dtypes, f"{name}: {tuple(t.shape)} {t.dtype}, not ({n},) {dtypes}"
+        assert t.device.type == "cpu" and t.is_contiguous(), f"{name} is not contiguous CPU memory"
+
+
+def _job(w, lo, m, v, grad, clip, *, lr, beta1, beta2, eps, weight_decay, n_decay, step) -> _Job:
+    bf16, f32, n = torch.bfloat16, torch.float32, w.shape[0]
+    _check(n, m=(m, (f32,)), v=(v, (f32,)), grad=(grad, (f32, bf16)))
+    if lo is None:
+        _check(n, w=(w, (f32,)))
+    else:
+        _check(n, w=(w, (bf16,)), lo=(lo, (torch.int16,)))
+    return _Job(
+        *(None if t is None else t.data_ptr() for t in (w, lo, m, v, grad)),
+        *(grad.dtype == bf16, n, n_decay, RECORD),
+        *(float(clip), 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2),
+        *(lr / (1 - beta1**step), 1 / (1 - beta2**step) ** 0.5, eps),
+    )
+
+
+def _alone(call: Callable[[], None]) -> None:
+    call()
+
+
+def adamw_(w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, **hyper) -> None:
+    """reference.adamw_ over contiguous CPU tensors (n,), same bits where values are finite, on the calling thread."""
+    _adamw_(_alone, w_, lo_, m_, v_, grad, clip, **hyper)
+
+
+def _adamw_(spread, w_, lo_, m_, v_, grad, clip, **hyper) -> None:
+    job, lib = _job(w_, lo_, m_, v_, grad, clip, **hyper), library()
+    if lib is not None:
+        taken = c_int64(0)
+        spread(lambda: lib.trireme_adamw(byref(job), byref(taken)))
+        return
+    for start in range(0, job.n, RECORD):  # in records, so that temporaries stay small
+        cut = lambda t: None if t is None else t[start : start + RECORD]  # noqa: B023, E731
+        hyper["n_decay"] = min(max(job.n_decay - start, 0), RECORD)
+        reference.adamw_(*map(cut, (w_, lo_, m_, v_, grad)), clip, **hyper)
+
+
+def sum_squares(grad: Tensor) -> Tensor:
+    """reference.sum_squares of a contiguous CPU gradient (n,) fp32 or bf16, same bits, on the calling thread.
+
+    Returns (1,) fp32, which is not finite where any element is not (or where the sum exceeds fp32).
+    """
+    return _sum_squares(_alone, grad)
+
+
+def _sum_squares(spread, grad: Tensor) -> Tensor:
+    n, lib = grad.shape[0], library()
+    _check(n, grad=(grad, (torch.float32, torch.bfloat16)))
+    if lib is None:
+        return reference.sum_squares(grad)
+    sums, taken = torch.zeros(-(-n // BLOCK), dtype=torch.float64), c_int64(0)
+    is_bf16 = grad.dtype == torch.bfloat16
+    spread(lambda: lib.trireme_block_sums(grad.data_ptr(), is_bf16, n, sums.data_ptr(), byref(taken)))
+    return reference.sum_blocks(sums)
+
+
+class Workers:
+    """Threads that update one unit together: adamw_ and sum_squares as above, returning when all is done.
+
+    Each thread enters C++ once a unit and takes records there from a shared counter, so a busy interpreter delays the
+    end of a unit, not every record. Records are disjoint and fixed, so the thread count never changes a number.
+    """
+
+    def __init__(self, threads: int | None = None):
+        """threads: how many; default all cores that this process may use but one, which is left to Python."""
+        self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+        self._pool = ThreadPoolExecutor(self.threads, "adamw")
+        library()  # a build belongs to the set-up, not to the first step
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for what runs and ends the threads."""
+        self._pool.shutdown()
+
+    def spread(self, call: Callable[[], None]) -> None:
+        """Runs call() once on every thread and waits for all; an exception of any is raised here."""
+        for future in [self._pool.submit(call) for _ in range(self.threads)]:
+            future.result()
+
+    def adamw_(self, w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, **hyper):
+        """adamw_ of this module over all threads."""
+        _adamw_(self.spread, w_, lo_, m_, v_, grad, clip, **hyper)
+
+    def sum_squares(self, grad: Tensor) -> Tensor:
+        """sum_squares of this module over all threads."""
+        return _sum_squares(self.spread, grad)
