@@ -51,7 +51,10 @@ def rmsnorm_bwd(dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dweight_: T
 
 
 def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None):
-    """y = (h - mean) * rstd * weight + bias with h = x, or x + residual. Returns (y, mean (N,) fp32, rstd (N,) fp32, h)."""
+    """y = (h - mean) * rstd * weight + bias with h = x, or x + residual.
+
+    Returns (y (N, D), mean (N,) fp32, rstd (N,) fp32, h (N, D)).
+    """
     h = x if residual is None else (_up(x) + _up(residual)).to(x.dtype)
     hf = _up(h)
     mean = hf.mean(-1)
@@ -81,14 +84,20 @@ def layernorm_bwd(
 
 
 def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
-    """RMSNorm over each head (Qwen3's q and k norm). x (N, H, d), rows may be strided; weight (d,). Returns (y (N, H, d) contiguous, rstd (N, H) fp32)."""
+    """RMSNorm over each head (Qwen3's q and k norm). x (N, H, d), rows may be strided; weight (d,).
+
+    Returns (y (N, H, d) contiguous, rstd (N, H) fp32).
+    """
     xf = _up(x)
     rstd = torch.rsqrt(xf.square().mean(-1) + eps)
     return (xf * rstd[..., None] * _up(weight)).to(x.dtype), rstd
 
 
 def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
-    """Backward of head_rmsnorm_fwd: dx_ (N, H, d) is written (it may be strided, and may be dy itself), dweight_ (d,) is added to."""
+    """Backward of head_rmsnorm_fwd: dx_ (N, H, d) is written, dweight_ (d,) is added to.
+
+    dx_ may be strided, and may be dy itself.
+    """
     dyf = _up(dy)
     xhat = _up(x) * rstd[..., None]
     _add_(dweight_, (dyf * xhat).sum((0, 1)))
@@ -100,13 +109,15 @@ def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweigh
 
 
 def rope_table(inv_freq: Tensor, length: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each (length, d/2) fp32, of position * inv_freq, times `scale`. Made once a run, on inv_freq's device."""
+    """(cos, sin), each (length, d/2) fp32, of position * inv_freq, times `scale`. Made once, on inv_freq's device."""
     angle = torch.outer(torch.arange(length, device=inv_freq.device, dtype=torch.float32), inv_freq.float())
     return angle.cos() * scale, angle.sin() * scale
 
 
 def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> None:
-    """Rotates the heads of x_ (N, H, d) in place: halves (a, b) -> (a cos - b sin, b cos + a sin); `inverse` rotates back.
+    """Rotates the heads of x_ (N, H, d) in place: halves (a, b) -> (a cos - b sin, b cos + a sin).
+
+    `inverse` rotates back.
 
     x_ may be a strided view: the q and k heads of a packed qkv row are neighbours, so one call does both.
     cos, sin (P, d/2) fp32; positions (N,) int32, each < P.
@@ -156,7 +167,7 @@ def swiglu_fwd(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (d_gate_up (N, 2F), act (N, F)): the forward value comes out of the same pass, so it need not be saved."""
+    """Returns (d_gate_up (N, 2F), act (N, F)): the forward value comes from the same pass, so it need not be saved."""
     return _glu_bwd(_silu, dy, gate_up)
 
 
@@ -200,7 +211,9 @@ def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
     return s.masked_fill_(hidden, float("-inf"))
 
 
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None):
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Causal attention within each document. q (N, H, d); k, v (N, K, d), H a multiple of K; token strides are free.
 
     `window` > 0: a token sees itself and the window - 1 before it (Mistral). Returns (out (N, H, d) contiguous, or
@@ -261,7 +274,7 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
 
 
 def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
-    """dweight_[ids[n]] += dy[n], summed in fp32 in the order of n, rounded once a row. Rows that do not occur are not touched."""
+    """dweight_[ids[n]] += dy[n], summed in fp32, rounded once a row. Rows that do not occur are not touched."""
     unique, inverse = torch.unique(ids, return_inverse=True)
     total = _up(dweight_[unique])
     dweight_[unique] = total.index_add_(0, inverse, _up(dy)).to(dweight_.dtype)
@@ -306,8 +319,9 @@ def linear_cross_entropy(
 
 
 def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum of squares of a flat gradient, (1,) fp32; with `out` (flat, bf16) the gradient is also rounded into it, and the sum is of the rounded values.
+    """Sum of squares of a flat gradient, (1,) fp32.
 
+    With `out` (flat, bf16) the gradient is also rounded into it, and the sum is of the rounded values.
     One pass. A non-finite element makes the sum non-finite, which is how it is noticed.
     """
     if out is not None:
