@@ -1,0 +1,50 @@
+"""python scripts/finetune.py CHECKPOINT --data FILE: one command from a Hugging Face folder to a fine-tuned one.
+
+Exit codes: 0 done; 1 a bug; 2 wrong input; 3 the model does not fit; 4 a disk failed or is full; 130 interrupted.
+"""
+
+import os
+import sys
+
+from trireme.engine.command import parse
+from trireme.engine.options import Options
+from trireme.engine.plan import DoesNotFit
+from trireme.models.config import InputError
+from trireme.storage.checkpoint import CheckpointError
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command line `argv`; returns the exit code. Every foreseen failure is one line on stderr."""
+    try:
+        return run(parse(argv))
+    except (InputError, CheckpointError) as error:
+        return fail(str(error), 2)
+    except DoesNotFit as error:
+        return fail(str(error), 3)
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        return fail(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 4)
+    except KeyboardInterrupt:
+        return fail("interrupted before there was anything to save", 130)
+
+
+def run(options: Options) -> int:
+    """Trains; 130 when interrupted with everything saved."""
+    from trireme.engine import demo, train  # late: torch takes seconds, and a mistyped option or --help should not
+
+    try:
+        train.finetune(demo.prepare(options) if options.demo else options)
+    except train.Interrupted:
+        return 130
+    return 0
+
+
+def fail(message: str, code: int) -> int:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
