@@ -1,0 +1,93 @@
+"""The two ends of the model: embedding, and final norm with the loss.
+
+Legend: N tokens, D width, V vocabulary, P positions, M tokens with a label.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trireme.kernels import ops
+from trireme.models.config import ModelConfig
+from trireme.models.rows import Rows
+from trireme.models.shapes import embedding_name, output_name
+
+
+class EmbedWeights(NamedTuple):
+    """The embedding's weights, or their gradients."""
+
+    tokens: Tensor  # (V, D)
+    positions: Tensor | None  # (P, D), where positions are learned
+
+
+class HeadWeights(NamedTuple):
+    """The head's weights, or their gradients."""
+
+    norm: Tensor  # (D,)
+    norm_bias: Tensor | None  # (D,) of a LayerNorm
+    output: Tensor | None  # (V, D); None where the embedding serves
+
+
+def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
+    """EmbedWeights over `views`, the unit's tensors by Hugging Face name."""
+    return EmbedWeights(views[embedding_name(cfg)], views["transformer.wpe.weight"] if cfg.is_gpt else None)
+
+
+def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
+    """HeadWeights over `views`, the unit's tensors by Hugging Face name."""
+    output = None if cfg.tied else views[output_name(cfg)]
+    if cfg.is_gpt:
+        return HeadWeights(views["transformer.ln_f.weight"], views["transformer.ln_f.bias"], output)
+    return HeadWeights(views["model.norm.weight"], None, output)
+
+
+def embed_forward(cfg: ModelConfig, w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None:
+    """Fills out (N, D) for ids (N,) int64."""
+    ops.embedding_fwd(ids, w.tokens, out)
+    if w.positions is not None:
+        out.add_(ops.embedding_fwd(rows.docs.positions.long(), w.positions))
+
+
+def embed_backward(cfg: ModelConfig, g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:
+    """Adds the gradient dy (N, D) of the embedded tokens to g."""
+    ops.embedding_bwd_(g.tokens, dy, ids)
+    if g.positions is not None:
+        ops.embedding_bwd_(g.positions, dy, rows.docs.positions.long())
+
+
+def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, ...]:
+    """(y (N, D), the norm's statistics...): what the output matrix multiplies."""
+    if cfg.is_gpt:
+        return ops.layernorm_fwd(x, w.norm, w.norm_bias, cfg.eps)[:3]
+    return ops.rmsnorm_fwd(x, w.norm, cfg.eps)[:2]
+
+
+def head_loss(
+    cfg: ModelConfig,
+    w: HeadWeights,
+    w_out: Tensor,
+    x: Tensor,
+    labels: Tensor,
+    loss_rows: Tensor,
+    scale: float,
+    g: HeadWeights | None = None,
+    g_out: Tensor | None = None,
+    dx: Tensor | None = None,
+) -> Tensor:
+    """Each token's loss, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(loss).
+
+    x (N, D); labels (N,) int64, the token after each; loss_rows (M,) int64, the rows whose label counts: the others
+    have loss 0. w_out (V, D) is the output matrix and g_out its gradient: the embedding's where they are tied. g and
+    g_out are added to, dx (N, D) is filled.
+    """
+    y, *stats = final_norm(cfg, w, x)
+    losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx)
+    if dx is not None:
+        del y
+        if cfg.is_gpt:
+            dx.copy_(ops.layernorm_bwd(dx, x, w.norm, *stats, g.norm, g.norm_bias))
+        else:
+            dx.copy_(ops.rmsnorm_bwd(dx, x, w.norm, *stats, g.norm))
+    return losses

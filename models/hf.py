@@ -1,0 +1,64 @@
+"""Names in Hugging Face checkpoints <-> ours, which are those of transformers' *ForCausalLM. No torch.
+
+Checkpoints differ in three ways that change nothing: the base model's prefix may be missing, a tied matrix may be
+stored under either name or both, and buffers that the model computes by itself may be stored too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trireme.models.config import InputError, ModelConfig
+from trireme.models.shapes import embedding_name, weight_groups
+
+Shape = tuple[int, ...]
+
+# Masks and rotary frequencies that older versions stored.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str | None]:
+    """Each name found in a checkpoint -> its canonical name, None for a buffer that is not trained.
+
+    `found` maps names to shapes. With a tied model both stored names lead to the embedding. InputError where a tensor
+    is missing, unknown, or has another shape than config.json says.
+    """
+    wanted = {name: shape for u in range(cfg.n_units) for group in weight_groups(cfg, u) for name, shape in group}
+    names = {name: _canonical(cfg, name, wanted) for name in found}
+    for name, target in names.items():
+        if target is not None and tuple(found[name]) != wanted[target]:
+            raise InputError(
+                f"{name} has shape {list(found[name])}, config.json says {list(wanted[target])}. "
+                "The weights and config.json are not of the same model."
+            )
+    missing = [name for name in wanted if name not in names.values()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"the checkpoint lacks {missing[0]}{more}, which config.json calls for. Download it again.")
+    return names
+
+
+def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
+    """Canonical name -> the name to read it from, of `found` (name -> shape). Errors as canonical_names."""
+    names = canonical_names(cfg, found)
+    chosen: dict[str, str] = {}
+    for name, target in names.items():
+        if target is not None and (target not in chosen or name != "lm_head.weight"):
+            chosen[target] = name
+    return chosen
+
+
+def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str | None:
+    if name in wanted:
+        return name
+    if name == "lm_head.weight":  # tied, else it were wanted
+        return embedding_name(cfg)
+    prefixed = ("transformer." if cfg.is_gpt else "model.") + name
+    if prefixed in wanted:
+        return prefixed
+    if name.endswith(_BUFFERS):
+        return None
+    raise InputError(
+        f"{name} is not a tensor of a {cfg.model_type} language model as config.json describes it. "
+        "Adapters, quantized weights and other heads are not supported."
+    )

@@ -1,0 +1,30 @@
+"""The model by unit number, so that the engine need not know the family: u = 0 embedding, then blocks, then head."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from trireme.models import gpt, head, llama
+from trireme.models.config import ModelConfig
+from trireme.models.head import EmbedWeights, HeadWeights
+
+
+def block(cfg: ModelConfig) -> ModuleType:
+    """The module whose `forward` and `backward` compute a block; both take the layer, u - 1."""
+    return gpt if cfg.is_gpt else llama
+
+
+def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]):
+    """Unit u's NamedTuple over `views`: name -> tensor of one flat buffer, of weights or of gradients."""
+    if u == 0:
+        return head.embed_weights(cfg, views)
+    if u == cfg.n_layers + 1:
+        return head.head_weights(cfg, views)
+    return block(cfg).weights(cfg, u - 1, views)
+
+
+def output_matrix(cfg: ModelConfig, embed: EmbedWeights, top: HeadWeights) -> Tensor:
+    """The output matrix (V, D), or its gradient: the embedding's where they are tied."""
+    return embed.tokens if cfg.tied else top.output

@@ -1,0 +1,242 @@
+"""Names and shapes of weights and saved tensors, and what computing with them costs. No torch.
+
+Legend: N tokens, D width, H query heads, K key/value heads, d head width, F hidden width, V vocabulary. A unit u is the
+embedding (0), a block (1..n_layers) or the head (n_layers + 1). `pairs` counts the (query, key) pairs that one layer
+attends to, as attended_pairs gives it. FLOPs count two per multiply-add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from trireme.models.config import ModelConfig
+
+Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
+
+
+def unit_names(cfg: ModelConfig) -> list[str]:
+    """Names of the units in order, fit for file names and log lines."""
+    return ["embed", *(f"block{i:03d}" for i in range(cfg.n_layers)), "head"]
+
+
+# ---------------------------------------------------------------- weights
+
+
+def layer_prefix(cfg: ModelConfig, layer: int) -> str:
+    """What the Hugging Face names of a block's tensors begin with."""
+    return f"transformer.h.{layer}." if cfg.is_gpt else f"model.layers.{layer}."
+
+
+def embedding_name(cfg: ModelConfig) -> str:
+    """Name of the token embedding (V, D)."""
+    return "transformer.wte.weight" if cfg.is_gpt else "model.embed_tokens.weight"
+
+
+def output_name(cfg: ModelConfig) -> str:
+    """Name of the output matrix (V, D): the token embedding where they are tied."""
+    return embedding_name(cfg) if cfg.tied else "lm_head.weight"
+
+
+def weight_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """(name, shape) of a unit's tensors by their Hugging Face names, grouped for storage.layout.pack."""
+    if u == 0:
+        return _embed_groups(cfg)
+    if u == cfg.n_layers + 1:
+        return _head_groups(cfg)
+    prefix = layer_prefix(cfg, u - 1)
+    groups = _gpt_groups(cfg) if cfg.is_gpt else _llama_groups(cfg)
+    return [[(prefix + name, shape) for name, shape in group] for group in groups]
+
+
+def _embed_groups(cfg: ModelConfig) -> list[Group]:
+    tokens: Group = [(embedding_name(cfg), (cfg.vocab, cfg.width))]
+    return [tokens, [("transformer.wpe.weight", (cfg.max_positions, cfg.width))]] if cfg.is_gpt else [tokens]
+
+
+def _head_groups(cfg: ModelConfig) -> list[Group]:
+    output = [] if cfg.tied else [[(output_name(cfg), (cfg.vocab, cfg.width))]]
+    if not cfg.is_gpt:
+        return [*output, [("model.norm.weight", (cfg.width,))]]
+    return [*output, [("transformer.ln_f.weight", (cfg.width,))], [("transformer.ln_f.bias", (cfg.width,))]]
+
+
+def _llama_groups(cfg: ModelConfig) -> list[Group]:
+    D, F, Q, KV = cfg.width, cfg.ffn, cfg.q_width, cfg.kv_width
+    qkv = [("self_attn.q_proj", Q), ("self_attn.k_proj", KV), ("self_attn.v_proj", KV)]
+    gate_up = [("mlp.gate_proj", F), ("mlp.up_proj", F)]
+    groups: list[Group] = [
+        [(f"{name}.weight", (rows, D)) for name, rows in qkv],
+        [("self_attn.o_proj.weight", (D, Q))],
+        [(f"{name}.weight", (rows, D)) for name, rows in gate_up],
+        [("mlp.down_proj.weight", (D, F))],
+        [("input_layernorm.weight", (D,))],
+        [("post_attention_layernorm.weight", (D,))],
+    ]
+    if cfg.qk_norm:
+        groups += [[("self_attn.q_norm.weight", (cfg.head_dim,))], [("self_attn.k_norm.weight", (cfg.head_dim,))]]
+    if cfg.qkv_bias:
+        groups.append([(f"{name}.bias", (rows,)) for name, rows in qkv])
+    if cfg.o_bias:
+        groups.append([("self_attn.o_proj.bias", (D,))])
+    if cfg.mlp_bias:
+        groups += [[(f"{name}.bias", (rows,)) for name, rows in gate_up], [("mlp.down_proj.bias", (D,))]]
+    return groups
+
+
+def _gpt_groups(cfg: ModelConfig) -> list[Group]:
+    """GPT-2's linear layers are stored (in, out)."""
+    D, F = cfg.width, cfg.ffn
+    linear = {"attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D), "mlp.c_fc": (D, F), "mlp.c_proj": (F, D)}
+    vectors = {name: (D,) for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")}
+    vectors |= {f"{name}.bias": shape[1:] for name, shape in linear.items()}
+    return [[(f"{name}.weight", shape)] for name, shape in linear.items()] + [[item] for item in vectors.items()]
+
+
+def parameters(cfg: ModelConfig, u: int | None = None) -> int:
+    """Number of parameters of a unit, or of the model."""
+    units = range(cfg.n_units) if u is None else [u]
+    return sum(prod(shape) for i in units for group in weight_groups(cfg, i) for _, shape in group)
+
+
+# ---------------------------------------------------------------- saved tensors
+
+
+def saved_shapes(cfg: ModelConfig, tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """name -> (shape, "compute" or "F32") of what a block's forward can save for its backward, besides its input x.
+
+    Any subset may be kept; backward recomputes the rest, and the gradients are the same to the bit.
+    """
+    N = tokens
+    return {
+        "qkv": ((N, cfg.qkv_width), "compute"),
+        "attn_out": ((N, cfg.q_width), "compute"),
+        "lse": ((cfg.n_heads, N), "F32"),
+        "resid": ((N, cfg.width), "compute"),
+        **({"fc": ((N, cfg.ffn), "compute")} if cfg.is_gpt else {"gate_up": ((N, 2 * cfg.ffn), "compute")}),
+    }
+
+
+def saved_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> dict[str, int]:
+    """name -> bytes of each tensor of saved_shapes, with `itemsize` bytes an element of the compute dtype."""
+    shapes = saved_shapes(cfg, tokens)
+    return {name: prod(shape) * (4 if dtype == "F32" else itemsize) for name, (shape, dtype) in shapes.items()}
+
+
+# ---------------------------------------------------------------- FLOPs
+
+
+def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
+    """(query, key) pairs of causal attention within documents of these lengths, with a sliding window or none (0)."""
+
+    def pairs(n: int) -> int:
+        full = min(n, window) if window else n
+        return full * (full + 1) // 2 + (n - full) * window
+
+    return sum(map(pairs, lengths))
+
+
+def _linear_params(cfg: ModelConfig) -> dict[str, int]:
+    """Elements of a block's matrices, by what their product makes."""
+    mlp_in = (1 if cfg.is_gpt else 2) * cfg.ffn
+    return {
+        "qkv": cfg.width * cfg.qkv_width,
+        "resid": cfg.q_width * cfg.width,
+        "fc" if cfg.is_gpt else "gate_up": cfg.width * mlp_in,
+        "out": cfg.ffn * cfg.width,
+    }
+
+
+def attention_flops(cfg: ModelConfig, pairs: int) -> int:
+    """One layer's attention, forward: scores and weighted values."""
+    return 4 * pairs * cfg.q_width
+
+
+def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
+    """Forward of a unit. In the head `tokens` are those with a label; its forward makes the loss alone."""
+    if u == 0:
+        return 0
+    if u == cfg.n_layers + 1:
+        return 2 * tokens * cfg.vocab * cfg.width
+    return 2 * tokens * sum(_linear_params(cfg).values()) + attention_flops(cfg, pairs)
+
+
+def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
+    """Backward of a unit without recomputation: two products for each of forward's, in attention five for two."""
+    if u in (0, cfg.n_layers + 1):
+        return 2 * forward_flops(cfg, u, tokens, pairs)
+    return 4 * tokens * sum(_linear_params(cfg).values()) + attention_flops(cfg, pairs) * 5 // 2
+
+
+def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int) -> int:
+    """What a block's backward adds to rebuild the tensors of saved_shapes that are not in `kept`."""
+    missing = saved_shapes(cfg, tokens).keys() - kept
+    linear = sum(n for name, n in _linear_params(cfg).items() if name in missing)
+    attention = attention_flops(cfg, pairs) if missing & {"attn_out", "lse"} else 0
+    return 2 * tokens * linear + attention
+
+
+def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
+    """FLOPs of a training step as MFU counts them: three times forward, of matrices and attention; no recomputation.
+
+    That is 6 a token and matrix parameter (the output matrix counts, looking up an embedding does not), and 12 a pair
+    and query feature in each layer.
+    """
+    matrices = cfg.n_layers * sum(_linear_params(cfg).values()) + cfg.vocab * cfg.width
+    return 6 * tokens * matrices + 3 * cfg.n_layers * attention_flops(cfg, pairs)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int) -> int:
+    """Upper bound of a unit's temporaries, forward or backward, with nothing saved and `itemsize` bytes an element.
+
+    What the caller owns (x, dy, dx, weights, gradients, saved tensors) is not counted, nor is cuBLAS's workspace.
+    """
+    if u == 0:
+        return _embed_workspace(cfg, tokens, itemsize)
+    if u == cfg.n_layers + 1:
+        return _head_workspace(cfg, tokens, itemsize)
+    return _block_workspace(cfg, tokens, itemsize)
+
+
+LOSS_CHUNK = 2048  # rows of logits at a time, as kernels' linear_cross_entropy does by default
+_PARTIALS = 4096  # rows of fp32 partial sums that a reduction over tokens may hold, at most
+
+
+def _block_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
+    """The fullest of the moments in llama.py and gpt.py, each the sum of what is alive there."""
+    x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
+    act = tokens * cfg.ffn * itemsize
+    up = act if cfg.is_gpt else 2 * act
+    rows = tokens * 4
+    lse, stats = cfg.n_heads * rows, 2 * rows
+    heads = qkv + cfg.qkv_width // cfg.head_dim * rows if cfg.qk_norm else 0
+    attention = qkv + heads + attn + lse
+    moments = (
+        x + qkv,  # forward: norm1 and its product
+        attention,
+        attn + x,
+        x + x + up,  # resid, norm2, its product
+        x + up + act,
+        attention + x + x + up + act + up + act,  # backward: both sides of the activation, nothing saved
+        attention + x + x + up + x,
+        attention + x + attn + qkv + lse,  # dresid, dout, dqkv, the row sums of dout * out
+        x + qkv + x,
+        x + x + x,
+    )
+    partials = _PARTIALS * max(cfg.width, cfg.qkv_width, cfg.ffn) * 4
+    return max(moments) + 2 * stats + min(partials, 2 * tokens * max(cfg.width, cfg.qkv_width, cfg.ffn) * 4)
+
+
+def _embed_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
+    """Learned positions looked up, or the tokens sorted by id for the gradient."""
+    return (tokens * cfg.width * itemsize if cfg.is_gpt else 0) + 64 * tokens
+
+
+def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
+    """The norm's result and its gradient, and one chunk of logits with the rows that made them."""
+    chunk = min(tokens, LOSS_CHUNK)
+    logits = chunk * cfg.vocab * (itemsize + 4)
+    return 2 * tokens * cfg.width * itemsize + logits + 2 * chunk * cfg.width * itemsize + 32 * tokens
