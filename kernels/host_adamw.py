@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from ctypes import POINTER, byref, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -176,14 +176,15 @@ def _sum_squares(spread, grad: Tensor) -> Tensor:
 class Workers:
     """Threads that update one unit together: adamw_ and sum_squares as above, returning when all is done.
 
-    Each thread enters C++ once a unit and takes records there from a shared counter, so a busy interpreter delays the
-    end of a unit, not every record. Records are disjoint and fixed, so the thread count never changes a number.
+    The calling thread is one of them. Each enters C++ once a unit and takes records there from a shared counter, so a
+    busy interpreter delays the end of a unit, not every record. Records are disjoint and fixed: the thread count never
+    changes a number.
     """
 
     def __init__(self, threads: int | None = None):
         """threads: how many; default all cores that this process may use but one, which is left to Python."""
         self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
-        self._pool = ThreadPoolExecutor(self.threads, "adamw")
+        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), "adamw")
         library()  # a build belongs to the set-up, not to the first step
 
     def __enter__(self) -> Workers:
@@ -197,9 +198,14 @@ class Workers:
         self._pool.shutdown()
 
     def spread(self, call: Callable[[], None]) -> None:
-        """Runs call() once on every thread and waits for all; an exception of any is raised here."""
-        for future in [self._pool.submit(call) for _ in range(self.threads)]:
-            future.result()
+        """Runs call() once on every thread, this one included, and waits for all; raises what any of them raised."""
+        others = [self._pool.submit(call) for _ in range(self.threads - 1)]
+        try:
+            call()
+        finally:
+            wait(others)  # they write the caller's memory: not even an error may leave before they do
+        for other in others:
+            other.result()
 
     def adamw_(self, w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, **hyper):
         """adamw_ of this module over all threads."""
