@@ -6,6 +6,7 @@ stop a run: a disk that is full delays the lines and is reported once, a termina
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -45,6 +46,9 @@ class Appender:
     def append(self, line: str) -> OSError | None:
         """Adds a line, after those that could not be written before. Returns the error when they have to wait again."""
         self._waiting += line.encode() + b"\n"
+        return self._flush()
+
+    def _flush(self) -> OSError | None:
         try:
             while self._waiting:
                 written = os.write(self._fd, self._waiting)
@@ -54,12 +58,13 @@ class Appender:
                 self._size += end
                 self._waiting = self._waiting[end:]
                 if not end:
-                    raise OSError(28, os.strerror(28), str(self.path))
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         except OSError as error:
             return error
         return None
 
     def close(self) -> None:
+        self._flush()
         os.close(self._fd)
 
 

@@ -1,0 +1,192 @@
+"""The run's log: its files survive a resume and a full disk, its line fits the terminal, its picture shows the losses."""
+
+import csv
+import errno
+import io
+import json
+import os
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from trireme.engine import log as log_module
+from trireme.engine import screen as screen_module
+from trireme.engine.curve import draw
+from trireme.engine.log import COLUMNS, RunLog
+from trireme.engine.options import Options
+from trireme.engine.screen import compact, duration, progress_line
+from trireme.models.config import InputError
+
+FULL = dict(
+    step=7, epoch=0.5, loss=2.18712, learning_rate=1.4e-7, grad_norm=3.14, tokens_per_second=11700.0,
+    trained_tokens_per_second=115.0, step_time_s=48.13, mfu=0.291, gpu_mem_gib=21.1, ram_gib=115.2,
+    ssd_read_gbs=3.1, ssd_written_tb=0.2, bound="ssd_write",
+)  # fmt: skip
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def table(path) -> list[dict]:
+    return list(csv.DictReader(io.StringIO(path.read_text())))
+
+
+def run(out, steps, total=10, start=0, stream=None, options=None):
+    log = RunLog(out, options or Options(), total, start, stream or io.StringIO())
+    for step in steps:
+        log.step({"step": step, "loss": 5.0 / step, "learning_rate": 0.1})
+    return log
+
+
+def test_both_files_hold_every_step_at_once(tmp_path):
+    log = run(tmp_path, [1, 2])
+    log.step(FULL)
+    assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1, 2, 7]  # before close: line by line
+    assert lines(tmp_path / "log.jsonl")[-1] == FULL
+    rows = table(tmp_path / "log.csv")
+    assert list(rows[0]) == COLUMNS and rows[-1] == {k: str(FULL.get(k, "")) for k in COLUMNS}
+    log.close()
+
+
+def test_resume_drops_what_came_after_and_a_torn_line(tmp_path):
+    log = run(tmp_path, range(1, 8))
+    log.eval({"step": 7, "eval_loss": 1.0})
+    log.close()
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 8, "lo')
+    run(tmp_path, [6, 7], start=5).close()
+    assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [r["step"] for r in table(tmp_path / "log.csv")] == ["1", "2", "3", "4", "5", "6", "7"]
+
+
+def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
+    stream = io.StringIO()
+    log = run(tmp_path, [1], stream=stream)
+    room, real_write = [20], os.write
+
+    def write(fd, data):
+        data = data[: room[0]]
+        if not data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= len(data)
+        return real_write(fd, data)
+
+    monkeypatch.setattr(log_module.os, "write", write)
+    for step in (2, 3):
+        log.step({"step": step, "loss": 1.0})
+        assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1]
+        assert (tmp_path / "log.jsonl").read_text().endswith("\n")
+    room[0] = 10**6
+    log.step({"step": 4, "loss": 1.0})
+    assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4]
+    assert [r["step"] for r in table(tmp_path / "log.csv")] == ["1", "2", "3", "4"]
+    assert stream.getvalue().count("No space left on device") == 1
+    log.close()
+
+
+def test_nan_stays_json(tmp_path):
+    log = run(tmp_path, [])
+    log.step({"step": 1, "loss": float("nan")})
+    log.close()
+    assert lines(tmp_path / "log.jsonl") == [{"step": 1, "loss": "nan"}]
+
+
+def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    run(tmp_path, [1, 2], stream=Gone()).close()
+    assert len(lines(tmp_path / "log.jsonl")) == 2
+
+
+def test_the_line(monkeypatch):
+    assert progress_line(FULL, 2292, 110040.0) == (
+        "step    7/2292  loss 2.1871  lr 1.4e-07  grad_norm 3.1  11.7k tok/s (115 trained)  48.1 s  mfu 29 %  "
+        "gpu 21.1G ram 115G  bound: ssd_write  eta 30h34m"
+    )
+    assert progress_line({"step": 10, "loss": 1.0, "mfu": None}, 10, None) == "step 10/10  loss 1.0000"
+
+
+def test_figures():
+    assert [duration(s) for s in (0.4, 41, 200, 110040)] == ["0s", "41s", "3m20s", "30h34m"]
+    assert [compact(n) for n in (0, 243, 999.6, 11700, 123456, 1.24e6, 5e9)] == [
+        "0", "243", "1k", "11.7k", "123k", "1.24M", "5G",
+    ]  # fmt: skip
+
+
+def test_a_pipe_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
+    stream, clock = io.StringIO(), iter(range(0, 1000, 4))
+    monkeypatch.setattr(screen_module.time, "monotonic", lambda: next(clock))
+    log = run(tmp_path, range(1, 11), stream=stream)
+    log.eval({"step": 10, "eval_loss": 0.5, "sample": 'a "b"\n'})
+    log.close()
+    said = stream.getvalue()
+    assert "\r" not in said and "\x1b" not in said
+    steps = [int(n) for n in re.findall(r"^step +(\d+)/10 ", said, re.M)]
+    assert steps[0] == 1 and steps[-1] == 10 and 2 < len(steps) < 10
+    assert 'step 10  eval_loss 0.5000  perplexity 1.649 (best)  sample: "a \\"b\\"\\n"' in said
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_has_one_live_line_and_lines_that_stay(tmp_path, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
+    log = run(tmp_path, [1, 2], stream=stream)
+    log.say("saved")
+    log.close()
+    screen = [""]
+    for part in re.split(r"(\r\x1b\[K|\n)", stream.getvalue()):  # what a terminal makes of it
+        if part == "\n":
+            screen.append("")
+        elif part == "\r\x1b[K":
+            screen[-1] = ""
+        else:
+            screen[-1] += part
+    assert screen[0] == "saved" and screen[1].startswith("step  2/10  loss 2.5000") and screen[2:] == [""]
+    assert max(len(line) for line in screen) < 30
+
+
+def test_the_picture(tmp_path):
+    log = run(tmp_path, [])
+    log.eval({"step": 0, "eval_loss": 4.0})
+    for step in range(1, 3001):
+        log.step({"step": step, "loss": 4.0 / step if step != 5 else float("nan")})
+    log.eval({"step": 3000, "eval_loss": 0.5})
+    log.close()
+    text = (tmp_path / "loss.svg").read_text()
+    svg = ET.fromstring(text)
+    ns = "{http://www.w3.org/2000/svg}"
+    raw, smooth, evals = (e.get("points").split() for e in svg.iter(ns + "polyline"))
+    assert 500 < len(raw) <= 1001 and len(smooth) == len(raw) and len(evals) == 2
+    heights = [float(p.split(",")[1]) for p in smooth]
+    assert heights[0] < heights[-1], "y grows downwards: a falling loss falls"
+    assert "eval: 4 to 0.5" in text and len(text) < 60_000
+    assert len(list(svg.iter(ns + "circle"))) == 2
+
+
+@pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0}], [{"step": 3, "eval_loss": 0.0}]])
+def test_the_picture_of_hardly_anything(records):
+    ET.fromstring(draw(records))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(__import__("sys").modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
+    with pytest.raises(InputError, match=f"--log {name}: it is not installed. pip install {name}"):
+        RunLog(tmp_path, Options(log=(name,)), 10, 0, io.StringIO())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tracker_gets_every_record(tmp_path, monkeypatch):
+    got = []
+    monkeypatch.setattr(log_module, "_trackers", lambda out, options: [(got.append, lambda: got.append("closed"))])
+    run(tmp_path, [1, 2]).close()
+    assert [r if r == "closed" else r["step"] for r in got] == [1, 2, "closed"]
