@@ -1,8 +1,13 @@
 """Whole models against transformers: logits, losses and every gradient, for each family and its variants."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import Tiny, oracle, relative, shifted_labels
+
+from trireme.models.config import read_config
 
 LLAMA = dict(
     vocab_size=97,
@@ -75,3 +80,57 @@ def test_as_transformers(case):
         # a key bias moves no softmax: its gradient is zero but for rounding
         assert error < 1e-5 or name.endswith("k_proj.bias") and float(p.grad.norm()) < 1e-6, (name, error)
     assert not grads
+
+
+@pytest.mark.parametrize("folder", ["stories260k", "capp-gpt2"])
+def test_real_checkpoint(real, folder):
+    """Losses and gradient norms that transformers gave for a real checkpoint."""
+    expected = json.loads((real / folder / "reference.json").read_text())
+    cfg = read_config(real / folder)
+    tiny = Tiny(cfg, load_file(real / folder / "model.safetensors"))
+    ids = torch.tensor(expected["ids"])
+    losses = tiny.train(ids, shifted_labels(ids, [len(ids)]), [len(ids)])
+    assert losses[:-1].tolist() == pytest.approx(expected["token_losses"], rel=1e-5, abs=1e-5)
+    assert float(losses[:-1].mean()) == pytest.approx(expected["loss"], rel=1e-5)
+    norms = {name: float(g.double().norm()) for name, g in tiny.grads.items()}
+    assert norms == pytest.approx(expected["grad_norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("grad_dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("case", ["gpt2", "llama biases", "qwen3"])
+def test_bf16(case, grad_dtype):
+    """In bf16 our gradients are as near to the fp32 ones as those of transformers in bf16."""
+    model_type, keys = CASES[case]
+    reference, cfg = oracle(model_type, **keys)
+    lengths = [30, 14]
+    ids, labels = packed(lengths, cfg.vocab)
+    reference.bfloat16()
+    oracle_run(reference, ids, labels, lengths)
+    exact, tiny = Tiny(cfg, reference.state_dict()), Tiny(cfg, reference.state_dict(), "BF16", grad_dtype)
+    exact.train(ids, labels, lengths)
+    tiny.train(ids, labels, lengths)
+    theirs = {name: relative(p.grad, exact.grads[name]) for name, p in reference.named_parameters()}
+    for name, g in tiny.grads.items():
+        assert relative(g, exact.grads[name]) < 1.2 * theirs[name] + 0.002, name
+
+
+def test_gradients_accumulate():
+    """Two micro-batches add up to one, with the scale of the whole step."""
+    reference, cfg = oracle("gpt2", **GPT2)
+    lengths = [13, 20]
+    ids, labels = packed(lengths, cfg.vocab)
+    whole, parts = Tiny(cfg, reference.state_dict()), Tiny(cfg, reference.state_dict())
+    whole.train(ids, labels, lengths)
+    for doc, target in zip(ids.split(lengths), labels.split(lengths), strict=True):
+        parts.train(doc, target, [len(doc)], scale=1 / int((labels >= 0).sum()))
+    for name, g in parts.grads.items():
+        assert relative(g, whole.grads[name]) < 1e-5, name
+
+
+def test_without_labels():
+    """A micro-batch without a label gives no loss and no gradient, and no NaN."""
+    reference, cfg = oracle("llama", **LLAMA)
+    tiny = Tiny(cfg, reference.state_dict())
+    ids, labels = packed([8], cfg.vocab)
+    losses = tiny.train(ids, torch.full_like(labels, -100), [8], scale=1.0)
+    assert not losses.any() and not any(g.any() for g in tiny.grads.values())

@@ -1,0 +1,46 @@
+"""What test_llama and test_gpt ask of a block: every subset of saved tensors, and inputs that stay as they were."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import torch
+from tiny import Tiny, empty_saved, oracle
+
+from trireme.models import model, shapes
+
+LENGTHS = [7, 1, 12]
+
+
+def block_gradients(tiny: Tiny, keep, layer=1):
+    """(out, dx, gradients) of one block with the names of `keep` saved."""
+    cfg, n = tiny.cfg, sum(LENGTHS)
+    generator = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(n, cfg.width, generator=generator).to(tiny.dtype) for _ in range(2))
+    before = x.clone(), dy.clone()
+    out, dx = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+    rows, block, w = tiny.rows(LENGTHS), model.block(cfg), tiny.w[layer + 1]
+    saved = empty_saved(cfg, n, tiny.dtype, keep)
+    block.forward(cfg, layer, w, x, rows, saved, out)
+    kept = {name: t.clone() for name, t in saved.items()}
+    for grad in tiny.grad_views[layer + 1].values():
+        grad.fill_(0.25)  # gradients are added to what is there
+    block.backward(cfg, layer, w, tiny.g[layer + 1], x, saved, dy, rows, dx)
+    assert torch.equal(x, before[0]) and torch.equal(dy, before[1])
+    assert all(torch.equal(t, kept[name]) for name, t in saved.items())
+    return out, dx, {name: t.clone() for name, t in tiny.grad_views[layer + 1].items()}
+
+
+def check_every_subset(model_type: str, dtype: str, grad_dtype: str, **keys) -> None:
+    """All subsets of the saved names give the same bits."""
+    reference, cfg = oracle(model_type, **keys)
+    tiny = Tiny(cfg, reference.state_dict(), dtype, grad_dtype)
+    names = list(shapes.saved_shapes(cfg, 1))
+    assert len(names) == 5
+    subsets = chain.from_iterable(combinations(names, k) for k in range(6))
+    out, dx, grads = block_gradients(tiny, names)
+    assert not out.isnan().any() and not dx.isnan().any()
+    for keep in subsets:
+        out2, dx2, grads2 = block_gradients(tiny, keep)
+        assert torch.equal(out, out2) and torch.equal(dx, dx2), keep
+        assert all(torch.equal(g, grads2[name]) for name, g in grads.items()), keep

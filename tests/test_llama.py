@@ -1,0 +1,39 @@
+"""The LLaMA block by itself; test_models_hf.py compares it with transformers."""
+
+import pytest
+import torch
+from blocks import check_every_subset
+
+from trireme.models.linear import fuse
+
+KEYS = dict(
+    vocab_size=64,
+    hidden_size=48,
+    intermediate_size=72,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
+
+@pytest.mark.parametrize("dtype, grad_dtype", [("F32", "F32"), ("BF16", "F32"), ("BF16", "BF16")])
+@pytest.mark.parametrize(
+    "model_type, more",
+    [
+        ("llama", {}),
+        ("llama", dict(attention_bias=True, mlp_bias=True)),
+        ("mistral", dict(sliding_window=3)),
+        ("qwen3", {}),
+    ],
+)
+def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
+    check_every_subset(model_type, dtype, grad_dtype, **KEYS, **more)
+
+
+def test_fused_operand_is_a_view_of_neighbours():
+    flat = torch.arange(24.0)
+    a, b, c = flat[:8].view(2, 4), flat[8:12].view(1, 4), flat[12:24].view(3, 4)
+    assert torch.equal(fuse(a, b, c), flat.view(6, 4)) and fuse(a, b).data_ptr() == flat.data_ptr()
+    with pytest.raises(AssertionError):
+        fuse(a, c)
