@@ -1,0 +1,168 @@
+"""Activations between forward and backward: kept on the GPU, or swapped to RAM or SSD and fetched back in time.
+
+Each block and micro-batch has up to three spans of saved tensors, one per tier, and its input `x`, which is a span too.
+Names that the plan gives to no tier are not saved; backward recomputes them. A swapped span passes through a ring of
+GPU slots, and on the way to the SSD through a ring of host slots (Fuyou, section 4.4: full pipelining, first in first
+out, bounded by the slots that the plan found room for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trireme.engine.homes import Homes
+from trireme.engine.lanes import Task
+from trireme.engine.memory import Ring, Slot, memory_of, views
+from trireme.engine.plan import TIERS, Geometry, Plan
+
+Key = tuple[int, int, str]  # unit, micro-batch, part: "x", or the tier of a span of saved tensors
+
+
+@dataclass
+class Here:
+    """A span on the GPU: its buffer, its slot where it passes through a ring, and what to be ordered after."""
+
+    buffer: Tensor | None
+    slot: Slot | None
+    ready: tuple[Task, ...]
+
+
+class ActivationSwap:
+    """Hands out spans to fill on the way up and brings them back, in reverse, on the way down."""
+
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes, scratch=None):
+        self.geo, self.plan, self.lanes, self.scratch = geo, plan, lanes, scratch
+        self.names = {(u, tier): unit.names(tier) for u, unit in enumerate(plan.units) for tier in TIERS}
+        self.dx_ring = homes.ring("gpu", "dx ring")
+        self.x_ring = homes.ring("gpu", "x ring")
+        self.swap_rings = {tier: homes.ring("gpu", f"swap ring {tier}") for tier in ("host", "ssd")}
+        self.host_ring = homes.ring("host", "swap ring ssd")
+        self.fixed: dict[Key, Tensor | None] = {}  # spans on the GPU that have a buffer of their own
+        self.host: dict[Key, Tensor | None] = {}
+        self.offset: dict[Key, int] = {}  # place in the scratch file of spans that go to the SSD
+        self._place(homes)
+        self.here: dict[Key, Here] = {}
+        self.away: dict[Key, Task] = {}  # the task after which a swapped span is whole outside the GPU
+
+    def _place(self, homes: Homes) -> None:
+        on_gpu, in_ram, end = iter(homes.many("gpu", "x")), iter(homes.many("host", "x")), 0
+        for u in range(1, self.geo.n_units):
+            name = self.geo.names[u]
+            gpu, host = iter(homes.many("gpu", f"saved {name}")), iter(homes.many("host", f"saved {name}"))
+            for b in range(self.plan.n_micro):
+                for part in ("x", *TIERS):
+                    tier = self.tier(u, part)
+                    if part != "x" and not self.names[u, tier]:
+                        continue
+                    if tier == "gpu":
+                        self.fixed[u, b, part] = next(on_gpu if part == "x" else gpu)
+                    elif tier == "host":
+                        self.host[u, b, part] = next(in_ram if part == "x" else host)
+                    else:
+                        self.offset[u, b, part] = end
+                        end += self._nbytes(u, part, self.plan.tokens)
+        self.scratch_bytes = end
+
+    def tier(self, u: int, part: str) -> str:
+        return self.plan.units[u].x if part == "x" else part
+
+    def parts(self, u: int) -> list[str]:
+        """The spans of saved tensors that unit u has."""
+        return [tier for tier in TIERS if self.names[u, tier]] if 0 < u < self.geo.head else []
+
+    def _nbytes(self, u: int, part: str, tokens: int) -> int:
+        if part == "x":
+            return self.geo.x_bytes(tokens)
+        return self.geo.saved_layout(self.names[u, part], tokens).span
+
+    # ------------------------------------------------ the way up
+
+    def open(self, u: int, b: int, part: str) -> Here:
+        """A span on the GPU to be filled; whoever writes it is ordered after `ready`."""
+        key = (u, b, part)
+        if key in self.fixed:
+            here = Here(self.fixed[key], None, ())
+        else:
+            slot = self._ring(u, part).acquire(f"{self.geo.names[u]} {part} {b}")
+            here = Here(slot.buffer, slot, slot.ready)
+        self.here[key] = here
+        return here
+
+    def saved(self, u: int, tokens: int, here: dict[str, Here]) -> dict[str, Tensor]:
+        """The saved tensors of a block by name, as views of the spans in `here`."""
+        found: dict[str, Tensor] = {}
+        for part, span in here.items():
+            found |= views(self.geo.saved_layout(self.names[u, part], tokens), span.buffer)
+        return found
+
+    def send(self, u: int, b: int, part: str, tokens: int, after: Task) -> None:
+        """The span is filled once `after` is over: starts it on its way out where it is swapped."""
+        key, nbytes = (u, b, part), self._nbytes(u, part, tokens)
+        here, name = self.here[key], f"{self.geo.names[u]} {part} {b}"
+        here.ready = (after,)
+        tier = self.tier(u, part)
+        if tier == "gpu" or (part == "x" and u == self.geo.head):
+            return
+        slot = self.host_ring.acquire(name) if tier == "ssd" else None
+        target, before = (slot.buffer, slot.ready) if slot else (self.host[key], self._gone(key))
+
+        def out():
+            target[:nbytes].copy_(here.buffer[:nbytes], non_blocking=True)
+
+        task = self.lanes.run("d2h", f"swap {name}", out, (after, *before), nbytes=nbytes)
+        here.ready = (after, task)
+        if slot is not None:
+            task = self._scratch("write", key, target, nbytes, (task, *self._gone(key)))
+            slot.ring.release(slot, (task,))
+        self.away[key] = task
+
+    def _gone(self, key: Key) -> tuple[Task, ...]:
+        return (self.away[key],) if key in self.away else ()
+
+    # ------------------------------------------------ the way down
+
+    def prefetch(self, u: int, b: int, part: str, tokens: int) -> None:
+        """Starts a swapped span on its way back; nothing where it is on the GPU."""
+        key = (u, b, part)
+        if key in self.here:
+            return
+        nbytes, name = self._nbytes(u, part, tokens), f"{self.geo.names[u]} {part} {b}"
+        gpu = self._ring(u, part).acquire(name)
+        slot, source, come = None, self.host.get(key), (self.away[key],)
+        if source is None and key in self.offset:
+            slot = self.host_ring.acquire(name)
+            source = slot.buffer
+            come = (self._scratch("read", key, source, nbytes, (*slot.ready, *come)),)
+
+        def back():
+            gpu.buffer[:nbytes].copy_(source[:nbytes], non_blocking=True)
+
+        task = self.lanes.run("h2d", f"fetch {name}", back, (*gpu.ready, *come), nbytes=nbytes)
+        if slot is not None:
+            slot.ring.release(slot, (task,))
+        self.away[key] = task  # the next writer of the host copy comes after this reader
+        self.here[key] = Here(gpu.buffer, gpu, (task,))
+
+    def get(self, u: int, b: int, part: str) -> Here:
+        """A span that was opened or prefetched."""
+        return self.here[u, b, part]
+
+    def release(self, u: int, b: int, part: str, after: Task) -> None:
+        """The span's place on the GPU is free once `after`, and what still copies it out, is over."""
+        here = self.here.pop((u, b, part))
+        if here.slot is not None:
+            here.slot.ring.release(here.slot, (*here.ready, after))
+
+    def _ring(self, u: int, part: str) -> Ring:
+        return self.x_ring if part == "x" else self.swap_rings[part]
+
+    def _scratch(self, way: str, key: Key, buffer: Tensor, nbytes: int, after: Sequence[Task]) -> Task:
+        def move():
+            getattr(self.scratch, way)(self.offset[key], memory_of(buffer, nbytes)).result()
+
+        return self.lanes.run(
+            f"ssd_{way}", f"swap {self.geo.names[key[0]]} {key[2]} {key[1]}", move, after, nbytes=nbytes
+        )

@@ -1,0 +1,230 @@
+"""Homes: where each unit's weights and optimizer state live between uses, and the way there and back.
+
+A home is a buffer on the GPU, a buffer in RAM, or a shard of the store on the SSD. Optimizer state is kept in records
+of equal size, so that the ring it streams through has equal slots whatever the size of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from trireme.engine.lanes import Task
+from trireme.engine.memory import DTYPE, Memory, Ring, memory_of, views
+from trireme.engine.plan import Geometry, Plan, buffers
+from trireme.kernels.reference import join_master, split_master
+from trireme.models.config import InputError
+from trireme.storage.layout import Layout
+
+
+class Homes:
+    """All buffers of the plan, made at once, and the store where the SSD is home to something (else None)."""
+
+    def __init__(self, geo: Geometry, plan: Plan, memory: Memory, lanes, store=None):
+        self.geo, self.plan, self.memory, self.lanes, self.store = geo, plan, memory, lanes, store
+        self._made: dict[tuple[str, str], list[Tensor | None]] = {}
+        for b in buffers(geo, plan):
+            self._made[b.tier, b.key] = memory.alloc(b.tier, b.key, b.nbytes, b.count)
+        self.weights: list[Tensor | None] = []
+        self.resident: list[Tensor | None] = []
+        self.state: list[list[Tensor | None]] = []
+        self.gradients: list[Tensor | None] = []
+        for u, name in enumerate(geo.names):
+            unit = plan.units[u]
+            self.weights.append(self.one(unit.weights, f"weights {name}"))
+            self.resident.append(self.one("gpu", f"weights {name}"))
+            self.state.append(self._split_records(u, self.one(unit.state, f"state {name}")))
+            self.gradients.append(self.one("gpu", f"gradient out {name}"))
+
+    def one(self, tier: str, key: str) -> Tensor | None:
+        """The single buffer of that name, or None where the plan has none (or in a simulation)."""
+        return self._made.get((tier, key), [None])[0]
+
+    def many(self, tier: str, key: str) -> list[Tensor | None]:
+        """The equal buffers of that name."""
+        return self._made.get((tier, key), [])
+
+    def ring(self, tier: str, key: str) -> Ring:
+        """A ring over the buffers of that name."""
+        ring = Ring(f"{tier} {key}", self.many(tier, key), self.memory.poison)
+        self.memory.rings.append(ring)
+        return ring
+
+    def rings(self, tier: str, prefix: str) -> dict[str, Ring]:
+        """Rings by size class."""
+        return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", "embed", "head", "ends")}
+
+    def gradient_rings(self):
+        """(accumulators, rounded gradients leaving the GPU, their landing places in RAM, optimizer records) as rings."""
+        return (
+            self.rings("gpu", "gradient"),
+            self.rings("gpu", "gradient out"),
+            self.rings("host", "gradient"),
+            self.ring("host", "state ring"),
+        )
+
+    def _split_records(self, u: int, buffer: Tensor | None) -> list[Tensor | None]:
+        parts, start = [], 0
+        for a, b in self.geo.records(u, self.plan.record):
+            span = self.geo.state_layout(b - a).span
+            parts.append(None if buffer is None else buffer[start : start + span])
+            start += span
+        return parts
+
+    # ------------------------------------------------ traffic with the store
+
+    def read_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
+        return self._io("read", weights_shard(u), buffer, self.geo.weights[u], after)
+
+    def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
+        return self._io("write", weights_shard(u), buffer, self.geo.weights[u], after)
+
+    def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task]) -> Task:
+        return self._io("read", state_shard(u, r), buffer, self._record_layout(u, r), after)
+
+    def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task]) -> Task:
+        return self._io("write", state_shard(u, r), buffer, self._record_layout(u, r), after)
+
+    def _record_layout(self, u: int, r: int) -> Layout:
+        a, b = self.geo.records(u, self.plan.record)[r]
+        return self.geo.state_layout(b - a)
+
+    def _io(self, way: str, shard: str, buffer: Tensor, layout: Layout, after: Sequence[Task]) -> Task:
+        def move():
+            getattr(self.store, way)(shard, memory_of(buffer, layout.span)).result()
+
+        return self.lanes.run(f"ssd_{way}", shard, move, after, nbytes=layout.span)
+
+    # ------------------------------------------------ from a checkpoint, and back
+
+    def shards(self) -> Iterable[tuple[str, Layout]]:
+        """(name, layout) of every shard that a snapshot of this run consists of."""
+        for u in range(self.geo.n_units):
+            yield weights_shard(u), self.geo.weights[u]
+            for r in range(len(self.geo.records(u, self.plan.record))):
+                yield state_shard(u, r), self._record_layout(u, r)
+
+    def load(self, read_fp32, exact_in_bf16=lambda name: False, progress=lambda u: None) -> None:
+        """Fills every home from a checkpoint: weights as read, moments zero.
+
+        `read_fp32(name) -> flat fp32 tensor` of a tensor by its canonical name; `exact_in_bf16(name)` says that the
+        source held bf16, so that the low halves are zero and need no second reading. Raises InputError on a NaN.
+        """
+        for u in range(self.geo.n_units):
+            with Staged(self, "weights", u) as buffer:
+                for t in self.geo.weights[u].tensors:
+                    values = read_fp32(t.name)
+                    if not torch.isfinite(values).all():
+                        raise InputError(
+                            f"{t.name} holds NaN or infinite values; the checkpoint is damaged or diverged"
+                        )
+                    flat_view = buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype])
+                    flat_view.copy_(split_master(values)[0] if t.dtype == "BF16" else values)
+            for r in range(len(self.state[u])):
+                self._load_record(u, r, read_fp32, exact_in_bf16)
+            progress(u)
+
+    def _load_record(self, u: int, r: int, read_fp32, exact_in_bf16) -> None:
+        a, b = self.geo.records(u, self.plan.record)[r]
+        with Staged(self, "state", u, r) as buffer:
+            buffer.zero_()
+            lo = views(self._record_layout(u, r), buffer).get("lo")
+            start = 0
+            for t in self.geo.weights[u].tensors:
+                first, last = max(a, start), min(b, start + t.numel)
+                if lo is not None and first < last and not exact_in_bf16(t.name):
+                    part = read_fp32(t.name)[first - start : last - start]
+                    lo[first - a : last - a] = split_master(part)[1]
+                start += t.numel
+
+    def fetch(self, u: int, name: str, exact: bool) -> Tensor:
+        """A tensor of unit u in host memory, flat: bf16 as computed with, or with `exact` the fp32 master."""
+        layout = self.geo.weights[u]
+        t = layout[name]
+        with Staged(self, "weights", u, write=False) as buffer:
+            hi = buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype]).clone()
+        if self.geo.dtype == "F32" or not exact:
+            return hi
+        start = t.offset // 2
+        lo = torch.empty(t.numel, dtype=torch.int16)
+        for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
+            first, last = max(a, start), min(b, start + t.numel)
+            if first < last:
+                with Staged(self, "state", u, r, write=False) as buffer:
+                    part = views(self._record_layout(u, r), buffer)["lo"]
+                    lo[first - start : last - start] = part[first - a : last - a]
+        return join_master(hi, lo)
+
+    def save_to_store(self) -> None:
+        """Writes every piece whose home is the GPU or RAM into its shard, so that the store is whole."""
+        for u in range(self.geo.n_units):
+            pieces = [("weights", u, 0)] if self.plan.units[u].weights != "ssd" else []
+            if self.plan.units[u].state != "ssd":
+                pieces += [("state", u, r) for r in range(len(self.state[u]))]
+            for kind, u_, r in pieces:
+                with Staged(self, kind, u_, r, write=False) as buffer:
+                    name, layout = self._shard(kind, u_, r)
+                    self.store.write(name, memory_of(buffer, layout.span)).result()
+
+    def load_from_store(self) -> None:
+        """Reads every piece whose home is the GPU or RAM from its shard: the way back of save_to_store."""
+        for u in range(self.geo.n_units):
+            pieces = [("weights", u, 0)] if self.plan.units[u].weights != "ssd" else []
+            if self.plan.units[u].state != "ssd":
+                pieces += [("state", u, r) for r in range(len(self.state[u]))]
+            for kind, u_, r in pieces:
+                with Staged(self, kind, u_, r) as buffer:
+                    name, layout = self._shard(kind, u_, r)
+                    self.store.read(name, memory_of(buffer, layout.span)).result()
+
+    def _shard(self, kind: str, u: int, r: int) -> tuple[str, Layout]:
+        return (
+            (weights_shard(u), self.geo.weights[u])
+            if kind == "weights"
+            else (state_shard(u, r), self._record_layout(u, r))
+        )
+
+
+class Staged:
+    """A piece of state as a host buffer for the time of a `with`: the home itself in RAM, else a copy.
+
+    On entry the piece is there to be read (unless it is about to be written whole: `write`); with `write` it is in its
+    home on exit. Used between steps, when all lanes are idle.
+    """
+
+    def __init__(self, homes: Homes, kind: str, u: int, r: int = 0, write: bool = True):
+        self.homes, self.write = homes, write
+        unit = homes.plan.units[u]
+        self.tier = unit.weights if kind == "weights" else unit.state
+        self.home = homes.weights[u] if kind == "weights" else homes.state[u][r]
+        self.name, self.layout = homes._shard(kind, u, r)
+
+    def __enter__(self) -> Tensor:
+        if self.home is not None and self.home.device.type == "cpu":
+            self.buffer = self.home
+            return self.buffer
+        self.buffer = self.homes.one("host", "staging")[: self.layout.span]
+        if not self.write:
+            if self.tier == "gpu":
+                self.buffer.copy_(self.home[: self.layout.span])
+            else:
+                self.homes.store.read(self.name, memory_of(self.buffer, self.layout.span)).result()
+        return self.buffer
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None and self.write and self.buffer is not self.home:
+            if self.tier == "gpu":
+                self.home[: self.layout.span].copy_(self.buffer)
+            else:
+                self.homes.store.write(self.name, memory_of(self.buffer, self.layout.span)).result()
+        self.buffer = None
+
+
+def weights_shard(u: int) -> str:
+    return f"weights-{u:05d}"
+
+
+def state_shard(u: int, r: int) -> str:
+    return f"state-{u:05d}-{r:04d}"

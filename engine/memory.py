@@ -1,0 +1,196 @@
+"""The only allocator of the step: exact buffers made before the first step, rings of equal slots, hard limits.
+
+Host buffers are anonymous mappings of exactly the bytes asked for, on 2 MiB pages where the system grants them, and
+registered with CUDA so that copies run at the full rate of the bus. (torch's own pinned allocator rounds up to powers
+of two and never gives back.) The same memory is handed to O_DIRECT, so nothing is copied on the way to the SSD.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trireme.engine.lanes import Task
+from trireme.engine.plan import DoesNotFit
+from trireme.storage.layout import Layout, round_up
+
+DTYPE = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+HUGE = 2 << 20
+
+
+def views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
+    """The tensors of `layout` as views of a flat uint8 buffer, by name."""
+    return {t.name: buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype]).view(t.shape) for t in layout.tensors}
+
+
+def flat(buffer: Tensor, dtype: str, numel: int) -> Tensor:
+    """The first `numel` elements of a uint8 buffer as a flat tensor."""
+    real = DTYPE[dtype]
+    return buffer[: numel * real.itemsize].view(real)
+
+
+def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
+    """The first `nbytes` of a host buffer as a writable memoryview, for the store."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(buffer.data_ptr())).cast("B")
+
+
+class Slot:
+    """One buffer of a ring, owned from acquire to release. `ready`: the tasks that must be over before it is written."""
+
+    __slots__ = ("ring", "buffer", "owner", "ready")
+
+    def __init__(self, ring: Ring, buffer: Tensor | None):
+        self.ring, self.buffer, self.owner, self.ready = ring, buffer, None, ()
+
+
+class Ring:
+    """Equal slots, handed out first released first.
+
+    Acquire and release happen in program order on one thread, so neither ever blocks: an acquired slot carries the
+    tasks that its last owner still had in flight, and its first writer is ordered after them. No free slot in program
+    order means that the plan is wrong, and is an error at once, in a simulation too, rather than a hang.
+    """
+
+    def __init__(self, name: str, buffers: Sequence[Tensor | None], poison=None):
+        self.name, self.poison = name, poison
+        self.free = [Slot(self, b) for b in buffers]
+        self.slots = list(self.free)
+
+    def acquire(self, owner: str) -> Slot:
+        """A free slot, now owned by `owner`."""
+        if not self.free:
+            owners = ", ".join(str(s.owner) for s in self.slots)
+            raise RuntimeError(f"ring {self.name}: {owner} needs a slot and all {len(self.slots)} are owned ({owners})")
+        slot = self.free.pop(0)
+        slot.owner = owner
+        return slot
+
+    def release(self, slot: Slot, after: Sequence[Task] = ()) -> None:
+        """Gives the slot back; its next writer waits for the tasks `after`."""
+        assert slot.owner is not None and slot.ring is self, f"ring {self.name}: a slot released twice"
+        slot.owner, slot.ready = None, tuple(after)
+        if self.poison is not None:
+            slot.ready = (self.poison(slot),)
+        self.free.append(slot)
+
+    @property
+    def owned(self) -> int:
+        return len(self.slots) - len(self.free)
+
+
+@dataclass
+class Memory:
+    """Allocates named buffers in the gpu and host tiers under hard limits in bytes. On the CPU both tiers are RAM.
+
+    `simulated` counts and returns no memory. `poison(slot) -> Task` is called with every released slot (tests).
+    """
+
+    device: torch.device
+    gpu_limit: int
+    ram_limit: int
+    simulated: bool = False
+    poison: object = None
+    pinned: bool = True  # whether host memory could be registered with CUDA
+    table: list[tuple[str, str, int, int]] = field(default_factory=list)  # tier, name, bytes each, count
+    rings: list[Ring] = field(default_factory=list)
+    _maps: list[tuple[mmap.mmap, int, bool]] = field(default_factory=list)  # mapping, address, registered
+
+    def used(self, tier: str) -> int:
+        """Bytes reserved or allocated so far in `tier` ("gpu" or "host")."""
+        return sum(each * count for t, _, each, count in self.table if t == tier)
+
+    def reserve(self, tier: str, name: str, nbytes: int, count: int = 1) -> None:
+        """Counts `count` buffers of `nbytes` against the tier's limit. Raises DoesNotFit with the numbers."""
+        if nbytes * count == 0:
+            return
+        limit = self.gpu_limit if tier == "gpu" else self.ram_limit
+        total = self.used(tier) + nbytes * count
+        if total > limit:
+            option, where = ("--gpu-memory", "GPU memory") if tier == "gpu" else ("--ram", "RAM")
+            raise DoesNotFit(
+                f"{name} needs {gib(nbytes * count)} of {where}, {gib(limit - self.used(tier))} of the limit of "
+                f"{gib(limit)} is left. Raise {option} or lower --seq-len or --micro-batch."
+            )
+        self.table.append((tier, name, nbytes, count))
+
+    def alloc(self, tier: str, name: str, nbytes: int, count: int = 1) -> list[Tensor | None]:
+        """`count` page-aligned uint8 buffers of `nbytes` (rounded up to 4,096) each."""
+        nbytes = round_up(nbytes)
+        self.reserve(tier, name, nbytes, count)
+        if self.simulated or nbytes == 0:
+            return [None] * count if self.simulated else [torch.empty(0, dtype=torch.uint8)] * count
+        on_gpu = tier == "gpu" and self.device.type == "cuda"
+        slab = self._gpu_slab(nbytes * count) if on_gpu else self._host_slab(nbytes * count, pin=tier == "host")
+        return list(slab.split(nbytes))
+
+    def ring(self, tier: str, name: str, nbytes: int, count: int) -> Ring:
+        """A ring of `count` slots of `nbytes`."""
+        ring = Ring(name, self.alloc(tier, name, nbytes, count), self.poison)
+        self.rings.append(ring)
+        return ring
+
+    def _gpu_slab(self, nbytes: int) -> Tensor:
+        slab = torch.empty(nbytes + 4096, dtype=torch.uint8, device=self.device)
+        skip = -slab.data_ptr() % 4096
+        return slab[skip : skip + nbytes]
+
+    def _host_slab(self, nbytes: int, pin: bool) -> Tensor:
+        room = mmap.mmap(-1, nbytes + HUGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        skip = -base % HUGE
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # advice only: a kernel without it changes nothing but speed
+            if hasattr(mmap, advice):
+                try:
+                    room.madvise(getattr(mmap, advice))
+                except OSError:
+                    continue
+        address = base + skip
+        registered = False
+        if pin and self.pinned and self.device.type == "cuda":
+            registered = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
+            self.pinned = registered
+        self._maps.append((room, address, registered))
+        return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
+
+    def describe(self) -> list[str]:
+        """The table of all buffers, one line each, and the totals against the limits."""
+        lines = [f"{'tier':5} {'buffer':32} {'count':>6} {'each':>11} {'total':>11}"]
+        for tier, name, each, count in self.table:
+            lines.append(f"{tier:5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
+        for tier, limit in (("gpu", self.gpu_limit), ("host", self.ram_limit)):
+            lines.append(f"{tier:5} {'total (limit)':32} {'':6} {gib(self.used(tier)):>11} {gib(limit):>11}")
+        return lines
+
+    def owned(self) -> int:
+        """Slots that have an owner; zero between steps."""
+        return sum(r.owned for r in self.rings)
+
+    def close(self) -> None:
+        """Unregisters the pinned mappings; the memory goes when the last view of it does."""
+        for _, address, registered in self._maps:
+            if registered:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._maps.clear()
+
+
+def gib(nbytes: float) -> str:
+    """Bytes as a short human number in binary units."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,265 @@
+"""Out-of-core AdamW, hidden under the GPU's work (Fuyou, section 4.3), with exact global-norm clipping.
+
+A unit's gradient leaves the GPU once a step, in the compute dtype, and waits in a host slot; it never touches the SSD.
+An update runs on the CPU, record by record: read i+1, update i, write i-1 follow from three lanes that each work first
+in, first out. Units whose state is on the GPU are updated there. When:
+
+- `forward`: all updates wait until backward has ended and the global norm is known; each runs just ahead of its unit's
+  next forward. Clipping is exact, and nothing is serial.
+- `backward`: a unit is updated as soon as its gradient lands, under the rest of backward. No clipping is possible.
+- `serial`: all updates after backward, each read, update and write in turn; the baseline.
+
+In every mode each forward uses weights that hold the update of the step before: nothing is ever stale.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trireme.engine.homes import Homes
+from trireme.engine.lanes import Task
+from trireme.engine.memory import Ring, Slot, flat, views
+from trireme.engine.plan import Geometry, Plan
+from trireme.engine.weights import WeightStream
+from trireme.kernels import ops
+from trireme.kernels.host_adamw import Workers
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Hyper-parameters of the update. `max_grad_norm` 0 means no clipping."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What the device knows of a step when backward has ended: mean loss per trained token, gradient norm, clip factor."""
+
+    loss: float
+    grad_norm: float
+    clip: float
+
+
+class Optimizer:
+    """Owns gradients from the moment backward has made them until they are consumed."""
+
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, weights: WeightStream, lanes, memory, adamw: AdamW):
+        self.geo, self.plan, self.homes, self.weights = geo, plan, homes, weights
+        self.lanes, self.device, self.adamw = lanes, memory.device, adamw
+        self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # layout of the accumulators
+        self.accumulators, self.outs, self.landings, self.state_ring = homes.gradient_rings()
+        self.step, self.lr = 0, 0.0
+        self.holding: dict[int, Slot] = {}  # accumulators in use
+        self.landed: dict[int, tuple[Slot | None, Task]] = {}  # gradients that wait for their update
+        self.written: dict[tuple[int, int], Task] = {}  # last write of each SSD-home record
+        self.ahead: deque[tuple[int, int, Slot, Task]] = deque()  # records read before they are asked for
+        order = range(geo.n_units) if plan.mode != "backward" else reversed(range(geo.n_units))
+        self.record_order = [
+            (u, r) for u in order if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))
+        ]
+        self.norm_known: tuple[Task, ...] = ()  # what updates wait for where they are clipped
+        self.cursor = 0  # next of record_order to be read ahead
+        self.sums = self.stats = self.clip = self.clip_host = None
+        if not lanes.simulated:
+            self.sums = torch.zeros(geo.n_units, dtype=torch.float32, device=self.device)
+            self.stats = torch.zeros(3, dtype=torch.float64, device=self.device)
+            self.clip = torch.ones(1, dtype=torch.float32, device=self.device)
+            self.clip_host = torch.ones(1, dtype=torch.float32)
+        self.workers = None if lanes.simulated else Workers()
+
+    # ------------------------------------------------ gradients
+
+    def begin(self, step: int, lr: float) -> None:
+        """Opens step `step` (from 1) with its learning rate; what it updates uses these."""
+        assert not self.landed, "the last step's gradients are not consumed"
+        self.step, self.lr = step, lr
+
+    def gradient(self, u: int) -> tuple[dict[str, Tensor], Task]:
+        """The zeroed gradient of unit u, by tensor name, to be added to; it is the optimizer's again after finish(u)."""
+        if u not in self.holding:
+            slot = self.accumulators[self.geo.size_class(u)].acquire(self.geo.names[u])
+            nbytes = self.wide[u].span
+            task = self.lanes.run(
+                "compute", f"zero {self.geo.names[u]}", lambda: slot.buffer[:nbytes].zero_(), slot.ready, nbytes=nbytes
+            )
+            self.holding[u] = slot
+            slot.ready = (task,)
+        slot = self.holding[u]
+        return {} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready[0]
+
+    def finish(self, u: int, after: Task) -> None:
+        """Unit u's gradient is complete: takes its norm, rounds it to the compute dtype, and sends it to where its update runs."""
+        accumulator, kind = self.holding.pop(u), self.geo.size_class(u)
+        name, n, nbytes = self.geo.names[u], self.geo.numel[u], self.geo.weights[u].span
+        on_gpu = self.plan.units[u].state == "gpu"
+        out_slot = None if on_gpu else self.outs[kind].acquire(name)
+        out = self.homes.gradients[u] if on_gpu else out_slot.buffer
+
+        def finish():
+            wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, n)
+            self.sums[u] = ops.grad_finish(wide, out=flat(out, self.geo.dtype, n))[0]
+
+        before = (after, *(out_slot.ready if out_slot else ()))
+        task = self.lanes.run("compute", f"finish {name}", finish, before, nbytes=3 * nbytes)
+        accumulator.ring.release(accumulator, (task,))
+        if on_gpu:
+            self.landed[u] = (None, task)
+        else:
+            host = self.landings[kind].acquire(name)
+
+            def land():
+                host.buffer[:nbytes].copy_(out[:nbytes], non_blocking=True)
+
+            landed = self.lanes.run("d2h", f"gradient {name}", land, (task, *host.ready), nbytes=nbytes)
+            out_slot.ring.release(out_slot, (landed,))
+            self.landed[u] = (host, landed)
+        if self.plan.mode == "backward":
+            self.update(u)
+            self.weights.settle()  # its next forward is far off
+
+    def conclude(self, losses: list[Tensor], trained: int) -> StepStats:
+        """Waits for the end of backward and returns its statistics; sets the clip factor that the updates use."""
+        limit = self.adamw.max_grad_norm
+
+        def conclude():
+            norm = self.sums.double().sum().sqrt()
+            self.stats[0] = sum(part.double().sum() for part in losses) / trained
+            self.stats[1] = norm
+            self.stats[2] = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit else 1.0
+            if self.plan.mode != "backward":
+                self.clip.copy_(self.stats[2:])
+            return self.stats.to("cpu")
+
+        task = self.lanes.run("compute", "statistics", conclude)
+        if self.plan.mode != "backward":
+            self.norm_known = (task,)
+        if self.lanes.simulated:
+            return StepStats(0.0, 0.0, 1.0)
+        loss, norm, clip = task.wait().tolist()
+        if self.plan.mode != "backward":
+            self.clip_host[0] = clip
+        return StepStats(loss, norm, clip)
+
+    def discard(self) -> None:
+        """Drops the gradients that wait for their update: the step is skipped, and nothing of it is applied."""
+        for slot, task in self.landed.values():
+            if slot is not None:
+                slot.ring.release(slot, (task,))
+        self.landed.clear()
+
+    # ------------------------------------------------ updates
+
+    def update(self, u: int) -> None:
+        """Hands over unit u's update, if one is due. Its weights are current once the task given to `publish` is over."""
+        if u not in self.landed:
+            return
+        slot, landed = self.landed.pop(u)
+        if self.plan.units[u].state == "gpu":
+            self._update_on_gpu(u, landed)
+            return
+        hi, hi_slot, come = self._weights_for_update(u)
+        last = []
+        for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
+            last.append(self._update_record(u, r, a, b, hi, slot, (*come, landed, *self.norm_known)))
+        slot.ring.release(slot, last)
+        final = last[-1]  # one lane, first in first out: the last record's update comes after the others
+        if hi_slot is None:
+            self.weights.publish(u, final)
+        else:
+            written = self.homes.write_weights(u, hi, (final,))
+            self.weights.publish(u, final, hi_slot, written)
+
+    def flush(self) -> None:
+        """Updates every unit that has an update due, in forward order."""
+        for u in range(self.geo.n_units):
+            self.update(u)
+            self.weights.settle()
+
+    def read_ahead(self) -> None:
+        """Starts reading the next SSD-home records for as long as the ring has free slots."""
+        while self.record_order and self.state_ring.free and len(self.ahead) < len(self.record_order):
+            self._read_next()
+
+    def _read_next(self) -> None:
+        u, r = self.record_order[self.cursor]
+        self.cursor = (self.cursor + 1) % len(self.record_order)
+        slot = self.state_ring.acquire(f"{self.geo.names[u]} state {r}")
+        last = self.written.get((u, r))
+        task = self.homes.read_state(u, r, slot.buffer, (*slot.ready, *([last] if last else ())))
+        self.ahead.append((u, r, slot, task))
+
+    def _weights_for_update(self, u: int):
+        """(buffer of hi in host memory, its slot where the home is the SSD, tasks to wait for)."""
+        before = (self.weights.updated[u],) if u in self.weights.updated else ()
+        if self.plan.units[u].weights == "host":
+            return self.homes.weights[u], None, before
+        slot = self.weights.host_rings[self.geo.size_class(u)].acquire(f"{self.geo.names[u]} update")
+        task = self.homes.read_weights(u, slot.buffer, (*slot.ready, *before))
+        return slot.buffer, slot, (task,)
+
+    def _update_record(self, u: int, r: int, a: int, b: int, hi, grad: Slot, come: tuple[Task, ...]) -> Task:
+        """Updates elements a..b of unit u on the CPU; the record's state comes from RAM or from the SSD and goes back."""
+        state_slot = None
+        if self.plan.units[u].state == "ssd":
+            if not self.ahead:
+                self._read_next()
+            got_u, got_r, state_slot, read = self.ahead.popleft()
+            assert (got_u, got_r) == (u, r), "optimizer records are read in the order of their updates"
+            state, come = state_slot.buffer, (*come, read)
+        else:
+            state = self.homes.state[u][r]
+        layout, dtype, step, lr = self.geo.state_layout(b - a), self.geo.dtype, self.step, self.lr
+        n_decay = min(max(self.geo.n_decay[u] - a, 0), b - a)
+
+        def update():
+            s = views(layout, state)
+            self.workers.adamw_(
+                flat(hi, dtype, b)[a:], s.get("lo"), s["m"], s["v"], flat(grad.buffer, dtype, b)[a:], self.clip_host,
+                n_decay=n_decay, step=step, lr=lr, **self._hyper,
+            )  # fmt: skip
+
+        name = f"{self.geo.names[u]} {r}"
+        task = self.lanes.run("cpu", f"adamw {name}", update, come, nbytes=28 * (b - a))
+        if state_slot is not None:
+            written = self.homes.write_state(u, r, state, (task,))
+            self.written[u, r] = written
+            self.state_ring.release(state_slot, (written,))
+            if self.plan.mode == "serial":
+                written.wait()
+            else:
+                self.read_ahead()
+        return task
+
+    def _update_on_gpu(self, u: int, landed: Task) -> None:
+        hi, grad, states = self.homes.weights[u], self.homes.gradients[u], self.homes.state[u]
+        dtype, step, lr, n_decay = self.geo.dtype, self.step, self.lr, self.geo.n_decay[u]
+
+        def update():
+            for (a, b), state in zip(self.geo.records(u, self.plan.record), states, strict=True):
+                s = views(self.geo.state_layout(b - a), state)
+                ops.adamw_(
+                    flat(hi, dtype, b)[a:], s.get("lo"), s["m"], s["v"], flat(grad, dtype, b)[a:], self.clip,
+                    n_decay=min(max(n_decay - a, 0), b - a), step=step, lr=lr, **self._hyper,
+                )  # fmt: skip
+
+        name, nbytes = self.geo.names[u], 26 * self.geo.numel[u]
+        task = self.lanes.run("compute", f"adamw {name}", update, (landed,), nbytes=nbytes)
+        self.weights.publish(u, task)
+
+    @property
+    def _hyper(self) -> dict[str, float]:
+        a = self.adamw
+        return dict(beta1=a.beta1, beta2=a.beta2, eps=a.eps, weight_decay=a.weight_decay)
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()

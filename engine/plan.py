@@ -1,0 +1,374 @@
+"""The plan: every decision of a run as frozen data, and every buffer that follows from it. Pure; no torch.
+
+What the engine allocates is exactly what `buffers` lists, so a plan's memory is known to the byte before the run, and
+a plan that cannot fit is refused with its numbers before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from trireme.models import shapes
+from trireme.models.config import InputError, ModelConfig
+from trireme.storage.layout import ITEMSIZE, Layout, pack, round_up, sequential
+
+TIERS = ("gpu", "host", "ssd")
+MODES = ("forward", "backward", "serial")
+MOMENTS = {32: "F32", 16: "BF16", 8: "U8"}
+
+
+class DoesNotFit(Exception):
+    """The run cannot fit in the given limits; the message has the numbers and the way out. Exit code 3."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Where one unit's pieces live. `state` "gpu" means that its weights and its update are there too."""
+
+    weights: str = "gpu"  # home of the compute copy (hi)
+    state: str = "gpu"  # home of lo, m, v
+    resident: bool = False  # weights from host or ssd stay on the GPU, refreshed once a step
+    x: str = "gpu"  # the unit's input, for every micro-batch
+    saved: tuple[tuple[str, str], ...] = ()  # (name, tier) of what forward keeps; absent names are recomputed
+
+    def names(self, tier: str) -> tuple[str, ...]:
+        return tuple(name for name, t in self.saved if t == tier)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision of a run. `tokens` and `n_micro` are maxima; a step may be smaller."""
+
+    units: tuple[UnitPlan, ...]
+    tokens: int  # most tokens of a micro-batch
+    n_micro: int  # most micro-batches of a step
+    dtype: str = "BF16"  # compute dtype: BF16 or F32
+    mode: str = "forward"  # when a unit on the CPU is updated: see optimizer.py
+    window: int = 2  # slots of the weight ring on the GPU: one in use, the others prefetched
+    host_window: int = 2  # slots of the host ring that SSD-home weights pass through
+    state_slots: int = 4  # host slots that SSD-home optimizer records pass through
+    record: int = 1 << 24  # parameters of one optimizer record
+    swap_slots: int = 2  # slots of each ring that swapped activations pass through
+
+    def __post_init__(self):
+        for u, unit in enumerate(self.units):
+            if (unit.weights == "gpu") != (unit.state == "gpu"):
+                raise InputError(
+                    f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
+                )
+            for tier in (unit.weights, unit.state, unit.x, *(t for _, t in unit.saved)):
+                if tier not in TIERS:
+                    raise InputError(f"plan: unit {u} names the tier {tier!r}; there are {', '.join(TIERS)}")
+        if self.mode not in MODES:
+            raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        """A plan from a JSON or YAML file as `save` writes it. Raises InputError."""
+        import yaml
+
+        try:
+            data = yaml.safe_load(path.read_text())
+            units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data.pop("units")]
+            return Plan(units=tuple(units), **data)
+        except (OSError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+            raise InputError(f"{path}: not a plan: {error}") from error
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One line of the memory table: `count` equal buffers of `nbytes` in a tier. `key` is how the engine asks for it."""
+
+    tier: str
+    key: str
+    nbytes: int
+    count: int = 1
+
+
+class Geometry:
+    """Sizes that follow from a model and a compute dtype, for every unit: layouts, spans, records."""
+
+    def __init__(self, cfg: ModelConfig, dtype: str):
+        self.cfg, self.dtype = cfg, dtype
+        self.names = shapes.unit_names(cfg)
+        self.n_units = len(self.names)
+        self.head = self.n_units - 1
+        self._groups: dict[str, tuple] = {}
+
+    @cached_property
+    def weights(self) -> tuple[Layout, ...]:
+        """The layout of each unit's weights, gradients in the compute dtype included."""
+        return tuple(pack(shapes.weight_groups(self.cfg, u), self.dtype) for u in range(self.n_units))
+
+    @cached_property
+    def gradients(self) -> tuple[Layout, ...]:
+        """The layout of each unit's fp32 gradient accumulators."""
+        return tuple(pack(shapes.weight_groups(self.cfg, u), "F32") for u in range(self.n_units))
+
+    @cached_property
+    def numel(self) -> tuple[int, ...]:
+        return tuple(sum(t.numel for t in layout.tensors) for layout in self.weights)
+
+    @cached_property
+    def n_decay(self) -> tuple[int, ...]:
+        """Elements of each unit that weight decay applies to: the matrices, which come first."""
+        return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
+
+    def size_class(self, u: int) -> str:
+        """Units of one size class share rings. The two ends follow each other, so they share one slot unless tied."""
+        if 0 < u < self.head:
+            return "block"
+        return ("embed" if u == 0 else "head") if self.cfg.tied else "ends"
+
+    def records(self, u: int, record: int) -> list[tuple[int, int]]:
+        """[start, stop) element ranges of a unit's optimizer records."""
+        n = self.numel[u]
+        return [(a, min(a + record, n)) for a in range(0, n, record)]
+
+    def state_layout(self, n: int) -> Layout:
+        """Optimizer state of one record of n parameters: m, v, and lo where the master is split."""
+        lo = [("lo", "I16", (n,))] if self.dtype == "BF16" else []
+        return sequential([("m", "F32", (n,)), ("v", "F32", (n,)), *lo])
+
+    def state_span(self, u: int, record: int) -> int:
+        """Bytes of a unit's whole optimizer state, each record rounded up to 4,096."""
+        return sum(self.state_layout(b - a).span for a, b in self.records(u, record))
+
+    def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
+        """Layout of some of a block's saved tensors for a micro-batch of `tokens`."""
+        wanted = set(names)
+        found = shapes.saved_shapes(self.cfg, tokens)
+        return sequential(
+            [
+                (n, self.dtype if d == "compute" else d, s)
+                for n, (s, d) in sorted(found.items(), key=_fp32_first)
+                if n in wanted
+            ]
+        )
+
+    def x_bytes(self, tokens: int) -> int:
+        return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
+
+
+def _fp32_first(item) -> bool:
+    return item[1][1] == "compute"  # fp32 first keeps every tensor aligned to its item size
+
+
+def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
+    """Every buffer that the engine makes for this plan, by tier and key."""
+    return [
+        b
+        for b in (*_weight_buffers(geo, plan), *_optimizer_buffers(geo, plan), *_activation_buffers(geo, plan))
+        if b.count and b.nbytes
+    ]
+
+
+def _by_class(geo: Geometry, units: Iterable[int], size: Callable[[int], int]) -> dict[str, tuple[int, int]]:
+    """size class -> (largest size, number of units) over `units`."""
+    found: dict[str, tuple[int, int]] = {}
+    for u in units:
+        biggest, count = found.get(geo.size_class(u), (0, 0))
+        found[geo.size_class(u)] = (max(biggest, size(u)), count + 1)
+    return found
+
+
+def _weight_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
+    span = lambda u: geo.weights[u].span  # noqa: E731
+    everyone = range(geo.n_units)
+    for u in everyone:
+        unit = plan.units[u]
+        if unit.weights == "gpu" or unit.resident:
+            yield Buffer("gpu", f"weights {geo.names[u]}", span(u))
+        if unit.weights == "host":
+            yield Buffer("host", f"weights {geo.names[u]}", span(u))
+    streamed = [u for u in everyone if plan.units[u].weights != "gpu" and not plan.units[u].resident]
+    for kind, (size, count) in _by_class(geo, streamed, span).items():
+        yield Buffer("gpu", f"weight ring {kind}", size, min(plan.window, count) if kind == "block" else 1)
+    from_ssd = [u for u in everyone if plan.units[u].weights == "ssd"]
+    yield Buffer("host", "staging", _staging(geo, plan))
+    for kind, (size, count) in _by_class(geo, from_ssd, span).items():
+        yield Buffer("host", f"weight ring {kind}", size, min(plan.host_window, count) if kind == "block" else 1)
+
+
+def _staging(geo: Geometry, plan: Plan) -> int:
+    """Bytes of the host buffer through which pieces not at home in RAM are loaded and saved between steps."""
+    sizes = [0]
+    for u, unit in enumerate(plan.units):
+        if unit.weights != "host":
+            sizes.append(geo.weights[u].span)
+        if unit.state != "host":
+            sizes += [geo.state_layout(b - a).span for a, b in geo.records(u, plan.record)]
+    return max(sizes)
+
+
+def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
+    everyone = range(geo.n_units)
+    wide = geo.gradients if plan.n_micro > 1 else geo.weights
+    for kind, (size, _) in _by_class(geo, everyone, lambda u: wide[u].span).items():
+        yield Buffer("gpu", f"gradient {kind}", size)
+    for u in everyone:
+        if plan.units[u].state == "gpu":
+            yield Buffer("gpu", f"gradient out {geo.names[u]}", geo.weights[u].span)
+        if plan.units[u].state != "ssd":
+            yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record))
+    on_cpu = [u for u in everyone if plan.units[u].state != "gpu"]
+    for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
+        yield Buffer("gpu", f"gradient out {kind}", size, min(2, count))
+        yield Buffer("host", f"gradient {kind}", size, min(2, count) if plan.mode == "backward" else count)
+    from_ssd = [
+        n for u in everyone if plan.units[u].state == "ssd" for n in (b - a for a, b in geo.records(u, plan.record))
+    ]
+    if from_ssd:
+        yield Buffer("host", "state ring", geo.state_layout(max(from_ssd)).span, min(plan.state_slots, len(from_ssd)))
+
+
+def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
+    x, n = geo.x_bytes(plan.tokens), plan.n_micro
+    inner = plan.units[1:]  # the embedding's input is the token ids
+    yield Buffer("gpu", "x", x, n * sum(u.x == "gpu" for u in inner))
+    if any(u.x != "gpu" for u in inner):
+        yield Buffer("gpu", "x ring", x, n + plan.swap_slots)
+        yield Buffer("host", "x", x, n * sum(u.x == "host" for u in inner))
+    yield Buffer("gpu", "dx ring", x, n + 1)
+    for tier in TIERS:
+        spans = [geo.saved_layout(u.names(tier), plan.tokens).span for u in inner]
+        if not any(spans):
+            continue
+        if tier == "gpu":
+            for u, span in enumerate(spans, 1):
+                yield Buffer("gpu", f"saved {geo.names[u]}", span, n)
+        else:
+            yield Buffer("gpu", f"swap ring {tier}", max(spans), plan.swap_slots)
+            for u, span in enumerate(spans, 1):
+                yield Buffer("host", f"saved {geo.names[u]}", span if tier == "host" else 0, n)
+    if any("ssd" in (u.x, *(t for _, t in u.saved)) for u in inner):
+        largest = max(x, *(geo.saved_layout(u.names("ssd"), plan.tokens).span for u in inner))
+        yield Buffer("host", "swap ring ssd", largest, 2 * plan.swap_slots)
+
+
+def workspace(geo: Geometry, plan: Plan) -> int:
+    """GPU bytes beside the named buffers: the largest unit's temporaries, the rotary table, inputs, fragmentation."""
+    temporaries = max(shapes.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype]) for u in range(geo.n_units))
+    inputs = plan.tokens * plan.n_micro * 48
+    return round_up(int(temporaries * 1.02)) + inputs
+
+
+def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
+    """Bytes in each of gpu and host: all buffers, and on the GPU the workspace."""
+    total = {"gpu": workspace(geo, plan), "host": 0}
+    for b in buffers(geo, plan):
+        total[b.tier] += b.nbytes * b.count
+    return total
+
+
+def fits(geo: Geometry, plan: Plan, limits: dict[str, int]) -> bool:
+    total = usage(geo, plan)
+    return all(total[tier] <= limits[tier] for tier in ("gpu", "host"))
+
+
+def spread(n: int, k: int) -> frozenset[int]:
+    """k of range(n), evenly spread."""
+    return frozenset(i * n // k for i in range(k)) if k else frozenset()
+
+
+def _most(n: int, good: Callable[[int], bool]) -> int:
+    """The largest k in 0..n with good(k), where good is true up to some k and false after. good(0) is taken as true."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+def simple_plan(
+    cfg: ModelConfig,
+    limits: dict[str, int],
+    *,
+    batch_tokens: tuple[int, ...] | list[int],
+    dtype: str,
+    mode: str = "forward",
+    have_ssd: bool = True,
+    record: int = 1 << 24,
+) -> Plan:
+    """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
+
+    `limits`: bytes of gpu and host. `batch_tokens`: candidates (tokens of a micro-batch, number of them), largest
+    first; the first that fits is taken. Raises DoesNotFit with the numbers and the way out.
+    """
+    geo = Geometry(cfg, dtype)
+    rock_bottom = "ssd" if have_ssd else "host"
+    for tokens, n_micro in batch_tokens:
+        for x in ("gpu", "host"):
+            low = UnitPlan(weights=rock_bottom, state=rock_bottom, x=x)
+            units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
+            plan = Plan(units, tokens, n_micro, dtype=dtype, mode=mode, record=record)
+            if fits(geo, plan, limits):
+                return _fill(geo, plan, limits)
+    raise DoesNotFit(_why_not(geo, plan, limits))
+
+
+def _fill(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+    """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits."""
+    n = geo.n_units
+    everything = replace(plan, units=tuple(replace(u, weights="gpu", state="gpu") for u in plan.units))
+    if fits(geo, everything, limits):
+        return _keep_activations(geo, everything, limits)
+
+    def raised(base: Plan, chosen: Iterable[int], **change) -> Plan:
+        chosen = frozenset(chosen)
+        return replace(base, units=tuple(replace(u, **change) if i in chosen else u for i, u in enumerate(base.units)))
+
+    def upgrade(base: Plan, pick: Callable[[int], Iterable[int]], **change) -> Plan:
+        k = _most(n, lambda k: fits(geo, raised(base, pick(k), **change), limits))
+        return raised(base, pick(k), **change)
+
+    if plan.units[0].weights == "ssd":
+        plan = upgrade(plan, lambda k: spread(n, k), weights="host")
+        if all(u.weights == "host" for u in plan.units):
+            plan = upgrade(plan, lambda k: spread(n, k), state="host")
+    slots = sum(len(geo.records(u, plan.record)) for u in range(n) if plan.units[u].state == "ssd")
+    deeper = lambda k: replace(plan, state_slots=plan.state_slots + k)  # noqa: E731
+    plan = deeper(_most(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
+    plan = _keep_activations(geo, plan, limits)
+    plan = upgrade(plan, lambda k: range(n - k, n), weights="gpu", state="gpu")
+    wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
+    return wider(_most(2, lambda k: fits(geo, wider(k), limits)))
+
+
+def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+    """Keeps every saved tensor of the last blocks on the GPU, as many blocks as fit: they live shortest."""
+    names = tuple((name, "gpu") for name in shapes.saved_shapes(geo.cfg, 1))
+
+    def kept(k: int) -> Plan:
+        first = geo.head - k
+        return replace(
+            plan,
+            units=tuple(replace(u, saved=names) if first <= i < geo.head else u for i, u in enumerate(plan.units)),
+        )
+
+    return kept(_most(geo.n_units - 2, lambda k: fits(geo, kept(k), limits)))
+
+
+def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
+    need = usage(geo, plan)
+    for tier, option in (("gpu", "--gpu-memory"), ("host", "--ram")):
+        if need[tier] > limits[tier]:
+            what = {"gpu": "GPU memory", "host": "RAM"}[tier]
+            out = f"Raise {option} to {_size(need[tier])}"
+            if tier == "gpu":
+                out += f", or lower --seq-len (a micro-batch is {plan.tokens} tokens)"
+            elif plan.mode != "backward":
+                out += ", or --max-grad-norm 0, which needs no room for all gradients"
+            return f"even the smallest plan needs {_size(need[tier])} of {what}, the limit is {_size(limits[tier])}. {out}."
+    raise AssertionError("a plan that fits was refused")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

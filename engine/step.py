@@ -1,0 +1,255 @@
+"""One training step, top to bottom. Read this file first.
+
+Vertical order: for each unit all micro-batches, then the next unit; so weights, gradients and optimizer state cross
+each link once a step, whatever the number of micro-batches. Units move by three verbs: prefetch, get, release. Whatever
+takes time is a task on a lane; nothing here waits, but for the loss and the gradient norm when backward has ended.
+The same code runs for real, inline and in simulation: only what is inside the functions given to `run` touches data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trireme.engine.activations import ActivationSwap, Here
+from trireme.engine.homes import Homes
+from trireme.engine.lanes import Task
+from trireme.engine.memory import Memory, Slot, flat, views
+from trireme.engine.optimizer import Optimizer, StepStats
+from trireme.engine.plan import Geometry, Plan
+from trireme.engine.weights import Held, WeightStream
+from trireme.models import head, model, shapes
+from trireme.models.config import ModelConfig
+from trireme.models.rows import Rows
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A micro-batch on the device: N packed tokens. In a simulation the tensors are None."""
+
+    ids: Tensor | None  # (N,) int64
+    labels: Tensor | None  # (N,) int64: the token after each, -100 where none counts
+    loss_rows: Tensor | None  # (M,) int64: where a label counts
+    rows: Rows | None
+    tokens: int  # N
+    trained: int  # M
+    pairs: int  # (query, key) pairs that one layer attends to
+
+
+@dataclass
+class Engine:
+    """What a step works on; made by build.py."""
+
+    cfg: ModelConfig
+    geo: Geometry
+    plan: Plan
+    lanes: object
+    memory: Memory
+    homes: Homes
+    weights: WeightStream
+    activations: ActivationSwap
+    optimizer: Optimizer
+    store: object = None
+
+    def run(self, name: str, fn, after: Sequence[Task], flops: float) -> Task:
+        """Hands `fn` to the compute lane."""
+        return self.lanes.run("compute", name, fn, after, flops=flops)
+
+
+def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> StepStats:
+    """Forward, backward and, as the plan's mode says, the update of one step over all its micro-batches.
+
+    In mode `forward` the update is due when this returns, and runs in the next call, ahead of each unit's forward;
+    `e.optimizer.flush()` runs it at once. `step` counts from 1. Returns the step's statistics.
+    """
+    trained = sum(mb.trained for mb in batch)
+    _up(e, batch, train=True)
+    e.optimizer.begin(step, lr)
+    losses, dx = _turn(e, batch, 1 / trained)
+    _down(e, batch, dx)
+    stats = e.optimizer.conclude(losses, trained)
+    e.optimizer.read_ahead()
+    return stats
+
+
+def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
+    """Each micro-batch's losses (N,), zero where no label counts. Any update that is due runs on the way."""
+    _up(e, batch, train=False)
+    return _turn(e, batch, None)[0]
+
+
+# ---------------------------------------------------------------- the way up
+
+
+def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
+    """Forward through the embedding and the blocks; each unit's pending update and its weights run ahead of it."""
+    ahead = e.plan.window - 1
+    for u in range(ahead):
+        _approach(e, u)
+    for u in range(e.geo.head):
+        _approach(e, u + ahead)
+        w = e.weights.get(u)
+        for b, mb in enumerate(batch):
+            out = e.activations.open(u + 1, b, "x")
+            done = _embed(e, w, mb, out) if u == 0 else _block_up(e, u, b, w, mb, out, train)
+            e.activations.send(u + 1, b, "x", mb.tokens, done)
+        e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train))
+    for u in range(e.geo.head + ahead - 1, e.geo.head + 1):
+        _approach(e, u)
+
+
+def _approach(e: Engine, u: int) -> None:
+    """Unit u's turn comes soon: hands over its update, if one is due, and starts its weights on their way."""
+    if u <= e.geo.head:
+        e.optimizer.update(u)
+        e.weights.prefetch(u)
+
+
+def _embed(e: Engine, w: Held, mb: Inputs, out: Here) -> Task:
+    def forward():
+        head.embed_forward(e.cfg, _weights(e, 0, w), mb.ids, mb.rows, _rows(e, out.buffer, mb))
+
+    return e.run("forward embed", forward, (*w.ready, *out.ready), flops=0)
+
+
+def _block_up(e: Engine, u: int, b: int, w: Held, mb: Inputs, out: Here, train: bool) -> Task:
+    swap = e.activations
+    x = swap.get(u, b, "x")
+    spans = {part: swap.open(u, b, part) for part in swap.parts(u)} if train else {}
+
+    def forward():
+        saved = swap.saved(u, mb.tokens, spans)
+        block = model.block(e.cfg)
+        block.forward(e.cfg, u - 1, _weights(e, u, w), _rows(e, x.buffer, mb), mb.rows, saved, _rows(e, out.buffer, mb))
+
+    before = [t for here in (x, out, *spans.values()) for t in here.ready]
+    flops = shapes.forward_flops(e.cfg, u, mb.tokens, mb.pairs)
+    done = e.run(f"forward {e.geo.names[u]}", forward, (*w.ready, *before), flops)
+    for part in spans:
+        swap.send(u, b, part, mb.tokens, done)
+        if part != "gpu":
+            swap.release(u, b, part, done)
+    if not train or e.plan.units[u].x != "gpu":
+        swap.release(u, b, "x", done)
+    return done
+
+
+# ---------------------------------------------------------------- the head
+
+
+def _turn(e: Engine, batch: Sequence[Inputs], scale: float | None) -> tuple[list[Tensor], list[Dx]]:
+    """The head: each token's loss and, unless `scale` is None, the gradients of scale * the sum of the losses."""
+    u, tied, train = e.geo.head, e.cfg.tied, scale is not None
+    losses: list[Tensor] = []
+    dx: list[Dx] = []
+    held = {v: e.weights.get(v) for v in ((u, 0) if tied else (u,))}
+    grads = {v: e.optimizer.gradient(v) for v in held} if train else {}
+    for b, mb in enumerate(batch):
+        x = e.activations.get(u, b, "x")
+        slot = e.activations.dx_ring.acquire(f"dx {b}") if train else None
+        before = [t for here in (*held.values(), x) for t in here.ready] + [zeroed for _, zeroed in grads.values()]
+
+        def loss(mb=mb, x=x, slot=slot):
+            w = {v: _weights(e, v, h) for v, h in held.items()}
+            g = {v: model.weights(e.cfg, v, tensors) for v, (tensors, _) in grads.items()}
+            w_out = model.output_matrix(e.cfg, w.get(0), w[u])
+            g_out = model.output_matrix(e.cfg, g.get(0), g[u]) if train else None
+            out = _rows(e, slot.buffer, mb) if train else None
+            args = (mb.labels, mb.loss_rows, scale or 1.0, g.get(u), g_out, out)
+            losses.append(head.head_loss(e.cfg, w[u], w_out, _rows(e, x.buffer, mb), *args))
+
+        flops = (3 if train else 1) * shapes.forward_flops(e.cfg, u, mb.trained, mb.pairs)
+        done = e.run("loss", loss, (*before, *(slot.ready if slot else ())), flops)
+        e.activations.release(u, b, "x", done)
+        if train:
+            dx.append(Dx(slot, done))
+    for v in held:
+        e.weights.release(v, done)
+    if train:
+        e.optimizer.finish(u, done)
+    return losses, dx
+
+
+# ---------------------------------------------------------------- the way down
+
+
+@dataclass
+class Dx:
+    """The gradient of a unit's output for one micro-batch: its slot, and the task that fills it."""
+
+    slot: Slot
+    ready: Task
+
+
+def _down(e: Engine, batch: Sequence[Inputs], dx: list[Dx]) -> None:
+    """Backward through the blocks and the embedding; each gradient goes to the optimizer when its unit is through."""
+    order = [(u, b) for u in range(e.geo.head - 1, 0, -1) for b in range(len(batch))]
+    ahead = e.plan.window - 1
+    reach = e.plan.swap_slots - 1  # micro-batches whose activations are fetched ahead
+    for u, b in order[:reach]:
+        _fetch(e, u, b, batch[b])
+    for i, (u, b) in enumerate(order):
+        if b == 0:
+            for v in range(u, max(0, u - ahead - 1), -1):
+                e.weights.prefetch(v)
+            w, (grads, zeroed) = e.weights.get(u), e.optimizer.gradient(u)
+        if i + reach < len(order):
+            _fetch(e, *order[i + reach], batch[order[i + reach][1]])
+        dx[b] = _block_down(e, u, b, w, grads, zeroed, batch[b], dx[b])
+        if b == len(batch) - 1:
+            e.weights.release(u, dx[b].ready)
+            e.optimizer.finish(u, dx[b].ready)
+    _embed_down(e, batch, dx)
+
+
+def _fetch(e: Engine, u: int, b: int, mb: Inputs) -> None:
+    for part in ("x", *e.activations.parts(u)):
+        e.activations.prefetch(u, b, part, mb.tokens)
+
+
+def _block_down(e: Engine, u: int, b: int, w: Held, grads, zeroed: Task, mb: Inputs, dy: Dx) -> Dx:
+    swap = e.activations
+    x = swap.get(u, b, "x")
+    spans = {part: swap.get(u, b, part) for part in swap.parts(u)}
+    slot = swap.dx_ring.acquire(f"dx {b}")
+
+    def backward():
+        saved = swap.saved(u, mb.tokens, spans)
+        g = model.weights(e.cfg, u, grads)
+        tensors = (_rows(e, x.buffer, mb), saved, _rows(e, dy.slot.buffer, mb), mb.rows, _rows(e, slot.buffer, mb))
+        model.block(e.cfg).backward(e.cfg, u - 1, _weights(e, u, w), g, *tensors)
+
+    before = [t for here in (w, x, *spans.values(), slot) for t in here.ready] + [zeroed, dy.ready]
+    kept = frozenset(name for name, _ in e.plan.units[u].saved)
+    flops = shapes.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
+    flops += shapes.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs)
+    done = e.run(f"backward {e.geo.names[u]}", backward, before, flops)
+    for part in ("x", *spans):
+        swap.release(u, b, part, done)
+    dy.slot.ring.release(dy.slot, (done,))
+    return Dx(slot, done)
+
+
+def _embed_down(e: Engine, batch: Sequence[Inputs], dx: list[Dx]) -> None:
+    grads, zeroed = e.optimizer.gradient(0)
+    for mb, dy in zip(batch, dx, strict=True):
+
+        def backward(mb=mb, dy=dy):
+            g = model.weights(e.cfg, 0, grads)
+            head.embed_backward(e.cfg, g, _rows(e, dy.slot.buffer, mb), mb.ids, mb.rows)
+
+        done = e.run("backward embed", backward, (zeroed, dy.ready), flops=0)
+        dy.slot.ring.release(dy.slot, (done,))
+    e.optimizer.finish(0, done)
+
+
+def _weights(e: Engine, u: int, held: Held):
+    """Unit u's weights by the names that its block uses."""
+    return model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
+
+
+def _rows(e: Engine, buffer: Tensor, mb: Inputs) -> Tensor:
+    """The first N rows of a span of activations, (N, D)."""
+    return flat(buffer, e.plan.dtype, mb.tokens * e.cfg.width).view(mb.tokens, e.cfg.width)

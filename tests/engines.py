@@ -1,0 +1,143 @@
+"""Small engines for tests: a model with random weights, plans drawn or made, a store in memory."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from trireme.engine.build import build, inputs
+from trireme.engine.lanes import InlineLanes, RealLanes
+from trireme.engine.optimizer import AdamW
+from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.step import Engine, train_step
+from trireme.models.config import ModelConfig, Rope
+from trireme.models.rows import rope_tables
+
+LIMITS = {"gpu": 1 << 30, "host": 1 << 30}
+LLAMA = ModelConfig("llama", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, ffn=24,
+                    max_positions=64, eps=1e-5, tied=False, rope=Rope(1e4))  # fmt: skip
+
+
+class MemoryStore:
+    """The store's read and write over a dict; what was written is what is read."""
+
+    def __init__(self):
+        self.shards: dict[str, bytes] = {}
+
+    def write(self, name: str, buffer: memoryview) -> Future:
+        self.shards[name] = bytes(buffer)
+        return _done()
+
+    def read(self, name: str, buffer: memoryview) -> Future:
+        buffer[:] = self.shards[name]
+        return _done()
+
+
+class MemoryScratch:
+    """The scratch file of swapped activations, in memory."""
+
+    def __init__(self):
+        self.bytes = bytearray(1 << 20)
+
+    def write(self, offset: int, buffer: memoryview) -> Future:
+        self.bytes[offset : offset + len(buffer)] = buffer
+        return _done()
+
+    def read(self, offset: int, buffer: memoryview) -> Future:
+        buffer[:] = self.bytes[offset : offset + len(buffer)]
+        return _done()
+
+
+def _done() -> Future:
+    future: Future = Future()
+    future.set_result(None)
+    return future
+
+
+class JitterLanes(RealLanes):
+    """Real lanes that start every task after a random delay."""
+
+    def __init__(self, seed: int, most: float = 0.002):
+        super().__init__("cpu", extra=("poison",))
+        self.random, self.most = np.random.default_rng(seed), most
+
+    def run(self, lane, name, fn, after=(), nbytes=0, flops=0):
+        delay = float(self.random.random()) * self.most
+
+        def late():
+            time.sleep(delay)
+            return fn()
+
+        return super().run(lane, name, late, after, nbytes, flops)
+
+
+class Batch:
+    """A data.MicroBatch of random tokens."""
+
+    def __init__(self, vocab: int, lengths: tuple[int, ...], seed: int):
+        random = np.random.default_rng(seed)
+        self.lengths = lengths
+        self.ids = random.integers(0, vocab, sum(lengths)).astype(np.int32)
+        labels = random.integers(0, vocab, sum(lengths)).astype(np.int32)
+        labels[random.random(len(labels)) < 0.3] = -100
+        labels[np.cumsum(lengths) - 1] = -100
+        self.labels = labels
+
+
+def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, seed: int = 0) -> list[list[Batch]]:
+    third = tokens // 3
+    shapes = [(tokens,), (third, tokens - third), (1, tokens - 2), (tokens - 3,)]
+    return [[Batch(cfg.vocab, shapes[(s + b) % 4], seed + 100 * s + b) for b in range(n_micro)] for s in range(steps)]
+
+
+def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, **change) -> Plan:
+    """Everything in the gpu tier, nothing saved but x."""
+    return replace(Plan((UnitPlan(),) * (cfg.n_layers + 2), tokens, n_micro, dtype="F32"), **change)
+
+
+def random_weights(seed: int = 0):
+    """A read_fp32 for Homes.load: values that depend on the name alone."""
+
+    def read(name: str, numel: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) * 7919)
+        values = torch.randn(numel, generator=generator) * 0.1
+        return values + 1 if "norm" in name or "ln_" in name else values
+
+    return read
+
+
+def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, poison: bool = True, **more) -> Engine:
+    """A loaded engine on the CPU."""
+    lanes = lanes or InlineLanes()
+    e = build(
+        cfg, plan, LIMITS, lanes, adamw=adamw, store=MemoryStore(), scratch=MemoryScratch(), poison=poison, **more
+    )
+    sizes = {t.name: t.numel for layout in e.geo.weights for t in layout.tensors}
+    read = random_weights()
+    e.homes.load(lambda name: read(name, sizes[name]))
+    return e
+
+
+def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step; all updates applied at the end."""
+    tables = rope_tables(e.cfg, 64, "cpu")
+    seen = []
+    for i, step in enumerate(steps, 1):
+        stats = train_step(e, [inputs(e.cfg, mb, tables, torch.device("cpu")) for mb in step], i, lr)
+        seen.append((stats.loss, stats.grad_norm))
+    e.optimizer.flush()
+    e.lanes.drain()
+    return seen
+
+
+def final_weights(e: Engine) -> dict[str, torch.Tensor]:
+    """Every tensor's fp32 master by name."""
+    return {
+        t.name: e.homes.fetch(u, t.name, exact=True).float()
+        for u, layout in enumerate(e.geo.weights)
+        for t in layout.tensors
+    }

@@ -1,0 +1,79 @@
+"""Placement never changes the numbers: any plan, any lanes, any delays, the same bits as the run in one memory."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from engines import LIMITS, LLAMA, JitterLanes, batches, final_weights, gpu_plan, make, train
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.build import build
+from trireme.engine.lanes import InlineLanes, RealLanes, SimulatedLanes
+from trireme.engine.optimizer import AdamW
+from trireme.engine.plan import TIERS, UnitPlan
+from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.models import shapes
+
+NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
+MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True)}
+
+
+@cache
+def in_one_memory(model: str, dtype: str, n_micro: int, clip: float):
+    cfg = MODELS[model]
+    e = make(cfg, gpu_plan(cfg, dtype=dtype, n_micro=n_micro), adamw=AdamW(max_grad_norm=clip))
+    return train(e, batches(cfg, 3, n_micro, 24)), final_weights(e)
+
+
+def check(plan, lanes, model="untied", clip=1.0):
+    cfg = MODELS[model]
+    e = make(cfg, plan, lanes, AdamW(max_grad_norm=clip))
+    losses, weights = in_one_memory(model, plan.dtype, plan.n_micro, clip)
+    assert train(e, batches(cfg, 3, plan.n_micro, 24)) == losses
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
+    assert e.memory.owned() == len(e.optimizer.ahead)  # what is held is only what was read ahead
+    e.lanes.close()
+    e.optimizer.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("mode", ["forward", "serial"])
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_everything_in_one_tier(model, dtype, mode, tier):
+    unit = UnitPlan(weights=tier, state=tier, x="host", saved=tuple((n, tier) for n in NAMES))
+    check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, mode=mode, record=700), InlineLanes(), model)
+
+
+@st.composite
+def plans(draw):
+    def unit():
+        weights = draw(st.sampled_from(TIERS))
+        state = "gpu" if weights == "gpu" else draw(st.sampled_from(("host", "ssd")))
+        saved = tuple((n, draw(st.sampled_from(TIERS))) for n in NAMES if draw(st.booleans()))
+        resident = weights != "gpu" and draw(st.booleans())
+        return UnitPlan(weights, state, resident, draw(st.sampled_from(TIERS)), saved)
+
+    mode = draw(st.sampled_from(("forward", "backward", "serial")))
+    return gpu_plan(
+        LLAMA,
+        units=tuple(unit() for _ in range(5)),
+        dtype=draw(st.sampled_from(("F32", "BF16"))),
+        n_micro=draw(st.integers(1, 3)),
+        mode=mode,
+        window=draw(st.integers(1, 4)),
+        host_window=draw(st.integers(2, 3)),
+        state_slots=draw(st.integers(1, 6)),
+        record=draw(st.sampled_from((100, 700, 1 << 20))),
+        swap_slots=draw(st.integers(2, 4)),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), st.sampled_from(tuple(MODELS)), st.integers(0, 99), st.booleans())
+def test_any_plan_with_any_delays(plan, model, seed, jitter):
+    lanes = JitterLanes(seed, 0.001) if jitter else RealLanes("cpu", extra=("poison",))
+    check(plan, lanes, model, clip=0.0 if plan.mode == "backward" else 1.0)
