@@ -28,6 +28,8 @@ _ELSEWHERE = {
     "gradient-accumulation-steps": "--batch-size is the sequences of a whole step; how they are cut is found by itself",
     "gradient-checkpointing": "what is kept, swapped or recomputed is planned by itself; leave it out",
     "logging-steps": "every step is logged; leave it out",
+    "adam-beta1": "--betas 0.9,0.95 sets both",
+    "adam-beta2": "--betas 0.9,0.95 sets both",
     "bf16": "--dtype bf16, which is the default on a GPU",
     "fp16": "fp16 is not supported; --dtype bf16 is the default on a GPU",
     "packing": "sequences are packed unless --no-pack is given",
@@ -100,7 +102,8 @@ def _help(f) -> str:
         return argparse.SUPPRESS  # the page calls it CHECKPOINT
     text = f.metadata["help"].replace("%", "%%")
     plain = "[" in text or f.default is None or f.default is False or f.default == ()
-    return text if plain else f"{text} [{f.default}]"
+    default = ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+    return text if plain else f"{text} [{default}]"
 
 
 def _kind(f) -> dict[str, Any]:
@@ -164,9 +167,9 @@ def _convert(f, value: Any, where: str) -> Any:
     if choices and value not in choices:
         raise InputError(f"{where}: {value!r} is not one of {', '.join(choices)}.")
     try:
-        if isinstance(f.default, tuple):
+        if f.default == ():
             return tuple(str(v) for v in (value if isinstance(value, list) else [value]))
-        return parse(str(value))
+        return parse(",".join(map(str, value)) if isinstance(value, list) else str(value))
     except ValueError as error:
         raise InputError(f"{where}: {error}.") from None
 
@@ -215,9 +218,9 @@ def write_config(options: Options, path: Path) -> None:
         value = getattr(options, f.name)
         if f.name in _NOT_KEPT or value is None:
             continue
-        if f.name in ("model", "store", "plan"):
+        if f.name in ("model", "tokenizer", "store", "plan"):
             value = [os.path.abspath(v) for v in value] if isinstance(value, tuple) else os.path.abspath(value)
-        elif f.name in ("data", "val"):
+        elif f.name in ("data", "val", "chat_template"):
             value = [_absolute(v) for v in value] if isinstance(value, tuple) else _absolute(value)
         elif f.metadata["parse"] is size:
             value = f"{value}B"

@@ -109,6 +109,13 @@ def micro_batch(text: str) -> str | int:
     return text if text == "auto" else count(text)
 
 
+def pair(text: str) -> tuple[float, float]:
+    """The two decay rates of AdamW."""
+    first, _, second = text.strip("()[] ").partition(",")
+    below_one = number(0, 0.999999)
+    return below_one(first), below_one(second)
+
+
 def words(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
 
@@ -140,12 +147,19 @@ class Options:
         metavar="N",
         also="max-length cutoff-len max-seq-length sequence-len max-seq-len",
     )
-    long: str = _option(DATA, "rows that are longer", "cut", choices=("cut", "drop", "split", "error"))
+    long: str | None = _option(
+        DATA, "rows that are longer [text: split, else cut]", choices=("cut", "drop", "split", "error")
+    )
     no_pack: bool = _option(DATA, "one row a sequence", False, parse=bool)
     skip_bad: bool = _option(DATA, "drop and count rows that cannot be read, instead of stopping", False, parse=bool)
     show_example: int = _option(
         DATA, "examples printed with what is trained on", 1, parse=number(0, kind=int), metavar="N"
     )
+
+    tokenizer: str | None = _option(
+        DATA, "a folder with another tokenizer", metavar="DIR", also="tokenizer-name-or-path"
+    )
+    chat_template: str | None = _option(DATA, "another chat template: a .jinja file, or plain", metavar="FILE")
 
     out: str | None = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", metavar="DIR", also="output-dir")
     store: tuple[str, ...] = _option(
@@ -215,8 +229,7 @@ class Options:
         also="warmup-steps warmup-ratio",
     )
     weight_decay: float = _option(TRAINING, "never on norms and biases", 0.01, parse=number(0), metavar="X")
-    beta1: float = _option(TRAINING, "AdamW", 0.9, parse=number(0, 0.999999), metavar="X", also="adam-beta1")
-    beta2: float = _option(TRAINING, "AdamW", 0.95, parse=number(0, 0.999999), metavar="X", also="adam-beta2")
+    betas: tuple[float, float] = _option(TRAINING, "AdamW", (0.9, 0.95), parse=pair, metavar="X,X", also="adam-betas")
     eps: float = _option(TRAINING, "AdamW", 1e-8, parse=positive, metavar="X", also="adam-epsilon")
     max_grad_norm: float = _option(
         TRAINING,
@@ -234,7 +247,6 @@ class Options:
     )
     gpu_memory: int | None = _option(PLACEMENT, "hard limit, as 24GiB [what is free]", parse=size, metavar="SIZE")
     ram: int | None = _option(PLACEMENT, "hard limit [85 % of what this process may use]", parse=size, metavar="SIZE")
-    ssd: int | None = _option(PLACEMENT, "hard limit [what is free]", parse=size, metavar="SIZE")
     optimizer_mode: str = _option(
         PLACEMENT, "when units are updated", "auto", choices=("auto", "backward", "forward", "serial")
     )
@@ -244,6 +256,14 @@ class Options:
     dry_run: bool = _option(INSTEAD, "report and plan, then stop; writes nothing", False, parse=bool)
     assume: str | None = _option(INSTEAD, "dry run for another machine: gpu=24GiB,ram=128GiB,ssd=2TB", metavar="WHAT")
     demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
+
+    @property
+    def beta1(self) -> float:
+        return self.betas[0]
+
+    @property
+    def beta2(self) -> float:
+        return self.betas[1]
 
     @property
     def trace(self) -> bool:

@@ -1,4 +1,4 @@
-"""The run's log: its files survive a resume and a full disk, its line fits the terminal, its picture shows the losses."""
+"""The run's log: files survive a resume and a full disk, the line fits the terminal, the picture shows the losses."""
 
 import csv
 import errno

@@ -72,7 +72,9 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--lr"], "--lr: expected one argument."),
         (["--epochs", "-1"], "--epochs: '-1' is not a number of at least 0."),
         (["--batch-size", "2.5"], "--batch-size: '2.5' is not a whole number of at least 1."),
-        (["--beta2", "1"], "--beta2: '1' is not a number from 0 to 0.999999."),
+        (["--betas", "0.9,1"], "--betas: '1' is not a number from 0 to 0.999999."),
+        (["--betas", "0.9"], "--betas: '' is not a number from 0 to 0.999999."),
+        (["--adam_beta2", "0.999"], "--adam-beta2 is not an option here: --betas 0.9,0.95 sets both."),
         (["--warmup", "1.5"], "--warmup: '1.5' is neither a share of the run (below 1) nor a number of steps."),
         (["--ram", "24"], "--ram: '24' is not a size; write it like 24GiB, 2TB or 512MiB."),
         (["--save-every", "x"], "--save-every: 'x' is not an interval; write 500 (steps), 0.1 (of the run), 30min"),
@@ -128,7 +130,7 @@ def test_config_file_and_flags_that_win(tmp_path):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("lr: [1, 2]", "lr: '[1, 2]' is not a number"),
+        ("lr: [1, 2]", "lr: '1,2' is not a number"),
         ("lr: {a: 1}", "lr: {'a': 1} is not a plain value."),
         ("lr: true", "lr: True is not a plain value."),
         ("no_pack: 3", "no_pack: 3 is not true or false."),
@@ -152,7 +154,7 @@ def test_written_config_reads_back(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("")
     options = parse(
         ["ckpt", "--data", "a.jsonl:2", "--data", "a.jsonl", "--val", "0.02", "--ram", "3GiB", "--lr", "1e-5"]
-        + ["--save-every", "45s", "--store", "x,y", "--no-pack", "--log", "trace"]
+        + ["--save-every", "45s", "--betas", "0.8,0.999", "--store", "x,y", "--no-pack", "--log", "trace"]
     )
     write_config(options, tmp_path / "config.yaml")
     again = parse(["--config", str(tmp_path / "config.yaml"), "--out", "runs/ckpt"])
