@@ -238,7 +238,11 @@ def _window(keys: _Keys, model_type: str, layers: int) -> tuple[int, int]:
         raise keys.error("max_window_layers", "an integer >= 0")
     first = min(first, layers) if window else layers
     types = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-    keys.refuse_unless("layer_types", (None, types))
+    if keys.raw.get("layer_types") not in (None, types):
+        raise InputError(
+            f'{keys.where}: "layer_types" must be full_attention in the first {first} layers and sliding_attention in '
+            "the others, as use_sliding_window and max_window_layers say; other patterns are not supported."
+        )
     return (window, first) if first < layers else (0, 0)
 
 

@@ -1,0 +1,67 @@
+"""Names found in checkpoints, in every form that they come in."""
+
+import pytest
+
+from trireme.models.config import InputError, parse_config
+from trireme.models.hf import canonical_names, sources
+from trireme.models.shapes import weight_groups
+
+GPT2 = parse_config(dict(model_type="gpt2", vocab_size=11, n_embd=8, n_layer=2, n_head=2, n_positions=16))
+KEYS = dict(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+LLAMA = parse_config(KEYS | dict(model_type="llama"))
+TIED = parse_config(KEYS | dict(model_type="llama", tie_word_embeddings=True))
+EMBED = "model.embed_tokens.weight"
+
+
+def shapes_of(cfg):
+    return {name: shape for u in range(cfg.n_units) for group in weight_groups(cfg, u) for name, shape in group}
+
+
+@pytest.mark.parametrize("cfg", [GPT2, LLAMA, TIED])
+def test_names_as_they_are(cfg):
+    found = shapes_of(cfg)
+    assert canonical_names(cfg, found) == sources(cfg, found) == {name: name for name in found}
+
+
+@pytest.mark.parametrize("cfg, prefix", [(GPT2, "transformer."), (TIED, "model.")])
+def test_base_model_without_prefix(cfg, prefix):
+    found = {name.removeprefix(prefix): shape for name, shape in shapes_of(cfg).items()}
+    assert sources(cfg, found) == {name: name.removeprefix(prefix) for name in shapes_of(cfg)}
+
+
+def test_tied_in_either_direction():
+    found = shapes_of(TIED)
+    both = found | {"lm_head.weight": found[EMBED]}
+    only_head = {name: shape for name, shape in both.items() if name != EMBED}
+    assert sources(TIED, both)[EMBED] == EMBED and sources(TIED, dict(reversed(both.items())))[EMBED] == EMBED
+    assert canonical_names(TIED, both)["lm_head.weight"] == EMBED
+    assert sources(TIED, only_head)[EMBED] == "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    "cfg, buffers",
+    [
+        (GPT2, ["transformer.h.0.attn.bias", "h.1.attn.masked_bias"]),
+        (LLAMA, ["model.layers.1.self_attn.rotary_emb.inv_freq"]),
+    ],
+)
+def test_buffers_are_ignored(cfg, buffers):
+    found = shapes_of(cfg) | {name: (1, 1, 16, 16) for name in buffers}
+    names = canonical_names(cfg, found)
+    assert all(names[name] is None for name in buffers) and sources(cfg, found).keys() == shapes_of(cfg).keys()
+
+
+def test_faults_are_named():
+    found = shapes_of(LLAMA)
+    wrong = found | {"lm_head.weight": (8, 11)}
+    unknown = found | {"score.weight": (2, 8)}
+    missing = {name: shape for name, shape in found.items() if name != "lm_head.weight"}
+    for bad, words in (
+        (wrong, ["lm_head.weight", "[8, 11]", "[11, 8]"]),
+        (unknown, ["score.weight"]),
+        (missing, ["lm_head.weight"]),
+        ({}, ["and 20 more"]),
+    ):
+        with pytest.raises(InputError) as e:
+            canonical_names(LLAMA, bad)
+        assert all(word in str(e.value) for word in words), str(e.value)
