@@ -1,0 +1,157 @@
+"""Tokenized documents on disk: written once, read through the page cache, never trusted unless whole.
+
+A cache is a folder tokens-<key>/, named after everything that decides its content:
+  tokens       one number a token: its id, and in the top bit whether it is trained on
+  offsets.npy  (documents + 1,) int64, where each document begins
+  trained.npy  (documents,) int64, trained tokens of each
+  meta.json    what was read, the size of `tokens` and the checksums; written last
+It is built under another name and renamed, so a folder of the right name is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_VERSION = 1
+_BLOCK = 1 << 22
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    value = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value.update(block)
+    return value.hexdigest()
+
+
+def cache_key(*parts: Any) -> str:
+    """A name for what `parts` (anything JSON can hold) decide."""
+    return hashlib.sha256(json.dumps([_VERSION, *parts], sort_keys=True).encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The documents of one data file."""
+
+    tokens: np.ndarray  # (T,) uint16 or uint32, memory-mapped; the top bit: trained on
+    offsets: np.ndarray  # (documents + 1,) int64
+    trained: np.ndarray  # (documents,) int64
+    meta: dict[str, Any]
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.trained)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32, trained bool) of the tokens start to stop."""
+        raw = self.tokens[start:stop]
+        top = _top_bit(self.tokens.dtype)
+        return (raw & (top - 1)).astype(np.int32), raw >= top
+
+
+def _top_bit(dtype: np.dtype) -> int:
+    return 1 << (8 * dtype.itemsize - 1)
+
+
+class TokenWriter:
+    """Builds a cache. `add` documents, or pieces of them, then `finish`; `abandon` leaves nothing behind."""
+
+    def __init__(self, folder: Path, key: str, wide: bool):
+        """`wide`: ids of 32,768 and more may come."""
+        self.final = folder / f"tokens-{key}"
+        self.scratch = folder / f"tokens-{key}.partial"
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(parents=True)
+        self._dtype = np.dtype("<u4" if wide else "<u2")
+        self._file = (self.scratch / "tokens").open("wb")
+        self._lengths: list[int] = []
+        self._trained: list[int] = []
+        self._crc = 0
+        self.max_id = -1
+
+    def add(self, ids: np.ndarray, trained: np.ndarray, starts: bool = True) -> None:
+        """A document, or where not `starts`, more of the last one. ids (n,) int32, trained (n,) bool."""
+        if len(ids):
+            self.max_id = max(self.max_id, int(ids.max()))
+        top = _top_bit(self._dtype)
+        assert self.max_id < top
+        block = (ids.astype(np.int64) + trained.astype(np.int64) * top).astype(self._dtype).tobytes()
+        self._crc = zlib.crc32(block, self._crc)
+        self._file.write(block)
+        if starts:
+            self._lengths.append(0)
+            self._trained.append(0)
+        self._lengths[-1] += len(ids)
+        self._trained[-1] += int(trained.sum())
+
+    def finish(self, meta: dict[str, Any]) -> TokenFile:
+        """Makes the cache real under its name, and opens it."""
+        with self._file as file:
+            size = file.tell()
+            _sync(file)
+        offsets = np.concatenate([[0], np.cumsum(np.array(self._lengths, np.int64))]).astype(np.int64)
+        trained = np.array(self._trained, np.int64)
+        for name, array in (("offsets", offsets), ("trained", trained)):
+            with (self.scratch / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                _sync(file)
+        sums = [self._crc, zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())]
+        meta = meta | {"dtype": self._dtype.str, "bytes": size, "max_id": self.max_id, "crc32": sums}
+        with (self.scratch / "meta.json").open("w", encoding="utf-8") as file:
+            json.dump(meta, file)
+            _sync(file)
+        shutil.rmtree(self.final, ignore_errors=True)
+        os.rename(self.scratch, self.final)
+        made = open_tokens(self.final)
+        if made is None:
+            raise OSError(f"{self.final}: what was written cannot be read back")
+        return made
+
+    def abandon(self) -> None:
+        self._file.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _sync(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def open_tokens(folder: Path) -> TokenFile | None:
+    """The cache in `folder`; None where there is none, or where it is not whole to the last bit."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        offsets = np.load(folder / "offsets.npy", allow_pickle=False)
+        trained = np.load(folder / "trained.npy", allow_pickle=False)
+        dtype = np.dtype(meta["dtype"])
+        path = folder / "tokens"
+        if path.stat().st_size != meta["bytes"] or int(offsets[-1]) * dtype.itemsize != meta["bytes"]:
+            return None
+        if [_crc32(path), zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())] != meta["crc32"]:
+            return None
+        tokens = np.memmap(path, dtype, "r") if meta["bytes"] else np.zeros(0, dtype)
+        return TokenFile(tokens, offsets, trained, meta)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError):
+        return None
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value

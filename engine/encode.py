@@ -1,0 +1,99 @@
+"""Examples to tokens: what is trained on is known by characters, and carried to tokens by their offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from trireme.engine.chat import ChatTemplate
+from trireme.engine.formats import Chat, Completion, Example, Ids, Text
+from trireme.engine.sources import BadRow
+from trireme.engine.tokens import Tokenizer
+
+Span = tuple[int, int]  # characters [start, stop) of a text
+
+
+class Encoded(NamedTuple):
+    """A document, or a piece of one, as tokens."""
+
+    ids: np.ndarray  # (n,) int32
+    trained: np.ndarray  # (n,) bool: the token is learned, from those before it
+    starts: bool = True
+
+
+def encode(
+    examples: Sequence[Example], tokenizer: Tokenizer | None, template: ChatTemplate | None
+) -> list[Encoded | BadRow]:
+    """Each example as tokens, or what is wrong with it. `tokenizer` may be None where all examples are ids."""
+    results: list[Encoded | BadRow | None] = [None] * len(examples)
+    marked: list[tuple[int, str, list[Span]]] = []  # texts with the characters to train on
+    plain: list[int] = []
+    for i, example in enumerate(examples):
+        if isinstance(example, Ids):
+            results[i] = _ids(example)
+        elif isinstance(example, Text):
+            plain.append(i)
+        elif isinstance(example, Chat):
+            try:
+                marked.append((i, *template.render_spans(example.messages, example.tools)))
+            except BadRow as error:
+                results[i] = error
+        else:
+            text = example.prompt + example.completion
+            marked.append((i, text, [(len(example.prompt), len(text))]))
+    if plain:
+        for i, (ids, _) in zip(plain, tokenizer.encode([examples[i].text for i in plain]), strict=True):
+            results[i] = _text(examples[i], ids, tokenizer)
+    if marked:
+        batch = tokenizer.encode([text for _, text, _ in marked], offsets=True)
+        for (i, _, spans), (ids, offsets) in zip(marked, batch, strict=True):
+            trained = overlap(offsets, spans)
+            results[i] = (
+                _completion(ids, trained, tokenizer) if isinstance(examples[i], Completion) else _first(ids, trained)
+            )
+    return results
+
+
+def overlap(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Which tokens hold a character of a span. offsets (n, 2) int64. Returns (n,) bool.
+
+    A token on the border belongs to the span: it cannot be generated in part. A token without characters of its own
+    (a word mark that a normalizer puts in) goes with the character that it stands before.
+    """
+    starts, stops = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    trained = np.zeros(len(offsets), bool)
+    for start, stop in spans:
+        trained |= (starts < stop) & (stops > start)
+    return trained
+
+
+def _first(ids: np.ndarray, trained: np.ndarray) -> Encoded:
+    """A whole document: its first token has nothing before it, so it cannot be learned."""
+    trained[:1] = False
+    return Encoded(ids, trained)
+
+
+def _ids(example: Ids) -> Encoded | BadRow:
+    if min(example.ids) < 0 or max(example.ids) >= 1 << 31:
+        return BadRow("'input_ids' holds a number that is no token id")
+    ids = np.array(example.ids, np.int32)
+    return _first(ids, np.ones(len(ids), bool) if example.trained is None else np.array(example.trained, bool))
+
+
+def _text(example: Text, ids: np.ndarray, tokenizer: Tokenizer) -> Encoded:
+    if example.starts:
+        ids, _ = tokenizer.wrap(ids, example.ends)
+        return _first(ids, np.ones(len(ids), bool))
+    if example.ends and tokenizer.eos is not None:
+        ids = np.append(ids, np.int32(tokenizer.eos))
+    return Encoded(ids, np.ones(len(ids), bool), starts=False)
+
+
+def _completion(ids: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer) -> Encoded:
+    wrapped, lead = tokenizer.wrap(ids)
+    flags = np.ones(len(wrapped), bool)  # the end token is learned
+    flags[:lead] = False
+    flags[lead : lead + len(ids)] = trained
+    return _first(wrapped, flags)

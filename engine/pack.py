@@ -1,0 +1,59 @@
+"""Packing: documents laid into rows of a fixed length so that little is left unused."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Best-fit decreasing: the longest document first, each into the row with the least room that still takes it.
+
+    lengths (n,), each in 1..capacity. Returns (order (n,) int64, starts (rows + 1,) int64): row r holds the documents
+    order[starts[r]:starts[r + 1]]. Depends on nothing but its arguments.
+    """
+    assert len(lengths) and 1 <= lengths.min() and lengths.max() <= capacity
+    row_of = np.empty(len(lengths), np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room that is left in them
+    rooms = 0  # bit r is set where open_rows[r] is not empty, so that the least room is found by one shift
+    n_rows = 0
+    for i in np.argsort(-lengths.astype(np.int64), kind="stable"):
+        length = int(lengths[i])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = capacity, n_rows
+            n_rows += 1
+        row_of[i] = row
+        if room > length:
+            open_rows[room - length].append(row)
+            rooms |= 1 << (room - length)
+    order = np.argsort(row_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=n_rows))])
+    return order.astype(np.int64), starts.astype(np.int64)
+
+
+def cut_points(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every document cut into windows of seq_len tokens, the last one shorter.
+
+    lengths (n,). Returns (document (m,), start (m,) within it, length (m,)), in order; empty documents give none.
+    """
+    windows = -(-lengths // seq_len)
+    document = np.repeat(np.arange(len(lengths)), windows)
+    first = np.repeat(np.cumsum(windows) - windows, windows)
+    start = (np.arange(len(document)) - first) * seq_len
+    return document, start, np.minimum(lengths[document] - start, seq_len)
+
+
+def one_per_row(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """As best_fit, with every document in a row of its own."""
+    return np.arange(n, dtype=np.int64), np.arange(n + 1, dtype=np.int64)
+
+
+def shuffled(n: int, *key: int) -> np.ndarray:
+    """A permutation of range(n), (n,) int64, the same for the same key on every machine and version of numpy."""
+    raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(n)
+    return np.argsort(raw, kind="stable")

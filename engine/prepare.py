@@ -1,0 +1,173 @@
+"""One data file to tokens in the cache: read, recognise, tokenize, count what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trireme.engine.cache import TokenFile, TokenWriter, cache_key, digest, open_tokens
+from trireme.engine.chat import ChatTemplate
+from trireme.engine.encode import Encoded, encode
+from trireme.engine.formats import Chat, Example, Format, Ids, find_format, rename
+from trireme.engine.sources import BadRow, Reader, Row, Source
+from trireme.engine.tokens import Tokenizer
+from trireme.models.config import InputError
+
+Progress = Callable[[str, int, int], None]  # (file name, bytes read, bytes in all)
+_BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21  # tokenized at once, by all of the tokenizer's threads
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How every file of a run is read."""
+
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    renames: dict[str, str]  # their column: our column
+    skip_bad: bool
+    vocab_size: int | None
+    folder: Path  # of the caches
+
+    def key(self, source: Source) -> str:
+        """Names what is read, by content, and all that decides its tokens."""
+        tokenizer = self.tokenizer.fingerprint if self.tokenizer else None
+        template = self.template.fingerprint if self.template else None
+        return cache_key(digest(source.path), source.kind, tokenizer, template, self.renames, self.skip_bad)
+
+
+@dataclass
+class _Tally:
+    """What has been seen of a file so far."""
+
+    unit: str = "line"
+    format: Format | None = None
+    rows: int = 0
+    bad: int = 0
+    first_bad: str = ""
+    skip_bad: bool = False
+    examples: list[tuple[int, Example]] = field(default_factory=list)  # read, not yet tokenized
+    characters: int = 0
+
+    def reject(self, number: int, error: BadRow) -> None:
+        self.bad += 1
+        self.first_bad = self.first_bad or f"{self.unit} {number}: {error}"
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the run will stop, so that rows are only counted from here on."""
+        return self.bad > 0 and not self.skip_bad
+
+
+def tokenize(source: Source, reading: Reading, progress: Progress | None = None) -> TokenFile:
+    """The tokens of `source`, from the cache or made now. InputError where rows are bad, or tokens not the model's."""
+    key = reading.key(source)
+    made = open_tokens(reading.folder / f"tokens-{key}") or _build(source, reading, key, progress)
+    if reading.vocab_size is not None and made.meta["max_id"] >= reading.vocab_size:
+        raise InputError(
+            f"{source.path} has token id {made.meta['max_id']}, the model's vocabulary is {reading.vocab_size}: "
+            "the tokenizer does not belong to this model. Name the right one: --tokenizer FOLDER."
+        )
+    return made
+
+
+def _build(source: Source, reading: Reading, key: str, progress: Progress | None) -> TokenFile:
+    tokenizer = reading.tokenizer
+    wide = tokenizer is None or tokenizer.core.get_vocab_size() > 1 << 15
+    writer = TokenWriter(reading.folder, key, wide)
+    reader = Reader(source, tokenizer.eos_token if tokenizer else None)
+    tally = _Tally(skip_bad=reading.skip_bad)
+    try:
+        for row in reader.rows():
+            tally.unit = reader.unit
+            _take(row, reading, tally)
+            if len(tally.examples) >= _BATCH_ROWS or tally.characters >= _BATCH_CHARACTERS:
+                _flush(writer, reading, tally)
+                if progress:
+                    progress(source.path.name, reader.position, reader.size)
+        _flush(writer, reading, tally)
+        _judge(source, tally)
+        meta = {"key": key, "name": source.path.name, "format": tally.format.name, "rows": tally.rows, "bad": tally.bad}
+        return writer.finish(meta | {"first_bad": tally.first_bad})
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _take(row: Row, reading: Reading, tally: _Tally) -> None:
+    """Reads one row into the tally, as an example or as a bad one."""
+    value = row.value
+    tally.rows += not isinstance(value, dict) or value.get("starts", True) is True
+    try:
+        if isinstance(value, BadRow):
+            raise value
+        value = rename(value, reading.renames)
+        tally.format = tally.format or find_format(value)
+        absent = [repr(k) for k in tally.format.keys if k not in value]
+        if absent:
+            other = ", ".join(map(repr, list(value)[:8]))
+            raise BadRow(
+                f"has no {' and no '.join(absent)} (its keys: {other}); the file's format is {tally.format.name!r}"
+            )
+        example = _without_template(tally.format.read(value), reading)
+    except BadRow as error:
+        tally.reject(row.number, error)
+        return
+    if not tally.hopeless:
+        tally.examples.append((row.number, example))
+        tally.characters += _size(example)
+
+
+def _without_template(example: Example, reading: Reading) -> Example:
+    """The example as this checkpoint can read it; InputError where it cannot read such data at all."""
+    if reading.tokenizer is None and not isinstance(example, Ids):
+        raise InputError(
+            "the checkpoint has no tokenizer.json, which this data needs. "
+            "Give --tokenizer FOLDER, or train on rows of input_ids and labels."
+        )
+    if isinstance(example, Chat) and reading.template is None:
+        if example.plain is None:
+            raise InputError(
+                "the checkpoint has no chat template, which this data needs. Give --chat-template FILE.jinja, "
+                "or --chat-template plain for a simple one."
+            )
+        return example.plain
+    return example
+
+
+def _size(example: Example) -> int:
+    """Characters, about: what bounds a batch."""
+    if isinstance(example, Chat):
+        return sum(len(m.get("content") or "") for m in example.messages)
+    return (
+        4 * len(example.ids)
+        if isinstance(example, Ids)
+        else sum(len(part) for part in example if isinstance(part, str))
+    )
+
+
+def _flush(writer: TokenWriter, reading: Reading, tally: _Tally) -> None:
+    """Tokenizes what has been read and hands it to the writer."""
+    if not tally.hopeless and tally.examples:
+        results = encode([example for _, example in tally.examples], reading.tokenizer, reading.template)
+        for (number, _), result in zip(tally.examples, results, strict=True):
+            if isinstance(result, Encoded):
+                writer.add(*result)
+            else:
+                tally.reject(number, result)
+    tally.examples.clear()
+    tally.characters = 0
+
+
+def _judge(source: Source, tally: _Tally) -> None:
+    """Stops the run where the file has bad rows, or no good one."""
+    rows = f"{tally.rows:,} rows" if tally.rows != 1 else "1 row"
+    if tally.rows == 0:
+        raise InputError(f"{source.path} holds no rows.")
+    if tally.bad == tally.rows:
+        raise InputError(f"{source.path} {tally.first_bad}. No row of {rows} is good.")
+    if tally.hopeless:
+        verb = "is" if tally.bad == 1 else "are"
+        raise InputError(
+            f"{source.path} {tally.first_bad}. {tally.bad:,} of {rows} {verb} bad; --skip-bad drops and counts them."
+        )

@@ -1,0 +1,105 @@
+"""What the user reads about the data before the first step: rows, tokens, what was cut, an example with its mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trireme.engine.documents import Fitted
+from trireme.engine.tokens import Tokenizer
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """One data file."""
+
+    name: str
+    rows: int  # read, good and bad
+    bad: int
+    first_bad: str
+    format: str
+    weight: float
+
+    def __str__(self) -> str:
+        weight = "" if self.weight == 1 else f", weight {self.weight:g}"
+        bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
+        return f'{self.name}: {_count(self.rows, "row")}, format "{self.format}"{weight}{bad}'
+
+
+@dataclass(frozen=True)
+class Report:
+    """Counts of everything that happened between the files and the packed sequences."""
+
+    files: tuple[FileReport, ...]
+    held_out: int  # rows kept for evaluation
+    rows: np.ndarray  # (n,) DOCUMENT: those trained on, before weights and cuts
+    fitted: Fitted
+    seq_len: int
+    sequences: int
+    used: float  # share of the sequences' room that holds tokens
+    packed: bool
+
+    def lines(self) -> list[str]:
+        """The report as it is printed."""
+        tokens, trained = int(self.rows["length"].sum()), int(self.rows["trained"].sum())
+        p50, p99 = np.percentile(self.rows["length"], [50, 99])
+        held = f"{_count(self.held_out, 'row')} held out; " if self.held_out else ""
+        lines = [str(file) for file in self.files]
+        lines.append(
+            f"{held}{human(tokens)} tokens, {human(trained)} trained ({100 * trained / max(tokens, 1):.0f} %); "
+            f"length p50 {p50:,.0f}, p99 {p99:,.0f}, max {self.rows['length'].max():,}"
+        )
+        lines.append(self._long_rows())
+        if self.fitted.unlearnable:
+            lines.append(f"{_count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
+        packed = "packed into " if self.packed else ""
+        single = "" if self.packed else ", one row each"
+        lines.append(
+            f"{packed}{_count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
+            f"{100 * (1 - self.used):.1f} % of the room is left free, and costs nothing"
+        )
+        return lines
+
+    def _long_rows(self) -> str:
+        f = self.fitted
+        if not f.longer:
+            return f"at --seq-len {self.seq_len}: no row is longer"
+        verb = "row is" if f.longer == 1 else "rows are"
+        done = [f"{n:,} {word}" for n, word in ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped")) if n]
+        return (
+            f"at --seq-len {self.seq_len}: {f.longer:,} {verb} longer ({100 * f.longer / len(self.rows):.1f} %): "
+            f"{', '.join(done)}   (--long cut|drop|split|error)"
+        )
+
+
+def human(n: int) -> str:
+    """A count of tokens as people say it: 9.1 M, 41.2 k, 812."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return str(n)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def example_text(ids: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer | None) -> str:
+    """Tokens as text, what is learned in [..], line ends as ⏎. ids (n,), learned (n,) bool: the token is a label."""
+    parts, shown = [], 0
+    for start, stop in _runs(learned):
+        if tokenizer is None:
+            part = " ".join(map(str, ids[start:stop])) + " "
+        else:  # decoded from the beginning, because decoders strip the first space of what they are given
+            text = tokenizer.decode(ids[:stop])
+            part, shown = text[shown:], len(text)
+        parts.append(f"[{part}]" if learned[start] else part)
+    return "".join(parts).replace("\n", "⏎")
+
+
+def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
+    """[start, stop) of every stretch of equal flags."""
+    edges = np.flatnonzero(np.diff(flags.astype(np.int8))) + 1
+    bounds = [0, *edges.tolist(), len(flags)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
