@@ -119,7 +119,8 @@ class Dataset:
         """Document k of an epoch, decoded; what is trained on stands in [..]."""
         piece = self.pieces[k % len(self.pieces)]
         ids, labels = self._piece(piece)
-        return example_text(ids, labels >= 0, self.tokenizer)
+        learned = np.concatenate([[False], labels[:-1] >= 0])  # a label says what its token is followed by
+        return example_text(ids, learned, self.tokenizer)
 
     def _order(self, epoch: int) -> np.ndarray:
         return pack.shuffled(self.n_sequences, self.seed, epoch)
