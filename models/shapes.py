@@ -188,21 +188,23 @@ def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
 
 # ---------------------------------------------------------------- memory
 
+LOSS_CHUNK = 2048  # rows of logits at a time: the default of linear_cross_entropy
+PROGRAMS = 1024  # rows of fp32 partial sums that a norm's backward holds, at most
+SLACK = 1 << 20  # small things
 
-def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int) -> int:
-    """Upper bound of a unit's temporaries, forward or backward, with nothing saved and `itemsize` bytes an element.
 
-    What the caller owns (x, dy, dx, weights, gradients, saved tensors) is not counted, nor is cuBLAS's workspace.
+def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_itemsize: int | None = None) -> int:
+    """Upper bound of a unit's temporaries on the GPU, forward or backward, with nothing saved.
+
+    `itemsize` is of the compute dtype, `grad_itemsize` of the gradients (default: the same). What the caller owns (x,
+    dy, dx, weights, gradients, saved tensors) is not counted, nor is cuBLAS's workspace.
     """
     if u == 0:
-        return _embed_workspace(cfg, tokens, itemsize)
+        return (tokens * cfg.width * itemsize if cfg.is_gpt else 0) + 80 * tokens + SLACK  # the gradient sorts the ids
+    partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
     if u == cfg.n_layers + 1:
-        return _head_workspace(cfg, tokens, itemsize)
-    return _block_workspace(cfg, tokens, itemsize)
-
-
-LOSS_CHUNK = 2048  # rows of logits at a time, as kernels' linear_cross_entropy does by default
-_PARTIALS = 4096  # rows of fp32 partial sums that a reduction over tokens may hold, at most
+        return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
+    return _block_workspace(cfg, tokens, itemsize) + partials
 
 
 def _block_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
@@ -210,33 +212,26 @@ def _block_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
     act = tokens * cfg.ffn * itemsize
     up = act if cfg.is_gpt else 2 * act
-    rows = tokens * 4
-    lse, stats = cfg.n_heads * rows, 2 * rows
-    heads = qkv + cfg.qkv_width // cfg.head_dim * rows if cfg.qk_norm else 0
-    attention = qkv + heads + attn + lse
+    row = tokens * 4  # one fp32 number a token
+    lse = cfg.n_heads * row
+    normed = (
+        tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0
+    )  # q and k after their norms
+    attention = qkv + normed + attn + lse
     moments = (
-        x + qkv,  # forward: norm1 and its product
-        attention,
-        attn + x,
         x + x + up,  # resid, norm2, its product
         x + up + act,
-        attention + x + x + up + act + up + act,  # backward: both sides of the activation, nothing saved
+        attention + x + x + 2 * (up + act),  # backward, both sides of the activation
         attention + x + x + up + x,
         attention + x + attn + qkv + lse,  # dresid, dout, dqkv, the row sums of dout * out
         x + qkv + x,
         x + x + x,
     )
-    partials = _PARTIALS * max(cfg.width, cfg.qkv_width, cfg.ffn) * 4
-    return max(moments) + 2 * stats + min(partials, 2 * tokens * max(cfg.width, cfg.qkv_width, cfg.ffn) * 4)
+    return max(moments) + 4 * row
 
 
-def _embed_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
-    """Learned positions looked up, or the tokens sorted by id for the gradient."""
-    return (tokens * cfg.width * itemsize if cfg.is_gpt else 0) + 64 * tokens
-
-
-def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
-    """The norm's result and its gradient, and one chunk of logits with the rows that made them."""
+def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:
+    """The norm's result, one chunk of logits with the rows that make it; fp32 sums where the gradient is narrower."""
     chunk = min(tokens, LOSS_CHUNK)
-    logits = chunk * cfg.vocab * (itemsize + 4)
-    return 2 * tokens * cfg.width * itemsize + logits + 2 * chunk * cfg.width * itemsize + 32 * tokens
+    sums = 4 * cfg.vocab * cfg.width if grad_itemsize < 4 and tokens > chunk else 0
+    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens

@@ -156,8 +156,9 @@ def _watched(cfg, monkeypatch, keep, forward, backward) -> None:
 def test_workspace_bounds_what_a_block_allocates(name, monkeypatch):
     cfg, forward, backward = parse_config(SMALL_MODELS[name]), Watch(), Watch()
     _watched(cfg, monkeypatch, (), forward, backward)
-    bound = shapes.workspace_bytes(cfg, 1, TOKENS, 4)
-    assert 0 < forward.peak <= bound and 0.3 * bound < backward.peak <= bound, (forward.peak, backward.peak, bound)
+    sums = 8 * cfg.width * TOKENS + shapes.SLACK  # inside kernels, which these do not have
+    bound = shapes.workspace_bytes(cfg, 1, TOKENS, 4) - sums
+    assert 0 < forward.peak < backward.peak and 0.98 * bound < backward.peak <= bound, (backward.peak, bound)
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
