@@ -1,0 +1,67 @@
+"""The output folder, before the run and after it: may it be written, and is it what was promised? No torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from trireme.models.config import InputError
+from trireme.storage.checkpoint import INDEX, Source, companions, open_source
+from trireme.storage.files import StoreError
+
+LOGS = ("log.jsonl", "log.csv", "loss.svg", "config.yaml", "trace.json")
+
+
+def check_free(out: Path, source: Path) -> None:
+    """Raises InputError unless a new run may write to `out`: empty or not there yet, and not the source. Writes nothing."""
+    if out.exists() and source.exists() and out.samefile(source):
+        raise InputError(f"--out {out} is the checkpoint itself. Name another folder.")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file. Name a folder.")
+    place = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not place.is_dir():
+        raise InputError(f"--out {out}: {place} is a file. Name a folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"--out {out}: no permission to write to {place}. Name another folder.")
+    held = len(list(out.iterdir())) if out.exists() else 0
+    if held and (out / "config.yaml").is_file():
+        raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
+    if held:
+        raise InputError(f"--out {out} is not empty ({held} entries). Name another folder, or empty it.")
+
+
+def reopen(source: Source, out: Path) -> list[str]:
+    """Opens the exported checkpoint in `out` as a stranger would and compares it with its source.
+
+    Returns the lines to print. Raises StoreError where anything but the values differs.
+    """
+    written = open_source(out)
+    ours, theirs = _signature(written), _signature(source)
+    if ours != theirs:
+        name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
+        _differs(out, f"{name} is {_show(ours.get(name))} here and {_show(theirs.get(name))} in {source.folder}")
+    others = [*companions(source.folder), *(n for n in (INDEX,) if (source.folder / n).exists())]
+    for name in others:
+        if not (out / name).is_file() or (out / name).read_bytes() != (source.folder / name).read_bytes():
+            _differs(out, f"{name} is not the one of {source.folder}")
+    files = written.files[0] if len(written.files) == 1 else f"{len(written.files)} model shards"
+    logs = [name for name in LOGS if (out / name).exists()]
+    return [
+        f"output   {out}/: {', '.join([files, *others, *logs])}",
+        f"check    reopened: {len(ours):,} tensors, names, shapes and dtypes equal to the source; "
+        f"{len(others)} other files byte-identical",
+    ]
+
+
+def _signature(source: Source) -> dict[str, tuple]:
+    """Name -> (dtype, shape, file): a tied weight that is stored once, or twice, must be stored so again."""
+    return {name: (t.dtype, t.shape, t.file) for name, t in source.tensors.items()}
+
+
+def _show(entry: tuple | None) -> str:
+    return "missing" if entry is None else f"{entry[0]} {list(entry[1])} in {entry[2]}"
+
+
+def _differs(out: Path, what: str) -> None:
+    raise StoreError(errno.EIO, f"read back, it is not what was written: {what}. The snapshots are intact", str(out))

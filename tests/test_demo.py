@@ -1,0 +1,52 @@
+"""What --demo makes is a checkpoint like any other, and the same every time."""
+
+import random
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trireme.engine import demo
+from trireme.engine.options import Options
+from trireme.models.config import read_config
+from trireme.models.hf import canonical_names
+from trireme.storage.checkpoint import open_source
+
+
+def test_transformers_opens_it(tmp_path):
+    demo.make_text(tmp_path / "text", 200, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "text", seed=1)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer("Once there was a poor rower. \u00e9\U0001f41f", return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == "Once there was a poor rower. \u00e9\U0001f41f"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    loss = model(ids, labels=ids).loss.item()
+    assert abs(loss - torch.tensor(float(demo.VOCAB)).log().item()) < 0.3, "random weights guess evenly"
+
+
+def test_our_reader_opens_it(tmp_path):
+    demo.make_text(tmp_path / "text", 50, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "text", seed=1)
+    cfg, source = read_config(tmp_path / "model"), open_source(tmp_path / "model")
+    assert cfg.tied and cfg.n_layers == demo.LAYERS
+    assert canonical_names(cfg, {name: t.shape for name, t in source.tensors.items()})
+
+
+def test_it_is_the_same_every_time(tmp_path, monkeypatch):
+    made = []
+    for name in ("a", "b"):
+        monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix, name=name: str(tmp_path / name))
+        (tmp_path / name).mkdir()
+        options = demo.prepare(Options(demo=True, lr=0.5))
+        assert options.lr == 0.5 and options.out.startswith(str(tmp_path / name))
+        made.append({p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()})
+    assert made[0] == made[1] and "model.safetensors" in made[0] and "stories.txt" in made[0]
+
+
+def test_a_story_is_english_enough():
+    told = {demo.story(random.Random(seed)) for seed in range(300)}
+    assert len(told) == 300
+    for story in told:
+        assert " a a" not in story and " a o" not in story and "  " not in story
+        assert story.startswith("Once there was a ") and story.endswith(".")

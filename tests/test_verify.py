@@ -1,0 +1,87 @@
+"""The output folder: refused before the run where it must not be written, compared with its source after it."""
+
+import os
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from trireme.engine import demo
+from trireme.engine.verify import check_free, reopen
+from trireme.models.config import InputError
+from trireme.storage.checkpoint import export, open_source
+from trireme.storage.files import StoreError
+
+
+@pytest.fixture
+def source(tmp_path):
+    demo.make_text(tmp_path / "text", 20, seed=1)
+    demo.make_checkpoint(tmp_path / "source", tmp_path / "text", seed=1)
+    return open_source(tmp_path / "source")
+
+
+def refused(out, source) -> str:
+    with pytest.raises(InputError) as error:
+        check_free(out, source)
+    return str(error.value)
+
+
+def test_where_a_run_may_write(tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    check_free(tmp_path / "new" / "deep", tmp_path / "source")
+    assert sorted(tmp_path.rglob("*")) == before, "looking makes nothing"
+    (tmp_path / "empty").mkdir()
+    check_free(tmp_path / "empty", tmp_path / "source")
+
+
+def test_where_it_may_not(tmp_path, monkeypatch):
+    full, run, file = tmp_path / "full", tmp_path / "run", tmp_path / "file"
+    for folder, name in ((full, "x"), (run, "config.yaml")):
+        folder.mkdir()
+        (folder / name).write_text("")
+    file.write_text("")
+    assert "is the checkpoint itself" in refused(full, full)
+    assert "is not empty (1 entries). Name another folder" in refused(full, tmp_path)
+    assert f"holds a run. Go on with it: --resume {run}" in refused(run, tmp_path)
+    assert "is a file" in refused(file, tmp_path)
+    assert f"{file} is a file" in refused(file / "below", tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    assert "no permission to write" in refused(tmp_path / "new", tmp_path)
+
+
+def test_a_faithful_export_passes(source, tmp_path):
+    export(source, tmp_path / "out", lambda name: np.zeros(source.tensors[name].numel, np.float32))
+    output, check = reopen(source, tmp_path / "out")
+    assert "model.safetensors, config.json, tokenizer.json, tokenizer_config.json" in output
+    assert "38 tensors" in check and "3 other files byte-identical" in check
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (
+            lambda t: t.pop("model.norm.weight"),
+            "model.norm.weight is missing here and F32 [128] in model.safetensors in",
+        ),
+        (lambda t: t.update(lm_head=t["model.norm.weight"]), "lm_head is F32 [128]"),
+        (lambda t: t.update({"model.norm.weight": np.ones(128, np.float16)}), "model.norm.weight is F16 [128]"),
+        (lambda t: t.update({"model.norm.weight": np.ones((2, 64), np.float32)}), "model.norm.weight is F32 [2, 64]"),
+    ],
+)
+def test_a_difference_is_named(source, tmp_path, spoil, says):
+    out = tmp_path / "out"
+    export(source, out, lambda name: None)
+    tensors = load_file(out / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(StoreError, match="read back, it is not what was written") as error:
+        reopen(source, out)
+    assert says in str(error.value)
+
+
+def test_a_companion_that_differs_is_named(source, tmp_path):
+    export(source, tmp_path / "out", lambda name: None)
+    with open(tmp_path / "out" / "tokenizer.json", "a") as file:
+        file.write(" ")
+    with pytest.raises(StoreError, match="tokenizer.json is not the one of"):
+        reopen(source, tmp_path / "out")
