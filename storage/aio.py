@@ -1,5 +1,322 @@
-"""Asynchronous reads and writes of aligned buffers on O_DIRECT files."""
+"""Asynchronous reads and writes of large aligned buffers, many in flight, results as futures.
+
+A request is cut into pieces of `block` bytes. At most `depth` pieces are in flight in one direction while the other is
+idle, and `mixed` pieces in each direction while both have work: drives differ widely there, so all three are measured
+(tune.py). Back ends differ in how one piece is moved: the kernel's asynchronous I/O (AIO), threads, or memory (a fake
+with injected faults, for tests). Every result is checked. A future ends only when no piece of its request is in flight
+any more, also after an error, so its buffer is free for use.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import queue
+import resource
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from trireme.storage.files import StoreError
+from trireme.storage.layout import ALIGN, round_up
+
+HUGE = 2 << 20
 
 
-class StoreError(OSError):
-    """A disk that fails, is full, or holds something else than it should: which file, where, what to do."""
+def arena(nbytes: int) -> memoryview:
+    """Zeroed memory of round_up(nbytes), on 2 MiB pages where the kernel gives them: a drive's command is limited by
+    its number of pages. A forked child does not get it: copying on write would break transfers in flight.
+    """
+    size = round_up(nbytes, HUGE)
+    area = mmap.mmap(-1, size + HUGE)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        try:
+            area.madvise(advice)
+        except OSError:
+            pass  # a kernel without huge pages works, slower
+    start = -address_of(area) % HUGE
+    return memoryview(area)[start : start + round_up(nbytes)]
+
+
+def address_of(buffer) -> int:
+    """The address of a buffer's first byte."""
+    return np.frombuffer(buffer, np.uint8, count=1).ctypes.data
+
+
+class File:
+    """A file and its one descriptor. `direct`: past the page cache; offset, size and address are multiples of 4,096."""
+
+    def __init__(self, path: str | os.PathLike, direct: bool, size: int | None = None):
+        """Opens `path`; with `size` it is made, and its blocks are allocated. Raises StoreError."""
+        self.path, self.direct = os.fspath(path), direct
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        try:
+            self.fd = _open(self.path, flags | (os.O_CREAT | os.O_EXCL if size is not None else 0))
+        except OSError as e:
+            hint = ". Raise `ulimit -n`" if e.errno == errno.EMFILE else ""
+            raise StoreError(e.errno, f"{e.strerror}{hint}", self.path) from e
+        if size:
+            try:
+                os.posix_fallocate(self.fd, 0, size)
+            except OSError as e:
+                self.close()
+                os.unlink(self.path)  # a failed allocation leaves the file grown
+                raise StoreError(e.errno, f"{e.strerror}, allocating {size} bytes", self.path) from e
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _open(path: str, flags: int) -> int:
+    """os.open; where descriptors run out, up to the hard limit of them."""
+    try:
+        return os.open(path, flags, 0o666)
+    except OSError as e:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if e.errno != errno.EMFILE or soft == hard:
+            raise
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return os.open(path, flags, 0o666)
+
+
+class _Request:
+    __slots__ = ("file", "write", "end", "future", "left", "error")
+
+    def __init__(self, file: File, write: bool, end: int, pieces: int):
+        self.file, self.write, self.end, self.left = file, write, end, pieces
+        self.error: StoreError | None = None
+        self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()  # what the kernel has begun cannot be cancelled
+
+
+class Piece:
+    """Part of a request: `view` goes to or comes from `offset` of `file`."""
+
+    __slots__ = ("request", "offset", "view")
+
+    def __init__(self, request: _Request, offset: int, view: memoryview):
+        self.request, self.offset, self.view = request, offset, view
+
+    @property
+    def file(self) -> File:
+        return self.request.file
+
+    @property
+    def write(self) -> bool:
+        return self.request.write
+
+
+class IO:
+    """What the back ends share: cutting, the depth limit, checking. A back end gives `_start` and calls `_finish`."""
+
+    name = "?"
+
+    def __init__(self, block: int = 16 << 20, depth: int = 4, mixed: int = 2):
+        assert block % ALIGN == 0 and depth >= mixed >= 1
+        self.block, self.depth, self.mixed = block, depth, mixed
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._waiting: tuple[deque[Piece], deque[Piece]] = (deque(), deque())  # reads, writes
+        self._flying = [0, 0]
+        self._closed = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.block >> 10} KiB x {self.depth} ({self.mixed} + {self.mixed} mixed)"
+
+    def read(self, file: File, offset: int, buffer, need: int | None = None) -> Future[None]:
+        """Fills `buffer` from `offset`. `need`: bytes that must be there (default all); a file may end after them."""
+        return self._request(file, False, offset, buffer, need)
+
+    def write(self, file: File, offset: int, buffer) -> Future[None]:
+        """Writes `buffer` at `offset`; done means handed to the drive, fsync makes it durable."""
+        return self._request(file, True, offset, buffer, None)
+
+    def close(self) -> None:
+        """Waits for what is in flight and fails what has not begun."""
+        with self._lock:
+            already, self._closed = self._closed, True
+            dropped = [piece for waiting in self._waiting for piece in waiting]
+            for waiting in self._waiting:
+                waiting.clear()
+        for piece in dropped:
+            self._end(piece, StoreError(errno.ECANCELED, "the store was closed", piece.file.path))
+        with self._lock:
+            self._idle.wait_for(lambda: not any(self._flying))
+        if not already:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Ends the back end; nothing is in flight any more."""
+
+    def _request(self, file: File, write: bool, offset: int, buffer, need: int | None) -> Future[None]:
+        view = memoryview(buffer).cast("B")
+        assert view and not (file.direct and (address_of(view) | offset | len(view)) % ALIGN), (file.path, offset)
+        cuts = range(0, len(view), self.block)
+        request = _Request(file, write, offset + (len(view) if need is None else need), len(cuts))
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._waiting[write].extend(Piece(request, offset + i, view[i : i + self.block]) for i in cuts)
+        if closed:
+            request.future.set_exception(StoreError(errno.EBADF, "the store is closed", file.path))
+        self._pump()
+        return request.future
+
+    def _pump(self) -> None:
+        """Starts waiting pieces up to the depth limit."""
+        while True:
+            with self._lock:
+                busy = [bool(n or w) for n, w in zip(self._flying, self._waiting, strict=True)]
+                limit = self.mixed if all(busy) else self.depth
+                batch = []
+                for write in (False, True):
+                    while self._waiting[write] and self._flying[write] < limit:
+                        batch.append(self._waiting[write].popleft())
+                        self._flying[write] += 1
+            if not batch:
+                return
+            self._start(batch)
+
+    def _start(self, pieces: list[Piece]) -> None:
+        """Begins moving these; `_finish` must follow for each, from any thread."""
+        raise NotImplementedError
+
+    def _finish(self, piece: Piece, result: int) -> None:
+        """A piece came back: `result` bytes moved, or minus errno. The caller pumps afterwards."""
+        request, path, error, again = piece.request, piece.file.path, None, False
+        reached, verb = piece.offset + result, "writing" if piece.write else "reading"
+        if result == -errno.EINTR:
+            again = True
+        elif result < 0:
+            text = f"{os.strerror(-result)}, {verb} {len(piece.view)} bytes at {piece.offset}"
+            error = StoreError(-result, text, path)
+        elif result < len(piece.view) and reached < request.end:
+            if result == 0 or (piece.file.direct and result % ALIGN):
+                text = f"{verb} stops at byte {reached}, expected {request.end}: was the file cut?"
+                error = StoreError(errno.EIO, text, path)
+            else:
+                again = True
+                piece.offset, piece.view = reached, piece.view[result:]
+        if again and not self._put_back(piece):
+            again, error = False, StoreError(errno.ECANCELED, "the store was closed", path)
+        if not again:
+            self._end(piece, error)
+        with self._lock:
+            self._flying[piece.write] -= 1
+            self._idle.notify_all()
+
+    def _put_back(self, piece: Piece) -> bool:
+        """Queues the rest of a piece again, unless its request is lost anyway."""
+        with self._lock:
+            if self._closed or piece.request.error:
+                return False
+            self._waiting[piece.write].appendleft(piece)
+            return True
+
+    def _end(self, piece: Piece, error: StoreError | None) -> None:
+        """A piece is over. After an error the rest of its request is not begun; the last piece ends the future."""
+        request = piece.request
+        with self._lock:
+            request.left -= 1
+            if error and not request.error:
+                request.error = error
+                waiting = self._waiting[request.write]
+                kept = [p for p in waiting if p.request is not request]
+                request.left -= len(waiting) - len(kept)
+                waiting.clear()
+                waiting.extend(kept)
+            over = request.left == 0
+        if over and request.error:
+            request.future.set_exception(request.error)
+        elif over:
+            request.future.set_result(None)
+
+
+def together(parts: Sequence[Future[None]], finish: Callable[[BaseException | None], None]) -> Future[None]:
+    """One future for all parts: it ends after the last of them, with the first error. finish(error) runs before."""
+    joint: Future[None] = Future()
+    joint.set_running_or_notify_cancel()
+    lock, left, errors = threading.Lock(), [len(parts)], []
+
+    def ended(part: Future[None]) -> None:
+        with lock:
+            left[0] -= 1
+            if part.exception():
+                errors.append(part.exception())
+            if left[0]:
+                return
+        error = errors[0] if errors else None
+        finish(error)
+        joint.set_exception(error) if error else joint.set_result(None)
+
+    for part in parts:
+        part.add_done_callback(ended)
+    return joint
+
+
+class ThreadIO(IO):
+    """One thread per piece in flight, calling preadv and pwritev, which do not hold the interpreter's lock."""
+
+    name = "threads"
+
+    def __init__(self, block: int = 16 << 20, depth: int = 4, mixed: int = 2):
+        super().__init__(block, depth, mixed)
+        self._queue: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(max(depth + 1, 2 * mixed))]
+        for thread in self._threads:
+            thread.start()
+
+    def _start(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            self._queue.put(piece)
+
+    def _work(self) -> None:
+        while piece := self._queue.get():
+            try:
+                result = self._move(piece)
+            except OSError as e:
+                result = -(e.errno or errno.EIO)
+            self._finish(piece, result)
+            self._pump()
+
+    def _move(self, piece: Piece) -> int:
+        """Moves a piece, or a part of it; returns the bytes moved or raises OSError."""
+        fd = piece.file.fd
+        moved = (os.pwritev if piece.write else os.preadv)(fd, [piece.view], piece.offset)
+        if not piece.file.direct:  # give the page cache back
+            if piece.write:
+                os.fdatasync(fd)
+            os.posix_fadvise(fd, piece.offset, moved, os.POSIX_FADV_DONTNEED)
+        return moved
+
+    def _stop(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class MemoryIO(ThreadIO):
+    """Files as bytearrays in memory, for tests. `fault(piece)` may wait, raise OSError, or return how much to move."""
+
+    name = "memory"
+
+    def __init__(self, fault: Callable[[Piece], int | None] = lambda piece: None, **limits: int):
+        self.fault, self.contents = fault, {}
+        super().__init__(**limits)
+
+    def _move(self, piece: Piece) -> int:
+        limit = self.fault(piece)
+        data = self.contents.setdefault(piece.file.path, bytearray())
+        begin, end = piece.offset, piece.offset + (len(piece.view) if limit is None else limit)
+        if piece.write:
+            data.extend(bytes(max(0, end - len(data))))
+            data[begin:end] = piece.view[: end - begin]
+            return end - begin
+        found = data[begin:end]
+        piece.view[: len(found)] = found
+        return len(found)

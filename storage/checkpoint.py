@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -17,14 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.storage.aio import StoreError
+from trireme.storage.files import StoreError, check_space, sync_folder, write_synced
 from trireme.storage.headers import MAX_HEADER, CheckpointError, parse_json, read_header
 from trireme.storage.layout import ITEMSIZE
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CHUNK = 16 << 20  # bytes read or written at a time
-FLUSH = 256 << 20  # dirty bytes allowed in the page cache while exporting
 COMPANIONS = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # config, tokenizer, chat template, licence
 NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bf16 travels as its bits
 
@@ -254,42 +252,3 @@ def _rewritten(source: Source, file: str, fetch: Callable[[str], np.ndarray | No
                 yield convert(new[i : i + CHUNK // 8], dtype, t.dtype).view(np.uint8)
         position = offset + t.nbytes
     yield from _chunks(path, position, path.stat().st_size - position)
-
-
-def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raises StoreError where `needed` bytes do not fit."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        message = f"has {free / 1e9:.1f} GB free, {what} needs {needed / 1e9:.1f} GB"
-        raise StoreError(errno.ENOSPC, message, str(folder))
-
-
-def write_synced(path: Path, content: Iterator[np.ndarray]) -> None:
-    """Writes and fsyncs a new file; its pages do not stay in the cache."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        offset = flushed = 0
-        for chunk in content:
-            view = memoryview(chunk)
-            while view:
-                wrote = os.pwrite(fd, view, offset)
-                view, offset = view[wrote:], offset + wrote
-            if offset - flushed >= FLUSH:
-                os.fdatasync(fd)
-                os.posix_fadvise(fd, flushed, offset - flushed, os.POSIX_FADV_DONTNEED)
-                flushed = offset
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as e:
-        raise StoreError(e.errno, e.strerror, str(path)) from e
-    finally:
-        os.close(fd)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames and new names in `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

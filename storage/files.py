@@ -1,0 +1,83 @@
+"""Durable files: written, synced, and then given their names."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+FLUSH = 256 << 20  # dirty bytes allowed in the page cache while a file is written
+
+
+class StoreError(OSError):
+    """A disk that fails, is full, or holds something else than it should: which file, where, what to do."""
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """Raises StoreError where `needed` bytes do not fit."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        message = f"has {free / 1e9:.1f} GB free, {what} needs {needed / 1e9:.1f} GB. Free space"
+        raise StoreError(errno.ENOSPC, message, str(folder))
+
+
+def write_synced(path: Path, content: Iterable) -> None:
+    """Writes the buffers of `content` to a new file and fsyncs it; its pages do not stay in the cache."""
+    fd = -1
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        offset = flushed = 0
+        for chunk in content:
+            view = memoryview(chunk)
+            while view:
+                wrote = os.pwrite(fd, view, offset)
+                view, offset = view[wrote:], offset + wrote
+            if offset - flushed >= FLUSH:
+                os.fdatasync(fd)
+                os.posix_fadvise(fd, flushed, offset - flushed, os.POSIX_FADV_DONTNEED)
+                flushed = offset
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as e:
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def replace_synced(path: Path, text: bytes) -> None:
+    """Gives a small file new content in one step: after a crash it holds the old content or the new, whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    write_synced(partial, [text])
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes new names, renames and removals in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def lock_folder(path: Path, stack: ExitStack) -> None:
+    """Makes the folder and takes it for this process, until `stack` closes or the process ends, however it ends."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as e:
+        raise StoreError(e.errno, e.strerror, str(path)) from e
+    stack.callback(os.close, fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        owner = os.pread(fd, 20, 0).decode(errors="replace")
+        raise StoreError(e.errno, f"is in use by process {owner}", str(path)) from e
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)

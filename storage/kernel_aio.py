@@ -1,0 +1,119 @@
+"""The kernel's asynchronous I/O (io_submit) through ctypes: deep queues without a thread per request.
+
+One call starts a batch, one thread sleeps in the kernel until something ends; both leave the interpreter's lock alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import threading
+import time
+
+from trireme.storage.aio import IO, Piece, address_of
+from trireme.storage.files import StoreError
+
+# io_setup, io_destroy, io_getevents, io_submit
+CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+PREAD, PWRITE = 0, 1
+
+
+class _Iocb(ctypes.Structure):
+    """struct iocb of linux/aio_abi.h, little endian."""
+
+    _fields_ = [
+        *[("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("rw_flags", ctypes.c_uint32)],
+        *[("opcode", ctypes.c_uint16), ("reqprio", ctypes.c_int16), ("fildes", ctypes.c_uint32)],
+        *[("buf", ctypes.c_uint64), ("nbytes", ctypes.c_uint64), ("offset", ctypes.c_int64)],
+        *[("reserved", ctypes.c_uint64), ("flags", ctypes.c_uint32), ("resfd", ctypes.c_uint32)],
+    ]
+
+
+class _Event(ctypes.Structure):
+    """struct io_event: `data` as given, `res` bytes moved or minus errno."""
+
+    _fields_ = [("data", ctypes.c_uint64), ("obj", ctypes.c_uint64), ("res", ctypes.c_int64), ("res2", ctypes.c_int64)]
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64)]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _call(number: int, *args) -> int:
+    """A system call: its result, or minus errno. Plain ints would be passed as 32 bits, so they are wrapped."""
+    result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in (number, *args)))
+    return result if result >= 0 else -ctypes.get_errno()
+
+
+class KernelIO(IO):
+    """Raises StoreError when made where the kernel has no asynchronous I/O or no free slots (fs.aio-max-nr)."""
+
+    name = "kernel aio"
+
+    def __init__(self, block: int = 16 << 20, depth: int = 4, mixed: int = 2):
+        super().__init__(block, depth, mixed)
+        if platform.machine() not in CALLS:
+            raise StoreError(errno.ENOSYS, f"kernel aio is not known on {platform.machine()}")
+        self._setup, self._destroy, self._getevents, self._submit = CALLS[platform.machine()]
+        self._slots = max(depth + mixed, 2 * mixed)
+        self._context = ctypes.c_ulong(0)
+        error = _call(self._setup, self._slots, ctypes.byref(self._context))
+        if error:
+            raise StoreError(-error, f"io_setup: {os.strerror(-error)}; see /proc/sys/fs/aio-max-nr")
+        self._pieces: dict[int, Piece] = {}  # in the kernel's hands, by id; keeps their buffers alive
+        self._work = threading.Condition()
+        self._stopping = False
+        self._reaper = threading.Thread(target=self._reap, daemon=True)
+        self._reaper.start()
+
+    def _start(self, pieces: list[Piece]) -> None:
+        blocks = (_Iocb * len(pieces))()
+        pointers = (ctypes.c_void_p * len(pieces))()
+        for i, (iocb, piece) in enumerate(zip(blocks, pieces, strict=True)):
+            iocb.data, iocb.fildes, iocb.opcode = id(piece), piece.file.fd, PWRITE if piece.write else PREAD
+            iocb.buf, iocb.nbytes, iocb.offset = address_of(piece.view), len(piece.view), piece.offset
+            pointers[i] = ctypes.addressof(iocb)
+        with self._work:
+            self._pieces.update((id(piece), piece) for piece in pieces)
+            self._work.notify()
+        done = 0
+        while done < len(pieces):
+            place = ctypes.c_void_p(ctypes.addressof(pointers) + done * ctypes.sizeof(ctypes.c_void_p))
+            result = _call(self._submit, self._context, len(pieces) - done, place)
+            if result > 0:
+                done += result
+            elif result in (0, -errno.EAGAIN):
+                time.sleep(0.001)  # the kernel is short of slots until something ends
+            elif result != -errno.EINTR:  # about the first of them: a bad descriptor, say
+                with self._work:
+                    del self._pieces[id(pieces[done])]
+                self._finish(pieces[done], result)
+                done += 1
+
+    def _reap(self) -> None:
+        events = (_Event * self._slots)()
+        patience = _Timespec(0, 100_000_000)  # a piece may leave without an event when its submission fails
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._pieces or self._stopping)
+                if self._stopping and not self._pieces:
+                    return
+            count = _call(self._getevents, self._context, 1, self._slots, events, ctypes.byref(patience))
+            for event in events[: max(count, 0)]:  # a negative count is EINTR
+                with self._work:
+                    piece = self._pieces.pop(event.data)
+                self._finish(piece, event.res)
+            self._pump()
+
+    def _stop(self) -> None:
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        self._reaper.join()
+        _call(self._destroy, self._context)

@@ -1,0 +1,318 @@
+"""The store: one safetensors file per span and drive, new versions beside old ones, snapshots that copy nothing.
+
+    store = Store.create(["/nvme0/run", "/nvme1/run"], companions=checkpoint_folder)
+    store.add("block-000", weights_layout, weights=True)   # tensors never cut, listed for Hugging Face readers
+    store.add("block-000.adam", state_layout)
+    store.reserve()                                        # claims the disk space
+    store.write("block-000", buffer).result()
+    store.read("block-000", buffer).result()
+    store.commit(step=100, extra={...})                    # a snapshot: what a crash or restore() goes back to
+
+A write never touches a version that can be read or that a snapshot holds: it goes to a spare file and becomes current
+when all of it has arrived. Versions that nobody refers to any more become spares, so that in the steady state no file
+is made, grown or removed. In each folder:
+
+    files/000012.safetensors      every version and every spare (versions.py)
+    snapshot-000003-step-100/     hard links to versions, manifest, index (snapshots.py)
+    store.id, store.lock          which store this is; the lock is held while a process uses it
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from trireme.storage import checkpoint, snapshots
+from trireme.storage.aio import together
+from trireme.storage.devices import Device, open_device
+from trireme.storage.files import StoreError, lock_folder, replace_synced, sync_folder, write_synced
+from trireme.storage.layout import Layout, round_up
+from trireme.storage.stripes import Stripe, deal_cut, deal_whole
+from trireme.storage.versions import FOLDER, Version, Versions, version_files
+
+IN_FLIGHT = 2  # spares of each size beyond what snapshots hold: writes under way while old versions can still be read
+IDENTITY = "store.id"
+
+
+@dataclass
+class Shard:
+    """A named span: its layout, how it is dealt over the devices, and the current version of each stripe."""
+
+    layout: Layout
+    weights: bool
+    stripes: tuple[Stripe, ...]
+    current: list[Version] | None = None
+
+    @cached_property
+    def headers(self) -> list[memoryview]:
+        """The stripes' headers in page-aligned memory."""
+        buffers = [memoryview(mmap.mmap(-1, len(stripe.header))) for stripe in self.stripes]
+        for buffer, stripe in zip(buffers, self.stripes, strict=True):
+            buffer[:] = stripe.header
+        return buffers
+
+
+class Store:
+    """Spans of bytes by name, on one or more drives. read and write may be called from any thread."""
+
+    def __init__(self, devices: Sequence[Device], locks: ExitStack, keep: int):
+        """Use Store.create or Store.open."""
+        self.devices, self.keep = list(devices), keep
+        self.shards: dict[str, Shard] = {}
+        self.snapshots: list[snapshots.Snapshot] = []  # oldest first
+        self._companions: tuple[str, ...] = ()
+        self._versions = Versions(self.devices)
+        self._load = [0.0] * len(self.devices)
+        self._locks = locks
+
+    @classmethod
+    def create(
+        cls, dirs: Sequence[str | os.PathLike | Device], keep: int = 1, companions: str | os.PathLike | None = None
+    ) -> Store:
+        """A new, empty store that keeps the last `keep` snapshots.
+
+        Config and tokenizer of the checkpoint folder `companions` make its snapshots loadable as they lie. Raises
+        StoreError where a folder holds a snapshot already or is in use. What an earlier store left that never reached
+        a snapshot is removed.
+        """
+        with ExitStack() as stack:
+            for d in dirs:
+                lock_folder(_path(d), stack)
+                if snapshots.folders(_path(d)):
+                    raise StoreError(errno.EEXIST, "holds a run already; resume it or choose another", str(_path(d)))
+            store = cls([_device(d, stack) for d in dirs], stack, keep)
+            stack.callback(store._versions.close)
+            snapshots.clean(store._paths, set())
+            identity = uuid.uuid4().hex
+            for k, path in enumerate(store._paths):
+                (path / FOLDER).mkdir(exist_ok=True)
+                for leftover in version_files(path):
+                    leftover.unlink()
+                facts = {"store": identity, "device": k, "devices": len(dirs)}
+                replace_synced(path / IDENTITY, json.dumps(facts).encode())
+            store._copy_companions(companions)
+            store._locks = stack.pop_all()
+        return store
+
+    @classmethod
+    def open(cls, dirs: Sequence[str | os.PathLike | Device], keep: int = 1) -> Store:
+        """The store in these folders, at its last snapshot. Removes what a crash left behind. Raises StoreError."""
+        with ExitStack() as stack:
+            dirs = _in_order(dirs)
+            for d in dirs:
+                lock_folder(_path(d), stack)
+            loaded = snapshots.load(_path(dirs[0]))
+            if not loaded:
+                raise StoreError(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
+            store = cls([_device(d, stack) for d in dirs], stack, keep)
+            stack.callback(store._versions.close)
+            snapshots.clean(store._paths, {s.folder for s in loaded})
+            for snapshot in loaded:
+                snapshots.check(snapshot, store._paths)
+            records = [record for snapshot in loaded for record in snapshot.shards.values()]
+            store._versions.adopt(
+                {key: stripe.capacity for r in records for key, stripe in zip(r.keys, r.stripes, strict=True)}
+            )
+            store.snapshots, store._companions = loaded, loaded[-1].companions
+            for snapshot in loaded:
+                store._versions.hold(store._held(snapshot))
+            store.restore()
+            snapshots.publish(loaded[-1], store._paths[0])
+            store._locks = stack.pop_all()
+        return store
+
+    @property
+    def _paths(self) -> list[Path]:
+        return [device.path for device in self.devices]
+
+    def _copy_companions(self, source: str | os.PathLike | None) -> None:
+        self._companions = tuple(checkpoint.companions(Path(source))) if source else ()
+        for name in self._companions:
+            target = self._paths[0] / name
+            target.parent.mkdir(exist_ok=True)
+            write_synced(target, [(Path(source) / name).read_bytes()])
+
+    def add(self, name: str, layout: Layout, weights: bool = False) -> None:
+        """Declares a span. `weights`: tensors stay whole and are listed in the index that Hugging Face readers use."""
+        assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) and name not in self.shards, name
+        speeds = [device.speed for device in self.devices]
+        stripes = deal_whole(layout, speeds, self._load) if weights else deal_cut(layout, speeds)
+        self.shards[name] = Shard(layout, weights, stripes)
+
+    def reserve(self) -> None:
+        """Allocates every file that the steady state needs. Raises StoreError, taking nothing, where space is short."""
+        wanted: dict[tuple[int, int], int] = defaultdict(lambda: IN_FLIGHT)
+        for shard in self.shards.values():
+            for stripe in shard.stripes:
+                wanted[stripe.device, stripe.capacity] += 1 + self.keep
+        self._versions.reserve(wanted)
+
+    # ------------------------------------------------------------ reading and writing
+
+    def read(self, name: str, buffer) -> Future[None]:
+        """Fills `buffer` (page-aligned, layout.span bytes) with the current version. The future raises StoreError."""
+        shard = self.shards[name]
+        view = _span(shard, buffer)
+        with self._versions.lock:
+            assert shard.current, f"{name} was never written"
+            versions = list(shard.current)
+            self._versions.hold(versions)
+        parts = []
+        for stripe, version in zip(shard.stripes, versions, strict=True):
+            io = self.devices[stripe.device].io
+            for at, offset, n in stripe.segments:
+                parts.append(io.read(version.file, len(stripe.header) + offset, view[at : at + round_up(n)], n))
+        return together(parts, lambda error: self._versions.drop(versions))
+
+    def write(self, name: str, buffer) -> Future[None]:
+        """Writes `buffer` (page-aligned, layout.span bytes) as a new version; reads that begin once it is done get it.
+
+        After an error the old version is still current. One write of a name at a time. Raises StoreError at once where
+        there is no space for a new version.
+        """
+        shard = self.shards[name]
+        view = _span(shard, buffer)
+        with ExitStack() as stack:
+            versions = []
+            for stripe in shard.stripes:
+                versions.append(self._versions.take(stripe.device, stripe.capacity))
+                stack.callback(self._versions.drop, versions[-1:])
+            stack.pop_all()
+        parts = []
+        for stripe, header, version in zip(shard.stripes, shard.headers, versions, strict=True):
+            io = self.devices[stripe.device].io
+            parts.append(io.write(version.file, 0, header))
+            for at, offset, n in stripe.segments:
+                parts.append(io.write(version.file, len(header) + offset, view[at : at + round_up(n)]))
+
+        def finish(error: BaseException | None) -> None:
+            with self._versions.lock:
+                old = versions
+                if not error:
+                    old, shard.current = shard.current or [], versions
+            self._versions.drop(old)
+
+        return together(parts, finish)
+
+    # ------------------------------------------------------------ snapshots
+
+    def commit(self, step: int, extra: dict) -> None:
+        """Makes the current state a snapshot with `extra` (JSON), and drops the oldest beyond `keep`. Copies nothing.
+
+        Raises StoreError; the earlier snapshots are then as they were. Writes under way belong to the next one.
+        """
+        with self._versions.lock:
+            state = {name: list(shard.current or ()) for name, shard in self.shards.items()}
+            self._versions.hold(version for versions in state.values() for version in versions)
+        records = {}
+        for name, versions in state.items():
+            shard = self.shards[name]
+            assert versions or not shard.stripes, f"{name} was never written"
+            records[name] = snapshots.Record(shard.layout, shard.weights, shard.stripes, tuple(v.id for v in versions))
+        sequence = self.snapshots[-1].sequence + 1 if self.snapshots else 1
+        snapshot = snapshots.Snapshot(sequence, step, extra, self._companions, records)
+        try:
+            self._sync(snapshot)
+            snapshots.write(snapshot, self._paths)
+        except BaseException:
+            self._versions.drop(self._held(snapshot))
+            raise
+        self.snapshots.append(snapshot)
+        snapshots.publish(snapshot, self._paths[0])
+        while len(self.snapshots) > self.keep:
+            snapshots.remove(self.snapshots[0], self._paths)
+            self._versions.drop(self._held(self.snapshots.pop(0)))
+
+    def restore(self, step: int | None = None) -> dict:
+        """Makes the last snapshot (of `step`, if given) current and returns its `extra`. Nothing may be under way."""
+        matching = [s for s in self.snapshots if step is None or s.step == step]
+        if not matching:
+            raise StoreError(errno.ENOENT, f"holds no snapshot of step {step}", str(self._paths[0]))
+        snapshot = matching[-1]
+        for shard in self.shards.values():
+            self._versions.drop(shard.current or [])
+        self.shards = {}
+        for name, r in snapshot.shards.items():
+            current = [self._versions[key] for key in r.keys]
+            self.shards[name] = Shard(r.layout, r.weights, r.stripes, current)
+        self._versions.hold(self._held(snapshot))
+        return snapshot.extra
+
+    def _held(self, snapshot: snapshots.Snapshot) -> list[Version]:
+        return [self._versions[key] for record in snapshot.shards.values() for key in record.keys]
+
+    def _sync(self, snapshot: snapshots.Snapshot) -> None:
+        """Makes the versions of a coming snapshot durable, each at its exact size."""
+
+        def sync(version: Version, nbytes: int) -> None:
+            try:
+                if version.lost:
+                    raise OSError(errno.EIO, "an earlier fsync failed; it must be written again")
+                version.resize(nbytes)
+                os.fsync(version.file.fd)
+            except OSError as e:
+                version.lost = True
+                raise StoreError(e.errno, f"{e.strerror}, making it durable", version.file.path) from e
+            version.synced = True
+
+        stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
+        with ThreadPoolExecutor(8) as pool:
+            pairs = zip(self._held(snapshot), stripes, strict=True)
+            jobs = [pool.submit(sync, version, stripe.nbytes) for version, stripe in pairs if not version.synced]
+        for job in jobs:
+            job.result()
+        for path in self._paths:
+            sync_folder(path / FOLDER)
+
+    def close(self) -> None:
+        """Ends what is in flight, closes every file and gives up the folders."""
+        self._locks.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+
+def _path(d: str | os.PathLike | Device) -> Path:
+    return d.path if isinstance(d, Device) else Path(d)
+
+
+def _device(d: str | os.PathLike | Device, stack: ExitStack) -> Device:
+    device = d if isinstance(d, Device) else open_device(d)
+    stack.callback(device.io.close)
+    return device
+
+
+def _span(shard: Shard, buffer) -> memoryview:
+    view = memoryview(buffer).cast("B")
+    assert len(view) == shard.layout.span, (len(view), shard.layout.span)
+    return view
+
+
+def _in_order(dirs: Sequence[str | os.PathLike | Device]) -> list[str | os.PathLike | Device]:
+    """The folders in the order of creation. Raises StoreError where one is missing or foreign."""
+    facts = []
+    for d in dirs:
+        try:
+            facts.append(json.loads((_path(d) / IDENTITY).read_bytes()))
+        except (OSError, ValueError) as e:
+            raise StoreError(errno.ENOENT, "holds no store", str(_path(d))) from e
+    order = sorted(range(len(dirs)), key=lambda i: facts[i]["device"])
+    expected = [{**facts[0], "device": k} for k in range(facts[0]["devices"])]
+    if [facts[i] for i in order] != expected:
+        message = f"belongs to a store of {len(expected)} folders; give all of them and no others"
+        raise StoreError(errno.EINVAL, message, str(_path(dirs[0])))
+    return [dirs[i] for i in order]

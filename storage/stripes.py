@@ -1,0 +1,106 @@
+"""How a span is dealt over several drives: one safetensors file on each, by the drives' speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from trireme.storage.headers import encode_header
+from trireme.storage.layout import ALIGN, Layout, TensorSpec
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """The part of a span that lies on one device, a safetensors file of its own.
+
+    `layout` names what the file holds, offsets from the beginning of its data. `segments`: (offset in the span, offset
+    in the data, bytes), all multiples of 4,096 but the bytes of the last.
+    """
+
+    device: int
+    layout: Layout
+    segments: tuple[tuple[int, int, int], ...]
+
+    @cached_property
+    def header(self) -> bytes:
+        """What precedes the data; a multiple of 4,096 bytes."""
+        return encode_header(self.layout, {"format": "pt"})
+
+    @property
+    def nbytes(self) -> int:
+        """Exact size of the file."""
+        return len(self.header) + self.layout.nbytes
+
+    @property
+    def capacity(self) -> int:
+        """Size of the file while it is in use: whole blocks."""
+        return len(self.header) + self.layout.span
+
+
+def deal_cut(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
+    """Cuts the span where the speeds say, through tensors too: all devices end together. For internal state.
+
+    A tensor that is cut is listed as U8 parts, `name[begin:end]` in bytes.
+    """
+    stripes, begin, total = [], 0, sum(speeds)
+    for device in range(len(speeds)):
+        share = sum(speeds[: device + 1]) / total
+        end = (
+            layout.nbytes
+            if device == len(speeds) - 1
+            else min(layout.nbytes, round(layout.span * share) // ALIGN * ALIGN)
+        )
+        if end > begin:
+            stripes.append(Stripe(device, _window(layout, begin, end), ((begin, 0, end - begin),)))
+            begin = end
+    return tuple(stripes)
+
+
+def _window(layout: Layout, begin: int, end: int) -> Layout:
+    """The tensors of [begin, end), offsets from `begin`."""
+    tensors = []
+    for t in layout.tensors:
+        lo, hi = max(begin, t.offset), min(end, t.offset + t.nbytes)
+        if (lo, hi) == (t.offset, t.offset + t.nbytes):
+            tensors.append(TensorSpec(t.name, t.dtype, t.shape, lo - begin))
+        elif lo < hi:
+            name = f"{t.name}[{lo - t.offset}:{hi - t.offset}]"
+            tensors.append(TensorSpec(name, "U8", (hi - lo,), lo - begin))
+    return Layout(tuple(tensors))
+
+
+def deal_whole(layout: Layout, speeds: Sequence[float], load: list[float]) -> tuple[Stripe, ...]:
+    """Deals whole tensors, so that any safetensors reader finds them; the largest first, each to the device that would
+    end first. `load`, seconds of work per device, is carried from unit to unit and evens out what one unit cannot.
+
+    From the first tensor that does not fill whole blocks, everything goes to one device: it cannot be addressed alone.
+    """
+    aligned = [t for t in layout.tensors if t.offset % ALIGN == 0 and t.nbytes % ALIGN == 0]
+    aligned = aligned[: next((i for i, t in enumerate(aligned) if t != layout.tensors[i]), len(aligned))]
+    rest = layout.tensors[len(aligned) :]
+    dealt: list[list[TensorSpec]] = [[] for _ in speeds]
+
+    def deal(tensors: Sequence[TensorSpec]) -> None:
+        nbytes = sum(t.nbytes for t in tensors)
+        device = min(range(len(speeds)), key=lambda d: load[d] + nbytes / speeds[d])
+        load[device] += nbytes / speeds[device]
+        dealt[device].extend(tensors)
+
+    for t in sorted(aligned, key=lambda t: -t.nbytes):
+        deal([t])
+    deal(rest)
+    return tuple(_whole_stripe(d, sorted(ts, key=lambda t: t.offset)) for d, ts in enumerate(dealt) if ts)
+
+
+def _whole_stripe(device: int, tensors: list[TensorSpec]) -> Stripe:
+    """A file of these tensors, and the fewest segments that connect it with the span."""
+    specs, segments, offset = [], [], 0
+    for t in tensors:
+        specs.append(TensorSpec(t.name, t.dtype, t.shape, offset))
+        if segments and segments[-1][0] + segments[-1][2] == t.offset:
+            segments[-1][2] += t.nbytes
+        elif t.nbytes:
+            segments.append([t.offset, offset, t.nbytes])
+        offset += t.nbytes
+    return Stripe(device, Layout(tuple(specs)), tuple(tuple(s) for s in segments))

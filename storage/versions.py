@@ -1,0 +1,131 @@
+"""The files of a store: each is in use by somebody or a spare, ready to be written again."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trireme.storage.aio import File
+from trireme.storage.devices import Device
+from trireme.storage.files import StoreError, check_space
+
+FOLDER = "files"
+
+
+@dataclass(eq=False)
+class Version:
+    """One file. `users` counts who refers to it: the current state, snapshots, reads and writes under way."""
+
+    id: int
+    device: int
+    capacity: int  # bytes, whole blocks
+    file: File
+    users: int = 0
+    synced: bool = False  # durable, and at its exact size
+    lost: bool = False  # an fsync failed: nobody knows what is on the drive
+
+    def resize(self, nbytes: int) -> None:
+        try:
+            os.ftruncate(self.file.fd, nbytes)
+        except OSError as e:
+            raise StoreError(e.errno, f"{e.strerror}, resizing to {nbytes} bytes", self.file.path) from e
+
+
+class Versions:
+    """All versions on all devices. Thread-safe."""
+
+    def __init__(self, devices: Sequence[Device]):
+        self.devices = devices
+        self.lock = threading.RLock()
+        self._all: dict[tuple[int, int], Version] = {}  # by device and id
+        self._spares: dict[tuple[int, int], list[Version]] = defaultdict(list)  # by device and capacity
+        self._next_id = 0
+
+    def __getitem__(self, key: tuple[int, int]) -> Version:
+        return self._all[key]
+
+    def take(self, device: int, capacity: int) -> Version:
+        """A file to write into, with one user: a spare, or a new one. Raises StoreError where there is no space."""
+        with self.lock:
+            spares = self._spares[device, capacity]
+            version = spares.pop() if spares else self._allocate(device, capacity)
+            version.users = 1
+        try:
+            if version.synced:  # cut to its exact size; growing again while it is written would cost speed
+                version.resize(capacity)
+        except BaseException:
+            self.drop([version])
+            raise
+        version.synced = version.lost = False
+        return version
+
+    def hold(self, versions: Iterable[Version]) -> None:
+        """One user more."""
+        with self.lock:
+            for version in versions:
+                version.users += 1
+
+    def drop(self, versions: Iterable[Version]) -> None:
+        """One user less; a file without users becomes a spare."""
+        with self.lock:
+            for version in versions:
+                version.users -= 1
+                if version.users == 0:
+                    self._spares[version.device, version.capacity].append(version)
+
+    def reserve(self, wanted: Mapping[tuple[int, int], int]) -> None:
+        """Allocates until there are `wanted` files of each (device, capacity). Raises StoreError if space is short."""
+        there = Counter((v.device, v.capacity) for v in self._all.values())
+        missing = {key: n - there[key] for key, n in wanted.items() if n > there[key]}
+        for k, device in enumerate(self.devices):
+            check_space(device.path, sum(size * n for (d, size), n in missing.items() if d == k), "the store")
+        for (device, size), n in missing.items():
+            for _ in range(n):
+                with self.lock:
+                    self._spares[device, size].append(self._allocate(device, size))
+
+    def _allocate(self, device: int, capacity: int) -> Version:
+        path = self.devices[device].path / FOLDER / f"{self._next_id:06d}.safetensors"
+        self._next_id += 1
+        version = Version(self._next_id - 1, device, capacity, File(path, self.devices[device].direct, capacity))
+        self._all[device, version.id] = version
+        return version
+
+    def adopt(self, named: Mapping[tuple[int, int], int]) -> None:
+        """Opens what is in the folders: the (device, id) -> capacity that snapshots name, and what fits as a spare.
+
+        The rest of our files is what a crash left behind, and is removed.
+        """
+        sizes = {(device, capacity) for (device, _), capacity in named.items()}
+        for k, device in enumerate(self.devices):
+            for path in version_files(device.path):
+                id, size = int(path.stem), path.stat().st_size
+                self._next_id = max(self._next_id, id + 1)
+                if (k, id) in named:
+                    file = File(path, device.direct)
+                    self._all[k, id] = Version(id, k, named[k, id], file, synced=True)
+                elif (k, size) in sizes:
+                    self._all[k, id] = Version(id, k, size, File(path, device.direct))
+                    self._spares[k, size].append(self._all[k, id])
+                else:
+                    path.unlink()
+
+    def close(self) -> None:
+        """Ends what is in flight, then closes every file."""
+        for device in self.devices:
+            device.io.close()
+        for version in self._all.values():
+            version.file.close()
+        self._all.clear()
+        self._spares.clear()
+
+
+def version_files(folder: Path) -> list[Path]:
+    """Our files in a device's folder; whatever else lies there is not touched."""
+    found = (folder / FOLDER).glob("*.safetensors")
+    return sorted(p for p in found if re.fullmatch(r"\d{6,}", p.stem) and not p.is_symlink())
