@@ -30,6 +30,7 @@ _ELSEWHERE = {
     "logging-steps": "every step is logged; leave it out",
     "adam-beta1": "--betas 0.9,0.95 sets both",
     "adam-beta2": "--betas 0.9,0.95 sets both",
+    "adam-epsilon": "it is 1e-8; leave it out",
     "bf16": "--dtype bf16, which is the default on a GPU",
     "fp16": "fp16 is not supported; --dtype bf16 is the default on a GPU",
     "packing": "sequences are packed unless --no-pack is given",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
     "model and data",
@@ -107,6 +107,12 @@ def warmup(text: str) -> float:
 
 def micro_batch(text: str) -> str | int:
     return text if text == "auto" else count(text)
+
+
+def adam_bits(text: str) -> int:
+    if text not in ("32", "16", "8"):
+        raise ValueError(f"{text!r} is not 32, 16 or 8")
+    return int(text)
 
 
 def pair(text: str) -> tuple[float, float]:
@@ -230,7 +236,7 @@ class Options:
     )
     weight_decay: float = _option(TRAINING, "never on norms and biases", 0.01, parse=number(0), metavar="X")
     betas: tuple[float, float] = _option(TRAINING, "AdamW", (0.9, 0.95), parse=pair, metavar="X,X", also="adam-betas")
-    eps: float = _option(TRAINING, "AdamW", 1e-8, parse=positive, metavar="X", also="adam-epsilon")
+    adam_bits: int = _option(TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=adam_bits, metavar="N")
     max_grad_norm: float = _option(
         TRAINING,
         "clip the global gradient norm; 0: do not",
@@ -256,6 +262,8 @@ class Options:
     dry_run: bool = _option(INSTEAD, "report and plan, then stop; writes nothing", False, parse=bool)
     assume: str | None = _option(INSTEAD, "dry run for another machine: gpu=24GiB,ram=128GiB,ssd=2TB", metavar="WHAT")
     demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
+
+    eps: ClassVar[float] = 1e-8  # of AdamW, as in PyTorch
 
     @property
     def beta1(self) -> float:

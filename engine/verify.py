@@ -14,7 +14,7 @@ LOGS = ("log.jsonl", "log.csv", "loss.svg", "config.yaml", "trace.json")
 
 
 def check_free(out: Path, source: Path) -> None:
-    """Raises InputError unless a new run may write to `out`: empty or not there yet, and not the source. Writes nothing."""
+    """Raises InputError unless a new run may write to `out`: empty or not there, and not the source. Writes nothing."""
     if out.exists() and source.exists() and out.samefile(source):
         raise InputError(f"--out {out} is the checkpoint itself. Name another folder.")
     if out.exists() and not out.is_dir():
