@@ -57,7 +57,7 @@ class Homes:
         return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", "embed", "head", "ends")}
 
     def gradient_rings(self):
-        """(accumulators, rounded gradients leaving the GPU, their landing places in RAM, optimizer records) as rings."""
+        """Rings: accumulators, rounded gradients leaving the GPU, their landing places in RAM, optimizer records."""
         return (
             self.rings("gpu", "gradient"),
             self.rings("gpu", "gradient out"),

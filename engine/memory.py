@@ -50,7 +50,7 @@ def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
 
 
 class Slot:
-    """One buffer of a ring, owned from acquire to release. `ready`: the tasks that must be over before it is written."""
+    """One buffer of a ring, owned from acquire to release. `ready`: the tasks to be over before it is written."""
 
     __slots__ = ("ring", "buffer", "owner", "ready")
 

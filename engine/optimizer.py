@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
-from trireme.engine.memory import Ring, Slot, flat, views
+from trireme.engine.memory import Slot, flat, views
 from trireme.engine.plan import Geometry, Plan
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
@@ -42,7 +42,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the device knows of a step when backward has ended: mean loss per trained token, gradient norm, clip factor."""
+    """What is known when backward has ended: mean loss per trained token, gradient norm, clip factor."""
 
     loss: float
     grad_norm: float
@@ -84,7 +84,7 @@ class Optimizer:
         self.step, self.lr = step, lr
 
     def gradient(self, u: int) -> tuple[dict[str, Tensor], Task]:
-        """The zeroed gradient of unit u, by tensor name, to be added to; it is the optimizer's again after finish(u)."""
+        """The zeroed gradient of unit u by tensor name, to be added to, and the task that zeroes it."""
         if u not in self.holding:
             slot = self.accumulators[self.geo.size_class(u)].acquire(self.geo.names[u])
             nbytes = self.wide[u].span
@@ -97,7 +97,7 @@ class Optimizer:
         return {} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready[0]
 
     def finish(self, u: int, after: Task) -> None:
-        """Unit u's gradient is complete: takes its norm, rounds it to the compute dtype, and sends it to where its update runs."""
+        """Unit u's gradient is complete: takes its norm, rounds it, and sends it to where its update runs."""
         accumulator, kind = self.holding.pop(u), self.geo.size_class(u)
         name, n, nbytes = self.geo.names[u], self.geo.numel[u], self.geo.weights[u].span
         on_gpu = self.plan.units[u].state == "gpu"
@@ -159,7 +159,7 @@ class Optimizer:
     # ------------------------------------------------ updates
 
     def update(self, u: int) -> None:
-        """Hands over unit u's update, if one is due. Its weights are current once the task given to `publish` is over."""
+        """Hands over unit u's update, if one is due, and publishes its new weights."""
         if u not in self.landed:
             return
         slot, landed = self.landed.pop(u)
@@ -207,7 +207,7 @@ class Optimizer:
         return slot.buffer, slot, (task,)
 
     def _update_record(self, u: int, r: int, a: int, b: int, hi, grad: Slot, come: tuple[Task, ...]) -> Task:
-        """Updates elements a..b of unit u on the CPU; the record's state comes from RAM or from the SSD and goes back."""
+        """Updates elements a..b of unit u on the CPU; their state comes from RAM or the SSD and goes back."""
         state_slot = None
         if self.plan.units[u].state == "ssd":
             if not self.ahead:

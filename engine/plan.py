@@ -84,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One line of the memory table: `count` equal buffers of `nbytes` in a tier. `key` is how the engine asks for it."""
+    """One line of the memory table: `count` equal buffers of `nbytes`. `key` is how the engine asks for it."""
 
     tier: str
     key: str
@@ -366,7 +366,8 @@ def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
                 out += f", or lower --seq-len (a micro-batch is {plan.tokens} tokens)"
             elif plan.mode != "backward":
                 out += ", or --max-grad-norm 0, which needs no room for all gradients"
-            return f"even the smallest plan needs {_size(need[tier])} of {what}, the limit is {_size(limits[tier])}. {out}."
+            numbers = f"{_size(need[tier])} of {what}, the limit is {_size(limits[tier])}"
+            return f"even the smallest plan needs {numbers}. {out}."
     raise AssertionError("a plan that fits was refused")
 
 

@@ -28,7 +28,7 @@ class Held:
 
 @dataclass
 class WeightStream:
-    """Brings each unit's weights to the GPU. `updated[u]` is the task after which the home of u holds current weights."""
+    """Brings each unit's weights to the GPU. After the task `updated[u]` the home of u holds current weights."""
 
     geo: Geometry
     plan: Plan

@@ -1,4 +1,4 @@
-"""A file for bytes that need not survive the run: activations on their way to backward. Written in place, never synced."""
+"""A file for bytes that need not survive the run: swapped activations. Written in place, never synced."""
 
 from __future__ import annotations
 

@@ -5,15 +5,13 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LIMITS, LLAMA, JitterLanes, batches, final_weights, gpu_plan, make, train
+from engines import LLAMA, JitterLanes, batches, final_weights, gpu_plan, make, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.build import build
-from trireme.engine.lanes import InlineLanes, RealLanes, SimulatedLanes
+from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import TIERS, UnitPlan
-from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models import shapes
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))

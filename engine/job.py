@@ -1,0 +1,186 @@
+"""A job: everything about a run that is settled before the first byte is written, and the report of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trireme.engine.data import DataOptions, Dataset, load_dataset
+from trireme.engine.machine import choose_device, memory_limits
+from trireme.engine.memory import gib
+from trireme.engine.options import Options
+from trireme.engine.plan import Geometry, Plan, buffers, simple_plan, usage, workspace
+from trireme.engine.screen import compact
+from trireme.engine.tokens import Tokenizer, load_tokenizer
+from trireme.models import hf, shapes
+from trireme.models.config import InputError, ModelConfig, read_config
+from trireme.storage.checkpoint import Source, open_source
+
+SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
+MICRO_TOKENS = {"cuda": 16384, "cpu": 4096}  # beyond this a larger micro-batch is no faster
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, on what, where and for how long."""
+
+    options: Options
+    cfg: ModelConfig
+    source: Source
+    stored: dict[str, str]  # canonical tensor name -> name in the source
+    tokenizer: Tokenizer | None
+    data: Dataset
+    device: torch.device
+    plan: Plan
+    limits: dict[str, int]
+    seq_len: int
+    micro_rows: int  # rows of a micro-batch
+    total_steps: int
+    lr: float
+
+    @property
+    def out(self) -> Path:
+        return Path(self.options.out)
+
+    @property
+    def store_dirs(self) -> list[Path]:
+        return [Path(d) for d in self.options.store] or [self.out / "store"]
+
+    @property
+    def parameters(self) -> int:
+        return shapes.parameters(self.cfg)
+
+
+def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
+    """Reads and checks everything that the options name. `like`: the cut of a run that is resumed (see `cut`).
+
+    Raises InputError, CheckpointError, DoesNotFit.
+    """
+    folder = Path(options.model)
+    cfg = read_config(folder)
+    source = open_source(folder)
+    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    tokenizer = load_tokenizer(options.tokenizer or folder)
+    seq_len = options.seq_len or min(2048, cfg.max_positions)
+    if seq_len > cfg.max_positions:
+        raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
+    device = choose_device(options.device)
+    dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
+    limits = memory_limits(device, options.gpu_memory, options.ram)
+    plan, micro_rows = _plan(options, cfg, seq_len, dtype, device, limits, like)
+    data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
+    per_epoch = data.steps_per_epoch(options.batch_size)
+    epochs = options.epochs or (1 if data.is_text else 3)
+    return Job(
+        options, cfg, source, stored, tokenizer, data, device, plan, limits, seq_len, micro_rows,
+        total_steps=options.max_steps or max(1, math.ceil(per_epoch * epochs)),
+        lr=options.lr or (2e-5 if shapes.parameters(cfg) < SMALL else 1e-5),
+    )  # fmt: skip
+
+
+def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptions:
+    cache = None if options.dry_run else Path(options.out) / "tokens"
+    return DataOptions(
+        seq_len=seq_len,
+        val=options.val,
+        map=options.map,
+        long=options.long,
+        pack=not options.no_pack,
+        skip_bad=options.skip_bad,
+        seed=options.seed,
+        chat_template=options.chat_template,
+        vocab_size=cfg.vocab,
+        cache=cache,
+    )
+
+
+def cut(job: Job) -> dict:
+    """What must be the same for a resumed run to go on to the bit: how a step is cut, and how state is stored."""
+    p = job.plan
+    return {"tokens": p.tokens, "n_micro": p.n_micro, "dtype": p.dtype, "record": p.record, "rows": job.micro_rows}
+
+
+def _plan(options: Options, cfg, seq_len: int, dtype: str, device, limits, like: dict | None) -> tuple[Plan, int]:
+    """(plan, rows of a micro-batch)."""
+    if options.plan:
+        plan = Plan.load(Path(options.plan))
+        if len(plan.units) != cfg.n_units or plan.tokens % seq_len:
+            raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
+        return plan, plan.tokens // seq_len
+    if like is None:
+        most = max(1, MICRO_TOKENS[device.type] // seq_len)
+        if options.micro_batch == "auto":
+            rows = sorted({min(options.batch_size, most >> k) for k in range(20) if most >> k}, reverse=True)
+        else:
+            rows = [min(options.batch_size, options.micro_batch)]
+        candidates = [(r * seq_len, math.ceil(options.batch_size / r)) for r in rows]
+        record = max(1 << 24, shapes.parameters(cfg) // 256)
+    else:
+        candidates, record, dtype = [(like["tokens"], like["n_micro"])], like["record"], like["dtype"]
+    mode = options.optimizer_mode
+    if mode == "auto":
+        mode = "forward" if options.max_grad_norm else "backward"
+    if mode == "backward" and options.max_grad_norm:
+        raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
+    plan = simple_plan(cfg, limits, batch_tokens=candidates, dtype=dtype, mode=mode, record=record)
+    return plan, plan.tokens // seq_len
+
+
+def report(job: Job) -> list[str]:
+    """The lines that are printed before the first step: model, data, method, machine, plan."""
+    cfg, o, t = job.cfg, job.options, job.tokenizer
+    dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in job.stored.values()))
+    size = sum((job.source.folder / f).stat().st_size for f in job.source.files)
+    head = "tied head" if cfg.tied else "untied head"
+    vocabulary = f"tokenizer {t.core.get_vocab_size():,}" if t else "no tokenizer"
+    files = f"{len(job.source.files)} shard{'s' * (len(job.source.files) > 1)}"
+    lines = [
+        f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, {files}, {gib(size)}; "
+        f"{cfg.n_layers} layers; {head}; {vocabulary}",
+        *_labelled("data", job.data.describe()),
+    ]
+    for k in range(o.show_example):
+        lines += _labelled("example", job.data.example(k).splitlines() or [""])
+    moments = "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
+    lines.append(
+        f"method   full fine-tuning, AdamW ({moments}, fp32 moments), peak lr {job.lr:g}, {o.schedule}, "
+        f"clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
+    )
+    lines += _labelled("plan", plan_lines(job))
+    rows = min(o.batch_size, job.data.n_sequences)
+    lines.append(
+        f"steps    {job.total_steps:,} of {rows} sequences of up to {job.seq_len:,} tokens, "
+        f"{job.plan.n_micro} micro-batch{'es' * (job.plan.n_micro > 1)} of {job.micro_rows}"
+    )
+    return lines
+
+
+def plan_lines(job: Job) -> list[str]:
+    """The plan in words: what each tier holds, against its limit."""
+    geo, plan = Geometry(job.cfg, job.plan.dtype), job.plan
+    total = usage(geo, plan)
+    held: dict[str, Counter] = {"gpu": Counter(workspace=workspace(geo, plan)), "host": Counter()}
+    for b in buffers(geo, plan):
+        held[b.tier][b.key.split()[0]] += b.nbytes * b.count
+    where = {"gpu": "GPU" if job.device.type == "cuda" else "gpu tier (in RAM)", "host": "RAM"}
+    lines = []
+    for tier in ("gpu", "host"):
+        parts = ", ".join(f"{name} {gib(n)}" for name, n in held[tier].most_common(5))
+        lines.append(f"{where[tier]} {gib(total[tier])} of {gib(job.limits[tier])}{': ' if parts else ''}{parts}")
+    for kind in ("weights", "state"):
+        homes = Counter(getattr(u, kind) for u in plan.units)
+        lines.append(f"{kind} of {len(plan.units)} units: " + ", ".join(f"{n} on {tier}" for tier, n in homes.items()))
+    kept = sum(bool(u.saved) for u in plan.units)
+    lines.append(
+        f"activations kept of {kept} of {job.cfg.n_layers} blocks, recomputed in the others; updates: {plan.mode}"
+    )
+    return lines
+
+
+def _labelled(label: str, lines: list[str]) -> list[str]:
+    """Lines under one label, the following ones indented."""
+    return [f"{label if i == 0 else '':8} {line}" for i, line in enumerate(lines)]

@@ -1,0 +1,103 @@
+"""What this machine has: memory that the run may use, and how fast the device multiplies."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import torch
+
+from trireme.models.config import InputError
+
+RAM_SHARE = 0.85  # of what this process may use
+GPU_RESERVE = 512 << 20  # bytes for kernels loaded late, library workspaces and fragmentation
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises InputError where cuda is asked for and missing."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no CUDA device. Leave it out to train on the CPU.")
+    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def available_ram() -> int:
+    """Bytes that this process may still take: what is available, within every cgroup limit above it."""
+    found = [_meminfo("MemAvailable")]
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            ceiling = int((_CGROUP / limit).read_text())
+            taken = int((_CGROUP / used).read_text()) - _reclaimable(_CGROUP / stat)
+            found.append(ceiling - taken)
+        except (OSError, ValueError):  # no such limit here ("max" is none)
+            continue
+    return max(0, min(found))
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def _reclaimable(stat: Path) -> int:
+    """Page cache that a cgroup counts as used, in bytes."""
+    for line in stat.read_text().splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None) -> dict[str, int]:
+    """Bytes that the plan may use in gpu and host. What is given is a hard limit; else what is free, less a reserve.
+
+    On a CUDA device the GPU's limit counts the driver's context too. On the CPU the gpu tier is RAM of its own limit.
+    """
+    free = available_ram()
+    host = ram if ram is not None else int(free * RAM_SHARE)
+    if device.type != "cuda":
+        gpu = gpu_memory if gpu_memory is not None else host // 2
+        return {"gpu": gpu, "host": host if ram is not None or gpu_memory is not None else host - gpu}
+    torch.zeros(1, device=device)  # makes the context, so that its size is seen
+    gpu_free, total = torch.cuda.mem_get_info(device)
+    context = min(total - gpu_free, 1 << 30)
+    limit = gpu_free if gpu_memory is None else min(gpu_free, gpu_memory - context)
+    if limit <= GPU_RESERVE:
+        raise InputError(
+            f"--gpu-memory: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB."
+        )
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    return {"gpu": limit - GPU_RESERVE, "host": host}
+
+
+def memory_in_use(device: torch.device) -> tuple[float, float]:
+    """(peak GiB of the GPU allocator, peak GiB of this process's resident memory)."""
+    gpu = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    return gpu / 2**30, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product on random data: what MFU is measured against."""
+    n = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    repeats = 5
+    for _ in range(2):
+        a @ b
+    start = _now(device)
+    for _ in range(repeats):
+        a @ b
+    return 2 * n**3 * repeats / (_now(device) - start)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()

@@ -1,0 +1,310 @@
+"""The loop around the step: set-up, epochs, evaluation, snapshots, signals, and the folder that is left at the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from trireme.engine import job as jobs
+from trireme.engine.build import build, inputs
+from trireme.engine.command import write_config
+from trireme.engine.job import Job
+from trireme.engine.lanes import RealLanes, busy, write_perfetto
+from trireme.engine.log import RunLog
+from trireme.engine.machine import matmul_rate, memory_in_use
+from trireme.engine.memory import DTYPE
+from trireme.engine.optimizer import AdamW, StepStats
+from trireme.engine.options import Options
+from trireme.engine.schedule import learning_rate
+from trireme.engine.step import Engine, evaluate, train_step
+from trireme.models import shapes
+from trireme.models.config import InputError
+from trireme.models.rows import rope_tables
+from trireme.storage.checkpoint import export
+from trireme.storage.devices import open_device
+from trireme.storage.files import StoreError
+from trireme.storage.scratch import Scratch
+from trireme.storage.shards import Store
+
+PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has saved itself. Exit code 130."""
+
+
+class Diverged(InputError):
+    """The loss or the gradient is no longer a number."""
+
+
+def finetune(options: Options) -> None:
+    """Trains as the options say. Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted."""
+    store, extra = _open_snapshot(options) if options.resume else (None, None)
+    try:
+        job = jobs.prepare(options, like=extra and extra["cut"])
+        for line in jobs.report(job):
+            print(line)
+        if options.dry_run:
+            print("Dry run: nothing written.")
+            return
+        if extra is None:
+            store = _new_store(job)
+        elif extra["data"] != job.data.fingerprint:
+            raise InputError(f"--resume {options.resume}: the data is not what the run was started with. Restore it.")
+        Run(job, store, extra).go()
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
+    """The store of an interrupted run at its last snapshot, or (None, None) where it had not come to a first one."""
+    dirs = options.store or (os.path.join(options.out, "store"),)
+    try:
+        store = Store.open([open_device(d, 0) for d in dirs], options.keep)
+    except StoreError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        print("no snapshot yet: starts from the beginning")
+        return None, None
+    return store, store.restore()
+
+
+def _new_store(job: Job) -> Store:
+    job.out.mkdir(parents=True, exist_ok=True)
+    write_config(job.options, job.out / "config.yaml")
+    probe = min(PROBE, 4 * job.parameters)
+    return Store.create([open_device(d, probe) for d in job.store_dirs], job.options.keep, job.source.folder)
+
+
+class Run:
+    """One run from its first or resumed step to its last."""
+
+    def __init__(self, job: Job, store: Store, extra: dict | None):
+        self.job, self.store, self.options = job, store, job.options
+        self.step = extra["step"] if extra else 0
+        self.best = extra["best"] if extra else None
+        self.first_loss: float | None = extra["first_loss"] if extra else None
+        self.log = RunLog(job.out, job.options, job.total_steps, self.step)
+        self.lanes = RealLanes(job.device)
+        self.tables = rope_tables(job.cfg, job.seq_len, job.device)
+        self.peak = matmul_rate(job.device, DTYPE[job.plan.dtype])
+        self.stop: str | None = None
+        self.e = self._engine(resumed=extra is not None)
+        self.saved_at, self.saved_step = time.monotonic(), self.step
+        self.evaluated_at = time.monotonic()
+
+    # ------------------------------------------------ set-up
+
+    def _engine(self, resumed: bool) -> Engine:
+        job, o = self.job, self.options
+        adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
+        e = build(job.cfg, job.plan, job.limits, self.lanes, adamw=adamw, store=self.store)
+        if e.activations.scratch_bytes:
+            e.activations.scratch = Scratch(self.store.devices[0], e.activations.scratch_bytes)
+        if resumed:
+            e.homes.load_from_store()
+            self.log.say(f"resumed at step {self.step}")
+            return e
+        for name, layout in e.homes.shards():
+            self.store.add(name, layout, weights=name.startswith("weights"))
+        if any("ssd" in (u.weights, u.state) for u in job.plan.units):
+            self.store.reserve()
+        exact = {name for name, stored in job.stored.items() if job.source.tensors[stored].dtype == "BF16"}
+        e.homes.load(self._read_fp32, exact.__contains__)
+        return e
+
+    def _read_fp32(self, name: str) -> torch.Tensor:
+        stored = self.job.stored[name]
+        out = np.empty(self.job.source.tensors[stored].numel, np.float32)
+        self.job.source.read_as(stored, "F32", out)
+        return torch.from_numpy(out)
+
+    # ------------------------------------------------ the loop
+
+    def go(self) -> None:
+        job = self.job
+        try:
+            with self._signals():
+                if job.data.held_out and self.step == 0:
+                    self._evaluate()
+                while self.step < job.total_steps and not self.stop:
+                    self._one_step()
+                if self.stop:
+                    self._save()
+                    self.log.say(
+                        f"{self.stop} saved {job.out} at step {self.step}. "
+                        f"Resume: python scripts/finetune.py --resume {job.out}"
+                    )
+                    raise Interrupted
+                self._finish()
+        finally:
+            self.log.close()
+            self._close()
+
+    def _one_step(self) -> None:
+        job, o = self.job, self.options
+        began = time.perf_counter()
+        self.lanes.tracing = o.trace
+        batch = job.data.step(self.step, o.batch_size, job.micro_rows)
+        rate = learning_rate(self.step + 1, job.total_steps, job.lr, o.schedule, o.warmup_steps(job.total_steps))
+        micro = [inputs(job.cfg, mb, self.tables, job.device) for mb in batch]
+        stats = train_step(self.e, micro, self.step + 1, rate)
+        if not np.isfinite([stats.loss, stats.grad_norm]).all():
+            self._diverged(stats)
+        self.step += 1
+        self.first_loss = self.first_loss or stats.loss
+        seconds = time.perf_counter() - began
+        self._log_step(stats, rate, micro, seconds)
+        if o.trace:
+            self._trace()
+        if o.save_every.due(self.step, job.total_steps, time.monotonic() - self.saved_at):
+            self._save()
+        if job.data.held_out and o.eval_every.due(self.step, job.total_steps, time.monotonic() - self.evaluated_at):
+            self._evaluate()
+
+    def _log_step(self, stats: StepStats, rate: float, micro, seconds: float) -> None:
+        job = self.job
+        tokens, trained = sum(mb.tokens for mb in micro), sum(mb.trained for mb in micro)
+        flops = sum(shapes.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
+        gpu, ram = memory_in_use(job.device)
+        per_epoch = job.data.steps_per_epoch(self.options.batch_size)
+        record = {
+            "step": self.step,
+            "epoch": round(self.step / per_epoch, 4),
+            "loss": stats.loss,
+            "learning_rate": rate,
+            "grad_norm": stats.grad_norm,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "trained_tokens_per_second": round(trained / seconds, 1),
+            "mfu": round(flops / seconds / self.peak, 4),
+            "step_time_s": round(seconds, 4),
+            "ram_gib": round(ram, 3),
+        }
+        self.log.step(record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {}))
+
+    def _diverged(self, stats: StepStats) -> None:
+        """A step that is not a number is not applied; with updates that run under backward only a snapshot helps."""
+        self.e.optimizer.discard()
+        raise Diverged(
+            f"step {self.step + 1}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of this step was "
+            f"saved; snapshot {self.saved_step} stands. Lower --lr, or look at the data of this step."
+        )
+
+    def _evaluate(self) -> None:
+        """Token-weighted loss on the held-out data; the best so far is remembered."""
+        job, total, count = self.job, 0.0, 0
+        group: list = []
+        micro = job.data.held_out.batches(job.micro_rows)
+        for mb in micro:
+            group.append(inputs(job.cfg, mb, self.tables, job.device))
+            count += mb.trained
+            if len(group) == job.plan.n_micro:
+                total += self._eval_group(group)
+                group = []
+        total += self._eval_group(group) if group else 0.0
+        loss = total / max(1, count)
+        self.best = loss if self.best is None else min(self.best, loss)
+        per_epoch = job.data.steps_per_epoch(self.options.batch_size)
+        self.log.eval({"step": self.step, "epoch": round(self.step / per_epoch, 4), "eval_loss": loss})
+        self.evaluated_at = time.monotonic()
+
+    def _eval_group(self, group: list) -> float:
+        return float(sum(losses.double().sum() for losses in evaluate(self.e, group)))
+
+    # ------------------------------------------------ saving
+
+    def _settle(self) -> None:
+        """All updates applied, all lanes idle."""
+        self.e.optimizer.flush()
+        self.lanes.drain()
+
+    def _save(self) -> None:
+        """A snapshot of this step. What lives on the SSD is linked, not copied."""
+        if self.saved_step == self.step and self.store.snapshots:
+            return
+        self._settle()
+        self.e.homes.save_to_store()
+        extra = {"step": self.step, "cut": jobs.cut(self.job), "data": self.job.data.fingerprint}
+        self.store.commit(self.step, extra | {"best": self.best, "first_loss": self.first_loss})
+        self.saved_at, self.saved_step = time.monotonic(), self.step
+
+    def _finish(self) -> None:
+        """The last evaluation, the checkpoint folder, and the end of the training state."""
+        job = self.job
+        self._settle()
+        if job.data.held_out:
+            self._evaluate()
+        export(job.source, job.out, self._fetch)
+        self.log.say(f"output   {job.out}: {', '.join(job.source.files[:3])}{' ...' * (len(job.source.files) > 3)}")
+        if not self.options.store:
+            self._close()
+            self.store.close()
+            shutil.rmtree(job.out / "store")
+
+    def _fetch(self, stored: str) -> np.ndarray | None:
+        """New values of a tensor of the source by its stored name, as export asks for them."""
+        name = self._canonical.get(stored)
+        if name is None:
+            return None
+        exact = self.job.source.tensors[stored].dtype != "BF16"
+        values = self.e.homes.fetch(self._unit_of[name], name, exact)
+        return values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
+
+    @property
+    def _canonical(self) -> dict[str, str | None]:
+        from trireme.models import hf
+
+        return hf.canonical_names(self.job.cfg, {n: t.shape for n, t in self.job.source.tensors.items()})
+
+    @property
+    def _unit_of(self) -> dict[str, int]:
+        return {t.name: u for u, layout in enumerate(self.e.geo.weights) for t in layout.tensors}
+
+    def _trace(self) -> None:
+        self.lanes.drain()
+        spans = self.lanes.trace()
+        write_perfetto(self.job.out / "trace.json", spans)
+        self.log.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in busy(spans).items()))
+
+    # ------------------------------------------------ the end
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM finishes the step and saves; the second leaves at once."""
+
+        def first(number, frame):
+            self.stop = "^C " if number == signal.SIGINT else "asked to stop:"
+            print(f"\n  finishing step {self.step + 1} and saving; again: leave at once", file=sys.stderr, flush=True)
+            for n in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(n, second)
+
+        def second(number, frame):
+            print(f"\nleft at once. Last snapshot: step {self.saved_step}", file=sys.stderr, flush=True)
+            os._exit(130)
+
+        before = {n: signal.signal(n, first) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for n, handler in before.items():
+                signal.signal(n, handler)
+
+    def _close(self) -> None:
+        if self.e is None:
+            return
+        e, self.e = self.e, None
+        self.lanes.close()
+        e.optimizer.close()
+        if e.activations.scratch is not None:
+            e.activations.scratch.close()
+        e.memory.close()
