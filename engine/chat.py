@@ -1,19 +1,274 @@
-"""Chat templates, rendered exactly as Hugging Face does, and which characters of a rendering are trained on."""
+"""Conversations to text through the checkpoint's chat template, and which characters of it are trained on.
+
+There is one rendering of a conversation. Its template says what is the assistant's, with {% generation %}; where it
+does not, a turn of the assistant is what the template wrote for that message, without the opening that a prompt ends with
+("<|im_start|>assistant\\n") and without white space after the mark that ends it ("<|im_end|>").
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from os.path import commonprefix
+from pathlib import Path
 
+import jinja2
+
+from trireme.engine.sources import BadRow
+from trireme.engine.template import Rendering, Span, Template
 from trireme.engine.tokens import Tokenizer
+from trireme.models.config import InputError
+
+# For models that have no template: roles on lines of their own, the tokenizer's end token after every message.
+PLAIN = """\
+{{- bos_token }}
+{%- if tools %}{{ '<|tools|>\\n' + tools | tojson + eos_token + '\\n' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {{- message.content or '' }}
+            {%- for call in message.tool_calls or [] %}
+                {{- '<tool_call>' + (call.function or call) | tojson + '</tool_call>' }}
+            {%- endfor %}
+            {{- eos_token }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message.content + eos_token }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
+"""
 
 
-@dataclass(frozen=True)
 class ChatTemplate:
-    fingerprint: str
+    """The chat template of a tokenizer: one, or a default and one for conversations with tools."""
 
-    def render_spans(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        raise NotImplementedError
+    def __init__(self, sources: dict[str, str], variables: dict[str, str]):
+        """sources: template by name, "default" among them. Raises jinja2.TemplateSyntaxError."""
+        self.sources = sources
+        self._parts = {name: _Marker(Template(source, variables)) for name, source in sources.items()}
+        self.fingerprint = hashlib.sha256(json.dumps([sources, variables], sort_keys=True).encode()).hexdigest()
+
+    def text(self, messages: Sequence[dict], tools: list[dict] | None = None, prompt: bool = False) -> str:
+        """The rendering; `prompt` adds what asks for the assistant's next message. BadRow where it is refused."""
+        return self._part(tools).template.text(messages, tools, prompt)
+
+    def spans(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[Span]]:
+        """(the rendering, its characters to train on). Messages with "train": False are left out. BadRow where unclear."""
+        return self._part(tools).spans(messages, tools)
+
+    def notes(self) -> list[str]:
+        """What the user should know about this template."""
+        return self._parts["default"].notes()
+
+    def _part(self, tools: list[dict] | None) -> _Marker:
+        return self._parts["tool_use" if tools is not None and "tool_use" in self._parts else "default"]
 
 
-def load_template(tokenizer: Tokenizer, choice: str | None) -> ChatTemplate | None:
-    return None
+_PROBE = "Qz7"  # stands for what somebody says; no template contains it
+
+
+class _Marker:
+    """Finds the assistant's characters in the renderings of one template."""
+
+    def __init__(self, template: Template):
+        self.template = template
+
+    def spans(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[Span]]:
+        wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
+        messages = [self._adapted({k: v for k, v in m.items() if k != "train"}) for m in messages]
+        rendering = self.template.render(messages, tools)
+        self._check_tools(messages, tools, rendering.text)
+        if self.template.tags:
+            return rendering.text, self._tagged(rendering, wanted)
+        spans = []
+        for i, is_wanted in enumerate(wanted):
+            if is_wanted:
+                spans.append(self._turn(i, messages, tools, rendering))
+        return rendering.text, spans
+
+    def notes(self) -> list[str]:
+        if not self.template.tags and not self._end.strip():
+            return [
+                "the chat template writes no mark after the assistant's last message: the model will not learn to stop"
+            ]
+        return []
+
+    def _tagged(self, rendering: Rendering, wanted: list[bool]) -> list[Span]:
+        """The {% generation %} blocks, but those in turns that are not wanted."""
+        unwanted = [span for i, span in rendering.turns if not wanted[i]]
+        inside = lambda span, other: other[0] <= span[0] and span[1] <= other[1]  # noqa: E731
+        return [span for span in rendering.generated if not any(inside(span, turn) for turn in unwanted)]
+
+    def _turn(self, i: int, messages: list[dict], tools: list[dict] | None, rendering: Rendering) -> Span:
+        """The characters that the assistant says in message i."""
+        found = [span for turn, span in rendering.turns if turn == i]
+        if len(found) != 1:
+            what = "nothing" if not found else "several parts"
+            raise BadRow(
+                f"the chat template writes {what} for message {i} (assistant), so what to train on cannot be told; "
+                "a template with {% generation %} tags says it (--chat-template FILE)"
+            )
+        start, stop = found[0]
+        written = rendering.text[start:stop]
+        if any(call["function"]["name"] not in written for call in messages[i].get("tool_calls", [])):
+            raise BadRow(
+                f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
+            )
+        end = start + len(written.rstrip() if self._end.strip() else written)
+        return start + self._opening(i, messages, tools, written), end
+
+    def _opening(self, i: int, messages: list[dict], tools: list[dict] | None, written: str) -> int:
+        """How many characters of the turn `written` are given to the model rather than written by it."""
+        prompt = self._prompt
+        if prompt and written.startswith(prompt):
+            return len(prompt)
+        if prompt and i:  # what the prompt is may depend on what came before, a tool's answer for instance
+            here = self._prompt_after(messages[:i], tools)
+            if here and written.startswith(here):
+                return len(here)
+        opening = self._lead
+        if written.startswith(opening):
+            return len(opening)
+        if not opening.strip():
+            return 0
+        raise BadRow(f"message {i} (assistant) does not begin with {opening!r} in the chat template's rendering")
+
+    def _prompt_after(self, messages: list[dict], tools: list[dict] | None) -> str:
+        """What asks for the next message: all that the template writes after the last turn."""
+        try:
+            rendering = self.template.render(messages, tools, prompt=True)
+        except BadRow:
+            return ""
+        return rendering.text[max((stop for _, (_, stop) in rendering.turns), default=len(rendering.text)) :]
+
+    # ------------------------------------------------ what the template does, found with a conversation of our own
+
+    @cached_property
+    def _prompt(self) -> str:
+        """The prompt for the assistant after a user's message; empty where the template has none."""
+        return self._prompt_after([{"role": "user", "content": "?"}], None)
+
+    @cached_property
+    def _probed(self) -> tuple[list[str], str]:
+        """(what stands before the assistant's words in its turn, said in several ways; what stands after them)."""
+        before, after = [], ""
+        for content in (_PROBE, f"<think>\n{_PROBE}\n</think>\n\n{_PROBE}"):
+            try:
+                rendering = self.template.render(
+                    [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}], None
+                )
+            except BadRow:
+                continue
+            for turn, (start, stop) in rendering.turns:
+                written = rendering.text[start:stop]
+                if turn == 1 and _PROBE in written:
+                    before.append(written[: written.index(_PROBE)])
+                    after = written[written.rindex(_PROBE) + len(_PROBE) :]
+        return before, after
+
+    @property
+    def _lead(self) -> str:
+        """What every turn of the assistant begins with."""
+        before = self._probed[0]
+        return commonprefix([*before, self._prompt] if self._prompt else before)
+
+    @property
+    def _end(self) -> str:
+        return self._probed[1]
+
+    # ------------------------------------------------ tools
+
+    @cached_property
+    def _arguments(self) -> type | None:
+        """What a call's arguments must be for the template to write them as JSON: dict, str, or None for either."""
+        works = {}
+        for arguments in ({_PROBE: 1}, json.dumps({_PROBE: 1})):
+            call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                text = self.template.text(messages, None)
+            except BadRow:
+                text = ""
+            works[type(arguments)] = f'"{_PROBE}"' in text
+        return None if works[dict] == works[str] else dict if works[dict] else str
+
+    def _adapted(self, message: dict) -> dict:
+        """The message with its tool calls in the form that the template writes properly."""
+        if not message.get("tool_calls"):
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            function = dict(call["function"])
+            arguments = function.get("arguments", {})
+            if isinstance(arguments, str) and self._arguments is dict:
+                try:
+                    function["arguments"] = json.loads(arguments)
+                except ValueError as error:
+                    raise BadRow(f"the arguments of a call of {function['name']!r} are not JSON ({error})") from None
+            elif not isinstance(arguments, str) and self._arguments is str:
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            calls.append({**call, "function": function})
+        return {**message, "tool_calls": calls}
+
+    def _check_tools(self, messages: list[dict], tools: list[dict] | None, text: str) -> None:
+        for tool in tools or []:
+            name = tool.get("function", tool).get("name")
+            if isinstance(name, str) and name not in text:
+                raise BadRow(
+                    f"the chat template does not write the tool {name!r}; one that does: --chat-template FILE, "
+                    "or leave them out: --map unused=tools"
+                )
+
+
+def load_template(tokenizer: Tokenizer, choice: str | None = None) -> ChatTemplate | None:
+    """The chat template to use: `choice` is a file or "plain", None the checkpoint's own; None where it has none."""
+    variables = tokenizer.specials
+    if choice == "plain":
+        bos = "".join(tokenizer.core.id_to_token(i) for i in tokenizer.bos)
+        sources, where = {"default": PLAIN}, "plain"
+        variables = variables | {"bos_token": bos, "eos_token": tokenizer.eos_token or ""}
+    elif choice:
+        sources, where = {"default": _read(Path(choice), "--chat-template ")}, choice
+    else:
+        sources, where = _own_templates(tokenizer)
+    if not sources:
+        return None
+    if "default" not in sources:
+        raise InputError(
+            f"{where} has chat templates {', '.join(sources)}, but no default. Name a file: --chat-template FILE."
+        )
+    try:
+        return ChatTemplate(sources, variables)
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(
+            f"{where}: the chat template does not compile, line {error.lineno}: {error.message}."
+        ) from None
+
+
+def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
+    """(templates by name, where they stand)."""
+    path = tokenizer.folder / "chat_template.jinja"
+    if path.is_file():
+        more = sorted((tokenizer.folder / "additional_chat_templates").glob("*.jinja"))
+        return {"default": _read(path), **{p.stem: _read(p) for p in more}}, str(path)
+    where = str(tokenizer.folder / "tokenizer_config.json")
+    written = tokenizer.config.get("chat_template")
+    if isinstance(written, list):
+        written = {t.get("name"): t.get("template") for t in written if isinstance(t, dict)}
+    sources = {"default": written} if isinstance(written, str) else written or {}
+    if not isinstance(sources, dict) or not all(isinstance(s, str) for s in (*sources, *sources.values())):
+        raise InputError(f"{where}: 'chat_template' is neither a string nor a list of named templates.")
+    return sources, where
+
+
+def _read(path: Path, what: str = "") -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise InputError(f"{what}{path}: {reason}.") from None

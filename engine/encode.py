@@ -37,7 +37,7 @@ def encode(
             plain.append(i)
         elif isinstance(example, Chat):
             try:
-                marked.append((i, *template.render_spans(example.messages, example.tools)))
+                marked.append((i, *template.spans(example.messages, example.tools)))
             except BadRow as error:
                 results[i] = error
         else:
