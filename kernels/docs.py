@@ -7,21 +7,45 @@ from typing import NamedTuple
 
 import torch
 
+TILES = (64, 128)  # rows of a tile for which attention finds its work listed
+
 
 class Docs(NamedTuple):
-    """The documents of one micro-batch. Attention never crosses a document and positions restart in each."""
+    """The documents of one micro-batch. Attention never crosses a document and positions restart in each.
+
+    query_tiles and key_tiles list attention's work by rows of a tile: (tiles, 3) int32 of (the document's first row,
+    the tile's first row within the document, the document's length), heaviest first under the causal mask: late
+    tiles of queries see most keys, early tiles of keys are seen by most queries. No program finds itself without work.
+    """
 
     lengths: tuple[int, ...]  # on the host; sums to N
     cu_seqlens: torch.Tensor  # (n + 1,) int32, on the device
     positions: torch.Tensor  # (N,) int32, on the device
+    query_tiles: dict[int, torch.Tensor]
+    key_tiles: dict[int, torch.Tensor]
 
 
 def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
-    """Docs for `lengths`, the token count of each document in order (each >= 1). The copies to the device are asynchronous."""
+    """Docs for `lengths`, the token count of each document in order (each >= 1), copied to the device at one go."""
     assert lengths and min(lengths) >= 1
     n = torch.tensor(lengths, dtype=torch.int64)
     cu = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(n, 0, out=cu[1:])
     positions = torch.arange(int(cu[-1])) - torch.repeat_interleave(cu[:-1], n)
-    to = lambda t: t.to(torch.int32).to(device, non_blocking=True)  # noqa: E731
-    return Docs(tuple(int(v) for v in lengths), to(cu), to(positions))
+    parts = [cu, positions, *(t for block in TILES for t in _tiles(n, cu[:-1], block))]
+    sent = torch.cat([t.flatten() for t in parts]).to(torch.int32).to(device, non_blocking=True)
+    flat = [f.view(t.shape) for f, t in zip(sent.split([t.numel() for t in parts]), parts, strict=True)]
+    query_tiles, key_tiles = dict(zip(TILES, flat[2::2], strict=True)), dict(zip(TILES, flat[3::2], strict=True))
+    return Docs(tuple(int(v) for v in lengths), flat[0], flat[1], query_tiles, key_tiles)
+
+
+def _tiles(n: torch.Tensor, start: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(query tiles, key tiles) of `block` rows for documents of n (n_docs,) tokens that begin at start (n_docs,)."""
+    counts = (n + block - 1) // block
+    doc = torch.repeat_interleave(torch.arange(len(n)), counts)
+    first = torch.cumsum(counts, 0) - counts  # a document's first tile
+    offset = (torch.arange(len(doc)) - first[doc]) * block
+    tiles = torch.stack((start[doc], offset, n[doc]), 1)
+    by_queries = torch.argsort(offset, descending=True, stable=True)
+    by_keys = torch.argsort(n[doc] - offset, descending=True, stable=True)
+    return tiles[by_queries], tiles[by_keys]

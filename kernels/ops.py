@@ -18,7 +18,7 @@ from trireme.kernels.reference import join_master, rope_table, split_master
 
 
 def _op(plain: Callable, module: str) -> Callable:
-    """`plain`, or the launcher of the same name and signature in trireme.kernels.<module> where the tensors are on a GPU."""
+    """`plain`, or the launcher of its name and signature in trireme.kernels.<module> where the tensors are on a GPU."""
     launcher = cache(lambda: getattr(import_module(f"trireme.kernels.{module}"), plain.__name__))
 
     @wraps(plain)

@@ -331,7 +331,7 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _halve(x: Tensor) -> Tensor:
-    """Sum over the last dimension, padded to a power of two, by adding the second half to the first until one is left."""
+    """Sum over the last dimension, zeros up to a power of two: the second half goes onto the first till one is left."""
     n = x.shape[-1]
     x = torch.nn.functional.pad(x, (0, (1 << max(n - 1, 0).bit_length()) - n))
     while (half := x.shape[-1] // 2) > 0:
@@ -358,7 +358,7 @@ def sum_blocks(sums: Tensor) -> Tensor:
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (hi bf16, lo int16), exact: bits(master) = (bits(hi) << 16) + lo. hi is master rounded half up in magnitude."""
+    """fp32 -> (hi bf16, lo int16), exact: bits(master) = (bits(hi) << 16) + lo. Halves round away from zero."""
     bits = master.contiguous().view(torch.int32)
     hi = (bits + 0x8000) >> 16
     return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << 16)).to(torch.int16)

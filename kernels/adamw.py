@@ -1,0 +1,137 @@
+"""AdamW and the gradient's norm on the GPU: one pass over memory each, the same bits as reference.py.
+
+Every operation is an IEEE fp32 operation rounded by itself: no fused multiply-add, correctly rounded division and root.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.launch import power2
+
+BLOCK = 1024
+LANES, LANE_ROWS = 1024, 64  # the blocks of reference.sum_squares
+
+
+@triton.jit(do_not_specialize=["n", "n_decay"])
+def _adamw(
+    p_w,
+    p_lo,
+    p_m,
+    p_v,
+    p_grad,
+    p_clip,
+    n,
+    n_decay,
+    step_size,
+    beta1,
+    one_beta1,
+    beta2,
+    one_beta2,
+    inv_sqrt_bias2,
+    eps,
+    decay,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = o < n
+    b_g = tl.load(p_grad + o, mask, 0.0).to(tl.float32) * tl.load(p_clip)
+    if SPLIT:
+        b_hi = tl.load(p_w + o, mask, 0.0).to(tl.int16, bitcast=True).to(tl.int32)
+        b_w = ((b_hi << 16) + tl.load(p_lo + o, mask, 0).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        b_w = tl.load(p_w + o, mask, 0.0)
+    b_w = tl.where(o < n_decay, b_w * decay, b_w)
+    b_m = beta1 * tl.load(p_m + o, mask, 0.0) + one_beta1 * b_g
+    b_v = beta2 * tl.load(p_v + o, mask, 0.0) + one_beta2 * (b_g * b_g)
+    tl.store(p_m + o, b_m, mask)
+    tl.store(p_v + o, b_v, mask)
+    b_w -= tl.div_rn(step_size * b_m, tl.sqrt_rn(b_v) * inv_sqrt_bias2 + eps)
+    if SPLIT:
+        b_bits = b_w.to(tl.int32, bitcast=True)
+        b_hi = (b_bits + 0x8000) >> 16
+        tl.store(p_w + o, b_hi.to(tl.int16).to(tl.bfloat16, bitcast=True), mask)
+        tl.store(p_lo + o, (b_bits - (b_hi << 16)).to(tl.int16), mask)
+    else:
+        tl.store(p_w + o, b_w, mask)
+
+
+@triton.jit
+def _halve(x, SIZE: tl.constexpr):
+    """Sum of x (SIZE,), the second half added to the first until one is left; every addition has its place."""
+    if SIZE == 1:
+        return x
+    return _halve(tl.sum(tl.reshape(x, (2, SIZE // 2)), 0), SIZE // 2)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _sum_squares(p_x, p_out, p_sums, n, ROUND: tl.constexpr, LANES: tl.constexpr, LANE_ROWS: tl.constexpr):
+    o = tl.program_id(0).to(tl.int64) * (LANES * LANE_ROWS) + tl.arange(0, LANES)
+    b_sum = tl.zeros((LANES,), tl.float32)
+    for _ in range(LANE_ROWS):
+        b_x = tl.load(p_x + o, o < n, 0.0)
+        if ROUND:
+            b_x = b_x.to(p_out.dtype.element_ty)
+            tl.store(p_out + o, b_x, o < n)
+        b_x = b_x.to(tl.float32)
+        b_sum += b_x * b_x
+        o += LANES
+    tl.store(p_sums + tl.program_id(0) + tl.arange(0, 1), _halve(b_sum, LANES))
+
+
+@triton.jit(do_not_specialize=["n_blocks"])
+def _sum_blocks(p_sums, p_total, n_blocks, BLOCKS: tl.constexpr):
+    o = tl.arange(0, BLOCKS)
+    b_total = _halve(tl.load(p_sums + o, o < n_blocks, 0.0).to(tl.float64), BLOCKS)
+    tl.store(p_total + tl.arange(0, 1), b_total.to(tl.float32))
+
+
+def adamw_(
+    w_: Tensor,
+    lo_: Tensor | None,
+    m_: Tensor,
+    v_: Tensor,
+    grad: Tensor,
+    clip: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    n_decay: int,
+    step: int,
+) -> None:
+    """As reference.adamw_, bit by bit. All tensors flat and contiguous."""
+    n = w_.numel()
+    assert m_.numel() == v_.numel() == grad.numel() == n and clip.numel() == 1
+    assert w_.dtype == (torch.float32 if lo_ is None else torch.bfloat16) and m_.dtype == v_.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (w_, m_, v_, grad)) and (lo_ is None or lo_.dtype == torch.int16)
+    _adamw[(triton.cdiv(n, BLOCK),)](
+        w_, lo_, m_, v_, grad, clip, n, n_decay, lr / (1 - beta1**step), beta1, 1 - beta1, beta2, 1 - beta2,
+        1 / (1 - beta2**step) ** 0.5, eps, 1 - lr * weight_decay, lo_ is not None, BLOCK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
+    """As reference.grad_finish, bit by bit. Flat and contiguous."""
+    assert grad.is_contiguous() and (out is None or (out.is_contiguous() and out.numel() == grad.numel()))
+    n = grad.numel()
+    n_blocks = triton.cdiv(n, LANES * LANE_ROWS)
+    sums = torch.empty(n_blocks, dtype=torch.float32, device=grad.device)
+    _sum_squares[(n_blocks,)](
+        grad, out, sums, n, out is not None, LANES, LANE_ROWS, num_warps=4, enable_fp_fusion=False
+    )
+    total = torch.empty(1, dtype=torch.float32, device=grad.device)
+    _sum_blocks[(1,)](sums, total, n_blocks, power2(n_blocks), num_warps=8)
+    return total
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """As reference.sum_squares, bit by bit. Flat and contiguous."""
+    return grad_finish(x)

@@ -1,0 +1,34 @@
+"""Sums over rows: what every weight and bias gradient of an elementwise kernel ends with.
+
+A kernel leaves one row of fp32 sums per program; they are added here in a fixed order, so results repeat bit by bit.
+Legend: P partial rows, D columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_P, BLOCK_D = 32, 64
+
+
+@triton.jit(do_not_specialize=["P"])
+def _add_rows(p_out, p_parts, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_p = tl.arange(0, BLOCK_P)
+    m_d = o_d < D
+    b_sum = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for i_p in range(0, P, BLOCK_P):
+        mask = (i_p + o_p < P)[:, None] & m_d[None, :]
+        b_sum += tl.load(p_parts + (i_p + o_p)[:, None] * D + o_d[None, :], mask, 0.0)
+    b_out = tl.load(p_out + o_d, m_d).to(tl.float32) + tl.sum(b_sum, 0)
+    tl.store(p_out + o_d, b_out.to(p_out.dtype.element_ty), m_d)
+
+
+def add_rows(out_: Tensor, parts: Tensor) -> None:
+    """out_ (D,) += sum of parts (P, D) fp32 over its rows, rounded once."""
+    P, D = parts.shape
+    assert out_.shape == (D,) and out_.is_contiguous() and parts.is_contiguous() and parts.dtype == torch.float32
+    _add_rows[(triton.cdiv(D, BLOCK_D),)](out_, parts, P, D, BLOCK_P, BLOCK_D, num_warps=4)

@@ -1,0 +1,105 @@
+"""GELU in its tanh form (Hendrycks & Gimpel 2016; GPT-2) after a bias, and the gradient of a bias.
+
+    gelu(x) = x * s,  s = sigmoid(2 k (x + c x^3))       since (1 + tanh(u)) / 2 = sigmoid(2 u)
+    gelu'(x) = s + x * s * (1 - s) * 2 k (1 + 3 c x^2)
+
+Legend: N tokens, F hidden width, P programs that share a column block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.column_sum import add_rows
+from trireme.kernels.launch import column_splits
+
+BLOCK = 1024  # values of a row that one program of the forward takes
+ROWS, COLUMNS = 16, 128  # the backward's tile
+
+
+@triton.jit
+def gelu_tanh(x):
+    """(gelu(x), gelu'(x)), fp32."""
+    s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
+    return x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+
+
+@triton.jit
+def _gelu_bias_fwd(p_h, p_bias, p_y, F: tl.constexpr, BLOCK: tl.constexpr):
+    o_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o = tl.program_id(0).to(tl.int64) * F + o_f
+    b_x = tl.load(p_h + o, o_f < F, 0.0).to(tl.float32) + tl.load(p_bias + o_f, o_f < F, 0.0).to(tl.float32)
+    tl.store(p_y + o, gelu_tanh(b_x)[0].to(p_y.dtype.element_ty), o_f < F)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _gelu_bias_bwd(
+    p_dy, p_h, p_bias, p_dh, p_y, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    i_part = tl.program_id(1)
+    b_bias = tl.load(p_bias + o_f, o_f < F, 0.0).to(tl.float32)[None, :]
+    b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for i_tile in range(i_part, tl.cdiv(N, ROWS), tl.num_programs(1)):
+        i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (i_row < N)[:, None] & (o_f < F)[None, :]
+        o = i_row[:, None] * F + o_f[None, :]
+        b_value, b_slope = gelu_tanh(tl.load(p_h + o, mask, 0.0).to(tl.float32) + b_bias)
+        b_dh = tl.load(p_dy + o, mask, 0.0).to(tl.float32) * b_slope
+        b_sum += b_dh
+        tl.store(p_dh + o, b_dh.to(p_dh.dtype.element_ty), mask)
+        tl.store(p_y + o, b_value.to(p_y.dtype.element_ty), mask)
+    tl.store(p_parts + i_part * F + o_f, tl.sum(b_sum, 0), o_f < F)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    i_part = tl.program_id(1)
+    b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for i_tile in range(i_part, tl.cdiv(N, ROWS), tl.num_programs(1)):
+        i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (i_row < N)[:, None] & (o_f < F)[None, :]
+        b_sum += tl.load(p_dy + i_row[:, None] * F + o_f[None, :], mask, 0.0).to(tl.float32)
+    tl.store(p_parts + i_part * F + o_f, tl.sum(b_sum, 0), o_f < F)
+
+
+def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
+    """As reference.gelu_bias_fwd. All arguments contiguous."""
+    N, F = h.shape
+    assert h.is_contiguous() and bias.shape == (F,)
+    y = torch.empty_like(h)
+    _gelu_bias_fwd[(N, triton.cdiv(F, BLOCK))](h, bias, y, F, BLOCK, num_warps=4)
+    return y
+
+
+def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
+    """As reference.gelu_bias_bwd. All arguments contiguous."""
+    N, F = h.shape
+    assert dy.shape == h.shape and dy.is_contiguous() and h.is_contiguous() and bias.shape == dbias_.shape == (F,)
+    dh, y = torch.empty_like(h), torch.empty_like(h)
+    grid = _column_grid(h)
+    parts = torch.empty((grid[1], F), dtype=torch.float32, device=h.device)
+    _gelu_bias_bwd[grid](dy, h, bias, dh, y, parts, N, F, ROWS, COLUMNS, num_warps=4)
+    add_rows(dbias_, parts)
+    return dh, y
+
+
+def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
+    """As reference.bias_bwd_. All arguments contiguous."""
+    N, F = dy.shape
+    assert dy.is_contiguous() and dbias_.shape == (F,)
+    grid = _column_grid(dy)
+    parts = torch.empty((grid[1], F), dtype=torch.float32, device=dy.device)
+    _bias_bwd[grid](dy, parts, N, F, ROWS, COLUMNS, num_warps=4)
+    add_rows(dbias_, parts)
+
+
+def _column_grid(h: Tensor) -> tuple[int, int]:
+    """(column blocks, programs that share each) for a pass over h (N, F) that sums columns."""
+    N, F = h.shape
+    blocks = triton.cdiv(F, COLUMNS)
+    return blocks, column_splits(h.device, blocks, triton.cdiv(N, ROWS))

@@ -1,0 +1,110 @@
+"""Block sizes, warps and stages of every kernel, as plain functions of shape and chip.
+
+Nothing is tuned at run time and nothing depends on the number of tokens. The rows come from scripts/bench_kernels.py
+--tune on an H200 (arch 90); those for Ada (arch 89) compile without spills within its 99 KiB of shared
+memory. arch 0 is Triton's CPU interpreter, where only few programs count.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Chip(NamedTuple):
+    """What launch settings depend on."""
+
+    arch: int  # compute capability: 90 for sm_90; 0 in the interpreter
+    sms: int  # multiprocessors
+
+
+class Tile(NamedTuple):
+    """An attention kernel's launch: rows of queries, rows of keys, warps, stages of the software pipeline."""
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+
+
+@cache
+def chip(device: torch.device) -> Chip:
+    """The chip behind `device`."""
+    if device.type != "cuda":
+        return Chip(0, 2)
+    p = torch.cuda.get_device_properties(device)
+    return Chip(10 * p.major + p.minor, p.multi_processor_count)
+
+
+def power2(n: int) -> int:
+    """The smallest power of two that is >= n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def row_tile(D: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) for kernels that hold whole rows of D values: about 4,096 values a program at least."""
+    block = power2(D)
+    rows = max(1, 2048 // block)
+    return rows, block, min(16, max(4, rows * block // 1024))
+
+
+def row_programs(device: torch.device, n_tiles: int) -> int:
+    """Programs of a persistent kernel that walks over row tiles and keeps column sums in registers."""
+    return min(n_tiles, 4 * chip(device).sms)
+
+
+def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
+    """How many programs share a column block when sums over rows are taken, so that the chip is full."""
+    return max(1, min(n_tiles, 8 * chip(device).sms // n_columns))
+
+
+# ---------------------------------------------------------------- attention
+
+
+def head_block(D: int) -> int:
+    """Columns of an attention tile: the head width, padded to what a matrix instruction takes."""
+    return max(16, power2(D))
+
+
+def attention_fwd(q: torch.Tensor) -> Tile:
+    """Forward tile for q (N, H, d)."""
+    arch, D = chip(q.device).arch, head_block(q.shape[2])
+    if arch == 0:
+        return Tile(64, 32, 4, 1)
+    if q.dtype == torch.float32:
+        return Tile(64, 32, 4, 1)
+    if arch >= 90:
+        return Tile(128, 64, 8, 2) if D == 256 else Tile(128, 128, 8, 2) if D == 128 else Tile(128, 128, 8, 3)
+    return Tile(64, 32, 4, 1) if D == 256 else Tile(128, 64, 8, 2)
+
+
+def attention_dq(q: torch.Tensor) -> Tile:
+    """Tile of the kernel for dq."""
+    arch, D = chip(q.device).arch, head_block(q.shape[2])
+    if arch == 0:
+        return Tile(64, 32, 4, 1)
+    if q.dtype == torch.float32:
+        return Tile(64, 32, 4, 1)
+    if arch >= 90:
+        return Tile(64, 64, 8, 1) if D == 256 else Tile(128, 64, 8, 2)
+    return Tile(64, 32, 8, 1) if D == 256 else Tile(128, 32, 8, 2)
+
+
+def attention_dkv(q: torch.Tensor) -> Tile:
+    """Tile of the kernel for (dk, dv)."""
+    arch, D = chip(q.device).arch, head_block(q.shape[2])
+    if arch == 0:
+        return Tile(32, 64, 4, 1)
+    if q.dtype == torch.float32:
+        return Tile(32, 64, 4, 1)
+    if arch >= 90:
+        return Tile(32, 64, 8, 1) if D == 256 else Tile(64, 128, 8, 2)
+    return Tile(16, 64, 8, 1) if D == 256 else Tile(32, 128, 8, 2)
+
+
+def cross_entropy(V: int) -> tuple[int, int]:
+    """(logits at a time, warps) for one row of V logits: wide programs, so that few rows are in flight, within L2."""
+    block = min(8192, power2(V))
+    return block, max(4, min(16, block // 512))

@@ -1,0 +1,143 @@
+"""LayerNorm (Ba et al. 2016), with the residual addition before it.
+
+    y = xhat * w + b,  xhat = (h - mean) * rstd,  rstd = 1 / sqrt(var + eps)
+    dh = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * w;  dw = sum of dy * xhat,  db = sum of dy, over rows
+
+Legend: N tokens, D width, P programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.column_sum import add_rows
+from trireme.kernels.launch import row_programs, row_tile
+
+
+@triton.jit(do_not_specialize=["N"])
+def _layernorm_fwd(
+    p_x,
+    p_residual,
+    p_w,
+    p_b,
+    p_y,
+    p_h,
+    p_mean,
+    p_rstd,
+    N,
+    eps,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    mask = (i_row < N)[:, None] & m_d[None, :]
+    o = i_row[:, None] * D + o_d[None, :]
+    b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
+    b_b = tl.load(p_b + o_d, m_d, 0.0).to(tl.float32)
+    b_h = tl.load(p_x + o, mask, 0.0).to(tl.float32)
+    if RESIDUAL:
+        b_sum = (b_h + tl.load(p_residual + o, mask, 0.0).to(tl.float32)).to(p_h.dtype.element_ty)
+        tl.store(p_h + o, b_sum, mask)
+        b_h = b_sum.to(tl.float32)
+    b_mean = tl.sum(b_h, 1) / D
+    b_c = tl.where(m_d[None, :], b_h - b_mean[:, None], 0.0)  # the variance is taken after centring: no cancellation
+    b_rstd = tl.rsqrt(tl.sum(b_c * b_c, 1) / D + eps)
+    tl.store(p_mean + i_row, b_mean, i_row < N)
+    tl.store(p_rstd + i_row, b_rstd, i_row < N)
+    b_y = b_c * b_rstd[:, None] * b_w[None, :] + b_b[None, :]
+    tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _layernorm_bwd(
+    p_dy,
+    p_h,
+    p_w,
+    p_mean,
+    p_rstd,
+    p_dresidual,
+    p_dh,
+    p_dw,
+    p_db,
+    N,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    i_prog = tl.program_id(0)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
+    b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    b_db = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for i_tile in range(i_prog, tl.cdiv(N, ROWS), tl.num_programs(0)):
+        i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (i_row < N)[:, None] & m_d[None, :]
+        o = i_row[:, None] * D + o_d[None, :]
+        b_dy = tl.load(p_dy + o, mask, 0.0).to(tl.float32)
+        b_h = tl.load(p_h + o, mask, 0.0).to(tl.float32)
+        b_mean = tl.load(p_mean + i_row, i_row < N, 0.0)[:, None]
+        b_rstd = tl.load(p_rstd + i_row, i_row < N, 0.0)[:, None]
+        b_xhat = (b_h - b_mean) * b_rstd  # wrong beyond D, where dy is zero
+        b_dw += b_dy * b_xhat
+        b_db += b_dy
+        b_g = b_dy * b_w[None, :]
+        b_dh = b_g - (tl.sum(b_g, 1) / D)[:, None] - b_xhat * (tl.sum(b_g * b_xhat, 1) / D)[:, None]
+        b_dh *= b_rstd
+        if RESIDUAL:
+            b_dh += tl.load(p_dresidual + o, mask, 0.0).to(tl.float32)
+        tl.store(p_dh + o, b_dh.to(p_dh.dtype.element_ty), mask)
+    tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
+    tl.store(p_db + i_prog * D + o_d, tl.sum(b_db, 0), m_d)
+
+
+def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None):
+    """As reference.layernorm_fwd. All arguments contiguous."""
+    N, D = x.shape
+    assert x.is_contiguous() and weight.shape == bias.shape == (D,)
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    y = torch.empty_like(x)
+    h = x if residual is None else torch.empty_like(x)
+    mean = torch.empty(N, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    rows, block, warps = row_tile(D)
+    has_residual = residual is not None
+    _layernorm_fwd[(triton.cdiv(N, rows),)](
+        x, residual, weight, bias, y, h, mean, rstd, N, eps, D, rows, block, has_residual, num_warps=warps
+    )
+    return y, mean, rstd, h
+
+
+def layernorm_bwd(
+    dy: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dweight_: Tensor,
+    dbias_: Tensor,
+    dresidual: Tensor | None = None,
+):
+    """As reference.layernorm_bwd. All arguments contiguous."""
+    N, D = h.shape
+    assert dy.shape == h.shape and dy.is_contiguous() and h.is_contiguous() and dweight_.shape == dbias_.shape == (D,)
+    assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
+    dh = torch.empty_like(h)
+    rows, block, warps = row_tile(D)
+    programs = row_programs(h.device, triton.cdiv(N, rows))
+    dw, db = torch.empty((2, programs, D), dtype=torch.float32, device=h.device)
+    has_residual = dresidual is not None
+    _layernorm_bwd[(programs,)](
+        dy, h, weight, mean, rstd, dresidual, dh, dw, db, N, D, rows, block, has_residual, num_warps=warps
+    )
+    add_rows(dweight_, dw)
+    add_rows(dbias_, db)
+    return dh

@@ -1,0 +1,209 @@
+"""RMSNorm (Zhang & Sennrich 2019), with the residual addition before it, over rows and over heads.
+
+    y = h * rstd * w,  rstd = 1 / sqrt(mean(h^2) + eps)
+    dh = rstd * (g - xhat * mean(g * xhat)),  g = dy * w,  xhat = h * rstd;  dw = sum over rows of dy * xhat
+
+Legend: N tokens, D width, H heads, d head width, P programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.column_sum import add_rows
+from trireme.kernels.launch import row_programs, row_tile
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rmsnorm_fwd(
+    p_x,
+    p_residual,
+    p_w,
+    p_y,
+    p_h,
+    p_rstd,
+    N,
+    eps,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_d = tl.arange(0, BLOCK_D)
+    mask = (i_row < N)[:, None] & (o_d < D)[None, :]
+    o = i_row[:, None] * D + o_d[None, :]
+    b_w = tl.load(p_w + o_d, o_d < D, 0.0).to(tl.float32)
+    b_h = tl.load(p_x + o, mask, 0.0).to(tl.float32)
+    if RESIDUAL:
+        b_sum = (b_h + tl.load(p_residual + o, mask, 0.0).to(tl.float32)).to(p_h.dtype.element_ty)
+        tl.store(p_h + o, b_sum, mask)
+        b_h = b_sum.to(tl.float32)
+    b_rstd = tl.rsqrt(tl.sum(b_h * b_h, 1) / D + eps)
+    tl.store(p_rstd + i_row, b_rstd, i_row < N)
+    b_y = b_h * b_rstd[:, None] * b_w[None, :]
+    tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rmsnorm_bwd(
+    p_dy,
+    p_h,
+    p_w,
+    p_rstd,
+    p_dresidual,
+    p_dh,
+    p_dw,
+    N,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    i_prog = tl.program_id(0)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
+    b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for i_tile in range(i_prog, tl.cdiv(N, ROWS), tl.num_programs(0)):
+        i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (i_row < N)[:, None] & m_d[None, :]
+        o = i_row[:, None] * D + o_d[None, :]
+        b_dy = tl.load(p_dy + o, mask, 0.0).to(tl.float32)
+        b_h = tl.load(p_h + o, mask, 0.0).to(tl.float32)
+        b_rstd = tl.load(p_rstd + i_row, i_row < N, 0.0)[:, None]
+        b_xhat = b_h * b_rstd
+        b_dw += b_dy * b_xhat
+        b_g = b_dy * b_w[None, :]
+        b_dh = b_rstd * (b_g - b_xhat * (tl.sum(b_g * b_xhat, 1) / D)[:, None])
+        if RESIDUAL:
+            b_dh += tl.load(p_dresidual + o, mask, 0.0).to(tl.float32)
+        tl.store(p_dh + o, b_dh.to(p_dh.dtype.element_ty), mask)
+    tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
+
+
+def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None):
+    """As reference.rmsnorm_fwd. All arguments contiguous."""
+    N, D = x.shape
+    assert x.is_contiguous() and weight.shape == (D,)
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    y = torch.empty_like(x)
+    h = x if residual is None else torch.empty_like(x)
+    rstd = torch.empty(N, dtype=torch.float32, device=x.device)
+    rows, block, warps = row_tile(D)
+    grid = (triton.cdiv(N, rows),)
+    _rmsnorm_fwd[grid](x, residual, weight, y, h, rstd, N, eps, D, rows, block, residual is not None, num_warps=warps)
+    return y, rstd, h
+
+
+def rmsnorm_bwd(dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dresidual: Tensor | None = None):
+    """As reference.rmsnorm_bwd. All arguments contiguous."""
+    N, D = h.shape
+    assert dy.shape == h.shape and dy.is_contiguous() and h.is_contiguous() and dweight_.shape == (D,)
+    assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
+    dh = torch.empty_like(h)
+    rows, block, warps = row_tile(D)
+    programs = row_programs(h.device, triton.cdiv(N, rows))
+    dw = torch.empty((programs, D), dtype=torch.float32, device=h.device)
+    has_residual = dresidual is not None
+    _rmsnorm_bwd[(programs,)](dy, h, weight, rstd, dresidual, dh, dw, N, D, rows, block, has_residual, num_warps=warps)
+    add_rows(dweight_, dw)
+    return dh
+
+
+# ---------------------------------------------------------------- over heads
+
+
+@triton.jit(do_not_specialize=["N"])
+def _head_fwd(
+    p_x,
+    p_w,
+    p_y,
+    p_rstd,
+    N,
+    eps,
+    x_n,
+    x_h,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_d = tl.arange(0, BLOCK_D)
+    m_row = i_row < N * H
+    mask = m_row[:, None] & (o_d < D)[None, :]
+    b_x = tl.load(p_x + ((i_row // H) * x_n + (i_row % H) * x_h)[:, None] + o_d[None, :], mask, 0.0).to(tl.float32)
+    b_w = tl.load(p_w + o_d, o_d < D, 0.0).to(tl.float32)
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)
+    tl.store(p_rstd + i_row, b_rstd, m_row)
+    b_y = b_x * b_rstd[:, None] * b_w[None, :]
+    tl.store(p_y + i_row[:, None] * D + o_d[None, :], b_y.to(p_y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _head_bwd(
+    p_dy,
+    p_x,
+    p_w,
+    p_rstd,
+    p_dx,
+    p_dw,
+    N,
+    dy_n,
+    dy_h,
+    x_n,
+    x_h,
+    dx_n,
+    dx_h,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_prog = tl.program_id(0)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
+    b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for i_tile in range(i_prog, tl.cdiv(N * H, ROWS), tl.num_programs(0)):
+        i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        m_row = i_row < N * H
+        mask = m_row[:, None] & m_d[None, :]
+        i_n, i_h = i_row // H, i_row % H
+        b_dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h)[:, None] + o_d[None, :], mask, 0.0).to(tl.float32)
+        b_x = tl.load(p_x + (i_n * x_n + i_h * x_h)[:, None] + o_d[None, :], mask, 0.0).to(tl.float32)
+        b_rstd = tl.load(p_rstd + i_row, m_row, 0.0)[:, None]
+        b_xhat = b_x * b_rstd
+        b_dw += b_dy * b_xhat
+        b_g = b_dy * b_w[None, :]
+        b_dx = b_rstd * (b_g - b_xhat * (tl.sum(b_g * b_xhat, 1) / D)[:, None])
+        tl.store(p_dx + (i_n * dx_n + i_h * dx_h)[:, None] + o_d[None, :], b_dx.to(p_dx.dtype.element_ty), mask)
+    tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
+
+
+def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
+    """As reference.head_rmsnorm_fwd: each head's d values lie together, tokens and heads may be strided."""
+    N, H, D = x.shape
+    assert x.stride(2) == 1 and weight.shape == (D,)
+    y = torch.empty((N, H, D), dtype=x.dtype, device=x.device)
+    rstd = torch.empty((N, H), dtype=torch.float32, device=x.device)
+    rows, block, warps = row_tile(D)
+    grid = (triton.cdiv(N * H, rows),)
+    _head_fwd[grid](x, weight, y, rstd, N, eps, x.stride(0), x.stride(1), H, D, rows, block, num_warps=warps)
+    return y, rstd
+
+
+def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
+    """As reference.head_rmsnorm_bwd. An element of dx_ is written after its dy was read, so they may be one tensor."""
+    N, H, D = x.shape
+    assert dy.shape == dx_.shape == x.shape and dy.stride(2) == x.stride(2) == dx_.stride(2) == 1
+    rows, block, warps = row_tile(D)
+    programs = row_programs(x.device, triton.cdiv(N * H, rows))
+    dw = torch.empty((programs, D), dtype=torch.float32, device=x.device)
+    strides = (*dy.stride()[:2], *x.stride()[:2], *dx_.stride()[:2])
+    _head_bwd[(programs,)](dy, x, weight, rstd, dx_, dw, N, *strides, H, D, rows, block, num_warps=warps)
+    add_rows(dweight_, dw)

@@ -1,0 +1,57 @@
+"""Rotary position embedding (Su et al. 2021) in the half-split convention of LLaMA, in place.
+
+    (a, b) -> (a cos - b sin, b cos + a sin), a and b the two halves of a head; the inverse rotates by -angle
+
+Legend: N tokens, H heads, d head width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.launch import power2
+
+
+@triton.jit
+def _rope(
+    p_x,
+    p_cos,
+    p_sin,
+    p_positions,
+    x_n,
+    x_h,
+    H: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    i_n = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HALF
+    mask = (o_h < H)[:, None] & m_d[None, :]
+    i_position = tl.load(p_positions + i_n).to(tl.int64)
+    b_cos = tl.load(p_cos + i_position * HALF + o_d, m_d, 0.0)[None, :]
+    b_sin = tl.load(p_sin + i_position * HALF + o_d, m_d, 0.0)[None, :]
+    if INVERSE:
+        b_sin = -b_sin
+    p_a = p_x + i_n * x_n + o_h[:, None] * x_h + o_d[None, :]
+    b_a = tl.load(p_a, mask, 0.0).to(tl.float32)
+    b_b = tl.load(p_a + HALF, mask, 0.0).to(tl.float32)
+    tl.store(p_a, (b_a * b_cos - b_b * b_sin).to(p_x.dtype.element_ty), mask)
+    tl.store(p_a + HALF, (b_b * b_cos + b_a * b_sin).to(p_x.dtype.element_ty), mask)
+
+
+def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> None:
+    """As reference.rope_. Each head's d values lie together; cos and sin contiguous."""
+    N, H, d = x_.shape
+    half = d // 2
+    assert x_.stride(2) == 1 and d % 2 == 0 and positions.shape == (N,)
+    assert cos.shape[1] == sin.shape[1] == half and cos.is_contiguous() and sin.is_contiguous()
+    block_d = power2(half)
+    block_h = min(power2(H), max(1, 1024 // block_d))
+    grid = (N, triton.cdiv(H, block_h))
+    _rope[grid](x_, cos, sin, positions, x_.stride(0), x_.stride(1), H, half, block_h, block_d, inverse, num_warps=4)

@@ -1,0 +1,40 @@
+"""bf16 in Triton's CPU interpreter, which keeps it as raw uint16: casts truncate, a dot multiplies bit patterns.
+
+`install()` mends the two operations that our kernels use on bf16: casts round to nearest even, and dots take fp32
+operands. Arithmetic in bf16 stays wrong, which is why every kernel casts to fp32 on load.
+"""
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def _as_float(data: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(data).view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def install() -> None:
+    """Patches the interpreter's builder. Calling it twice does no harm."""
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "bf16_mended", False):
+        return
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def cast_impl(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == target or tl.bfloat16 not in (source, target):
+            return cast(self, src, dst_type)
+        values = _as_float(src.data) if source == tl.bfloat16 else np.asarray(src.data)
+        if target == tl.bfloat16:
+            data = values.astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+        else:
+            data = values.astype(interpreter._get_np_dtype(target))
+        return interpreter.TensorHandle(data, target)
+
+    def create_dot(self, a, b, d, *args):
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (interpreter.TensorHandle(_as_float(x.data), tl.float32) for x in (a, b))
+        return dot(self, a, b, d, *args)
+
+    builder.cast_impl, builder.create_dot, builder.bf16_mended = cast_impl, create_dot, True

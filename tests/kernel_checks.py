@@ -1,0 +1,57 @@
+"""What the kernels' tests share: where they run, the oracle's precision, and frames that show a read out of bounds."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import bf16_interpreter
+
+    bf16_interpreter.install()
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled where there is a GPU")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+# Relative Frobenius error against fp64 on the same inputs.
+ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.4e-3}  # bf16: 1.9e-3 over many values; few values scatter
+FP32_SUM = 1e-5
+
+
+def error(out: torch.Tensor, oracle: torch.Tensor) -> float:
+    """|out - oracle| / |oracle|, in fp64; NaN where either is."""
+    out, oracle = out.double().cpu(), oracle.double().cpu()
+    assert out.shape == oracle.shape
+    return float((out - oracle).norm() / oracle.norm().clamp_min(1e-300))
+
+
+def check(out: torch.Tensor, oracle: torch.Tensor, bound: float) -> None:
+    """The error is within `bound`; NaN never is."""
+    e = error(out, oracle)
+    assert e <= bound, f"relative error {e:.2e} > {bound:.1e}"
+
+
+def framed(t: torch.Tensor) -> torch.Tensor:
+    """A copy of t inside a buffer of NaN: what is read out of bounds shows in the results."""
+    margin = 64
+    buffer = torch.full((t.numel() + 2 * margin,), float("nan"), dtype=t.dtype, device=t.device)
+    view = buffer[margin : margin + t.numel()].view(t.shape)
+    view.copy_(t)
+    return view
+
+
+def randn(*shape: int, device: str, dtype: torch.dtype, scale: float = 1.0, outliers: bool = False) -> torch.Tensor:
+    """Framed normal values; with `outliers` one in a hundred is 20 times larger."""
+    t = torch.randn(shape, device=device) * scale
+    if outliers:
+        t = torch.where(torch.rand(shape, device=device) < 0.01, 20 * t, t)
+    return framed(t.to(dtype))
+
+
+def up(*tensors):
+    """fp64 copies: with them reference.py is the oracle."""
+    return [None if t is None else t.double() for t in tensors]

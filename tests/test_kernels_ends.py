@@ -1,0 +1,94 @@
+"""Embedding and linear cross-entropy launchers against the reference in fp64."""
+
+import pytest
+import torch
+from kernel_checks import DEVICES, DTYPES, ONE_ROUNDING, check, randn, up
+
+from trireme.kernels import cross_entropy, embedding, reference
+
+BOUNDS = 1e-4, 3e-3, 2.5e-3  # bf16: losses, dx, dw
+FEW = 1e-3, 5e-3, 5e-3  # a few logits carry each sum, so their rounding does not average out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N, D, V", [(1, 8, 3), (50, 520, 11), (40, 100, 1000)])
+def test_embedding(device, dtype, N, D, V):
+    torch.manual_seed(0)
+    w, dy = randn(V, D, device=device, dtype=dtype), randn(N, D, device=device, dtype=dtype)
+    ids = torch.randint(V, (N,), device=device)
+    assert torch.equal(embedding.embedding_fwd(ids, w), w[ids])
+    dw = randn(V, D, device=device, dtype=dtype)
+    before, dw64 = dw.clone(), dw.double()
+    embedding.embedding_bwd_(dw, dy, ids)
+    reference.embedding_bwd_(dw64, dy.double(), ids)
+    rows = torch.unique(ids)
+    check(dw[rows], dw64[rows], ONE_ROUNDING[dtype])
+    untouched = torch.ones(V, dtype=torch.bool, device=device).index_fill_(0, rows, False)
+    assert torch.equal(dw[untouched], before[untouched])
+
+
+def _loss_case(N, D, V, M, dtype, device, dw_dtype):
+    x = randn(N, D, device=device, dtype=dtype)
+    w = randn(V, D, device=device, dtype=dtype, scale=D**-0.5)
+    labels = torch.full((N,), -100)
+    rows = torch.randperm(N)[:M].sort().values
+    labels[rows] = torch.randint(V, (M,))
+    dw = randn(V, D, device=device, dtype=dw_dtype, scale=0.01)
+    return x, w, labels.to(device), rows.to(device), dw
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N, D, V, M, chunk", [(30, 16, 101, 30, 100), (40, 33, 70, 25, 7), (9, 8, 9001, 4, 3)])
+@pytest.mark.parametrize("dw_dtype", [torch.float32, None])
+def test_linear_cross_entropy(device, dtype, N, D, V, M, chunk, dw_dtype):
+    torch.manual_seed(0)
+    x, w, labels, rows, dw = _loss_case(N, D, V, M, dtype, device, dw_dtype or dtype)
+    _compare_loss(x, w, labels, rows, dw, chunk, FEW if dtype == torch.bfloat16 else (1e-6, 1e-5, 1e-5))
+
+
+def _compare_loss(x, w, labels, rows, dw, chunk, bounds):
+    scale = 1 / 37
+    dx = torch.full_like(x, float("nan"))
+    dw.mul_(scale)
+    dx64, dw64 = torch.empty_like(x, dtype=torch.float64), dw.double()
+    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk)
+    losses64 = reference.linear_cross_entropy(*up(x, w), labels, rows, scale, dw64, dx64, chunk)
+    check(losses, losses64, bounds[0])
+    check(dx, dx64, bounds[1])
+    check(dw, dw64, bounds[2])
+    ignored = labels < 0
+    assert not losses[ignored].any() and not dx[ignored].any()
+    assert torch.equal(losses, cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_row_counts(device):
+    x, w, labels, rows, dw = _loss_case(5, 8, 12, 0, torch.float32, device, torch.float32)
+    before, dx = dw.clone(), torch.full_like(x, float("nan"))
+    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, 1.0, dw, dx)
+    assert not losses.any() and not dx.any() and torch.equal(dw, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, D, V, M", [(2048, 1024, 32000, 2048), (1500, 2048, 50257, 1111), (512, 512, 128256, 512)])
+@pytest.mark.parametrize("chunk", [128, 2048])
+@pytest.mark.parametrize("dw_dtype", [torch.float32, torch.bfloat16])
+def test_linear_cross_entropy_of_a_real_vocabulary(N, D, V, M, chunk, dw_dtype):
+    torch.manual_seed(0)
+    _compare_loss(*_loss_case(N, D, V, M, torch.bfloat16, "cuda", dw_dtype), chunk, BOUNDS)
+
+
+@pytest.mark.gpu
+def test_embedding_gradient_repeats_bit_by_bit():
+    torch.manual_seed(0)
+    dy = randn(6000, 1000, device="cuda", dtype=torch.bfloat16)
+    ids = (torch.rand(6000, device="cuda") ** 8 * 30000).long()  # a few tokens are most of them
+    runs = [torch.zeros(30000, 1000, device="cuda") for _ in range(2)]
+    for dw in runs:
+        embedding.embedding_bwd_(dw, dy, ids)
+    dw64 = torch.zeros(30000, 1000, device="cuda", dtype=torch.float64)
+    reference.embedding_bwd_(dw64, dy.double(), ids)
+    assert torch.equal(*runs)
+    check(runs[0], dw64, 1e-5)

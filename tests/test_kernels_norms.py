@@ -1,0 +1,106 @@
+"""RMSNorm and LayerNorm launchers against the reference in fp64."""
+
+import pytest
+import torch
+from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, randn, up
+
+from trireme.kernels import layernorm, reference, rmsnorm
+
+SHAPES = [(1, 600), (150, 8), (37, 257), (9, 2048)]
+GRADIENT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}  # one more rounding: the residual gradient is itself bf16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_rmsnorm(device, dtype, shape, residual):
+    torch.manual_seed(0)
+    x, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
+    r, dr = (randn(*shape, device=device, dtype=dtype) if residual else None for _ in range(2))
+    w = randn(shape[1], device=device, dtype=dtype)
+    y, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r)
+    assert torch.equal(h, (x + r) if residual else x)
+    y64, rstd64, _ = reference.rmsnorm_fwd(*up(h, w), 1e-5)
+    check(y, y64, ONE_ROUNDING[dtype])
+    check(rstd, rstd64, FP32_SUM)
+
+    dw = torch.ones(shape[1], device=device)
+    dw64 = dw.double()
+    dh = rmsnorm.rmsnorm_bwd(dy, h, w, rstd, dw, dr)
+    dh64 = reference.rmsnorm_bwd(*up(dy, h, w), rstd64, dw64, *up(dr))
+    check(dh, dh64, GRADIENT[dtype])
+    check(dw, dw64, FP32_SUM)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_layernorm(device, dtype, shape, residual):
+    torch.manual_seed(0)
+    x, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
+    r, dr = (randn(*shape, device=device, dtype=dtype) if residual else None for _ in range(2))
+    w, b = (randn(shape[1], device=device, dtype=dtype) for _ in range(2))
+    y, mean, rstd, h = layernorm.layernorm_fwd(x, w, b, 1e-5, r)
+    assert torch.equal(h, (x + r) if residual else x)
+    y64, mean64, rstd64, _ = reference.layernorm_fwd(*up(h, w, b), 1e-5)
+    check(y, y64, ONE_ROUNDING[dtype])
+    check(mean, mean64, FP32_SUM)
+    check(rstd, rstd64, FP32_SUM)
+
+    dw, db = torch.ones(2, shape[1], device=device)
+    dw64, db64 = dw.double(), db.double()
+    dh = layernorm.layernorm_bwd(dy, h, w, mean, rstd, dw, db, dr)
+    dh64 = reference.layernorm_bwd(*up(dy, h, w), mean64, rstd64, dw64, db64, *up(dr))
+    check(dh, dh64, GRADIENT[dtype])
+    check(dw, dw64, FP32_SUM)
+    check(db, db64, FP32_SUM)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [16, 80])
+def test_head_rmsnorm(device, dtype, D):
+    torch.manual_seed(0)
+    N, H = 13, 3
+    packed = randn(N, 2 * H * D, device=device, dtype=dtype)
+    x = packed[:, H * D :].view(N, H, D)  # strided, as in a packed qkv row
+    w = randn(D, device=device, dtype=dtype)
+    y, rstd = rmsnorm.head_rmsnorm_fwd(x, w, 1e-6)
+    y64, rstd64 = reference.head_rmsnorm_fwd(*up(x, w), 1e-6)
+    check(y, y64, ONE_ROUNDING[dtype])
+    check(rstd, rstd64, FP32_SUM)
+
+    d_packed = randn(N, 2 * H * D, device=device, dtype=dtype)
+    left = d_packed[:, : H * D].clone()
+    dy = d_packed[:, H * D :].view(N, H, D)
+    dw = torch.zeros(D, device=device)
+    dw64, dx64 = dw.double(), x.double()
+    reference.head_rmsnorm_bwd(*up(dy, x, w), rstd64, dw64, dx64)
+    rmsnorm.head_rmsnorm_bwd(dy, x, w, rstd, dw, dy)  # in place
+    check(dy, dx64, GRADIENT[dtype])
+    check(dw, dw64, FP32_SUM)
+    assert torch.equal(d_packed[:, : H * D], left)
+
+
+@pytest.mark.gpu
+def test_norms_of_a_large_model_repeat_bit_by_bit():
+    torch.manual_seed(0)
+    x, dy, dr = (randn(4099, 5120, device="cuda", dtype=torch.bfloat16, outliers=True) for _ in range(3))
+    w, b = (randn(5120, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def run():
+        dw, dw2, db = torch.zeros(3, 5120, device="cuda")
+        y, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, dr)
+        y2, mean, rstd2, _ = layernorm.layernorm_fwd(h, w, b, 1e-5)
+        dh = rmsnorm.rmsnorm_bwd(dy, h, w, rstd, dw, dr)
+        dh2 = layernorm.layernorm_bwd(dy, h, w, mean, rstd2, dw2, db)
+        return y, rstd, h, y2, mean, dh, dh2, dw, dw2, db
+
+    first = run()
+    assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+    dw64 = torch.zeros(5120, device="cuda", dtype=torch.float64)
+    dh64 = reference.rmsnorm_bwd(*up(dy, first[2], w), first[1].double(), dw64, *up(dr))
+    check(first[5], dh64, GRADIENT[torch.bfloat16])
+    check(first[7], dw64, FP32_SUM)
