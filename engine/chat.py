@@ -1,8 +1,8 @@
 """Conversations to text through the checkpoint's chat template, and which characters of it are trained on.
 
 There is one rendering of a conversation. Its template says what is the assistant's, with {% generation %}; where it
-does not, a turn of the assistant is what the template wrote for that message, without the opening that a prompt ends with
-("<|im_start|>assistant\\n") and without white space after the mark that ends it ("<|im_end|>").
+does not, a turn of the assistant is what the template wrote for that message, without the opening that the prompt
+gives ("<|im_start|>assistant\\n") and without white space after the mark that ends it ("<|im_end|>").
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ChatTemplate:
         return self._part(tools).template.text(messages, tools, prompt)
 
     def spans(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[Span]]:
-        """(the rendering, its characters to train on). Messages with "train": False are left out. BadRow where unclear."""
+        """(rendering, its characters to train on). Messages with "train": False are left out. BadRow where unclear."""
         return self._part(tools).spans(messages, tools)
 
     def notes(self) -> list[str]:
