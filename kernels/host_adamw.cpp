@@ -18,6 +18,7 @@ inline float up(uint16_t bf16) { return as_float(uint32_t(bf16) << 16); }
 // A weight kept as fp32.
 struct Whole {
     float *w;
+    Whole operator+(int64_t i) const { return {w + i}; }
     float load(int64_t i) const { return w[i]; }
     void store(int64_t i, float x) const { w[i] = x; }
 };
@@ -26,6 +27,7 @@ struct Whole {
 struct Split {
     uint16_t *hi;
     int16_t *lo;
+    Split operator+(int64_t i) const { return {hi + i, lo + i}; }
     float load(int64_t i) const { return as_float((uint32_t(hi[i]) << 16) + uint32_t(int32_t(lo[i]))); }
     void store(int64_t i, float x) const {
         uint32_t bits = as_bits(x), high = (bits + 0x8000u) >> 16;
@@ -42,18 +44,21 @@ struct Scalars {
 struct Job {
     void *w;
     int16_t *lo;  // null: w is fp32
-    float *m, *v;
+    void *m, *v;  // fp32, bf16 or 8-bit codes, by moment_bytes
+    int16_t *m_floor, *v_floor;
     const void *grad;
-    int64_t grad_is_bf16, n, n_decay, record;
+    int64_t moment_bytes, grad_is_bf16, n, n_decay, record;
     Scalars s;
+    uint32_t noise;  // of element 0: the noise key + its index in the unit
 };
 
+// The update of n elements, the first n_decay of them with weight decay.
 template <class Weight, class Grad>
-inline void update(Weight w, float *m, float *v, const Grad *grad, Scalars s, float decay, int64_t begin, int64_t end) {
+inline void update(Weight w, float *m, float *v, const Grad *grad, const Scalars s, int64_t n, int64_t n_decay) {
 #pragma omp simd
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t i = 0; i < n; ++i) {
         float g = up(grad[i]) * s.clip;
-        float master = w.load(i) * decay;
+        float master = w.load(i) * (i < n_decay ? s.decay : 1.0f);  // times 1 is exact
         float mi = s.beta1 * m[i] + s.rest1 * g;
         float vi = s.beta2 * v[i] + s.rest2 * (g * g);
         float denom = __builtin_sqrtf(vi) * s.inv_sqrt_bias2 + s.eps;
@@ -63,16 +68,110 @@ inline void update(Weight w, float *m, float *v, const Grad *grad, Scalars s, fl
     }
 }
 
+// ---- moments of 16 and 8 bits: the formats of moments.py, decoded into and encoded from buffers of BLOCK elements
+
+constexpr int64_t BLOCK = 256;
+
+inline uint32_t hash32(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+struct Moments16 {
+    uint16_t *m, *v;
+    explicit Moments16(const Job &job) : m(static_cast<uint16_t *>(job.m)), v(static_cast<uint16_t *>(job.v)) {}
+
+    void load(int64_t at, int64_t n, float *mf, float *vf) const {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) mf[i] = up(m[at + i]), vf[i] = up(v[at + i]);
+    }
+    void store(int64_t at, int64_t n, const float *mf, const float *vf, uint32_t noise) const {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) {
+            uint32_t drawn = hash32(noise + uint32_t(i));
+            m[at + i] = uint16_t((as_bits(mf[i]) + (drawn & 0xFFFF)) >> 16);
+            v[at + i] = uint16_t((as_bits(vf[i]) + (drawn >> 16)) >> 16);
+        }
+    }
+};
+
+struct Moments8 {
+    uint8_t *m, *v;
+    int16_t *m_floor, *v_floor;
+    explicit Moments8(const Job &job)
+        : m(static_cast<uint8_t *>(job.m)), v(static_cast<uint8_t *>(job.v)), m_floor(job.m_floor),
+          v_floor(job.v_floor) {}
+
+    static float decode(int32_t code, int32_t floor) { return as_float(code ? uint32_t(code + floor) << 20 : 0); }
+    static int32_t floor_of(uint32_t top, int32_t codes) {  // + 1: the largest may be rounded up
+        int32_t floor = int32_t(top >> 20) + 1 - codes;
+        return floor > 0 ? floor : 0;
+    }
+    static int32_t encode(uint32_t bits, uint32_t noise, int32_t floor, int32_t least) {
+        int32_t code = int32_t((bits + (noise << 4)) >> 20) - floor;
+        return code > least ? code : least;
+    }
+
+    void load(int64_t at, int64_t n, float *mf, float *vf) const {
+        int32_t mb = m_floor[at / BLOCK], vb = v_floor[at / BLOCK];
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) {
+            uint32_t code = m[at + i];
+            mf[i] = as_float(as_bits(decode(code & 127, mb)) | (code >> 7) << 31);
+            vf[i] = decode(v[at + i], vb);
+        }
+    }
+    void store(int64_t at, int64_t n, const float *mf, const float *vf, uint32_t noise) const {
+        uint32_t m_top = 0, v_top = 0;
+#pragma omp simd reduction(max : m_top, v_top)
+        for (int64_t i = 0; i < n; ++i) {
+            uint32_t mi = as_bits(mf[i]) & 0x7FFFFFFFu, vi = as_bits(vf[i]) & 0x7FFFFFFFu;
+            m_top = mi > m_top ? mi : m_top;
+            v_top = vi > v_top ? vi : v_top;
+        }
+        int32_t mb = floor_of(m_top, 127), vb = floor_of(v_top, 255);
+        m_floor[at / BLOCK] = int16_t(mb);
+        v_floor[at / BLOCK] = int16_t(vb);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) {
+            uint32_t drawn = hash32(noise + uint32_t(i)), mi = as_bits(mf[i]), vi = as_bits(vf[i]) & 0x7FFFFFFFu;
+            m[at + i] = uint8_t(encode(mi & 0x7FFFFFFFu, drawn & 0xFFFF, mb, 0) | (mi >> 24 & 0x80));
+            v[at + i] = uint8_t(encode(vi, drawn >> 16, vb, vi > 0));
+        }
+    }
+};
+
+// ---- one job
+
 inline int64_t take(int64_t *next, int64_t record) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED) * record; }
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : min(x, high); }
+
+template <class Weight, class Grad>
+void update_range(Weight w, const Grad *grad, const Job &job, int64_t begin, int64_t end) {
+    float *m = static_cast<float *>(job.m) + begin, *v = static_cast<float *>(job.v) + begin;
+    update(w + begin, m, v, grad + begin, job.s, end - begin, job.n_decay - begin);
+}
+
+template <class Moments, class Weight, class Grad>
+void update_blocks(Weight w, const Grad *grad, const Job &job, int64_t begin, int64_t end) {
+    const Moments moments(job);
+    float m[BLOCK], v[BLOCK];
+    for (int64_t at = begin; at < end; at += BLOCK) {
+        int64_t n = min(BLOCK, end - at);
+        moments.load(at, n, m, v);
+        update(w + at, m, v, grad + at, job.s, n, job.n_decay - at);
+        moments.store(at, n, m, v, job.noise + uint32_t(at));
+    }
+}
 
 template <class Weight, class Grad>
 void update_records(Weight w, const Grad *grad, const Job &job, int64_t *next) {
     for (int64_t begin; (begin = take(next, job.record)) < job.n;) {
-        int64_t end = min(begin + job.record, job.n), turn = clamp(job.n_decay, begin, end);
-        update(w, job.m, job.v, grad, job.s, job.s.decay, begin, turn);
-        update(w, job.m, job.v, grad, job.s, 1.0f, turn, end);  // times 1 is exact
+        int64_t end = min(begin + job.record, job.n);
+        if (job.moment_bytes == 4) update_range(w, grad, job, begin, end);
+        else if (job.moment_bytes == 2) update_blocks<Moments16>(w, grad, job, begin, end);
+        else update_blocks<Moments8>(w, grad, job, begin, end);
     }
 }
 
@@ -82,8 +181,10 @@ void update_weight(Weight w, const Job &job, int64_t *next) {
     else update_records(w, static_cast<const float *>(job.grad), job, next);
 }
 
+// ---- the norm
+
 // Sum of squares of up to ROWS * LANES elements: each lane adds its rows in order, then the lanes are halved.
-constexpr int64_t ROWS = 64, LANES = 1024, BLOCK = ROWS * LANES;
+constexpr int64_t ROWS = 64, LANES = 1024;
 
 template <class Grad>
 float block_sum(const Grad *x, int64_t n) {
@@ -101,7 +202,8 @@ float block_sum(const Grad *x, int64_t n) {
 
 template <class Grad>
 void block_sums(const Grad *x, int64_t n, double *sums, int64_t *next) {
-    for (int64_t begin; (begin = take(next, BLOCK)) < n;) sums[begin / BLOCK] = block_sum(x + begin, min(BLOCK, n - begin));
+    constexpr int64_t SIZE = ROWS * LANES;
+    for (int64_t at; (at = take(next, SIZE)) < n;) sums[at / SIZE] = block_sum(x + at, min(SIZE, n - at));
 }
 
 }  // namespace

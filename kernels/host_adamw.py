@@ -1,7 +1,7 @@
 """AdamW on the CPU: one pass over memory in C++ (host_adamw.cpp), built at first use, called without the GIL.
 
-Same names, arguments and bits as reference.py, which also takes over where there is no compiler. The functions here run
-on the calling thread; `Workers` spreads one unit over threads of its own, with the same result whatever their number.
+Same names, arguments and bits as reference.py and moments.py, which take over where there is no compiler. The functions
+run on the calling thread; `Workers` spreads one unit over threads, with the same result whatever their number.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from ctypes import POINTER, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trireme.kernels import reference
+from trireme.kernels import moments, reference
 
-RECORD = 1 << 18  # elements that a thread takes at a time; a multiple of BLOCK
-BLOCK = 1 << 16  # elements whose squares are summed in fp32
+RECORD = 1 << 18  # elements that a thread takes at a time
+SUM_BLOCK = 1 << 16  # elements whose squares are summed in fp32
 
 # ---------------------------------------------------------------- building
 
@@ -100,36 +100,18 @@ def library() -> ctypes.CDLL | None:
 
 # ---------------------------------------------------------------- calling
 
+Spread = Callable[[Callable[[], None]], None]  # runs a function on every thread of a team: Workers.spread
+
 
 class _Job(ctypes.Structure):
     """Mirrors Job in host_adamw.cpp."""
 
     _fields_ = (
-        [(name, c_void_p) for name in ("w", "lo", "m", "v", "grad")]
-        + [(name, c_int64) for name in ("grad_is_bf16", "n", "n_decay", "record")]
+        [(name, c_void_p) for name in ("w", "lo", "m", "v", "m_floor", "v_floor", "grad")]
+        + [(name, c_int64) for name in ("moment_bytes", "grad_is_bf16", "n", "n_decay", "record")]
         + [(name, c_float) for name in ("clip", "decay", "beta1", "rest1", "beta2", "rest2")]
         + [(name, c_float) for name in ("step_size", "inv_sqrt_bias2", "eps")]
-    )
-
-
-def _check(n: int, **tensors: tuple[Tensor, tuple[torch.dtype, ...]]) -> None:
-    for name, (t, dtypes) in tensors.items():
-        assert t.shape == (n,) and t.dtype in dtypes, f"{name}: {tuple(t.shape)} {t.dtype}, not ({n},) {dtypes}"
-        assert t.device.type == "cpu" and t.is_contiguous(), f"{name} is not contiguous CPU memory"
-
-
-def _job(w, lo, m, v, grad, clip, *, lr, beta1, beta2, eps, weight_decay, n_decay, step) -> _Job:
-    bf16, f32, n = torch.bfloat16, torch.float32, w.shape[0]
-    _check(n, m=(m, (f32,)), v=(v, (f32,)), grad=(grad, (f32, bf16)))
-    if lo is None:
-        _check(n, w=(w, (f32,)))
-    else:
-        _check(n, w=(w, (bf16,)), lo=(lo, (torch.int16,)))
-    return _Job(
-        *(None if t is None else t.data_ptr() for t in (w, lo, m, v, grad)),
-        *(grad.dtype == bf16, n, n_decay, RECORD),
-        *(float(clip), 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2),
-        *(lr / (1 - beta1**step), 1 / (1 - beta2**step) ** 0.5, eps),
+        + [("noise", c_uint32)]
     )
 
 
@@ -137,37 +119,85 @@ def _alone(call: Callable[[], None]) -> None:
     call()
 
 
-def adamw_(w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, **hyper) -> None:
-    """reference.adamw_ over contiguous CPU tensors (n,), same bits where values are finite, on the calling thread."""
-    _adamw_(_alone, w_, lo_, m_, v_, grad, clip, **hyper)
+def _check(n: int, dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
+    for t in tensors:
+        assert t.shape == (n,) and t.dtype in dtypes, f"{tuple(t.shape)} {t.dtype}, not ({n},) of {dtypes}"
+        assert t.device.type == "cpu" and t.is_contiguous(), "not contiguous CPU memory"
 
 
-def _adamw_(spread, w_, lo_, m_, v_, grad, clip, **hyper) -> None:
-    job, lib = _job(w_, lo_, m_, v_, grad, clip, **hyper), library()
+def _job(w, lo, m, v, grad, clip, *, lr, beta1, beta2, eps, weight_decay, n_decay, step, floors=None, noise=0) -> _Job:
+    n = len(w)
+    _check(n, (torch.float32,) if lo is None else (torch.bfloat16,), w)
+    _check(n, (torch.int16,), *([] if lo is None else [lo]))
+    _check(n, (torch.float32, torch.bfloat16), grad)
+    _check(-(-n // moments.BLOCK), (torch.int16,), *(floors or ()))
+    return _Job(
+        *(None if t is None else t.data_ptr() for t in (w, lo, m, v, *(floors or (None, None)), grad)),
+        *(m.itemsize, grad.dtype == torch.bfloat16, n, n_decay, RECORD),
+        *(float(clip), 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2),
+        *(lr / (1 - beta1**step), 1 / (1 - beta2**step) ** 0.5, eps, noise),
+    )
+
+
+def _run(job: _Job, spread: Spread) -> bool:
+    """Carries out job; False where there is no compiled kernel."""
+    lib, taken = library(), c_int64(0)
     if lib is not None:
-        taken = c_int64(0)
         spread(lambda: lib.trireme_adamw(byref(job), byref(taken)))
-        return
-    for start in range(0, job.n, RECORD):  # in records, so that temporaries stay small
-        cut = lambda t: None if t is None else t[start : start + RECORD]  # noqa: B023, E731
-        hyper["n_decay"] = min(max(job.n_decay - start, 0), RECORD)
-        reference.adamw_(*map(cut, (w_, lo_, m_, v_, grad)), clip, **hyper)
+    return lib is not None
 
 
-def sum_squares(grad: Tensor) -> Tensor:
-    """reference.sum_squares of a contiguous CPU gradient (n,) fp32 or bf16, same bits, on the calling thread.
+def _records(n: int, n_decay: int) -> list[tuple[int, slice, int]]:
+    """(start, elements, how many of them decay) of each record: the torch fall-back keeps its temporaries small so."""
+    return [(a, slice(a, a + RECORD), min(max(n_decay - a, 0), RECORD)) for a in range(0, n, RECORD)]
+
+
+def adamw_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, spread: Spread = _alone, **hyper) -> None:
+    """reference.adamw_ over contiguous CPU tensors (n,): the same arguments, and the same bits where values are finite.
+
+    Runs on the calling thread, or on those of `spread`.
+    """
+    _check(len(w_), (torch.float32,), m_, v_)
+    if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, **hyper), spread):
+        for _, cut, decays in _records(len(w_), n_decay):
+            lo = None if lo_ is None else lo_[cut]
+            reference.adamw_(w_[cut], lo, m_[cut], v_[cut], grad[cut], clip, n_decay=decays, **hyper)
+
+
+def adamw16_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, seed: int, first: int = 0, spread=_alone, **hyper) -> None:
+    """moments.adamw16_ over contiguous CPU tensors (n,), m_ and v_ bf16; otherwise as adamw_."""
+    _check(len(w_), (torch.bfloat16,), m_, v_)
+    noise = moments.noise_key(seed, hyper["step"]) + first
+    if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, noise=noise, **hyper), spread):
+        for a, cut, decays in _records(len(w_), n_decay):
+            lo, options = None if lo_ is None else lo_[cut], dict(hyper, n_decay=decays, seed=seed, first=first + a)
+            moments.adamw16_(w_[cut], lo, m_[cut], v_[cut], grad[cut], clip, **options)
+
+
+def adamw8_(
+    w_, lo_, m_, m_floor_, v_, v_floor_, grad, clip, *, n_decay: int, seed: int, first: int = 0, spread=_alone, **hyper
+) -> None:
+    """moments.adamw8_ over contiguous CPU tensors: m_, v_ (n,) uint8, their floors (blocks,) int16; else as adamw_."""
+    _check(len(w_), (torch.uint8,), m_, v_)
+    floors, noise = (m_floor_, v_floor_), moments.noise_key(seed, hyper["step"]) + first
+    if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, floors=floors, noise=noise, **hyper), spread):
+        for a, cut, decays in _records(len(w_), n_decay):
+            lo, options = None if lo_ is None else lo_[cut], dict(hyper, n_decay=decays, seed=seed, first=first + a)
+            blocks = slice(a // moments.BLOCK, (a + RECORD) // moments.BLOCK)
+            state = (m_[cut], m_floor_[blocks], v_[cut], v_floor_[blocks])
+            moments.adamw8_(w_[cut], lo, *state, grad[cut], clip, **options)
+
+
+def sum_squares(grad: Tensor, spread: Spread = _alone) -> Tensor:
+    """reference.sum_squares of a contiguous CPU gradient (n,) fp32 or bf16, the same bits.
 
     Returns (1,) fp32, which is not finite where any element is not (or where the sum exceeds fp32).
     """
-    return _sum_squares(_alone, grad)
-
-
-def _sum_squares(spread, grad: Tensor) -> Tensor:
-    n, lib = grad.shape[0], library()
-    _check(n, grad=(grad, (torch.float32, torch.bfloat16)))
+    n, lib = len(grad), library()
+    _check(n, (torch.float32, torch.bfloat16), grad)
     if lib is None:
         return reference.sum_squares(grad)
-    sums, taken = torch.zeros(-(-n // BLOCK), dtype=torch.float64), c_int64(0)
+    sums, taken = torch.zeros(-(-n // SUM_BLOCK), dtype=torch.float64), c_int64(0)
     is_bf16 = grad.dtype == torch.bfloat16
     spread(lambda: lib.trireme_block_sums(grad.data_ptr(), is_bf16, n, sums.data_ptr(), byref(taken)))
     return reference.sum_blocks(sums)
@@ -207,10 +237,18 @@ class Workers:
         for other in others:
             other.result()
 
-    def adamw_(self, w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, **hyper):
+    def adamw_(self, *tensors: Tensor | None, **hyper) -> None:
         """adamw_ of this module over all threads."""
-        _adamw_(self.spread, w_, lo_, m_, v_, grad, clip, **hyper)
+        adamw_(*tensors, spread=self.spread, **hyper)
+
+    def adamw16_(self, *tensors: Tensor | None, **hyper) -> None:
+        """adamw16_ of this module over all threads."""
+        adamw16_(*tensors, spread=self.spread, **hyper)
+
+    def adamw8_(self, *tensors: Tensor | None, **hyper) -> None:
+        """adamw8_ of this module over all threads."""
+        adamw8_(*tensors, spread=self.spread, **hyper)
 
     def sum_squares(self, grad: Tensor) -> Tensor:
         """sum_squares of this module over all threads."""
-        return _sum_squares(self.spread, grad)
+        return sum_squares(grad, spread=self.spread)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.kernels import host_adamw, reference
+from trireme.kernels import host_adamw, moments, reference
 
 BF16, F32 = torch.bfloat16, torch.float32
 HYPER = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -55,12 +55,12 @@ def copies(tensors):
     return out
 
 
-def both(run, tensors, clip=0.7, **hyper):
-    """Runs run and the reference on copies of the same state and compares all bits."""
+def both(run, tensors, clip=0.7, oracle=reference.adamw_, **hyper):
+    """Runs run and the oracle on copies of the same state and compares all bits."""
     hyper = {**HYPER, "n_decay": len(tensors[0]) // 3, "step": 3, **hyper}
     got, want, clip = copies(tensors), copies(tensors), torch.tensor([clip])
     run(*got, clip, **hyper)
-    reference.adamw_(*want, clip, **hyper)
+    oracle(*want, clip, **hyper)
     assert_same_bits(got, want)
     for t in got:
         if t is not None:
@@ -145,6 +145,64 @@ def test_refuses_wrong_arguments():
             host_adamw.adamw_(*bad, torch.ones(1), **hyper)
     with pytest.raises(AssertionError):
         host_adamw.adamw_(*(t.repeat(2)[::2] for t in (w, lo, m, v, grad)), torch.ones(1), **hyper)
+
+
+# ---------------------------------------------------------------- narrow moments
+
+
+def narrow(tensors, width):
+    """The same state with moments of `width` bytes."""
+    w, lo, m, v, grad = tensors
+    nearest = torch.full((len(w),), 1 << 15, dtype=torch.int32)
+    if width == 2:
+        return w, lo, m.to(BF16), v.to(BF16), grad
+    m8, v8 = (moments.encode8(x.contiguous(), nearest, signed) for x, signed in ((m, True), (v, False)))
+    return w, lo, *m8, *v8, grad
+
+
+NARROW = {2: (host_adamw.adamw16_, moments.adamw16_), 1: (host_adamw.adamw8_, moments.adamw8_)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.sampled_from([1, 2]),
+    n=st.sampled_from([0, 1, 7, 255, 256, 257, 512, 1000, 4099]),
+    split=st.booleans(),
+    grad_dtype=st.sampled_from([BF16, F32]),
+    decay=st.floats(0, 1),
+    shift=st.integers(0, 5),
+    step=st.sampled_from([1, 2, 1_000_000]),
+    grad_scale=st.sampled_from([0.0, 1.0, 1e-20, 1e-44, 1e15]),
+    first=st.sampled_from([0, 256, (1 << 32) - 512, 5 << 32]),
+    seed=st.integers(0, 1 << 40),
+)
+def test_narrow_bits_equal_reference(width, n, split, grad_dtype, decay, shift, step, grad_scale, first, seed):
+    tensors = narrow(state(n, split, grad_dtype, seed, grad_scale, shift), width)
+    run, oracle = NARROW[width]
+    both(run, tensors, oracle=oracle, n_decay=round(decay * n), step=step, seed=seed, first=first)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_narrow_across_records_and_threads(width):
+    n = 2 * host_adamw.RECORD + 777
+    tensors = narrow(state(n, True, BF16), width)
+    with host_adamw.Workers(3) as workers:
+        run = workers.adamw8_ if width == 1 else workers.adamw16_
+        both(run, tensors, oracle=NARROW[width][1], n_decay=host_adamw.RECORD + 5, seed=1)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_narrow_unit_may_be_cut(width):
+    """Two ranges with their place in the unit give what one call gives."""
+    n, at = 2048, 1024
+    tensors = narrow(state(n, True, BF16), width)
+    whole, parts = copies(tensors), copies(tensors)
+    run, hyper = NARROW[width][0], dict(HYPER, step=3, seed=9)
+    run(*whole, torch.ones(1), n_decay=1500, **hyper)
+    cut = lambda t, piece: t.unflatten(0, (2, -1))[piece]  # noqa: E731
+    for piece, n_decay in ((0, 1024), (1, 476)):
+        run(*(cut(t, piece) for t in parts), torch.ones(1), n_decay=n_decay, first=piece * at, **hyper)
+    assert_same_bits(parts, whole)
 
 
 # ---------------------------------------------------------------- the norm
@@ -293,6 +351,9 @@ def test_no_compiler_warns_once_and_keeps_the_bits(fresh, monkeypatch, tmp_path,
     with pytest.warns(UserWarning, match="cannot" if broken else "no C\\+\\+ compiler") as caught:
         assert host_adamw.library() is None
         both(host_adamw.adamw_, state(host_adamw.RECORD + 5, True, BF16), n_decay=host_adamw.RECORD + 2)
+        for width, (run, oracle) in NARROW.items():
+            tensors = narrow(state(host_adamw.RECORD + 300, True, BF16), width)
+            both(run, tensors, oracle=oracle, n_decay=host_adamw.RECORD + 2, seed=4, first=256)
     assert len(caught) == 1
     with host_adamw.Workers(2) as workers:
         tensors = state(70_000, False, F32)
