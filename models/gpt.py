@@ -8,6 +8,7 @@ qkv (N, 3D), attn_out (N, D), lse (H, N) fp32, resid (N, D), fc (N, F), the last
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,20 +65,30 @@ def _qkv(cfg: ModelConfig, w: Weights, x: Tensor, out: Tensor | None = None) -> 
     return linear(y, w.qkv, w.qkv_bias, out)
 
 
-def _attend(cfg: ModelConfig, layer: int, qkv: Tensor, rows: Rows, out: Tensor | None = None):
+def _attend(cfg: ModelConfig, layer: int, qkv: Tensor, rows: Rows, out: Tensor | None = None, attention=None):
     """(attn_out (N, D), lse (H, N))."""
     q, k, v = _heads(cfg, qkv)
     out = None if out is None else out.view(q.shape)
-    out, lse = ops.attention_fwd(q, k, v, rows.docs, cfg.layer_scale(layer), out=out)
+    out, lse = (attention or ops.attention_fwd)(q, k, v, rows.docs, cfg.layer_scale(layer), 0, out)
     return out.view(qkv.shape[0], -1), lse
 
 
 def forward(
-    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, rows: Rows, saved: dict[str, Tensor], out: Tensor
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    attention: Callable | None = None,
 ) -> None:
-    """Fills out (N, D) and every tensor of `saved`; names that are not in it become temporaries. x (N, D) is read."""
+    """Fills out (N, D) and every tensor of `saved`; names that are not in it become temporaries. x (N, D) is read.
+
+    `attention` may stand in for ops.attention_fwd: a generator's, which sees a cache too.
+    """
     qkv = _qkv(cfg, w, x, saved.get("qkv"))
-    attn_out, lse = _attend(cfg, layer, qkv, rows, saved.get("attn_out"))
+    attn_out, lse = _attend(cfg, layer, qkv, rows, saved.get("attn_out"), attention)
     if "lse" in saved:
         saved["lse"].copy_(lse)
     del qkv, lse

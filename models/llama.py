@@ -9,6 +9,7 @@ query/key norms (Qwen3) qkv is kept as projected; without, q and k in it are rot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -109,20 +110,32 @@ def _heads(cfg: ModelConfig, w: Weights, qkv: Tensor, rows: Rows) -> _Heads:
     return _Heads(q, k, v, q_rstd, k_rstd)
 
 
-def _attend(cfg: ModelConfig, layer: int, heads: _Heads, rows: Rows, out: Tensor | None = None):
+def _attend(cfg: ModelConfig, layer: int, heads: _Heads, rows: Rows, out: Tensor | None = None, attention=None):
     """(attn_out (N, H d), lse (H, N))."""
     q, k, v = heads[:3]
     out = None if out is None else out.view(q.shape)
-    out, lse = ops.attention_fwd(q, k, v, rows.docs, cfg.layer_scale(layer), cfg.layer_window(layer), out)
+    out, lse = (attention or ops.attention_fwd)(
+        q, k, v, rows.docs, cfg.layer_scale(layer), cfg.layer_window(layer), out
+    )
     return out.view(q.shape[0], -1), lse
 
 
 def forward(
-    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, rows: Rows, saved: dict[str, Tensor], out: Tensor
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    attention: Callable | None = None,
 ) -> None:
-    """Fills out (N, D) and every tensor of `saved`; names that are not in it become temporaries. x (N, D) is read."""
+    """Fills out (N, D) and every tensor of `saved`; names that are not in it become temporaries. x (N, D) is read.
+
+    `attention` may stand in for ops.attention_fwd: a generator's, which sees a cache too.
+    """
     qkv = _qkv(cfg, w, x, rows, saved.get("qkv"))
-    attn_out, lse = _attend(cfg, layer, _heads(cfg, w, qkv, rows), rows, saved.get("attn_out"))
+    attn_out, lse = _attend(cfg, layer, _heads(cfg, w, qkv, rows), rows, saved.get("attn_out"), attention)
     if "lse" in saved:
         saved["lse"].copy_(lse)
     del qkv, lse
