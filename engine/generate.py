@@ -99,10 +99,11 @@ def _pick(logits: Tensor, temperature: float, top_p: float, chances: Tensor) -> 
     if temperature == 0:
         return logits.argmax(-1)
     probs, order = torch.softmax(logits / temperature, -1).sort(descending=True, stable=True)
-    before = probs.cumsum(-1) - probs
-    total = torch.where(before < top_p, probs, 0).cumsum(-1)
+    kept = probs.cumsum(-1) - probs < top_p  # the token that crosses top_p stays
+    total = (probs * kept).cumsum(-1)
     place = torch.searchsorted(total, chances[:, None] * total[:, -1:], right=True)
-    return order.gather(-1, place.clamp_(max=logits.shape[-1] - 1))[:, 0]
+    place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)  # rounding may point past the last
+    return order.gather(-1, place)[:, 0]
 
 
 class _Cache:

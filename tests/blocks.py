@@ -33,7 +33,7 @@ def block_gradients(tiny: Tiny, keep, layer=1):
 
 def check_every_subset(model_type: str, dtype: str, grad_dtype: str, **keys) -> None:
     """All subsets of the saved names give the same bits."""
-    reference, cfg = oracle(model_type, **keys)
+    reference, cfg = oracle(model_type, keys)
     tiny = Tiny(cfg, reference.state_dict(), dtype, grad_dtype)
     names = list(shapes.saved_shapes(cfg, 1))
     assert len(names) == 5

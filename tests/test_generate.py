@@ -5,8 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_models_hf import CASES
-from tiny import Tiny, oracle
+from tiny import CASES, Tiny, oracle
 from transformers import AutoModelForCausalLM
 
 from trireme.engine.generate import _pick, generate
@@ -41,8 +40,7 @@ def oracle_generate(model, prompts, max_new, eos=None):
     "case", ["gpt2", "llama biases", "llama 3.1 rope", "mistral window", "qwen2 window above", "qwen3"]
 )
 def test_greedy_as_transformers(case):
-    model_type, keys = CASES[case]
-    reference, cfg = oracle(model_type, **keys)
+    reference, cfg = oracle(*CASES[case])
     tiny = Tiny(cfg, reference.state_dict())
     expected = oracle_generate(reference, PROMPTS, 20)
     assert generate(cfg, fetch_of(tiny), PROMPTS, 20) == expected
@@ -62,15 +60,14 @@ def test_greedy_on_stories(real):
 
 @pytest.mark.parametrize("case", ["llama", "llama tied"])
 def test_one_pass_over_the_units_a_token(case):
-    model_type, keys = CASES[case]
-    reference, cfg = oracle(model_type, **keys)
+    reference, cfg = oracle(*CASES[case])
     asked = []
     generate(cfg, fetch_of(Tiny(cfg, reference.state_dict()), asked), PROMPTS, 3)
     assert asked == ([0, 1, 2, 3, 0] if cfg.tied else [0, 1, 2, 3]) * 3
 
 
 def test_learned_positions_end():
-    reference, cfg = oracle("gpt2", **CASES["gpt2"][1])
+    reference, cfg = oracle(*CASES["gpt2"])
     tiny = Tiny(cfg, reference.state_dict())
     long, short = [7] * 60, [7] * 3
     ours = generate(cfg, fetch_of(tiny), [long, short], 10)
@@ -83,7 +80,7 @@ def test_learned_positions_end():
 
 
 def test_sampling_is_reproducible_and_keeps_prompts_apart():
-    reference, cfg = oracle("llama", **CASES["llama"][1])
+    reference, cfg = oracle(*CASES["llama"])
     fetch = fetch_of(Tiny(cfg, reference.state_dict()))
     draw = lambda prompts, seed: generate(cfg, fetch, prompts, 12, temperature=1.0, top_p=0.9, seed=seed)  # noqa: E731
     assert draw(PROMPTS, 1) == draw(PROMPTS, 1) != draw(PROMPTS, 2)
@@ -104,6 +101,6 @@ def test_top_p():
 
 
 def test_bf16_runs():
-    reference, cfg = oracle("qwen3", **CASES["qwen3"][1])
+    reference, cfg = oracle(*CASES["qwen3"])
     tiny = Tiny(cfg, reference.state_dict(), "BF16")
     assert [len(t) for t in generate(cfg, fetch_of(tiny), PROMPTS, 5, dtype=torch.bfloat16)] == [5] * 4

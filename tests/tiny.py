@@ -13,10 +13,50 @@ from trireme.models.config import ModelConfig, parse_config
 from trireme.models.rows import make_rows, rope_tables
 from trireme.storage.layout import pack
 
+LLAMA = dict(
+    vocab_size=97,
+    hidden_size=40,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=10,
+    max_position_embeddings=64,
+)
+GPT2 = dict(vocab_size=97, n_embd=40, n_layer=2, n_head=4, n_positions=64)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+# name -> (model_type, keys of its config)
+CASES = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 untied": ("gpt2", GPT2 | dict(tie_word_embeddings=False, n_inner=72)),
+    "gpt2 scaled by layer": ("gpt2", GPT2 | dict(scale_attn_by_inverse_layer_idx=True)),
+    "gpt2 unscaled": ("gpt2", GPT2 | dict(scale_attn_weights=False, activation_function="gelu_pytorch_tanh")),
+    "llama": ("llama", LLAMA),
+    "llama tied": ("llama", LLAMA | dict(tie_word_embeddings=True)),
+    "llama biases": ("llama", LLAMA | dict(attention_bias=True, mlp_bias=True)),
+    "llama one kv head, head dim 24": ("llama", LLAMA | dict(num_key_value_heads=1, head_dim=24)),
+    "llama as many kv heads, head dim 80": ("llama", LLAMA | dict(num_key_value_heads=4, head_dim=80)),
+    "llama linear rope": ("llama", LLAMA | dict(rope_parameters=dict(rope_type="linear", rope_theta=5e5, factor=3.0))),
+    "llama 3.1 rope": ("llama", LLAMA | dict(rope_parameters=LLAMA3)),
+    "mistral": ("mistral", LLAMA | dict(sliding_window=None)),
+    "mistral window": ("mistral", LLAMA | dict(sliding_window=5)),
+    "qwen2": ("qwen2", LLAMA | dict(tie_word_embeddings=True)),
+    "qwen2 window above": ("qwen2", LLAMA | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    "qwen3": ("qwen3", LLAMA),
+    "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
+}
 
-def oracle(model_type: str, seed: int = 0, **keys):
+
+def oracle(model_type: str, keys: dict):
     """(transformers model with random weights, biases and norms included; ModelConfig of its config.json)."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **keys)
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
