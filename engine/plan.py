@@ -294,31 +294,32 @@ def simple_plan(
     batch_tokens: tuple[int, ...] | list[int],
     dtype: str,
     mode: str = "forward",
-    have_ssd: bool = True,
+    homes: str = "auto",
     record: int = 1 << 24,
 ) -> Plan:
     """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
 
     `limits`: bytes of gpu and host. `batch_tokens`: candidates (tokens of a micro-batch, number of them), largest
-    first; the first that fits is taken. Raises DoesNotFit with the numbers and the way out.
+    first; the first that fits is taken. `homes`: "auto", or the tier that all weights and states are to live in.
+    Raises DoesNotFit with the numbers and the way out.
     """
     geo = Geometry(cfg, dtype)
-    rock_bottom = "ssd" if have_ssd else "host"
+    rock_bottom = "ssd" if homes == "auto" else homes
     for tokens, n_micro in batch_tokens:
         for x in ("gpu", "host"):
             low = UnitPlan(weights=rock_bottom, state=rock_bottom, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
             plan = Plan(units, tokens, n_micro, dtype=dtype, mode=mode, record=record)
             if fits(geo, plan, limits):
-                return _fill(geo, plan, limits)
+                return _fill(geo, plan, limits, move=homes == "auto")
     raise DoesNotFit(_why_not(geo, plan, limits))
 
 
-def _fill(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
-    """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits."""
+def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool) -> Plan:
+    """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits; homes only if `move`."""
     n = geo.n_units
     everything = replace(plan, units=tuple(replace(u, weights="gpu", state="gpu") for u in plan.units))
-    if fits(geo, everything, limits):
+    if move and fits(geo, everything, limits):
         return _keep_activations(geo, everything, limits)
 
     def raised(base: Plan, chosen: Iterable[int], **change) -> Plan:
@@ -329,7 +330,7 @@ def _fill(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
         k = _most(n, lambda k: fits(geo, raised(base, pick(k), **change), limits))
         return raised(base, pick(k), **change)
 
-    if plan.units[0].weights == "ssd":
+    if move:
         plan = upgrade(plan, lambda k: spread(n, k), weights="host")
         if all(u.weights == "host" for u in plan.units):
             plan = upgrade(plan, lambda k: spread(n, k), state="host")
@@ -337,7 +338,8 @@ def _fill(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
     deeper = lambda k: replace(plan, state_slots=plan.state_slots + k)  # noqa: E731
     plan = deeper(_most(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
     plan = _keep_activations(geo, plan, limits)
-    plan = upgrade(plan, lambda k: range(n - k, n), weights="gpu", state="gpu")
+    if move:
+        plan = upgrade(plan, lambda k: range(n - k, n), weights="gpu", state="gpu")
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
     return wider(_most(2, lambda k: fits(geo, wider(k), limits)))
 

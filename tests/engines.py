@@ -111,7 +111,7 @@ def random_weights(seed: int = 0):
 
 
 def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, poison: bool = True, **more) -> Engine:
-    """A loaded engine on the CPU."""
+    """A loaded engine on the device of its lanes, the CPU by default."""
     lanes = lanes or InlineLanes()
     e = build(
         cfg, plan, LIMITS, lanes, adamw=adamw, store=MemoryStore(), scratch=MemoryScratch(), poison=poison, **more
@@ -124,10 +124,11 @@ def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, p
 
 def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step; all updates applied at the end."""
-    tables = rope_tables(e.cfg, 64, "cpu")
+    device = e.memory.device
+    tables = rope_tables(e.cfg, 64, device)
     seen = []
     for i, step in enumerate(steps, 1):
-        stats = train_step(e, [inputs(e.cfg, mb, tables, torch.device("cpu")) for mb in step], i, lr)
+        stats = train_step(e, [inputs(e.cfg, mb, tables, device) for mb in step], i, lr)
         seen.append((stats.loss, stats.grad_norm))
     e.optimizer.flush()
     e.lanes.drain()

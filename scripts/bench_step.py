@@ -1,0 +1,333 @@
+"""Measures a training step against its floor: python scripts/bench_step.py llama-1.3b --gpu-memory 24GiB --ram 16GiB
+
+Ceilings (matrix product, each direction of the bus, SSD, CPU AdamW) are measured in the same run. The floor of a lane
+is what it has to do over its ceiling; the floor of the step is the largest, and `bound` is its lane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trireme.engine.build import build, inputs
+from trireme.engine.data import MicroBatch
+from trireme.engine.homes import Homes, Staged
+from trireme.engine.lanes import InlineLanes, RealLanes, Span, busy, write_perfetto
+from trireme.engine.machine import choose_device, matmul_rate, memory_in_use, memory_limits
+from trireme.engine.memory import DTYPE, Memory, flat, memory_of, views
+from trireme.engine.optimizer import AdamW
+from trireme.engine.options import size
+from trireme.engine.plan import DoesNotFit, Plan, simple_plan
+from trireme.engine.step import Engine, train_step
+from trireme.kernels.host_adamw import Workers
+from trireme.models import shapes
+from trireme.models.config import ModelConfig, Rope
+from trireme.models.rows import rope_tables
+from trireme.storage.devices import open_device
+from trireme.storage.scratch import Scratch
+from trireme.storage.shards import Store
+
+
+def llama(width: int, layers: int, heads: int, ffn: int, vocab: int = 32000, kv: int | None = None) -> ModelConfig:
+    return ModelConfig("llama", vocab, width, layers, heads, kv or heads, width // heads, ffn, 1 << 17, 1e-5, False,
+                       rope=Rope(1e4))  # fmt: skip
+
+
+def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig("gpt2", 50257, width, layers, heads, heads, width // heads, 4 * width, 8192, 1e-5, True,
+                       qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
+
+
+MODELS = {
+    "llama-tiny": llama(256, 4, 4, 688, vocab=2048),
+    "llama-1.3b": llama(2048, 24, 16, 5504),
+    "llama-3b": llama(3072, 26, 24, 8192),
+    "llama-7b": llama(4096, 32, 32, 11008),
+    "llama-8b": llama(4096, 32, 32, 14336, vocab=128256, kv=8),
+    "llama-13b": llama(5120, 40, 40, 13824),
+    "llama-33b": llama(6656, 60, 52, 17920),
+    "llama-70b": llama(8192, 80, 64, 28672, kv=8),
+    "gpt3-13b": gpt3(5120, 40, 40),
+    "gpt3-175b": gpt3(12288, 96, 96),
+}
+SWITCHES = ("overlap", "prefetch", "vertical", "pinning")
+
+
+# ---------------------------------------------------------------- the machine's ceilings
+
+
+@dataclass
+class Ceilings:
+    """Measured rates: FLOP/s, bytes/s, parameters/s."""
+
+    matmul: float
+    h2d: float = math.inf
+    d2h: float = math.inf
+    ssd_read: float = math.inf
+    ssd_write: float = math.inf
+    adam: float = math.inf
+
+
+def rate(fn, nbytes: float, device: torch.device, repeats: int = 4) -> float:
+    """nbytes a call over the best time of a call."""
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        fn()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        best = min(best, time.perf_counter() - start)
+    return nbytes / best
+
+
+def measure_ceilings(device: torch.device, dtype: str, store: Store | None) -> Ceilings:
+    """Every ceiling on random data, one at a time, before the engine takes its memory."""
+    found = Ceilings(matmul_rate(device, DTYPE[dtype]))
+    memory = Memory(device, 1 << 40, 1 << 40)
+    nbytes = (256 << 20) if device.type == "cuda" else (32 << 20)
+    host, other = memory.alloc("host", "probe", nbytes, 2)
+    for buffer in (host, other):
+        buffer.copy_(torch.randint(0, 255, (nbytes,), dtype=torch.uint8))
+    if device.type == "cuda":
+        gpu = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        found.h2d = rate(lambda: gpu.copy_(host, non_blocking=True), nbytes, device)
+        found.d2h = rate(lambda: host.copy_(gpu, non_blocking=True), nbytes, device)
+    found.adam = _adam_rate(nbytes // 4, dtype)
+    if store is not None:
+        probe = Scratch(store.devices[0], 8 * nbytes)
+        write = lambda: [f.result() for f in [probe.write(i * nbytes, memory_of(host, nbytes)) for i in range(8)]]  # noqa: E731
+        read = lambda: [f.result() for f in [probe.read(i * nbytes, memory_of(other, nbytes)) for i in range(8)]]  # noqa: E731
+        found.ssd_write = rate(write, 8 * nbytes, device, 2)
+        found.ssd_read = rate(read, 8 * nbytes, device, 2)
+        probe.close()
+    memory.close()
+    return found
+
+
+def _adam_rate(n: int, dtype: str) -> float:
+    """Parameters a second of the CPU update on all its threads, out of cache."""
+    w, grad = torch.randn(n), torch.randn(n).to(DTYPE[dtype])
+    lo = torch.zeros(n, dtype=torch.int16) if dtype == "BF16" else None
+    w = w.to(DTYPE[dtype])
+    m, v, clip = torch.zeros(n), torch.rand(n), torch.ones(1)
+    hyper = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, n_decay=n, step=10)
+    with Workers() as workers:
+        return rate(lambda: workers.adamw_(w, lo, m, v, grad, clip, **hyper), n, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- what a step has to do
+
+
+def floors(spans: list[Span], c: Ceilings, adam_params: float) -> dict[str, float]:
+    """Seconds that each lane needs at its ceiling for the tasks of one step. An SSD reads or writes, not both."""
+    flops, moved = {}, {}
+    for s in spans:
+        flops[s.lane] = flops.get(s.lane, 0) + s.flops
+        moved[s.lane] = moved.get(s.lane, 0) + s.nbytes
+    return {
+        "compute": flops.get("compute", 0) / c.matmul,
+        "h2d": moved.get("h2d", 0) / c.h2d,
+        "d2h": moved.get("d2h", 0) / c.d2h,
+        "ssd": moved.get("ssd_read", 0) / c.ssd_read + moved.get("ssd_write", 0) / c.ssd_write,
+        "cpu": adam_params / c.adam,
+    }
+
+
+def random_homes(homes: Homes) -> None:
+    """Random weights straight into their homes, moments zero: no checkpoint, no second copy."""
+    tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
+    for u, layout in enumerate(homes.geo.weights):
+        with Staged(homes, "weights", u) as buffer:
+            values = flat(buffer, homes.geo.dtype, homes.geo.numel[u])
+            for a in range(0, len(values), len(tile)):
+                part = values[a : a + len(tile)]
+                part.copy_(tile[: len(part)])
+            for name, tensor in views(layout, buffer).items():
+                if tensor.dim() == 1:
+                    tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        for r in range(len(homes.state[u])):
+            with Staged(homes, "state", u, r) as buffer:
+                buffer.zero_()
+
+
+def make_batch(cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, text: bytes | None) -> list[MicroBatch]:
+    """`tokens` tokens in rows of `seq`, `micro` rows a micro-batch; bytes of a text, or random ids."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(tokens // seq):
+        if text:
+            at = random.integers(0, len(text) - seq)
+            rows.append(np.frombuffer(text[at : at + seq], np.uint8).astype(np.int32))
+        else:
+            rows.append(random.integers(0, cfg.vocab, seq).astype(np.int32))
+    batch = []
+    for k in range(0, len(rows), micro):
+        part = rows[k : k + micro]
+        labels = [np.append(row[1:], np.int32(-100)) for row in part]
+        batch.append(MicroBatch(np.concatenate(part), np.concatenate(labels), (seq,) * len(part)))
+    return batch
+
+
+def choose_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int]) -> Plan:
+    """The plain rule's plan, with homes forced where asked for, and single ideas switched off."""
+    rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
+    candidates = [(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows]
+    mode = "serial" if "overlap" in a.off else ("forward" if a.clip else "backward")
+    record = a.record or max(1 << 24, shapes.parameters(cfg) // 256)
+    plan = simple_plan(cfg, limits, batch_tokens=candidates, dtype=dtype, mode=mode, record=record, homes=a.homes)
+    if "prefetch" in a.off:
+        plan = replace(plan, window=1)
+    return plan
+
+
+# ---------------------------------------------------------------- the run
+
+
+def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> tuple[list[float], list[float], list[Span]]:
+    """(seconds of each timed step, loss of each step, spans of the last step)."""
+    cfg, tables = e.cfg, rope_tables(e.cfg, a.seq, device)
+    micro = e.plan.tokens // a.seq
+    times, losses = [], []
+    for step in range(1, a.warmup + a.steps + 1):
+        batch = make_batch(cfg, a.tokens, a.seq, micro, step, text)
+        start = time.perf_counter()
+        if step == a.warmup + a.steps:
+            e.lanes.tracing = True
+        if "vertical" in a.off:
+            stats = _horizontal(e, batch, tables, device, step, a.lr)
+        else:
+            stats = train_step(e, [inputs(cfg, mb, tables, device) for mb in batch], step, a.lr)
+        losses.append(stats.loss)
+        if step > a.warmup:
+            times.append(time.perf_counter() - start)
+        print(
+            f"step {step}: {time.perf_counter() - start:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}",
+            flush=True,
+        )
+    start = time.perf_counter()
+    e.optimizer.flush()
+    e.lanes.drain()
+    print(f"last updates: {time.perf_counter() - start:.3f} s")
+    return times, losses, e.lanes.trace()
+
+
+def _horizontal(e: Engine, batch, tables, device, step: int, lr: float):
+    """What other trainers do: forward and backward of one micro-batch after another, weights streamed for each.
+
+    For the comparison only: each micro-batch is a step of its own to the engine, and only the last one updates.
+    """
+    for k, mb in enumerate(batch):
+        stats = train_step(e, [inputs(e.cfg, mb, tables, device)], step, lr)
+        if k + 1 < len(batch):
+            e.optimizer.discard()
+    return stats
+
+
+def main(argv: list[str]) -> int:
+    a = arguments(argv)
+    device = choose_device(a.device)
+    dtype = "BF16" if device.type == "cuda" or a.bf16 else "F32"
+    cfg = MODELS[a.model]
+    limits = memory_limits(device, a.gpu_memory, a.ram)
+    folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
+    store = Store.create([open_device(folder.name)]) if folder else None
+    ceilings = measure_ceilings(device, dtype, store)
+    size_b = shapes.parameters(cfg) / 1e9
+    print(f"{a.model}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
+    print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(ceilings).items()))
+    plan = choose_plan(a, cfg, dtype, limits)
+    lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device)
+    start = time.perf_counter()
+    e = build(cfg, plan, limits, lanes, adamw=AdamW(max_grad_norm=a.clip), store=store)
+    for line in e.memory.describe():
+        print(line)
+    if store is not None:
+        for name, layout in e.homes.shards():
+            unit = plan.units[int(name.split("-")[1])]
+            if (unit.weights if name.startswith("weights") else unit.state) == "ssd":
+                store.add(name, layout)
+        if e.activations.scratch_bytes:
+            e.activations.scratch = Scratch(store.devices[0], e.activations.scratch_bytes)
+    random_homes(e.homes)
+    print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens; "
+          f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)  # fmt: skip
+    text = Path(a.text).read_bytes() if a.text else None
+    times, losses, spans = run_steps(a, e, device, text)
+    result = summary(a, e, ceilings, times, losses, spans)
+    if a.trace:
+        write_perfetto(Path(a.trace), spans)
+    if a.json:
+        Path(a.json).write_text(json.dumps(result, indent=1))
+    lanes.close()
+    e.optimizer.close()
+    e.memory.close()
+    if store is not None:
+        store.close()
+        folder.cleanup()
+    return 0
+
+
+def summary(a, e: Engine, c: Ceilings, times: list[float], losses: list[float], spans: list[Span]) -> dict:
+    """Prints the table and returns it."""
+    cfg, device = e.cfg, e.memory.device
+    on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
+    floor, at_work = floors(spans, c, on_cpu), busy(spans)
+    bound = max(floor, key=floor.get)
+    step_s = statistics.median(times)
+    flops = shapes.model_flops(cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq), cfg.window))
+    gpu, ram = memory_in_use(device)
+    print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
+    for lane in floor:
+        took = at_work.get("ssd_read", 0) + at_work.get("ssd_write", 0) if lane == "ssd" else at_work.get(lane, 0)
+        print(f"{lane:10} {floor[lane]:9.3f} {took:9.3f}")
+    print(f"step {step_s:.3f} s, floor {floor[bound]:.3f} s ({bound}), ratio {step_s / floor[bound]:.3f}; "
+          f"{flops / step_s / 1e12:.1f} model TFLOP/s, {a.tokens / step_s:.0f} tokens/s; "
+          f"peaks GPU {gpu:.2f} GiB, RSS {ram:.2f} GiB; loss {losses[0]:.4f} -> {losses[-1]:.4f}")  # fmt: skip
+    return {
+        "model": a.model, "tokens": a.tokens, "step_s": step_s, "steps_s": times, "floor_s": floor[bound],
+        "ratio": step_s / floor[bound], "bound": bound, "ceilings": vars(c),
+        "lanes": {k: {"floor_s": v, "busy_s": at_work.get(k, 0)} for k, v in floor.items()} | {"measured": at_work},
+        "peaks": {"gpu_gib": gpu, "ram_gib": ram}, "tokens_per_s": a.tokens / step_s,
+        "model_tflops": flops / step_s / 1e12, "losses": losses,
+    }  # fmt: skip
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("model", choices=MODELS)
+    p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
+    p.add_argument("--seq", type=int, default=1024)
+    p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
+    p.add_argument("--gpu-memory", type=size)
+    p.add_argument("--ram", type=size)
+    p.add_argument("--store", help="a folder on the SSD; without it the SSD is not used")
+    p.add_argument("--homes", choices=("auto", "gpu", "host", "ssd"), default="auto", help="force all homes to a tier")
+    p.add_argument("--steps", type=int, default=3)
+    p.add_argument("--warmup", type=int, default=2)
+    p.add_argument("--lr", type=float, default=1e-4)
+    p.add_argument("--clip", type=float, default=1.0)
+    p.add_argument("--record", type=int, default=0, help="parameters of an optimizer record")
+    p.add_argument("--off", type=lambda t: t.split(","), default=[], help="ideas to switch off: " + ",".join(SWITCHES))
+    p.add_argument("--text", help="a text file whose bytes are the tokens")
+    p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    p.add_argument("--bf16", action="store_true", help="bf16 on the CPU too")
+    p.add_argument("--json")
+    p.add_argument("--trace")
+    return p.parse_args(argv)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except DoesNotFit as error:
+        sys.exit(f"error: {error}")
