@@ -49,6 +49,8 @@ def contestants(n: int, workers: host_adamw.Workers) -> dict:
     master, hi = filled(n, torch.float32, 0.02), filled(n, torch.bfloat16, 0.02)
     grad, grad32 = filled(n, torch.bfloat16, 1e-3), filled(n, torch.float32, 1e-3)
     step = torch.tensor(10.0)
+    m16, v16, m8, v8 = empty(n, torch.bfloat16), empty(n, torch.bfloat16), empty(n, torch.uint8), empty(n, torch.uint8)
+    floors = [torch.zeros(-(-n // 256), dtype=torch.int16) for _ in range(2)]
     hyper = dict(HYPER, n_decay=n - n // 100)
 
     def fused():
@@ -63,6 +65,14 @@ def contestants(n: int, workers: host_adamw.Workers) -> dict:
     return {
         "split master, bf16 gradient": (26, lambda: workers.adamw_(hi, lo, m, v, grad, ONE, **hyper)),
         "fp32 master, fp32 gradient": (28, lambda: workers.adamw_(master, None, m, v, grad32, ONE, **hyper)),
+        "split master, 16-bit moments": (
+            18,
+            lambda: workers.adamw16_(hi, lo, m16, v16, grad, ONE, seed=1, **hyper),
+        ),
+        "split master, 8-bit moments": (
+            14,
+            lambda: workers.adamw8_(hi, lo, m8, floors[0], v8, floors[1], grad, ONE, seed=1, **hyper),
+        ),
         "sum of squares, bf16 gradient": (2, lambda: workers.sum_squares(grad)),
         "torch fused, fp32 gradient": (28, fused),
         "torch fused + casts, bf16 gradient": (28, fused_and_casts),
@@ -146,7 +156,7 @@ def report(title: str, result: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--params", default="64M", help="parameters in the unit, e.g. 64M (56 bytes each are allocated)"
+        "--params", default="64M", help="parameters in the unit, e.g. 64M (47 bytes each are allocated)"
     )
     parser.add_argument("--threads", type=int, help="default: all cores but one")
     parser.add_argument("--rounds", type=int, default=9)
