@@ -37,17 +37,27 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None =
     return (hf * rstd[:, None] * _up(weight)).to(x.dtype), rstd, h
 
 
-def rmsnorm_bwd(dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dresidual: Tensor | None = None):
+def rmsnorm_bwd(
+    dy: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dweight_: Tensor,
+    dresidual: Tensor | None = None,
+    out: Tensor | None = None,
+):
     """dh = gradient through y = h * rstd * weight, plus dresidual where given; dweight_ (D,) is added to.
 
-    Returns dh (N, D). `h` is what the norm normalised (the third result of rmsnorm_fwd).
+    Returns dh (N, D), or `out` filled with it, which may be dy. `h` is what the norm normalised: the third result of
+    rmsnorm_fwd.
     """
     dyf, hf = _up(dy), _up(h)
     xhat = hf * rstd[:, None]
     _add_(dweight_, (dyf * xhat).sum(0))
     g = dyf * _up(weight)
     dh = rstd[:, None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
-    return (dh if dresidual is None else dh + _up(dresidual)).to(h.dtype)
+    dh = (dh if dresidual is None else dh + _up(dresidual)).to(h.dtype)
+    return dh if out is None else out.copy_(dh)
 
 
 def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None):
@@ -72,15 +82,17 @@ def layernorm_bwd(
     dweight_: Tensor,
     dbias_: Tensor,
     dresidual: Tensor | None = None,
+    out: Tensor | None = None,
 ):
-    """dh (N, D) through layernorm_fwd, plus dresidual where given; dweight_ and dbias_ (D,) are added to."""
+    """As rmsnorm_bwd, through layernorm_fwd; dweight_ and dbias_ (D,) are added to."""
     dyf = _up(dy)
     xhat = (_up(h) - mean[:, None]) * rstd[:, None]
     _add_(dweight_, (dyf * xhat).sum(0))
     _add_(dbias_, dyf.sum(0))
     g = dyf * _up(weight)
     dh = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
-    return (dh if dresidual is None else dh + _up(dresidual)).to(h.dtype)
+    dh = (dh if dresidual is None else dh + _up(dresidual)).to(h.dtype)
+    return dh if out is None else out.copy_(dh)
 
 
 def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):

@@ -99,12 +99,21 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None =
     return y, rstd, h
 
 
-def rmsnorm_bwd(dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dresidual: Tensor | None = None):
+def rmsnorm_bwd(
+    dy: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dweight_: Tensor,
+    dresidual: Tensor | None = None,
+    out: Tensor | None = None,
+):
     """As reference.rmsnorm_bwd. All arguments contiguous."""
     N, D = h.shape
     assert dy.shape == h.shape and dy.is_contiguous() and h.is_contiguous() and dweight_.shape == (D,)
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
-    dh = torch.empty_like(h)
+    assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
+    dh = torch.empty_like(h) if out is None else out
     rows, block, warps = row_tile(D)
     programs = row_programs(h.device, triton.cdiv(N, rows))
     dw = torch.empty((programs, D), dtype=torch.float32, device=h.device)

@@ -131,7 +131,7 @@ def backward(
     del y
     dy1 = torch.mm(dqkv, w.qkv.T)
     del dqkv
-    dx.copy_(ops.layernorm_bwd(dy1, x, w.norm1, mean, rstd, g.norm1, g.norm1_bias, dresid))
+    ops.layernorm_bwd(dy1, x, w.norm1, mean, rstd, g.norm1, g.norm1_bias, dresid, dx)
 
 
 def _rebuild_attention(

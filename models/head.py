@@ -85,9 +85,8 @@ def head_loss(
     y, *stats = final_norm(cfg, w, x)
     losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx)
     if dx is not None:
-        del y
         if cfg.is_gpt:
-            dx.copy_(ops.layernorm_bwd(dx, x, w.norm, *stats, g.norm, g.norm_bias))
+            ops.layernorm_bwd(dx, x, w.norm, *stats, g.norm, g.norm_bias, out=dx)
         else:
-            dx.copy_(ops.rmsnorm_bwd(dx, x, w.norm, *stats, g.norm))
+            ops.rmsnorm_bwd(dx, x, w.norm, *stats, g.norm, out=dx)
     return losses

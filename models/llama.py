@@ -179,7 +179,7 @@ def backward(
     del y
     dy1 = torch.mm(dqkv, w.qkv)
     del dqkv
-    dx.copy_(ops.rmsnorm_bwd(dy1, x, w.norm1, rstd, g.norm1, dresid))
+    ops.rmsnorm_bwd(dy1, x, w.norm1, rstd, g.norm1, dresid, dx)
 
 
 def _rebuild_attention(

@@ -31,6 +31,7 @@ def test_rmsnorm(device, dtype, shape, residual):
     dh64 = reference.rmsnorm_bwd(*up(dy, h, w), rstd64, dw64, *up(dr))
     check(dh, dh64, GRADIENT[dtype])
     check(dw, dw64, FP32_SUM)
+    assert torch.equal(dh, rmsnorm.rmsnorm_bwd(dy, h, w, rstd, dw, dr, out=dy)) and torch.equal(dh, dy)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -56,6 +57,7 @@ def test_layernorm(device, dtype, shape, residual):
     check(dh, dh64, GRADIENT[dtype])
     check(dw, dw64, FP32_SUM)
     check(db, db64, FP32_SUM)
+    assert torch.equal(dh, layernorm.layernorm_bwd(dy, h, w, mean, rstd, dw, db, dr, out=dy)) and torch.equal(dh, dy)
 
 
 @pytest.mark.parametrize("device", DEVICES)
