@@ -77,8 +77,8 @@ def prepare(options: Options) -> Options:
         data=(str(folder / "stories.txt"),),
         val="0.02",
         out=options.out or str(folder / "out"),
-        seq_len=options.seq_len or 128,
-        max_steps=options.max_steps or 80,
+        seq_len=options.seq_len or 256,
+        max_steps=options.max_steps or 120,
         lr=options.lr or 4e-3,
         eval_every=every("0.25"),
     )

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from trireme.engine.curve import draw
 from trireme.engine.options import Options
-from trireme.engine.screen import Screen, progress_line
+from trireme.engine.screen import Screen, compact, duration, progress_line
 from trireme.models.config import InputError
 
 COLUMNS = (
@@ -171,6 +171,28 @@ class RunLog:
         sample = f"  sample: {json.dumps(record['sample'], ensure_ascii=False)}" if record.get("sample") else ""
         self.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {_perplexity(loss)} {note}{sample}")
         self.draw()
+
+    def summary(self) -> str:
+        """The line at the end of a run: steps, time, how the losses went, tokens."""
+        steps = [r for r in self._records if "loss" in r]
+        evals = [r for r in self._records if "eval_loss" in r]
+        parts = [f"done     {len(steps):,} steps"]
+        seconds = sum(r.get("step_time_s", 0.0) for r in steps)
+        if seconds:
+            parts.append(duration(seconds))
+        if steps:
+            parts.append(f"loss {steps[0]['loss']:.4g} -> {steps[-1]['loss']:.4g}")
+        if evals:
+            best = min(evals, key=lambda r: r["eval_loss"])
+            note = "" if best is evals[-1] else f" (best {best['eval_loss']:.4g} at step {best['step']:,})"
+            parts.append(f"eval {evals[0]['eval_loss']:.4g} -> {evals[-1]['eval_loss']:.4g}{note}")
+        if seconds:
+            seen, trained = (
+                sum(r.get(key, 0.0) * r.get("step_time_s", 0.0) for r in steps)
+                for key in ("tokens_per_second", "trained_tokens_per_second")
+            )
+            parts += [f"{compact(trained)} trained tokens of {compact(seen)}", f"{compact(seen / seconds)} tok/s"]
+        return ", ".join(parts)
 
     def draw(self) -> None:
         """Writes loss.svg from what has been logged so far."""

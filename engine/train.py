@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from trireme.engine.optimizer import AdamW, StepStats
 from trireme.engine.options import Options
 from trireme.engine.schedule import learning_rate
 from trireme.engine.step import Engine, evaluate, train_step
+from trireme.engine.verify import check_free, reopen
 from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
@@ -50,7 +52,7 @@ def finetune(options: Options) -> None:
     """Trains as the options say. Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted."""
     store, extra = _open_snapshot(options) if options.resume else (None, None)
     try:
-        job = jobs.prepare(options, like=extra and extra["cut"])
+        job = jobs.prepare(options, like=extra and extra["cut"]) if options.resume else _new_job(options)
         for line in jobs.report(job):
             print(line)
         if options.dry_run:
@@ -79,6 +81,19 @@ def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
     return store, store.restore()
 
 
+def _new_job(options: Options) -> Job:
+    """The job of a run that is not resumed; a refusal leaves no folder behind."""
+    out = Path(options.out)
+    if not options.dry_run:
+        check_free(out, Path(options.model))
+    was_there = out.exists()
+    try:
+        return jobs.prepare(options)
+    except BaseException:
+        shutil.rmtree(out / "tokens" if was_there else out, ignore_errors=True)
+        raise
+
+
 def _new_store(job: Job) -> Store:
     job.out.mkdir(parents=True, exist_ok=True)
     write_config(job.options, job.out / "config.yaml")
@@ -101,7 +116,7 @@ class Run:
         self.stop: str | None = None
         self.e = self._engine(resumed=extra is not None)
         self.saved_at, self.saved_step = time.monotonic(), self.step
-        self.evaluated_at = time.monotonic()
+        self.evaluated_at, self.evaluated_step = time.monotonic(), -1
 
     # ------------------------------------------------ set-up
 
@@ -216,7 +231,7 @@ class Run:
         self.best = loss if self.best is None else min(self.best, loss)
         per_epoch = job.data.steps_per_epoch(self.options.batch_size)
         self.log.eval({"step": self.step, "epoch": round(self.step / per_epoch, 4), "eval_loss": loss})
-        self.evaluated_at = time.monotonic()
+        self.evaluated_at, self.evaluated_step = time.monotonic(), self.step
 
     def _eval_group(self, group: list) -> float:
         return float(sum(losses.double().sum() for losses in evaluate(self.e, group)))
@@ -242,10 +257,11 @@ class Run:
         """The last evaluation, the checkpoint folder, and the end of the training state."""
         job = self.job
         self._settle()
-        if job.data.held_out:
+        if job.data.held_out and self.evaluated_step != self.step:
             self._evaluate()
         export(job.source, job.out, self._fetch)
-        self.log.say(f"output   {job.out}: {', '.join(job.source.files[:3])}{' ...' * (len(job.source.files) > 3)}")
+        for line in (self.log.summary(), *reopen(job.source, job.out)):
+            self.log.say(line)
         if not self.options.store:
             self._close()
             self.store.close()
