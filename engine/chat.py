@@ -92,11 +92,16 @@ class _Marker:
         return rendering.text, spans
 
     def notes(self) -> list[str]:
+        found = []
         if not self.template.tags and not self._end.strip():
-            return [
-                "the chat template writes no mark after the assistant's last message: the model will not learn to stop"
-            ]
-        return []
+            found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
+        talk = [("system", _PROBE), ("user", "?"), ("assistant", "!")]
+        try:
+            if _PROBE not in self.template.text([{"role": role, "content": said} for role, said in talk], None):
+                found.append("the chat template leaves system messages out of conversations that are answered")
+        except BadRow:
+            pass  # it refuses them, which is not silent
+        return found
 
     def _tagged(self, rendering: Rendering, wanted: list[bool]) -> list[Span]:
         """The {% generation %} blocks, but those in turns that are not wanted."""
@@ -115,7 +120,7 @@ class _Marker:
             )
         start, stop = found[0]
         written = rendering.text[start:stop]
-        if any(call["function"]["name"] not in written for call in messages[i].get("tool_calls", [])):
+        if any(_function(call)["name"] not in written for call in messages[i].get("tool_calls", [])):
             raise BadRow(
                 f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
             )
@@ -124,26 +129,24 @@ class _Marker:
 
     def _opening(self, i: int, messages: list[dict], tools: list[dict] | None, written: str) -> int:
         """How many characters of the turn `written` are given to the model rather than written by it."""
-        prompt = self._prompt
-        if prompt and written.startswith(prompt):
-            return len(prompt)
-        if prompt and i:  # what the prompt is may depend on what came before, a tool's answer for instance
-            here = self._prompt_after(messages[:i], tools)
-            if here and written.startswith(here):
-                return len(here)
-        opening = self._lead
-        if written.startswith(opening):
-            return len(opening)
-        if not opening.strip():
+        if self._prompt and written.startswith(self._prompt):
+            return len(self._prompt)
+        # What the prompt is may depend on what came before, a tool's answer for instance.
+        here = self._prompt_after(messages[:i], tools) if self._prompt and i else None
+        if here and written.startswith(here):
+            return len(here)
+        if written.startswith(self._lead):
+            return len(self._lead)
+        if here == "" or not self._lead.strip():
             return 0
-        raise BadRow(f"message {i} (assistant) does not begin with {opening!r} in the chat template's rendering")
+        raise BadRow(f"message {i} (assistant) does not begin with {self._lead!r} in the chat template's rendering")
 
-    def _prompt_after(self, messages: list[dict], tools: list[dict] | None) -> str:
-        """What asks for the next message: all that the template writes after the last turn."""
+    def _prompt_after(self, messages: list[dict], tools: list[dict] | None) -> str | None:
+        """What asks for the next message: all that the template writes after the last turn. None where it refuses."""
         try:
             rendering = self.template.render(messages, tools, prompt=True)
         except BadRow:
-            return ""
+            return None
         return rendering.text[max((stop for _, (_, stop) in rendering.turns), default=len(rendering.text)) :]
 
     # ------------------------------------------------ what the template does, found with a conversation of our own
@@ -151,7 +154,7 @@ class _Marker:
     @cached_property
     def _prompt(self) -> str:
         """The prompt for the assistant after a user's message; empty where the template has none."""
-        return self._prompt_after([{"role": "user", "content": "?"}], None)
+        return self._prompt_after([{"role": "user", "content": "?"}], None) or ""
 
     @cached_property
     def _probed(self) -> tuple[list[str], str]:
@@ -203,7 +206,7 @@ class _Marker:
             return message
         calls = []
         for call in message["tool_calls"]:
-            function = dict(call["function"])
+            function = dict(_function(call))
             arguments = function.get("arguments", {})
             if isinstance(arguments, str) and self._arguments is dict:
                 try:
@@ -212,7 +215,7 @@ class _Marker:
                     raise BadRow(f"the arguments of a call of {function['name']!r} are not JSON ({error})") from None
             elif not isinstance(arguments, str) and self._arguments is str:
                 function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-            calls.append({**call, "function": function})
+            calls.append({**call, "function": function} if "function" in call else function)
         return {**message, "tool_calls": calls}
 
     def _check_tools(self, messages: list[dict], tools: list[dict] | None, text: str) -> None:
@@ -223,6 +226,11 @@ class _Marker:
                     f"the chat template does not write the tool {name!r}; one that does: --chat-template FILE, "
                     "or leave them out: --map unused=tools"
                 )
+
+
+def _function(call: dict) -> dict:
+    """The part of a tool call that has its name and arguments."""
+    return call.get("function", call)
 
 
 def load_template(tokenizer: Tokenizer, choice: str | None = None) -> ChatTemplate | None:

@@ -21,7 +21,7 @@ import numpy as np
 from trireme.engine import documents, pack
 from trireme.engine.cache import TokenFile
 from trireme.engine.chat import load_template
-from trireme.engine.formats import parse_map
+from trireme.engine.formats import CHATS, parse_map
 from trireme.engine.prepare import Progress, Reading, tokenize
 from trireme.engine.report import FileReport, Report, example_text
 from trireme.engine.sources import Source, parse_source
@@ -151,9 +151,10 @@ def load_dataset(
     OSError where the cache cannot be written.
     """
     scratch = None if options.cache else tempfile.TemporaryDirectory(prefix="trireme-tokens-")
+    template = load_template(tokenizer, options.chat_template) if tokenizer else None
     reading = Reading(
         tokenizer,
-        load_template(tokenizer, options.chat_template) if tokenizer else None,
+        template,
         parse_map(options.map),
         options.skip_bad,
         options.vocab_size,
@@ -163,17 +164,19 @@ def load_dataset(
     share, val_given = _parse_val(options.val)
     files = tuple(tokenize(source, reading, progress) for source in given)
     rows = documents.all_documents(files)
-    lay_out = lambda *data, held=0: _lay_out(*data, held, tokenizer, options, scratch)  # noqa: E731
+    talks = any(file.meta["format"] in CHATS for file in files)
+    notes = tuple(template.notes()) if template and talks else ()
+    lay_out = lambda *data, held=0, notes=(): _lay_out(*data, held, notes, tokenizer, options, scratch)  # noqa: E731
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)
         held_out = lay_out(val_given, val_files, documents.all_documents(val_files))
-        return replace(lay_out(given, files, rows), held_out=held_out)
+        return replace(lay_out(given, files, rows, notes=notes), held_out=held_out)
     if not share:
-        return lay_out(given, files, rows)
+        return lay_out(given, files, rows, notes=notes)
     is_text = all(file.meta["format"] == "text" for file in files)
     rows, kept = documents.hold_out(rows, share, options.seed, is_text)
     held_out = lay_out([replace(source, weight=1.0) for source in given], files, kept)
-    return replace(lay_out(given, files, rows, held=len(kept)), held_out=held_out)
+    return replace(lay_out(given, files, rows, held=len(kept), notes=notes), held_out=held_out)
 
 
 def _parse_val(val: str | None) -> tuple[float, list[Source]]:
@@ -194,6 +197,7 @@ def _lay_out(
     files: tuple[TokenFile, ...],
     rows: np.ndarray,
     held: int,
+    notes: tuple[str, ...],
     tokenizer: Tokenizer | None,
     options: DataOptions,
     scratch: tempfile.TemporaryDirectory | None,
@@ -214,7 +218,7 @@ def _lay_out(
     order, starts = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
     n = len(starts) - 1
     used = float(lengths.sum()) / (n * options.seq_len)
-    report = Report(_file_reports(given, files), held, rows, fitted, options.seq_len, n, used, options.pack)
+    report = Report(_file_reports(given, files), held, rows, fitted, options.seq_len, n, used, options.pack, notes)
     return Dataset(files, pieces[order], starts, options.seed, tokenizer, report, scratch=scratch)
 
 

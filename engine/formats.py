@@ -139,6 +139,9 @@ def _chat(row: dict) -> Chat:
     return Chat(_spoken(_messages(row["messages"], "messages")), _tools(row))
 
 
+_SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # what a message may say beside its content
+
+
 def _messages(messages: list, key: str) -> list[dict]:
     return [_message(message, f"{key}[{i}]") for i, message in enumerate(messages)]
 
@@ -157,14 +160,22 @@ def _message(message: Any, where: str) -> dict:
             kind = parts[0].get("type") if isinstance(parts[0], dict) else _kind(parts[0])
             raise BadRow(f"{where} holds a part of type {kind!r}; only text can be trained on")
         message["content"] = "".join(part["text"] for part in content)
-    elif content is None and not (message.get("tool_calls") or message.get("reasoning_content")):
+    elif content is None and not any(message.get(key) for key in _SAID):
         raise BadRow(f"{where} has no 'content'")
     elif content is not None and not isinstance(content, str):
         raise BadRow(f"{where}: 'content' is {_kind(content)}, expected a string")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise BadRow(f"{where}: 'tool_calls' is not a list of {{function: {{name, arguments}}}}")
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
         raise BadRow(f"{where}: 'weight' is {weight!r}, expected 0 or 1")
     return message if weight and message.get("train", True) else {**message, "train": False}
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _spoken(messages: list[dict]) -> list[dict]:
@@ -172,7 +183,7 @@ def _spoken(messages: list[dict]) -> list[dict]:
     answers = [m for m in messages if m["role"] == "assistant"]
     if not answers:
         raise BadRow("no message has the role 'assistant', so there is nothing to train on")
-    if not any((m.get("content") or "").strip() or m.get("tool_calls") or m.get("reasoning_content") for m in answers):
+    if not any((m.get("content") or "").strip() or any(m.get(key) for key in _SAID) for m in answers):
         raise BadRow("every assistant message is empty")
     return messages
 
@@ -231,6 +242,8 @@ def _sharegpt(row: dict) -> Chat:
             _add_call(messages, turn["value"], where)
         else:
             message = {"role": speaker, "content": turn["value"]}
+            if speaker == "tool":
+                message |= _answers(messages)
             messages.append(_message(message | {k: turn[k] for k in ("weight", "train") if k in turn}, where))
     return Chat(_spoken(messages), _tools(row))
 
@@ -245,13 +258,24 @@ def _add_call(messages: list[dict], value: str, where: str) -> None:
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise BadRow(f"{where}: a function call has no 'name'")
     calls = [
-        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-        for call in calls
+        {
+            "id": f"call{len(messages):03d}{i:02d}",  # nine characters, which is what Mistral's templates insist on
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call.get("arguments", {})},
+        }
+        for i, call in enumerate(calls)
     ]
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("tool_calls", []).extend(calls)
     else:
         messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+
+
+def _answers(messages: list[dict]) -> dict:
+    """{"tool_call_id": the call that the next tool message answers}; empty where every call has its answer."""
+    calls = [call["id"] for m in messages for call in m.get("tool_calls", [])]
+    answers = sum(m["role"] == "tool" for m in messages)
+    return {"tool_call_id": calls[answers]} if answers < len(calls) else {}
 
 
 def _alpaca(row: dict) -> Chat:
@@ -312,6 +336,7 @@ FORMATS = (
     Format("alpaca", ("instruction", "output"), _alpaca),
     Format("text", ("text",), _text),
 )
+CHATS = ("messages", "sharegpt", "alpaca")  # the formats that a chat template writes
 _EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
 _LIKELY = (
     (("prompt", "completion"), ("question", "answer")),

@@ -39,6 +39,7 @@ class Report:
     sequences: int
     used: float  # share of the sequences' room that holds tokens
     packed: bool
+    notes: tuple[str, ...] = ()  # what the user should know beside
 
     def lines(self) -> list[str]:
         """The report as it is printed."""
@@ -59,7 +60,7 @@ class Report:
             f"{packed}{_count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
             f"{100 * (1 - self.used):.1f} % of the room is left free, and costs nothing"
         )
-        return lines
+        return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def _long_rows(self) -> str:
         f = self.fitted

@@ -123,7 +123,7 @@ class Template:
     def render(self, messages: Sequence[dict], tools: list[dict] | None, prompt: bool = False) -> Rendering:
         """The rendering, and where its turns are. BadRow where the template refuses the messages."""
         text = self.text(messages, tools, prompt)
-        if _MARK.search(text):
+        if any(mark in text for mark in (_TURN, _OF, _END, _GENERATION, _DONE)):
             raise BadRow("holds one of the characters U+FDD0 to U+FDD4, which no text may use")
         marked = []
         for i, message in enumerate(messages):
