@@ -61,7 +61,7 @@ def read_header(path: Path) -> Header:
 def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
     """(tensors by offset, metadata) from a header's JSON and the number of bytes after it. Raises ValueError."""
     fields = parse_json(text, "header")
-    metadata = fields.pop("__metadata__", None) or {}
+    metadata = fields.pop("__metadata__", {})
     if type(metadata) is not dict or any(type(v) is not str for v in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
     tensors = [_tensor(name, entry, data_bytes) for name, entry in fields.items()]

@@ -1,0 +1,318 @@
+"""Every back end moves the same bytes, checks every result, and ends every future exactly once."""
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trireme.storage import kernel_aio
+from trireme.storage.aio import HUGE, IO, File, MemoryIO, Piece, ThreadIO, address_of, arena
+from trireme.storage.devices import is_direct, open_device
+from trireme.storage.files import StoreError
+from trireme.storage.kernel_aio import KernelIO
+
+K = 1024
+LIMITS = {"block": 16 * K, "depth": 3, "mixed": 2}
+BACKENDS = [KernelIO, ThreadIO, MemoryIO]
+
+
+def noise(nbytes: int, seed: int = 0) -> memoryview:
+    buffer = arena(nbytes)
+    np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return buffer
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda b: b.name)
+def io(request):
+    made = request.param(**LIMITS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def file(tmp_path):
+    opened = File(tmp_path / "f", is_direct(tmp_path), 512 * K)
+    yield opened
+    opened.close()
+
+
+def test_conformance(io: IO, file: File):
+    """What is written is read back, at any size and place, many requests at once, both directions together."""
+    sizes = [4 * K, 16 * K, 20 * K, 100 * K, 128 * K]
+    offsets = [0, 4 * K, 32 * K, 64 * K, 256 * K]
+    written = [noise(n, i) for i, n in enumerate(sizes)]
+    for request in [io.write(file, at, b) for at, b in zip(offsets, written, strict=True)]:
+        assert request.result(10) is None
+    read = [arena(n) for n in sizes]
+    both = [io.read(file, at, b) for at, b in zip(offsets, read, strict=True)]
+    both.append(io.write(file, 400 * K, written[0]))
+    for request in both:
+        request.result(10)
+    assert [bytes(b) for b in read] == [bytes(b) for b in written]
+
+
+def test_reading_beyond_the_end_is_an_error_unless_it_is_not_needed(io: IO, file: File):
+    data = noise(64 * K)
+    io.write(file, 0, data).result(10)
+    end = 40 * K + 100
+    os.ftruncate(file.fd, end)
+    if isinstance(io, MemoryIO):
+        del io.contents[file.path][end:]
+    out = arena(64 * K)
+    io.read(file, 0, out, need=end).result(10)
+    assert out[:end] == data[:end]
+    with pytest.raises(StoreError, match="reading stops at byte .*, expected 65536.*/f'") as e:
+        io.read(file, 0, out).result(10)
+    assert e.value.errno == errno.EIO
+    io.read(file, 0, out[: 32 * K]).result(10)  # and the next request is served
+
+
+def test_a_closed_descriptor_is_an_error_with_name_and_offset(io: IO, tmp_path):
+    if isinstance(io, MemoryIO):
+        pytest.skip("files in memory have no descriptor")
+    file = File(tmp_path / "g", is_direct(tmp_path), 64 * K)
+    file.close()
+    file.fd = 1 << 20
+    with pytest.raises(StoreError, match="reading 16384 bytes at 0: .*g") as e:
+        io.read(file, 0, arena(64 * K)).result(10)
+    assert e.value.errno == errno.EBADF
+
+
+def test_misaligned_requests_are_our_mistake(io: IO, tmp_path, file: File):
+    if not file.direct:
+        pytest.skip("no O_DIRECT here")
+    for offset, buffer in ((1, arena(4 * K)), (0, arena(8 * K)[:100]), (0, arena(8 * K)[100 : 100 + 4 * K])):
+        with pytest.raises(AssertionError):
+            io.read(file, offset, buffer)
+
+
+def test_close_waits_and_refuses_afterwards(io: IO, file: File):
+    requests = [io.write(file, 0, noise(256 * K)) for _ in range(4)]
+    io.close()
+    assert all(r.done() for r in requests)
+    for r in requests:
+        assert r.exception() is None or r.exception().errno == errno.ECANCELED
+    with pytest.raises(StoreError, match="closed"):
+        io.read(file, 0, arena(4 * K)).result(10)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENODEV])
+def test_a_fault_ends_the_request_and_nothing_else(file: File, number):
+    """The future fails once nothing of it is in flight; pieces that had not begun never begin; a retry succeeds."""
+    flying, begun, sick = [0], [], [True]
+    lock = threading.Lock()
+
+    def fault(piece: Piece):
+        with lock:
+            flying[0] += 1
+            begun.append(piece.offset)
+        time.sleep(0.005)
+        with lock:
+            flying[0] -= 1
+        if sick[0] and piece.offset == 16 * K:
+            raise OSError(number, os.strerror(number))
+
+    io = MemoryIO(fault, **LIMITS)
+    data = noise(512 * K)
+    request, other = io.write(file, 0, data), io.write(file, 512 * K, data)
+    with pytest.raises(StoreError, match="writing 16384 bytes at 16384") as e:
+        request.result(10)
+    assert e.value.errno == number and e.value.filename == file.path
+    other.result(10)
+    assert len([o for o in begun if o < 512 * K]) < 8
+    sick[0] = False
+    io.write(file, 0, data).result(10)
+    out = arena(512 * K)
+    io.read(file, 0, out).result(10)
+    assert out == data
+    io.close()
+
+
+def test_short_transfers_and_interruptions_are_completed(file: File):
+    random = np.random.default_rng(0)
+
+    def fault(piece: Piece):
+        if random.random() < 0.3:
+            raise OSError(errno.EINTR, "interrupted")
+        return min(len(piece.view), 4 * K * int(random.integers(1, 5)))
+
+    io = MemoryIO(fault, **LIMITS)
+    data, out = noise(256 * K), arena(256 * K)
+    io.write(file, 0, data).result(10)
+    io.read(file, 0, out).result(10)
+    assert out == data
+    io.close()
+
+
+@pytest.mark.parametrize("moved", [0, 100])
+def test_a_write_that_makes_no_progress_is_an_error(file: File, moved):
+    io = MemoryIO(lambda piece: moved, **LIMITS)
+    file.direct = True
+    with pytest.raises(StoreError, match=f"writing stops at byte {moved}"):
+        io.write(file, 0, noise(16 * K)).result(10)
+    io.close()
+
+
+def test_the_depth_is_never_exceeded(file: File):
+    most, now, lock = [0, 0, 0], [0, 0], threading.Lock()
+
+    def fault(piece: Piece):
+        with lock:
+            now[piece.write] += 1
+            most[piece.write] = max(most[piece.write], now[piece.write])
+            if all(now):
+                most[2] = max(most[2], sum(now))
+        time.sleep(0.001)
+        with lock:
+            now[piece.write] -= 1
+
+    io = MemoryIO(fault, **LIMITS)
+    data = noise(512 * K)
+    io.write(file, 0, data).result(10)
+    assert most[1] == LIMITS["depth"]
+    for request in [io.write(file, 512 * K, data), io.read(file, 0, arena(512 * K))]:
+        request.result(10)
+    assert most[0] <= LIMITS["depth"] and most[2] <= LIMITS["depth"] + LIMITS["mixed"]
+    io.close()
+
+
+def test_futures_cannot_be_cancelled_and_callbacks_may_start_more(file: File):
+    io = MemoryIO(**LIMITS)
+    out, done = arena(64 * K), threading.Event()
+    request = io.write(file, 0, noise(64 * K))
+    request.add_done_callback(lambda r: io.read(file, 0, out).add_done_callback(lambda r: done.set()))
+    assert not request.cancel()
+    assert done.wait(10)
+    io.close()
+
+
+def test_arena_is_aligned_and_zero():
+    buffer = arena(5000)
+    assert len(buffer) == 8192 and address_of(buffer) % HUGE == 0 and not any(buffer)
+
+
+def test_arena_is_not_copied_into_children():
+    program = "import os; from trireme.storage.aio import arena, address_of; import ctypes\n" + (
+        "a = arena(4096); a[0] = 1; p = os.fork()\n"
+        "if p == 0: ctypes.string_at(address_of(a), 1)\n"
+        "raise SystemExit(os.WTERMSIG(os.waitpid(p, 0)[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 11  # the child has no such memory
+
+
+def test_file_creation_claims_the_space_and_refuses_to_overwrite(tmp_path):
+    file = File(tmp_path / "f", False, 100 * K)
+    assert os.fstat(file.fd).st_size == 100 * K and os.fstat(file.fd).st_blocks * 512 >= 100 * K
+    with pytest.raises(StoreError, match="File exists"):
+        File(tmp_path / "f", False, 100 * K)
+    file.close()
+
+
+def test_an_allocation_that_does_not_fit_leaves_nothing(tmp_path):
+    with pytest.raises(StoreError, match=r"allocating \d+ bytes"):
+        File(tmp_path / "f", False, 1 << 50)
+    assert not (tmp_path / "f").exists()
+
+
+def run_limited(program: str) -> None:
+    """Runs a program of its own, because it changes the limits of its process."""
+    head = "import resource, tempfile\nfrom pathlib import Path\nfrom trireme.storage.aio import *\n"
+    subprocess.run([sys.executable, "-c", head + program], check=True, timeout=60)
+
+
+def test_descriptors_are_raised_to_the_hard_limit_then_named():
+    run_limited("""
+from trireme.storage.files import StoreError
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 40))
+folder, files = Path(tempfile.mkdtemp()), []
+try:
+    while len(files) < 100:
+        files.append(File(folder / str(len(files)), False, 4096))
+except StoreError as e:
+    assert "ulimit -n" in str(e) and 30 < len(files) < 40, (e, len(files))
+else:
+    raise SystemExit("no error")
+for i, file in enumerate(files):
+    file.close()
+    (folder / str(i)).unlink()
+folder.rmdir()
+""")
+
+
+def test_no_locked_memory_is_needed():
+    run_limited("""
+from trireme.storage.devices import open_device
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+with tempfile.TemporaryDirectory() as folder:
+    device = open_device(folder, 1 << 20)
+    device.io.close()
+""")
+
+
+def test_without_aio_slots_threads_take_over(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(kernel_aio, "_call", lambda *args: -errno.EAGAIN)
+    with pytest.raises(StoreError, match="aio-max-nr"):
+        KernelIO()
+    device = open_device(tmp_path, 1 << 20)
+    assert isinstance(device.io, ThreadIO)
+    assert not is_direct(tmp_path) or "aio-max-nr" in caplog.text
+    device.io.close()
+
+
+def test_no_o_direct_falls_back_to_buffered_files(caplog):
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK) or is_direct(shm):
+        pytest.skip("no writable tmpfs at /dev/shm")
+    folder = shm / f"trireme-{os.getpid()}"
+    device = open_device(folder, 1 << 20)
+    try:
+        assert not device.direct and isinstance(device.io, ThreadIO) and "no O_DIRECT" in caplog.text
+        file = File(folder / "f", device.direct, 64 * K)
+        data, out = noise(64 * K), arena(64 * K)
+        device.io.write(file, 0, data).result(10)
+        device.io.read(file, 0, out).result(10)
+        assert out == data
+        file.close()
+    finally:
+        device.io.close()
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def test_open_device_measures_and_leaves_nothing(tmp_path, caplog):
+    caplog.set_level("INFO", "trireme.storage")
+    device = open_device(tmp_path / "new", 4 << 20)
+    assert device.read > 0 and device.write > 0 and min(device.read, device.write) <= device.speed
+    assert "GB/s" in caplog.text and not list((tmp_path / "new").iterdir())
+    device.io.close()
+
+
+def test_a_folder_that_cannot_be_written_is_named():
+    with pytest.raises(StoreError, match="/proc"):
+        open_device("/proc/trireme")
+
+
+def test_partial_submission(tmp_path):
+    """One bad descriptor in a batch fails alone; what stands before and behind it in the queue is moved."""
+    io = KernelIO(block=4 * K, depth=8, mixed=2)
+    good, bad = File(tmp_path / "good", is_direct(tmp_path), 64 * K), File(tmp_path / "bad", False, 64 * K)
+    bad.close()
+    bad.fd = 1 << 20
+    buffer = noise(16 * K)
+    requests = [io.write(f, 0, buffer) for f in (good, bad, good)]
+    assert [r.exception(10) is None for r in requests] == [True, False, True]
+    io.close()
+    good.close()
+
+
+def test_huge_page_advice_is_optional(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
+    assert len(arena(4 * K)) == 4 * K

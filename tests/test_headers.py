@@ -1,0 +1,166 @@
+"""The safetensors header: what we write the library reads; what is damaged or hostile ends in one clear error."""
+
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.storage.checkpoint import INDEX, open_source
+from trireme.storage.headers import MAX_HEADER, CheckpointError, encode_header, parse_header, read_header
+from trireme.storage.layout import ITEMSIZE, sequential
+
+GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+
+
+def file_bytes(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def test_what_we_write_the_library_reads(tmp_path):
+    layout = sequential([("a", "F32", (3, 4)), ("b", "BF16", (5,)), ("empty", "I8", (0, 7)), ("scalar", "F32", ())])
+    header = encode_header(layout, {"format": "pt"})
+    assert len(header) % 4096 == 0
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(header + np.arange(layout.nbytes, dtype=np.uint8).tobytes())
+    with safetensors.safe_open(path, "np") as f:
+        assert set(f.keys()) == {"a", "b", "empty", "scalar"} and f.metadata() == {"format": "pt"}
+        assert f.get_tensor("a").tobytes() == bytes(range(48))
+    read = read_header(path)
+    assert {t.name: t for t in read.layout.tensors} == {t.name: t for t in layout.tensors}
+    assert read.data == len(header) and read.metadata == {"format": "pt"}
+
+
+def test_what_the_library_writes_we_read(tmp_path):
+    arrays = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.zeros((0,), np.int64), "z": np.float16([1])}
+    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors", {"k": "v"})
+    header = read_header(tmp_path / "x.safetensors")
+    assert {t.name: t.shape for t in header.layout.tensors} == {k: v.shape for k, v in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "truncated"),
+        (b"\x00" * 7, "truncated"),
+        (file_bytes(GOOD, b"", 1 << 40), "truncated"),
+        (file_bytes(GOOD, bytes(20)), "ends at byte 24 of 20"),
+        (file_bytes(GOOD, bytes(25)), "follow the last tensor"),
+        (file_bytes(b"not json"), "not valid JSON"),
+        (file_bytes(b"\xff\xfe{}"), "not valid JSON"),
+        (file_bytes(b'{"a":1,"a":2}'), "twice"),
+        (file_bytes(b"[" * 100_000), "nested too deeply"),
+        (file_bytes(b"[]"), "not a JSON object"),
+        (file_bytes(b'{"__metadata__":{"a":1}}'), "map of strings"),
+        (file_bytes({"a": 3}), "lacks"),
+        (file_bytes({"a": {**GOOD["a"], "dtype": "F4"}}, bytes(24)), "dtype"),
+        (file_bytes({"a": {**GOOD["a"], "dtype": ["F32"]}}, bytes(24)), "dtype"),
+        (file_bytes({"a": {**GOOD["a"], "shape": [2, -3]}}, bytes(24)), "whole numbers"),
+        (file_bytes({"a": {**GOOD["a"], "shape": [True, 6]}}, bytes(24)), "whole numbers"),
+        (file_bytes({"a": {**GOOD["a"], "shape": [2.0, 3]}}, bytes(24)), "whole numbers"),
+        (file_bytes({"a": {**GOOD["a"], "shape": [1 << 64] * 50}}, bytes(24)), "say otherwise"),
+        (file_bytes({"a": {**GOOD["a"], "data_offsets": [24, 0]}}, bytes(24)), "begin, end"),
+        (file_bytes({"a": {**GOOD["a"], "data_offsets": [8, 32]}}, bytes(32)), "gap or an overlap"),
+        (file_bytes({**GOOD, "b": GOOD["a"]}, bytes(24)), "gap or an overlap"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+    ],
+)
+def test_damage_is_named(tmp_path, content, message):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as e:
+        read_header(path)
+    assert "\n" not in str(e.value) and str(path) in str(e.value)
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    with open(path, "wb") as f:
+        f.write((4 << 30).to_bytes(8, "little"))
+        f.truncate(8 << 30)  # sparse
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=str(MAX_HEADER)):
+        read_header(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+numbers = st.integers(-2, 40) | st.just(1 << 63) | st.floats(allow_nan=False) | st.booleans()
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*sorted(ITEMSIZE), "F4", "f32"]) | json_values,
+        "shape": st.lists(st.integers(0, 4), max_size=3) | st.lists(numbers, max_size=3) | json_values,
+        "data_offsets": st.lists(numbers, min_size=2, max_size=2) | json_values,
+    }
+)
+headers = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4)
+
+
+def accepted_by_library(content: bytes) -> bool:
+    try:
+        safetensors.deserialize(content)
+        return True
+    except Exception:  # noqa: BLE001 - whatever it raises, it refused
+        return False
+
+
+@settings(max_examples=600, deadline=None)
+@given(headers, st.integers(0, 100))
+def test_any_header_is_parsed_or_refused(header, size):
+    text = json.dumps(header).encode()
+    try:
+        layout, metadata = parse_header(text, size)
+    except ValueError:
+        return
+    assert layout.nbytes == size
+    assert accepted_by_library(file_bytes(text, bytes(size)))
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_a_mutated_file_is_read_as_the_library_reads_it_or_refused(tmp_path_factory, data):
+    layout = sequential([("a", "F32", (2, 3)), ("b", "BF16", (4,))])
+    good = bytearray(file_bytes(encode_header(layout)[8:].rstrip(), bytes(layout.nbytes)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    content = bytes(good[: data.draw(st.integers(0, len(good)) | st.just(len(good)))])
+    path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    path.write_bytes(content)
+    try:
+        header = read_header(path)
+    except CheckpointError:
+        return
+    assert header.data + header.layout.nbytes == len(content)
+    assert accepted_by_library(content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "./x.safetensors", "a//x.safetensors", ""]
+    + ["..\\x.safetensors", "x\0.safetensors", "x\n.safetensors", "\ud800.safetensors"],
+)
+def test_an_index_that_points_outside_is_refused(tmp_path, name):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        open_source(tmp_path)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60) | json_values.map(lambda v: json.dumps({"weight_map": v}).encode()))
+def test_any_index_is_refused_in_words(tmp_path_factory, content):
+    folder = tmp_path_factory.getbasetemp() / "index"
+    folder.mkdir(exist_ok=True)
+    (folder / INDEX).write_bytes(content)
+    with pytest.raises(CheckpointError) as e:
+        open_source(folder)
+    assert "\n" not in str(e.value)
