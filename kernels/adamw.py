@@ -10,13 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trireme.kernels.launch import power2
-
 BLOCK = 1024
-LANES, LANE_ROWS = 1024, 64  # the blocks of reference.sum_squares
+HALVINGS, LANE_ROWS = 10, 64  # the blocks of reference.sum_squares: 64 rows of 1,024 lanes
 
 
-@triton.jit(do_not_specialize=["n", "n_decay"])
+@triton.jit(do_not_specialize=["n_decay"])
 def _adamw(
     p_w,
     p_lo,
@@ -61,15 +59,16 @@ def _adamw(
 
 
 @triton.jit
-def _halve(x, SIZE: tl.constexpr):
-    """Sum of x (SIZE,), the second half added to the first until one is left; every addition has its place."""
-    if SIZE == 1:
-        return x
-    return _halve(tl.sum(tl.reshape(x, (2, SIZE // 2)), 0), SIZE // 2)
+def _halve(x, HALVINGS: tl.constexpr):
+    """Sum of x (2**HALVINGS,), the second half added to the first until one is left; every addition has its place."""
+    for i in tl.static_range(HALVINGS):
+        x = tl.sum(tl.reshape(x, (2, 1 << (HALVINGS - 1 - i))), 0)
+    return x
 
 
-@triton.jit(do_not_specialize=["n"])
-def _sum_squares(p_x, p_out, p_sums, n, ROUND: tl.constexpr, LANES: tl.constexpr, LANE_ROWS: tl.constexpr):
+@triton.jit
+def _sum_squares(p_x, p_out, p_sums, n, ROUND: tl.constexpr, HALVINGS: tl.constexpr, LANE_ROWS: tl.constexpr):
+    LANES: tl.constexpr = 1 << HALVINGS
     o = tl.program_id(0).to(tl.int64) * (LANES * LANE_ROWS) + tl.arange(0, LANES)
     b_sum = tl.zeros((LANES,), tl.float32)
     for _ in range(LANE_ROWS):
@@ -80,13 +79,13 @@ def _sum_squares(p_x, p_out, p_sums, n, ROUND: tl.constexpr, LANES: tl.constexpr
         b_x = b_x.to(tl.float32)
         b_sum += b_x * b_x
         o += LANES
-    tl.store(p_sums + tl.program_id(0) + tl.arange(0, 1), _halve(b_sum, LANES))
+    tl.store(p_sums + tl.program_id(0) + tl.arange(0, 1), _halve(b_sum, HALVINGS))
 
 
 @triton.jit(do_not_specialize=["n_blocks"])
-def _sum_blocks(p_sums, p_total, n_blocks, BLOCKS: tl.constexpr):
-    o = tl.arange(0, BLOCKS)
-    b_total = _halve(tl.load(p_sums + o, o < n_blocks, 0.0).to(tl.float64), BLOCKS)
+def _sum_blocks(p_sums, p_total, n_blocks, HALVINGS: tl.constexpr):
+    o = tl.arange(0, 1 << HALVINGS)
+    b_total = _halve(tl.load(p_sums + o, o < n_blocks, 0.0).to(tl.float64), HALVINGS)
     tl.store(p_total + tl.arange(0, 1), b_total.to(tl.float32))
 
 
@@ -122,13 +121,13 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
     """As reference.grad_finish, bit by bit. Flat and contiguous."""
     assert grad.is_contiguous() and (out is None or (out.is_contiguous() and out.numel() == grad.numel()))
     n = grad.numel()
-    n_blocks = triton.cdiv(n, LANES * LANE_ROWS)
+    n_blocks = triton.cdiv(n, LANE_ROWS << HALVINGS)
     sums = torch.empty(n_blocks, dtype=torch.float32, device=grad.device)
     _sum_squares[(n_blocks,)](
-        grad, out, sums, n, out is not None, LANES, LANE_ROWS, num_warps=4, enable_fp_fusion=False
+        grad, out, sums, n, out is not None, HALVINGS, LANE_ROWS, num_warps=4, enable_fp_fusion=False
     )
     total = torch.empty(1, dtype=torch.float32, device=grad.device)
-    _sum_blocks[(1,)](sums, total, n_blocks, power2(n_blocks), num_warps=8)
+    _sum_blocks[(1,)](sums, total, n_blocks, (n_blocks - 1).bit_length(), num_warps=8)
     return total
 
 

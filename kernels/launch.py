@@ -47,7 +47,7 @@ def row_tile(D: int) -> tuple[int, int, int]:
     """(rows, columns, warps) for kernels that hold whole rows of D values: about 4,096 values a program at least."""
     block = power2(D)
     rows = max(1, 2048 // block)
-    return rows, block, min(16, max(4, rows * block // 1024))
+    return rows, block, min(16, max(4, rows * block // 512))
 
 
 def row_programs(device: torch.device, n_tiles: int) -> int:

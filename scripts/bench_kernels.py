@@ -1,0 +1,322 @@
+"""Kernel speed against the ceilings of the same run.
+
+    python scripts/bench_kernels.py                     every op, at the shapes of LLaMA-3-8B and LLaMA-2-13B blocks
+    python scripts/bench_kernels.py attention --json results.json
+    python scripts/bench_kernels.py --peers             also torch.compile, cuDNN, FlashAttention-2, Liger if installed
+    python scripts/bench_kernels.py --tune              attention tiles tried out, for kernels/launch.py
+
+Each op is counted at its own smallest traffic (every input read once, every output written once) or at its own FLOPs.
+It is first compared with the reference; no figure is printed for an op that is wrong. Times are medians, L2 cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.testing import do_bench
+
+from trireme.kernels import launch, ops, reference
+
+BF16 = torch.bfloat16
+DEVICE = "cuda"
+PACKED = (1890, 57, 423, 1201, 88, 640, 312, 1024, 17, 733, 205, 999, 131, 350, 122)  # 15 documents, 8,192 tokens
+TILES = [(64, k, 4, stages) for k in (32, 64, 128) for stages in (1, 2, 3)]  # rows, columns, warps, stages
+TILES += [(128, k, 8, stages) for k in (32, 64, 128) for stages in (1, 2, 3)]
+
+
+class Case(NamedTuple):
+    """A call of the op `op`, which does `work`: bytes moved, or FLOPs where `flops`."""
+
+    label: str
+    op: str
+    args: tuple
+    work: float
+    kwargs: dict = {}
+    flops: bool = False
+    peers: dict[str, Callable] = {}
+    bound: float = 5e-3
+
+
+def seconds(run: Callable) -> float:
+    return do_bench(run, warmup=10, rep=60, return_mode="median") * 1e-3
+
+
+def randn(*shape: int, dtype=BF16) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+
+def ceilings() -> tuple[float, float]:
+    """(FLOP/s of an 8192^3 product in bf16, bytes/s of a copy of 256 MiB, read + write)."""
+    a, b = randn(8192, 8192), randn(8192, 8192)
+    x, y = torch.empty(2, 1 << 28, dtype=torch.uint8, device=DEVICE)
+    return 2 * 8192**3 / seconds(lambda: a @ b), 2 * x.numel() / seconds(lambda: y.copy_(x))
+
+
+def error(case: Case) -> float:
+    """The largest relative error, against the reference, among all results and all arguments that are written."""
+    found = []
+    for module in (ops, reference):
+        copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
+        results = getattr(module, case.op)(*copies, **case.kwargs)
+        results = results if isinstance(results, tuple) else (results,)
+        found.append([t for t in (*results, *copies) if torch.is_tensor(t) and t.is_floating_point()])
+        del copies, results
+    norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))  # noqa: E731
+    return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))
+
+
+# ---------------------------------------------------------------- the ops
+
+
+def norms() -> Iterator[Case]:
+    for N, D in ((8192, 4096), (8192, 5120)):
+        x, dy, r, dr = (randn(N, D) for _ in range(4))
+        w, b, shape, size = randn(D), randn(D), f"{N}x{D}", 2 * N * D
+        dw, db = torch.zeros(2, D, device=DEVICE)
+        _, rstd, _ = ops.rmsnorm_fwd(x, w, 1e-5)
+        yield Case(shape, "rmsnorm_fwd", (x, w, 1e-5), 2 * size)
+        yield Case(f"{shape} + residual", "rmsnorm_fwd", (x, w, 1e-5, r), 4 * size)
+        yield Case(shape, "rmsnorm_bwd", (dy, x, w, rstd, dw), 3 * size)
+        yield Case(f"{shape} + residual", "rmsnorm_bwd", (dy, x, w, rstd, dw, dr), 4 * size)
+        _, mean, rstd, _ = ops.layernorm_fwd(x, w, b, 1e-5)
+        yield Case(shape, "layernorm_fwd", (x, w, b, 1e-5), 2 * size)
+        yield Case(f"{shape} + residual", "layernorm_fwd", (x, w, b, 1e-5, r), 4 * size)
+        yield Case(shape, "layernorm_bwd", (dy, x, w, mean, rstd, dw, db), 3 * size)
+        yield Case(f"{shape} + residual", "layernorm_bwd", (dy, x, w, mean, rstd, dw, db, dr), 4 * size)
+    N, H, d = 8192, 40, 128
+    x, w, dw, dy = randn(N, 6144).view(N, 48, d)[:, :H], randn(d), torch.zeros(d, device=DEVICE), randn(N, H, d)
+    _, rstd = ops.head_rmsnorm_fwd(x, w, 1e-6)
+    yield Case(f"{N}x{H}x{d}", "head_rmsnorm_fwd", (x, w, 1e-6), 4 * N * H * d)
+    yield Case(f"{N}x{H}x{d}", "head_rmsnorm_bwd", (dy, x, w, rstd, dw, torch.empty_like(dy)), 6 * N * H * d)
+
+
+def activations() -> Iterator[Case]:
+    N, F = 8192, 14336
+    gate_up, dy, shape, size = randn(N, 2 * F), randn(N, F), f"{N}x{F}", 2 * N * F
+    for name in ("swiglu", "geglu"):
+        yield Case(shape, f"{name}_fwd", (gate_up,), 3 * size)
+        yield Case(shape, f"{name}_bwd", (dy, gate_up), 6 * size)
+    F = 20480
+    h, dy, b, db, shape, size = randn(N, F), randn(N, F), randn(F), torch.zeros(F, device=DEVICE), f"{N}x{F}", 2 * N * F
+    yield Case(shape, "gelu_bias_fwd", (h, b), 2 * size)
+    yield Case(shape, "gelu_bias_bwd", (dy, h, b, db), 4 * size)
+    yield Case(shape, "bias_bwd_", (db, dy), size)
+    H, d = 40, 128
+    x, docs = randn(N, 6144).view(N, 48, d)[:, :H], ops.make_docs([N], DEVICE)
+    cos, sin = ops.rope_table(1e4 ** (-torch.arange(0, d, 2, device=DEVICE) / d), N)
+    yield Case(f"{N}x{H}x{d} of 48", "rope_", (x, cos, sin, docs.positions), 4 * N * H * d)
+
+
+def ends() -> Iterator[Case]:
+    N, D, V = 8192, 4096, 128256
+    dy, dw = randn(N, D), torch.zeros(V, D, device=DEVICE, dtype=BF16)
+    ids = (V * torch.rand(N, device=DEVICE) ** 4).long()
+    rows = len(torch.unique(ids))
+    yield Case(f"{N}x{D}", "embedding_fwd", (ids, dw), 4 * N * D)
+    peers = {"index_add": lambda: dw.index_add_(0, ids, dy)}
+    yield Case(f"{N}x{D}, {rows} tokens", "embedding_bwd_", (dw, dy, ids), 2 * N * D + 4 * rows * D, peers=peers)
+    n = 218_112_000  # parameters of a LLaMA-3-8B block
+    g32, g16, out = randn(n, dtype=torch.float32), randn(n), torch.empty(n, device=DEVICE, dtype=BF16)
+    yield Case("bf16", "sum_squares", (g16,), 2 * n)
+    yield Case("fp32 to bf16", "grad_finish", (g32, out), 6 * n)
+    m, v, w32 = torch.zeros(2, n, device=DEVICE).unbind() + (g32.clone(),)
+    clip = torch.ones(1, device=DEVICE)
+    options = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, n_decay=n - 8192, step=10)
+    w, lo = ops.split_master(w32)
+    yield Case("split master, bf16 gradient", "adamw_", (w, lo, m, v, g16, clip), 26 * n, options)
+    fused = dict(lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False)
+    peers = {"torch fused": lambda: torch._fused_adamw_([w32], [g32], [m], [v], [], [clip], **fused)}
+    yield Case("fp32", "adamw_", (w32, None, m, v, g32, clip), 28 * n, options, peers=peers)
+
+
+def loss() -> Iterator[Case]:
+    for N, D, V in ((8192, 4096, 128256), (8192, 5120, 32000)):
+        x, w = randn(N, D), randn(V, D) * 0.02
+        labels, rows = torch.randint(V, (N,), device=DEVICE), torch.arange(N, device=DEVICE)
+        for chunk in (8192, 4096, 2048):
+            for dtype in (BF16, torch.float32):
+                dw = torch.zeros(V, D, device=DEVICE, dtype=dtype)
+                args = (x, w, labels, rows, 1 / N, dw, torch.empty_like(x), chunk)
+                label = f"{N}x{D}x{V} by {chunk}, dw {dtype}".replace("torch.", "")
+                yield Case(label, "linear_cross_entropy", args, 6 * N * D * V, flops=True)
+
+
+class Attention(NamedTuple):
+    """Inputs of one attention shape, q, k, v and their gradients in packed buffers."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dout: Tensor
+    docs: ops.Docs
+    scale: float
+
+
+def attention_inputs(lengths, H, K, d) -> Attention:
+    N = sum(lengths)
+    parts = [t for _ in range(2) for t in randn(N, (H + 2 * K) * d).view(N, H + 2 * K, d).split([H, K, K], 1)]
+    return Attention(*parts, randn(N, H, d), ops.make_docs(lengths, DEVICE), d**-0.5)
+
+
+def attention() -> Iterator[Case]:
+    shapes = [([8192], 32, 8, 128), ([4096] * 2, 32, 8, 128), ([1024] * 8, 32, 8, 128), (PACKED, 32, 8, 128)]
+    shapes += [([4096] * 2, 32, 32, 64), ([4096] * 2, 40, 40, 80), ([4096] * 2, 32, 32, 96), ([4096] * 2, 16, 8, 256)]
+    for lengths, H, K, d in shapes:
+        a = attention_inputs(lengths, H, K, d)
+        flops = 4 * d * H * sum(n * (n + 1) // 2 for n in lengths)  # of attended pairs
+        equal = len(set(lengths)) == 1
+        label = f"d{d} {H}/{K} " + (f"{len(lengths)}x{lengths[0]}" if equal else f"{len(lengths)} documents")
+        out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
+        fwd, bwd = dense_peers(a, len(lengths)) if equal else ({}, {})
+        yield Case(label, "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale), flops, flops=True, peers=fwd)
+        args = (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
+        yield Case(label, "attention_bwd", args, 2.5 * flops, flops=True, peers=bwd)
+
+
+def dense_peers(a: Attention, batch: int) -> tuple[dict, dict]:
+    """cuDNN and FlashAttention-2 as torch carries them, (forward, backward), on documents of one length."""
+    group = a.q.shape[1] // a.k.shape[1]
+    view = lambda t: t.unflatten(0, (batch, -1)).transpose(1, 2)  # noqa: E731
+    q, dout = view(a.q), view(a.dout)
+    k, v = (view(t.repeat_interleave(group, 1)) for t in (a.k, a.v))
+    fwd, bwd = {}, {}
+    for name, op in (("cudnn", torch.ops.aten._scaled_dot_product_cudnn_attention),
+                     ("flash2", torch.ops.aten._scaled_dot_product_flash_attention)):  # fmt: skip
+        try:
+            if name == "cudnn":
+                run = lambda op=op: op(q, k, v, None, True, 0.0, True, False, scale=a.scale)  # noqa: E731
+                o, lse, cq, ck, mq, mk, seed, offset, _ = run()
+                grad = lambda s=(o, lse, seed, offset, cq, ck, mq, mk): (  # noqa: E731
+                    torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                        dout, q, k, v, s[0], s[1], s[2], s[3], None, s[4], s[5], s[6], s[7], 0.0, True, scale=a.scale
+                    )
+                )
+            else:
+                run = lambda op=op: op(q, k, v, 0.0, True, False, scale=a.scale)  # noqa: E731
+                o, lse, cq, ck, mq, mk, seed, offset, _ = run()
+                grad = lambda s=(o, lse, cq, ck, mq, mk, seed, offset): (  # noqa: E731
+                    torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                        dout, q, k, v, s[0], s[1], s[2], s[3], s[4], s[5], 0.0, True, s[6], s[7], scale=a.scale
+                    )
+                )
+            grad()
+        except RuntimeError:  # no such kernel for this chip or head width
+            continue
+        fwd[name], bwd[name] = run, grad
+    return fwd, bwd
+
+
+GROUPS = {"norms": norms, "activations": activations, "ends": ends, "loss": loss, "attention": attention}
+
+
+def report(case: Case, peers: bool, matmul: float, copy: float) -> list[dict]:
+    """Prints and returns the figures of one case."""
+    wrong = error(case)
+    torch.cuda.empty_cache()
+    if not wrong <= case.bound:
+        print(f"{case.op:22s} {case.label:38s} WRONG: relative error {wrong:.1e}")
+        return []
+    runs = {"ours": lambda: getattr(ops, case.op)(*case.args, **case.kwargs)}
+    if peers:
+        runs |= case.peers
+        if not case.flops and case.op != "adamw_":
+            plain = torch.compile(getattr(reference, case.op))
+            runs["torch.compile"] = lambda: plain(*case.args, **case.kwargs)
+    unit, ceiling = ("TFLOP/s", matmul) if case.flops else ("TB/s", copy)
+    rows = []
+    for who, run in runs.items():
+        t = seconds(run)
+        rate = case.work / t
+        print(
+            f"{case.op:22s} {case.label:38s} {who:13s} {t * 1e6:9.1f} us {rate / 1e12:8.2f} {unit:7s} "
+            f"{rate / ceiling:5.2f}  error {wrong:.1e}",
+            flush=True,
+        )
+        rows.append(dict(op=case.op, shape=case.label, who=who, seconds=t, rate=rate, fraction=rate / ceiling))
+    return rows
+
+
+# ---------------------------------------------------------------- tuning
+
+
+def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
+    """Seconds of the forward (kernel "fwd") or the backward with one tile changed; 0 where not timed, inf if it fails."""
+    before = getattr(launch, f"attention_{kernel}")
+    setattr(launch, f"attention_{kernel}", lambda q: launch.Tile(*tile))
+    try:
+        a = attention_inputs(lengths, H, K, d)
+        out, lse = torch.empty_like(a.dout), torch.zeros(H, len(a.q), device=DEVICE)
+        if kernel == "fwd":
+            run = lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale, out=out)  # noqa: E731
+        else:
+            out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
+            run = lambda: ops.attention_bwd(  # noqa: E731
+                a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv
+            )
+        run()
+        return seconds(run) if time else 0.0
+    except Exception:  # out of resources, or not compilable: a tile that is no candidate
+        return float("inf")
+    finally:
+        setattr(launch, f"attention_{kernel}", before)
+
+
+def tune(widths: list[int]) -> None:
+    """Prints the times of every tile that runs, best first. Compiles in parallel beforehand."""
+    jobs = []
+    for d in widths:
+        for kernel in ("fwd", "dq", "dkv"):
+            for rows, columns, warps, stages in TILES:
+                if d * columns * stages <= 128 * 64 * 4:  # what shared memory can hold
+                    q, k = (columns, rows) if kernel == "dkv" else (rows, columns)
+                    jobs.append((kernel, (q, k, warps, stages), d))
+    with ProcessPoolExecutor(12, get_context("spawn")) as pool:
+        list(pool.map(compile_tile, jobs))
+    times = {}
+    for kernel, tile, d in jobs:
+        times[d, kernel, tile] = try_tile(kernel, tile, [4096] * 2, 32, 8 if d == 128 else 32, d, True)
+    for d in widths:
+        for kernel in ("fwd", "dq", "dkv"):
+            best = sorted((t, tile) for (dd, kn, tile), t in times.items() if (dd, kn) == (d, kernel))[:8]
+            print(d, kernel, "  ".join(f"{tile} {t * 1e6:.0f}" for t, tile in best), flush=True)
+
+
+def compile_tile(job: tuple) -> None:
+    kernel, tile, d = job
+    try_tile(kernel, tile, [300], 32, 8 if d == 128 else 32, d, False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; all when none is named")
+    parser.add_argument("--peers", action="store_true", help="time other implementations too")
+    parser.add_argument(
+        "--tune", type=int, nargs="*", metavar="WIDTH", help="try attention tiles for these head widths"
+    )
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    if args.tune is not None:
+        return tune(args.tune or [64, 128])
+    matmul, copy = ceilings()
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"ceilings: matmul {matmul / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
+    rows = [r for g in args.groups or GROUPS for case in GROUPS[g]() for r in report(case, args.peers, matmul, copy)]
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump(dict(device=name, matmul=matmul, copy=copy, rows=rows), f, indent=1)
+
+
+if __name__ == "__main__":
+    main()
