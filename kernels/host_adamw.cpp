@@ -156,7 +156,7 @@ void update_range(Weight w, const Grad *grad, const Job &job, int64_t begin, int
 template <class Moments, class Weight, class Grad>
 void update_blocks(Weight w, const Grad *grad, const Job &job, int64_t begin, int64_t end) {
     const Moments moments(job);
-    float m[BLOCK], v[BLOCK];
+    alignas(64) float m[BLOCK], v[BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         int64_t n = min(BLOCK, end - at);
         moments.load(at, n, m, v);
@@ -188,7 +188,7 @@ constexpr int64_t ROWS = 64, LANES = 1024;
 
 template <class Grad>
 float block_sum(const Grad *x, int64_t n) {
-    float lanes[LANES] = {};
+    alignas(64) float lanes[LANES] = {};
     for (int64_t row = 0; row < n; row += LANES) {
         int64_t width = min(LANES, n - row);
 #pragma omp simd
