@@ -81,6 +81,8 @@ class InlineLanes:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.tasks: list[Task] = []
         self.tracing = False
         self.zero = time.perf_counter()

@@ -19,7 +19,9 @@ def choose_device(wanted: str) -> torch.device:
     """`auto` is the GPU where there is one. Raises InputError where cuda is asked for and missing."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no CUDA device. Leave it out to train on the CPU.")
-    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def available_ram() -> int:

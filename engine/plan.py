@@ -145,20 +145,11 @@ class Geometry:
         """Layout of some of a block's saved tensors for a micro-batch of `tokens`."""
         wanted = set(names)
         found = shapes.saved_shapes(self.cfg, tokens)
-        return sequential(
-            [
-                (n, self.dtype if d == "compute" else d, s)
-                for n, (s, d) in sorted(found.items(), key=_fp32_first)
-                if n in wanted
-            ]
-        )
+        specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in wanted]
+        return sequential(specs, align=256)  # as the allocator's: cuBLAS chooses kernels by alignment
 
     def x_bytes(self, tokens: int) -> int:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
-
-
-def _fp32_first(item) -> bool:
-    return item[1][1] == "compute"  # fp32 first keeps every tensor aligned to its item size
 
 
 def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
@@ -255,7 +246,10 @@ def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
 
 def workspace(geo: Geometry, plan: Plan) -> int:
     """GPU bytes beside the named buffers: the largest unit's temporaries, the rotary table, inputs, fragmentation."""
-    temporaries = max(shapes.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype]) for u in range(geo.n_units))
+    wide = 4 if plan.n_micro > 1 else ITEMSIZE[plan.dtype]
+    temporaries = max(
+        shapes.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in range(geo.n_units)
+    )
     inputs = plan.tokens * plan.n_micro * 48
     return round_up(int(temporaries * 1.02)) + inputs
 

@@ -62,10 +62,11 @@ class Layout:
         raise KeyError(name)
 
 
-def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
-    """A Layout of (name, dtype, shape) entries in exactly the given order."""
+def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1) -> Layout:
+    """A Layout of (name, dtype, shape) entries in exactly the given order, each at a multiple of `align` bytes."""
     tensors, offset = [], 0
     for name, dtype, shape in specs:
+        offset = round_up(offset, align)
         t = TensorSpec(name, dtype, tuple(shape), offset)
         tensors.append(t)
         offset += t.nbytes
