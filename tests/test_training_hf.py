@@ -1,0 +1,98 @@
+"""50 steps of training beside transformers and torch's AdamW: the same losses, at the same clipped norms."""
+
+import pytest
+import torch
+from engines import LIMITS, Batch, MemoryStore
+from tiny import oracle
+
+from trireme.engine.build import build, inputs
+from trireme.engine.lanes import InlineLanes, RealLanes
+from trireme.engine.optimizer import AdamW
+from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.schedule import learning_rate
+from trireme.engine.step import train_step
+from trireme.models import hf
+from trireme.models.rows import rope_tables
+
+STEPS, LR = 50, 5e-3
+SMALL = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
+FAMILIES = {
+    "gpt2": dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),
+    "llama": SMALL | dict(tie_word_embeddings=False),
+    "mistral": SMALL | dict(tie_word_embeddings=False, sliding_window=8),
+    "qwen2": SMALL | dict(tie_word_embeddings=True),
+    "qwen3": SMALL | dict(tie_word_embeddings=True, head_dim=8),
+}
+
+
+def rates():
+    return [learning_rate(i, STEPS, LR, "cosine", 5) for i in range(1, STEPS + 1)]
+
+
+def with_transformers(model, steps, device):
+    """(losses, gradient norms) of a plain loop: per-document rows, AdamW without decay on vectors, clipping at 1."""
+    model.to(device).eval()  # no dropout
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw, seen = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8), []
+    for batch, rate in zip(steps, rates(), strict=True):
+        trained, total = sum((mb.labels >= 0).sum() for mb in batch), 0.0
+        for mb in batch:
+            ids = torch.from_numpy(mb.ids).long().to(device).split(mb.lengths)
+            labels = torch.from_numpy(mb.labels).long().to(device).split(mb.lengths)
+            for document, targets in zip(ids, labels, strict=True):
+                logits = model(input_ids=document[None]).logits[0].float()
+                loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / trained
+                loss.backward()
+                total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+        adamw.zero_grad()
+        seen.append((total, norm.item()))
+    return seen
+
+
+def with_trireme(cfg, state, steps, lanes, dtype):
+    plan = Plan((UnitPlan(),) * cfg.n_units, tokens=48, n_micro=2, dtype=dtype)
+    e = build(cfg, plan, LIMITS, lanes, adamw=AdamW(weight_decay=0.1), store=MemoryStore())
+    names = hf.sources(cfg, {n: tuple(t.shape) for n, t in state.items()})
+    e.homes.load(lambda name: state[names[name]].float().flatten())
+    tables, seen = rope_tables(cfg, 64, lanes.device), []
+    for i, (batch, rate) in enumerate(zip(steps, rates(), strict=True), 1):
+        stats = train_step(e, [inputs(cfg, mb, tables, lanes.device) for mb in batch], i, rate)
+        seen.append((stats.loss, stats.grad_norm))
+    lanes.close()
+    e.optimizer.close()
+    return seen
+
+
+def both(family, lanes, dtype):
+    model, cfg = oracle(family, FAMILIES[family])
+    state = {name: t.detach().clone().cpu() for name, t in model.state_dict().items()}
+    steps = [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
+    return with_trireme(cfg, state, steps, lanes, dtype), with_transformers(model, steps, lanes.device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_steps_in_fp32(family):
+    ours, theirs = both(family, InlineLanes(), "F32")
+    assert ours[-1][0] < 0.5 * ours[0][0]  # the batch is the same every step: it is learnt
+    for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4)
+        assert norm == pytest.approx(expected_norm, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_steps_in_bf16(family):
+    """bf16 computes with three digits; the two runs part slowly, and end at the same loss."""
+    ours, theirs = both(family, RealLanes("cuda"), "BF16")
+    assert ours[0][0] == pytest.approx(theirs[0][0], rel=2e-2)
+    for (loss, _), (expected, _) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(expected, rel=0.1, abs=0.1)
+    assert ours[-1][0] < 0.5 * ours[0][0]
