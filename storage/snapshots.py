@@ -80,7 +80,7 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     places = [partial, *(device / snapshot.folder for device in devices[1:])]
     try:
         for place in places:
-            place.mkdir()
+            os.mkdir(place)
         for device, name, id in snapshot.links():
             os.link(devices[device] / FOLDER / f"{id:06d}.safetensors", places[device] / name)
             if device:  # readers of the first folder find it too

@@ -110,7 +110,7 @@ def accepted_by_library(content: bytes) -> bool:
     try:
         safetensors.deserialize(content)
         return True
-    except Exception:  # noqa: BLE001 - whatever it raises, it refused
+    except Exception:
         return False
 
 

@@ -1,0 +1,541 @@
+"""The store: versions never disturb each other, faults leave the old one, and the files are what they claim to be."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+
+from trireme.storage.aio import ThreadIO, arena
+from trireme.storage.checkpoint import INDEX, open_source
+from trireme.storage.devices import Device, is_direct
+from trireme.storage.files import StoreError
+from trireme.storage.layout import ALIGN, Layout, pack, sequential
+from trireme.storage.shards import Store
+from trireme.storage.stripes import deal_cut, deal_whole
+
+K = 1024
+WEIGHTS = pack([[("q", (64, 64)), ("k", (64, 64))], [("up", (96, 64))], [("odd", (33, 7))], [("norm", (65,))]], "BF16")
+STATE = sequential([("lo", "I16", (20_001,)), ("m", "F32", (20_001,)), ("v", "F32", (20_001,))])
+LAYOUTS = {"block-0": WEIGHTS, "block-1": pack([[("z", (64, 64))], [("y", (9,))]], "BF16"), "block-0.adam": STATE}
+
+
+class FaultyIO(ThreadIO):
+    """Real files; `fault(piece)` may raise or wait before each piece is moved."""
+
+    def __init__(self, fault=lambda piece: None, **limits):
+        self.fault = fault
+        super().__init__(**{"block": 16 * K, "depth": 4, "mixed": 2, **limits})
+
+    def _move(self, piece):
+        self.fault(piece)
+        return super()._move(piece)
+
+
+def devices(folder: Path, count: int = 1, **kwargs) -> list[Device]:
+    made = []
+    for k in range(count):
+        path = folder / f"d{k}"
+        path.mkdir(exist_ok=True)
+        made.append(Device(path, FaultyIO(**kwargs), is_direct(path), read=1.0 + k, write=1.0 + k))
+    return made
+
+
+def content(layout: Layout, seed: int) -> memoryview:
+    buffer = arena(layout.span)
+    np.frombuffer(buffer, np.uint8)[: layout.nbytes] = np.random.default_rng(seed).integers(
+        0, 256, layout.nbytes, np.uint8
+    )
+    return buffer
+
+
+def create(folder: Path, count: int = 1, keep: int = 1, companions: Path | None = None, **kwargs) -> Store:
+    store = Store.create(devices(folder, count, **kwargs), keep, companions)
+    for name, layout in LAYOUTS.items():
+        store.add(name, layout, weights="adam" not in name)
+    return store
+
+
+def write_all(store: Store, seed: int) -> None:
+    buffers = {name: content(shard.layout, seed) for name, shard in store.shards.items()}
+    for request in [store.write(name, buffer) for name, buffer in buffers.items()]:
+        request.result(10)
+
+
+def holds(store: Store, seed: int) -> bool:
+    for name, shard in store.shards.items():
+        got = arena(shard.layout.span)
+        store.read(name, got).result(10)
+        if got[: shard.layout.nbytes] != content(shard.layout, seed)[: shard.layout.nbytes]:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_write_commit_reopen(tmp_path, count):
+    with create(tmp_path, count) as store:
+        store.reserve()
+        for seed in range(5):
+            write_all(store, seed)
+            assert holds(store, seed)
+            store.commit(seed, {"step": seed, "rng": [1, 2.5, "x"]})
+        write_all(store, 99)  # never committed
+        assert holds(store, 99)
+    with Store.open(devices(tmp_path, count)[::-1]) as store:  # in any order
+        assert store.restore() == {"step": 4, "rng": [1, 2.5, "x"]}
+        assert holds(store, 4)
+        assert {n: s.layout for n, s in store.shards.items()} == LAYOUTS
+        write_all(store, 5)
+        store.commit(5, {})
+    with Store.open(devices(tmp_path, count)) as store:
+        assert holds(store, 5) and store.snapshots[-1].step == 5
+
+
+def test_the_steady_state_makes_no_file_and_changes_no_size(tmp_path):
+    with create(tmp_path, keep=2) as store:
+        store.reserve()
+        folder = tmp_path / "d0" / "files"
+        before = {p.name for p in folder.iterdir()}
+        allocated = sum(p.stat().st_blocks for p in folder.iterdir())
+        for seed in range(8):
+            for _ in range(2):
+                write_all(store, seed)
+            store.commit(seed, {})
+        assert {p.name for p in folder.iterdir()} == before
+        assert sum(p.stat().st_blocks for p in folder.iterdir()) == allocated
+
+
+def test_keep_rollback_and_recycling(tmp_path):
+    with create(tmp_path, keep=3) as store:
+        for seed in range(6):
+            write_all(store, seed)
+            store.commit(seed, {"seed": seed})
+        assert [s.step for s in store.snapshots] == [3, 4, 5]
+        assert store.restore(3) == {"seed": 3} and holds(store, 3)
+        write_all(store, 30)
+        assert holds(store, 30)
+        assert store.restore(4) == {"seed": 4} and holds(store, 4)
+        with pytest.raises(StoreError, match="no snapshot of step 0"):
+            store.restore(0)
+        assert store.restore() == {"seed": 5} and holds(store, 5)
+    with Store.open(devices(tmp_path), keep=1) as store:
+        assert holds(store, 5)
+        write_all(store, 6)
+        store.commit(6, {})
+        assert [s.step for s in store.snapshots] == [6]
+    assert len(list((tmp_path / "d0").glob("snapshot-*"))) == 1
+
+
+def test_a_read_under_way_keeps_its_version(tmp_path):
+    """Write twice while a slow read of the old version is under way: its file must not be recycled under it."""
+    gate = threading.Event()
+
+    def fault(piece):
+        if not piece.write:
+            gate.wait(10)
+
+    with create(tmp_path, fault=fault, depth=8) as store:
+        write_all(store, 0)
+        got = arena(STATE.span)
+        read = store.read("block-0.adam", got)
+        for seed in (1, 2, 3):
+            store.write("block-0.adam", content(STATE, seed)).result(10)
+        assert not read.done()
+        gate.set()
+        read.result(10)
+        assert got[: STATE.nbytes] == content(STATE, 0)[: STATE.nbytes]
+
+
+def test_snapshots_are_checkpoints_for_every_reader(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "x"}')
+    (source / "tokenizer.json").write_bytes(b"\x00\x01")
+    with create(tmp_path, 2, companions=source) as store:
+        write_all(store, 1)
+        store.commit(1, {})
+        write_all(store, 2)  # what is under way does not show
+        for folder in (tmp_path / "d0", tmp_path / "d0" / "snapshot-000001-step-1"):
+            for name in ("config.json", "tokenizer.json"):
+                assert (folder / name).read_bytes() == (source / name).read_bytes()
+            found = open_source(folder)
+            assert set(found.tensors) == {t.name for n in ("block-0", "block-1") for t in LAYOUTS[n].tensors}
+            for t in WEIGHTS.tensors:
+                assert found.read(t.name).tobytes() == content(WEIGHTS, 1)[t.offset : t.offset + t.nbytes]
+        for path in (tmp_path / "d0").glob("snapshot-*/*.safetensors"):
+            with safetensors.safe_open(path, "np") as f:
+                assert list(f.keys()) and f.metadata() == {"format": "pt"}
+
+
+def test_transformers_loads_the_folder_of_an_idle_run(tmp_path, real):
+    """The real model, stored in units, read back by transformers from the store's folder as it lies."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    source = open_source(real / "stories260k")
+    units: dict[str, list[str]] = {}
+    for name in source.tensors:
+        units.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
+    with Store.create(devices(tmp_path, 2), companions=source.folder) as store:
+        for unit, names in units.items():
+            layout = pack([[(n, source.tensors[n].shape)] for n in names], "F32")
+            store.add(f"unit-{unit}", layout, weights=True)
+            buffer = arena(layout.span)
+            for t in layout.tensors:
+                source.read_as(t.name, "F32", np.frombuffer(buffer, np.float32, t.numel, t.offset))
+            store.write(f"unit-{unit}", buffer).result(10)
+        store.commit(0, {})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    expected = load(real / "stories260k", dtype=torch.float32).state_dict()
+    for folder in (tmp_path / "d0", *(tmp_path / "d0").glob("snapshot-*")):
+        loaded = load(folder, dtype=torch.float32).state_dict()
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+# ---------------------------------------------------------------- who may open what
+
+
+def test_two_runs_never_share_a_store(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+        with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+            Store.open(devices(tmp_path))
+        program = f"from trireme.storage.shards import Store; Store.open([{str(tmp_path / 'd0')!r}])"
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert "in use by process" in result.stderr
+    Store.open(devices(tmp_path)).close()
+
+
+def test_a_folder_with_a_run_is_not_taken(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with pytest.raises(StoreError, match="holds a run already"):
+        create(tmp_path)
+    Store.open(devices(tmp_path)).close()
+
+
+def test_missing_and_foreign_folders_are_named(tmp_path):
+    with pytest.raises(StoreError, match="holds no store"):
+        Store.open([tmp_path / "nothing"])
+    assert not (tmp_path / "nothing").exists()
+    with create(tmp_path, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with pytest.raises(StoreError, match="store of 2 folders"):
+        Store.open(devices(tmp_path, 1))
+    (tmp_path / "other").mkdir()
+    with create(tmp_path / "other", 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with pytest.raises(StoreError, match="give all of them"):
+        Store.open([devices(tmp_path)[0], devices(tmp_path / "other", 2)[1]])
+
+
+def test_a_store_that_never_reached_a_snapshot_is_made_anew(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+    with pytest.raises(StoreError, match="no complete snapshot"):
+        Store.open(devices(tmp_path))
+    with create(tmp_path) as store:
+        assert not list((tmp_path / "d0" / "files").iterdir())
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    with create(tmp_path, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    foreign = ["notes.txt", "snapshot-mine/x", "files/other.safetensors", "files/000001.txt", "x.partial"]
+    leftovers = ["snapshot-000002-step-1.partial/a", "snapshot-000001-step-1.dropped/a", "files/900000.safetensors"]
+    for name in [*foreign, *leftovers]:
+        path = tmp_path / "d0" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    orphan = tmp_path / "d1" / "snapshot-000009-step-9"  # made on the second device only
+    orphan.mkdir()
+    with Store.open(devices(tmp_path, 2)) as store:
+        assert holds(store, 0)
+        write_all(store, 1)
+        store.commit(1, {})
+    for name in foreign:
+        assert (tmp_path / "d0" / name).read_text() == "x"
+    assert not any((tmp_path / "d0" / name).exists() for name in leftovers) and not orphan.exists()
+
+
+# ---------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ENODEV, errno.EROFS])
+def test_a_failed_write_leaves_the_old_version_and_a_retry_succeeds(tmp_path, number):
+    sick = [False]
+
+    def fault(piece):
+        if sick[0] and piece.write and piece.offset > 32 * K:
+            raise OSError(number, os.strerror(number))
+
+    with create(tmp_path, 2, fault=fault) as store:
+        store.reserve()
+        write_all(store, 0)
+        store.commit(0, {})
+        files = len(list(tmp_path.glob("d*/files/*")))
+        for _ in range(20):  # spares are given back each time
+            sick[0] = True
+            with pytest.raises(StoreError, match=r"writing \d+ bytes at \d+.*files/") as e:
+                store.write("block-0.adam", content(STATE, 1)).result(10)
+            assert e.value.errno == number
+            sick[0] = False
+            assert holds(store, 0)
+        assert len(list(tmp_path.glob("d*/files/*"))) == files
+        write_all(store, 1)
+        store.commit(1, {})
+        assert holds(store, 1)
+
+
+def test_a_failed_read_is_an_error_and_a_retry_succeeds(tmp_path):
+    sick = [False]
+
+    def fault(piece):
+        if sick[0] and not piece.write:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with create(tmp_path, fault=fault) as store:
+        write_all(store, 0)
+        sick[0] = True
+        with pytest.raises(StoreError, match="reading"):
+            store.read("block-0", arena(WEIGHTS.span)).result(10)
+        sick[0] = False
+        assert holds(store, 0)
+
+
+def test_a_file_cut_by_somebody_else_is_noticed(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+        path = tmp_path / "d0" / "snapshot-000001-step-0" / "block-0.adam.safetensors"
+        size = path.stat().st_size
+        os.truncate(path, size - 5000)
+        with pytest.raises(StoreError, match="was the file cut"):
+            store.read("block-0.adam", arena(STATE.span)).result(10)
+    with pytest.raises(StoreError, match=f"{size - 5000} bytes of {size}"):
+        Store.open(devices(tmp_path))
+
+
+def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
+    with create(tmp_path, keep=2) as store:
+        for seed in (0, 1):
+            write_all(store, seed)
+            store.commit(seed, {})
+    newest = tmp_path / "d0" / "snapshot-000002-step-1"
+    for text in ("", "[]", "{}", json.dumps({"format": 99}), '{"format": 1}'):
+        (newest / "manifest.json").write_text(text)
+        with pytest.raises(StoreError, match="is damaged.*manifest.json"):
+            Store.open(devices(tmp_path))
+    shutil.rmtree(newest)
+    with Store.open(devices(tmp_path)) as store:
+        assert holds(store, 0)
+
+
+def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
+    real_fsync, sick = os.fsync, [True]
+
+    def fsync(fd):
+        if sick[0] and os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
+            sick[0] = False  # the kernel reports a lost write once
+            raise OSError(errno.EIO, "Input/output error")
+        real_fsync(fd)
+
+    with create(tmp_path) as store:
+        sick[0] = False
+        write_all(store, 0)
+        monkeypatch.setattr(os, "fsync", fsync)
+        store.commit(0, {})
+        write_all(store, 1)
+        sick[0] = True
+        with pytest.raises(StoreError, match="making it durable"):
+            store.commit(1, {})
+        with pytest.raises(StoreError, match="must be written again"):
+            store.commit(1, {})
+        write_all(store, 1)
+        store.commit(1, {})
+    with Store.open(devices(tmp_path)) as store:
+        assert holds(store, 1)
+
+
+@pytest.mark.parametrize("call", ["link", "rename", "mkdir"])
+def test_a_snapshot_that_fails_leaves_nothing(tmp_path, monkeypatch, call):
+    with create(tmp_path, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+        write_all(store, 1)
+
+        def fail(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            with pytest.raises(StoreError, match="No space left on device, making a snapshot"):
+                store.commit(1, {})
+        assert [p.name for p in tmp_path.glob("d*/snapshot-*")] == ["snapshot-000001-step-0"] * 2
+        assert holds(store, 1)
+        store.commit(1, {})
+    with Store.open(devices(tmp_path, 2)) as store:
+        assert holds(store, 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of 24 MiB of its own, on a loop device."""
+    image, mount = tmp_path / "image", tmp_path / "mount"
+    mount.mkdir()
+    image.touch()
+    os.truncate(image, 24 << 20)
+    for command in (["mkfs.ext4", "-q", "-m0", image], ["mount", "-o", "loop", image, mount]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip(f"no {command[0]}")
+        if done.returncode:
+            pytest.skip(f"{command[0]} is not allowed here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_full_disk(small_disk):
+    """Space is checked first; where it goes meanwhile, the snapshot stands, and with space again all goes on."""
+    layout = sequential([("m", "F32", (1 << 20,))])
+    with Store.create(devices(small_disk)) as store:
+        for i in range(3):
+            store.add(f"s{i}", layout)
+        with pytest.raises(StoreError, match=r"has 0\.0\d GB free, the store needs 0\.03 GB") as e:
+            store.reserve()
+        assert e.value.errno == errno.ENOSPC
+        for i in range(3):
+            store.write(f"s{i}", content(layout, i)).result(10)
+        store.commit(0, {})
+        ballast = small_disk / "ballast"
+        with open(ballast, "wb") as f, pytest.raises(OSError):
+            while True:
+                f.write(bytes(64 * K))
+                f.flush()
+        with pytest.raises(StoreError, match="No space left on device, allocating"):
+            store.write("s0", content(layout, 9))
+        with pytest.raises(StoreError, match="No space left on device, making a snapshot"):
+            store.commit(1, {"long": "x" * (1 << 20)})
+        ballast.unlink()
+        store.write("s0", content(layout, 9)).result(10)
+        store.commit(1, {})
+    with Store.open(devices(small_disk)) as store:
+        got = arena(layout.span)
+        for i, seed in enumerate((9, 1, 2)):
+            store.read(f"s{i}", got).result(10)
+            assert got == content(layout, seed)
+
+
+def test_a_filesystem_that_becomes_read_only(small_disk):
+    with create(small_disk) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(StoreError, match="Read-only file system"):
+        Store.open(["/".join([str(small_disk), "d0"])])
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    with Store.open(devices(small_disk)) as store:
+        assert holds(store, 0)
+
+
+# ---------------------------------------------------------------- several devices
+
+
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 1.0), (1.0, 3.0), (1.0, 0.3, 2.0, 0.7)])
+@pytest.mark.parametrize("deal", ["cut", "whole"])
+def test_stripes_cover_the_span_once(speeds, deal):
+    load = [0.0] * len(speeds)
+    for layout in (WEIGHTS, STATE, sequential([("a", "U8", (5,))]), sequential([])):
+        stripes = deal_cut(layout, speeds) if deal == "cut" else deal_whole(layout, speeds, load)
+        covered = []
+        for stripe in stripes:
+            assert len(stripe.header) % ALIGN == 0
+            assert sum(n for _, _, n in stripe.segments) == stripe.layout.nbytes
+            end = 0
+            for at, offset, n in stripe.segments:
+                assert at % ALIGN == 0 and offset == end
+                end += n
+                covered.append((at, n))
+        at = 0
+        for start, n in sorted(covered):
+            assert start == at
+            at += n
+        assert at == layout.nbytes
+        if deal == "whole":
+            assert sorted(t.name for s in stripes for t in s.layout.tensors) == sorted(t.name for t in layout.tensors)
+
+
+def test_whole_tensors_even_out_over_the_units():
+    """LLaMA-7B blocks on four drives of different speed: over the stack the work ends everywhere at about one time."""
+    wide, narrow = (11008, 4096), (4096, 4096)
+    layout = pack([[(f"w{i}", wide)] for i in range(3)] + [[(f"n{i}", narrow)] for i in range(4)], "BF16")
+    speeds, load = (7e9, 7e9, 3.5e9, 5e9), [0.0] * 4
+    for _ in range(32):
+        deal_whole(layout, speeds, load)
+    ideal = 32 * layout.nbytes / sum(speeds)
+    assert max(load) < ideal / 0.95
+
+
+@pytest.mark.parametrize("rates", [(60e6, 60e6), (90e6, 30e6), (60e6, 30e6, 15e6, 45e6)])
+def test_throughput_of_unequal_devices_adds_up(tmp_path, rates):
+    """Devices that each move one byte after another at their own rate: together at least 0.9 of the sum."""
+
+    def throttle(rate):
+        lock, free = threading.Lock(), [0.0]
+
+        def fault(piece):
+            with lock:
+                begin = max(free[0], time.monotonic())
+                free[0] = begin + len(piece.view) / rate
+            time.sleep(max(0, free[0] - time.monotonic()))
+
+        return fault
+
+    made = []
+    for k, rate in enumerate(rates):
+        path = tmp_path / f"d{k}"
+        path.mkdir()
+        io = FaultyIO(throttle(rate), block=64 * K, depth=4, mixed=2)
+        made.append(Device(path, io, is_direct(path), rate, rate))
+    layout = sequential([("m", "F32", (1 << 20,)), ("v", "F32", (1 << 20,))])
+    with Store.create(made) as store:
+        names = [f"u{i}" for i in range(4)]
+        for name in names:
+            store.add(name, layout)
+        store.reserve()
+        buffers = [content(layout, i) for i in range(3)]
+        for operation in (store.write, store.read):
+            start, requests = time.monotonic(), []
+            for i, name in enumerate(names * 2):
+                if i >= 2:
+                    requests[i - 2].result(10)
+                requests.append(operation(name, buffers[i % 3]))
+            for request in requests:
+                request.result(10)
+            rate = 8 * layout.nbytes / (time.monotonic() - start)
+            assert rate >= 0.9 * sum(rates), (operation.__name__, rate, sum(rates))
+
+
+def test_the_index_lists_weights_only(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    index = json.loads((tmp_path / "d0" / INDEX).read_text())
+    assert set(index["weight_map"].values()) == {
+        f"snapshot-000001-step-0/{n}.safetensors" for n in ("block-0", "block-1")
+    }
+    assert index["metadata"]["total_size"] == WEIGHTS.nbytes + LAYOUTS["block-1"].nbytes
