@@ -49,9 +49,12 @@ class ChatTemplate:
 
     def __init__(self, sources: dict[str, str], variables: dict[str, str]):
         """sources: template by name, "default" among them. Raises jinja2.TemplateSyntaxError."""
-        self.sources = sources
+        self.sources, self._variables = sources, variables
         self._parts = {name: _Marker(Template(source, variables)) for name, source in sources.items()}
         self.fingerprint = hashlib.sha256(json.dumps([sources, variables], sort_keys=True).encode()).hexdigest()
+
+    def __reduce__(self):
+        return ChatTemplate, (self.sources, self._variables)  # compiled again in another process
 
     def text(self, messages: Sequence[dict], tools: list[dict] | None = None, prompt: bool = False) -> str:
         """The rendering; `prompt` adds what asks for the assistant's next message. BadRow where it is refused."""

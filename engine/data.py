@@ -10,6 +10,7 @@ held in memory is a few numbers a document.
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from trireme.engine.chat import load_template
 from trireme.engine.formats import CHATS, parse_map
 from trireme.engine.prepare import Progress, Reading, tokenize
 from trireme.engine.report import FileReport, Report, example_text
-from trireme.engine.sources import Source, parse_source
+from trireme.engine.sources import Source, parse_source, spool
 from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
 
@@ -147,7 +148,7 @@ def load_dataset(
 ) -> Dataset:
     """Reads, tokenizes (or finds in the cache), holds out, cuts and packs.
 
-    sources: `path` or `path:weight`. InputError says what is wrong with the data.
+    sources: `path`, `path:weight`, or `-`, standard input. InputError says what is wrong with the data.
     OSError where the cache cannot be written.
     """
     scratch = None if options.cache else tempfile.TemporaryDirectory(prefix="trireme-tokens-")
@@ -160,7 +161,7 @@ def load_dataset(
         options.vocab_size,
         options.cache or Path(scratch.name),
     )
-    given = [parse_source(text) for text in sources]
+    given = [spool(sys.stdin.buffer, reading.folder) if text == "-" else parse_source(text) for text in sources]
     share, val_given = _parse_val(options.val)
     files = tuple(tokenize(source, reading, progress) for source in given)
     rows = documents.all_documents(files)

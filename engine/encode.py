@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
@@ -97,3 +101,54 @@ def _completion(ids: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer) -> E
     flags[:lead] = False
     flags[lead : lead + len(ids)] = trained
     return _first(wrapped, flags)
+
+
+Numbered = list[tuple[int, Example]]  # examples with the numbers of their rows
+
+
+class Encoders:
+    """Encodes batches of examples in order: at once, or in `workers` processes, one batch of each at a time.
+
+    Rendering holds Python's lock, so threads would not help. Processes are spawned: a fork of a process that has
+    threads, or a GPU, may hang.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, workers: int):
+        self._tools = (tokenizer, template)
+        self._waiting: deque[tuple[Numbered, Future]] = deque()
+        self._limit = 2 * workers  # bounds the memory that batches take
+        self._pool = None
+        if workers:
+            self._pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, self._tools)
+
+    def submit(self, batch: Numbered) -> None:
+        examples = [example for _, example in batch]
+        if self._pool:
+            result = self._pool.submit(_work, examples)
+        else:
+            result = Future()
+            result.set_result(encode(examples, *self._tools))
+        self._waiting.append((batch, result))
+
+    def results(self, all: bool = False) -> Iterator[tuple[int, Encoded | BadRow]]:
+        """(row number, result) of the batches that are due: those beyond the limit, or all of them."""
+        while len(self._waiting) > (0 if all else self._limit):
+            batch, result = self._waiting.popleft()
+            yield from zip((number for number, _ in batch), result.result(), strict=True)
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+
+_worker_tools: tuple[Tokenizer | None, ChatTemplate | None] = (None, None)  # of a worker process
+
+
+def _start_worker(tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+    global _worker_tools
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    _worker_tools = (tokenizer, template)
+
+
+def _work(examples: list[Example]) -> list[Encoded | BadRow]:
+    return encode(examples, *_worker_tools)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trireme.engine.cache import TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.chat import ChatTemplate
-from trireme.engine.encode import Encoded, encode
+from trireme.engine.encode import Encoded, Encoders, Numbered
 from trireme.engine.formats import Chat, Example, Format, Ids, find_format, rename
 from trireme.engine.sources import BadRow, Reader, Row, Source
 from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
 
 Progress = Callable[[str, int, int], None]  # (file name, bytes read, bytes in all)
-_BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21  # tokenized at once, by all of the tokenizer's threads
+_BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21  # tokenized at once
+_LARGE = 1 << 25  # bytes of a file from which on several processes are faster, although they have to start
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,19 @@ class _Tally:
     format: Format | None = None
     rows: int = 0
     bad: int = 0
-    first_bad: str = ""
+    first: tuple[int, str] | None = None  # the first bad row, and what is wrong with it
     skip_bad: bool = False
-    examples: list[tuple[int, Example]] = field(default_factory=list)  # read, not yet tokenized
+    batch: Numbered = field(default_factory=list)  # read, not yet tokenized
     characters: int = 0
 
     def reject(self, number: int, error: BadRow) -> None:
         self.bad += 1
-        self.first_bad = self.first_bad or f"{self.unit} {number}: {error}"
+        if self.first is None or number < self.first[0]:
+            self.first = (number, str(error))
+
+    @property
+    def first_bad(self) -> str:
+        return f"{self.unit} {self.first[0]}: {self.first[1]}" if self.first else ""
 
     @property
     def hopeless(self) -> bool:
@@ -76,22 +83,28 @@ def _build(source: Source, reading: Reading, key: str, progress: Progress | None
     wide = tokenizer is None or tokenizer.core.get_vocab_size() > 1 << 15
     writer = TokenWriter(reading.folder, key, wide)
     reader = Reader(source, tokenizer.eos_token if tokenizer else None)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    encoders = Encoders(tokenizer, reading.template, min(cpus, 16) if reader.size >= _LARGE and cpus > 1 else 0)
     tally = _Tally(skip_bad=reading.skip_bad)
     try:
         for row in reader.rows():
             tally.unit = reader.unit
             _take(row, reading, tally)
-            if len(tally.examples) >= _BATCH_ROWS or tally.characters >= _BATCH_CHARACTERS:
-                _flush(writer, reading, tally)
+            if len(tally.batch) >= _BATCH_ROWS or tally.characters >= _BATCH_CHARACTERS:
+                _flush(encoders, tally)
+                _put(encoders, writer, tally)
                 if progress:
                     progress(source.path.name, reader.position, reader.size)
-        _flush(writer, reading, tally)
+        _flush(encoders, tally)
+        _put(encoders, writer, tally, all=True)
         _judge(source, tally)
         meta = {"key": key, "name": source.path.name, "format": tally.format.name, "rows": tally.rows, "bad": tally.bad}
         return writer.finish(meta | {"first_bad": tally.first_bad})
     except BaseException:
         writer.abandon()
         raise
+    finally:
+        encoders.close()
 
 
 def _take(row: Row, reading: Reading, tally: _Tally) -> None:
@@ -114,7 +127,7 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         tally.reject(row.number, error)
         return
     if not tally.hopeless:
-        tally.examples.append((row.number, example))
+        tally.batch.append((row.number, example))
         tally.characters += _size(example)
 
 
@@ -146,17 +159,20 @@ def _size(example: Example) -> int:
     )
 
 
-def _flush(writer: TokenWriter, reading: Reading, tally: _Tally) -> None:
-    """Tokenizes what has been read and hands it to the writer."""
-    if not tally.hopeless and tally.examples:
-        results = encode([example for _, example in tally.examples], reading.tokenizer, reading.template)
-        for (number, _), result in zip(tally.examples, results, strict=True):
-            if isinstance(result, Encoded):
-                writer.add(*result)
-            else:
-                tally.reject(number, result)
-    tally.examples.clear()
-    tally.characters = 0
+def _flush(encoders: Encoders, tally: _Tally) -> None:
+    """Has what has been read tokenized."""
+    if not tally.hopeless and tally.batch:
+        encoders.submit(tally.batch)
+    tally.batch, tally.characters = [], 0
+
+
+def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, all: bool = False) -> None:
+    """Hands what is tokenized to the writer."""
+    for number, result in encoders.results(all):
+        if isinstance(result, Encoded):
+            writer.add(*result)
+        else:
+            tally.reject(number, result)
 
 
 def _judge(source: Source, tally: _Tally) -> None:

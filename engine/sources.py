@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import re
+import shutil
 import sys
 import zlib
 from collections.abc import Iterator
@@ -77,6 +78,23 @@ def parse_source(text: str) -> Source:
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise InputError(f"{path} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8 {path}.")
     return source
+
+
+def spool(stream: BinaryIO, folder: Path) -> Source:
+    """Standard input kept as a file in `folder`, so that it can be read as one; what is kept already is used."""
+    kept = next(iter(sorted(folder.glob("stdin.*"))), None)
+    if kept is None:
+        if stream.isatty():
+            raise InputError("--data -: nothing is piped into standard input.")
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = folder / "stdin"
+        with scratch.open("wb") as file:
+            shutil.copyfileobj(stream, file)
+        with scratch.open("rb") as file:
+            start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        kept = folder / ("stdin.jsonl" if start in (b"{", b"[") else "stdin.txt")
+        scratch.rename(kept)
+    return parse_source(str(kept))
 
 
 class Reader:
