@@ -87,9 +87,9 @@ def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
     """Forward through the embedding and the blocks; each unit's pending update and its weights run ahead of it."""
     ahead = e.plan.window - 1
     for u in range(ahead):
-        _approach(e, u)
+        approach(e, u)
     for u in range(e.geo.head):
-        _approach(e, u + ahead)
+        approach(e, u + ahead)
         w = e.weights.get(u)
         for b, mb in enumerate(batch):
             out = e.activations.open(u + 1, b, "x")
@@ -97,10 +97,10 @@ def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
             e.activations.send(u + 1, b, "x", mb.tokens, done)
         e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train))
     for u in range(e.geo.head + ahead - 1, e.geo.head + 1):
-        _approach(e, u)
+        approach(e, u)
 
 
-def _approach(e: Engine, u: int) -> None:
+def approach(e: Engine, u: int) -> None:
     """Unit u's turn comes soon: hands over its update, if one is due, and starts its weights on their way."""
     if u <= e.geo.head:
         e.optimizer.update(u)

@@ -25,9 +25,10 @@ from trireme.engine.machine import matmul_rate, memory_in_use
 from trireme.engine.memory import DTYPE
 from trireme.engine.optimizer import AdamW, StepStats
 from trireme.engine.options import Options
+from trireme.engine.sample import prompts, sample
 from trireme.engine.schedule import learning_rate
 from trireme.engine.step import Engine, evaluate, train_step
-from trireme.engine.verify import check_free, reopen
+from trireme.engine.verify import check_free, reopen, swept_on_failure
 from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
@@ -50,9 +51,18 @@ class Diverged(InputError):
 
 def finetune(options: Options) -> None:
     """Trains as the options say. Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted."""
+    if options.resume or options.dry_run:
+        return _train(options)
+    out = Path(options.out)
+    check_free(out, Path(options.model))
+    with swept_on_failure(out, [Path(d) for d in options.store], Interrupted):
+        _train(options)
+
+
+def _train(options: Options) -> None:
     store, extra = _open_snapshot(options) if options.resume else (None, None)
     try:
-        job = jobs.prepare(options, like=extra and extra["cut"]) if options.resume else _new_job(options)
+        job = jobs.prepare(options, like=extra and extra["cut"])
         for line in jobs.report(job):
             print(line)
         if options.dry_run:
@@ -79,19 +89,6 @@ def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
         print("no snapshot yet: starts from the beginning")
         return None, None
     return store, store.restore()
-
-
-def _new_job(options: Options) -> Job:
-    """The job of a run that is not resumed; a refusal leaves no folder behind."""
-    out = Path(options.out)
-    if not options.dry_run:
-        check_free(out, Path(options.model))
-    was_there = out.exists()
-    try:
-        return jobs.prepare(options)
-    except BaseException:
-        shutil.rmtree(out / "tokens" if was_there else out, ignore_errors=True)
-        raise
 
 
 def _new_store(job: Job) -> Store:
@@ -230,8 +227,19 @@ class Run:
         loss = total / max(1, count)
         self.best = loss if self.best is None else min(self.best, loss)
         per_epoch = job.data.steps_per_epoch(self.options.batch_size)
-        self.log.eval({"step": self.step, "epoch": round(self.step / per_epoch, 4), "eval_loss": loss})
+        record = {"step": self.step, "epoch": round(self.step / per_epoch, 4), "eval_loss": loss}
+        samples = self._samples(1)
+        self.log.eval(record | ({"sample": samples[0][1]} if samples else {}))
         self.evaluated_at, self.evaluated_step = time.monotonic(), self.step
+
+    def _samples(self, count: int) -> list[tuple[str, str, bool]]:
+        """(prompt, what the model says after it, whether it came to an end) for documents of the held-out data."""
+        job = self.job
+        if job.tokenizer is None:
+            return []
+        given = prompts(job.data.held_out or job.data, count)
+        said = sample(self.e, job.tokenizer, given)
+        return [(job.tokenizer.decode(ids), text, ended) for ids, (text, ended) in zip(given, said, strict=True)]
 
     def _eval_group(self, group: list) -> float:
         return float(sum(losses.double().sum() for losses in evaluate(self.e, group)))
@@ -262,6 +270,8 @@ class Run:
         export(job.source, job.out, self._fetch)
         for line in (self.log.summary(), *reopen(job.source, job.out)):
             self.log.say(line)
+        for prompt, text, ended in self._samples(3):
+            self.log.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
         if not self.options.store:
             self._close()
             self.store.close()
