@@ -65,6 +65,8 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     source = open_source(folder)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
     tokenizer = load_tokenizer(options.tokenizer or folder)
+    if options.tokenizer and tokenizer is None:
+        raise InputError(f"--tokenizer {options.tokenizer}: there is no tokenizer.json in that folder.")
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")

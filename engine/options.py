@@ -149,7 +149,7 @@ class Options:
     seq_len: int | None = _option(
         DATA,
         "tokens a sequence [2048, or what the model allows]",
-        parse=count,
+        parse=number(2, kind=int),
         metavar="N",
         also="max-length cutoff-len max-seq-length sequence-len max-seq-len",
     )

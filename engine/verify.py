@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from trireme.models.config import InputError
@@ -29,6 +32,25 @@ def check_free(out: Path, source: Path) -> None:
         raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
     if held:
         raise InputError(f"--out {out} is not empty ({held} entries). Name another folder, or empty it.")
+
+
+@contextmanager
+def swept_on_failure(out: Path, store: Sequence[Path], saved: type[BaseException]) -> Iterator[None]:
+    """Removes what a new run has made in `out` and `store` when it fails before its first step is done.
+
+    `saved`: the exception of a run that has stopped and saved itself, which keeps everything.
+    """
+    made = [folder for folder in (out, *store) if not folder.exists()]
+    try:
+        yield
+    except saved:
+        raise
+    except BaseException:
+        log = out / "log.jsonl"
+        if not log.exists() or not log.stat().st_size:
+            for path in (*made, *(out.iterdir() if out.exists() else ())):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        raise
 
 
 def reopen(source: Source, out: Path) -> list[str]:

@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
 
 def run(options: Options) -> int:
     """Trains; 130 when interrupted with everything saved."""
+    # Threads of torch that wait should sleep: spinning ones make a step ten times slower when the CPU has other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from trireme.engine import demo, train  # late: torch takes seconds, and a mistyped option or --help should not
 
     try:

@@ -1,0 +1,237 @@
+"""The command as a user meets it: every wrong input is one line, the right exit code, and nothing left behind."""
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from trireme.engine import demo
+
+ROOT = Path(__file__).parents[1]
+_spec = importlib.util.spec_from_file_location("finetune", ROOT / "scripts" / "finetune.py")
+finetune = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(finetune)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A checkpoint and a text that nothing is wrong with."""
+    folder = tmp_path_factory.mktemp("made")
+    demo.make_text(folder / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(folder / "model", folder / "stories.txt", seed=1)
+    return folder
+
+
+@pytest.fixture
+def here(made, tmp_path, monkeypatch) -> Path:
+    """A folder to be in, with `model` and `stories.txt`, which a test may spoil."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tree(folder: Path) -> dict:
+    return {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()} | {
+        p: None for p in folder.rglob("*") if p.is_dir()
+    }
+
+
+def fails(capsys, here: Path, *argv: str, code: int = 2) -> str:
+    """The one line that the command ends with, having left nothing behind."""
+    before = tree(here)
+    assert finetune.main(list(argv)) == code
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and len(err) < 500, err
+    assert tree(here) == before
+    return err
+
+
+TRAIN = ("model", "--data", "stories.txt", "--out", "out", "--seq-len", "64", "--max-steps", "2")
+
+
+def write(path: str, text: str | bytes) -> None:
+    Path(path).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def set_config(**change) -> None:
+    config = json.loads(Path("model/config.json").read_text()) | change
+    write("model/config.json", json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def set_weight(name: str, value: np.ndarray | None) -> None:
+    tensors = load_file("model/model.safetensors")
+    tensors.pop(name, None)
+    save_file(tensors if value is None else tensors | {name: value}, "model/model.safetensors")
+
+
+def header(text: bytes, length: int | None = None) -> None:
+    """A safetensors file of this header; its length may be a lie, and the file as long as the lie."""
+    write("model/model.safetensors", (len(text) if length is None else length).to_bytes(8, "little") + text)
+    os.truncate("model/model.safetensors", 8 + max(len(text), 2 * (length or 0)))
+
+
+INDEX = "model/model.safetensors.index.json"
+
+
+def shard(name: str) -> None:
+    tensors = load_file("model/model.safetensors")
+    write(INDEX, json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    Path("model/model.safetensors").unlink()
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 3416512\n"
+
+CHECKPOINTS = {
+    "not there": (lambda: shutil.rmtree("model"), ["model"]),
+    "no config": (lambda: Path("model/config.json").unlink(), ["config.json"]),
+    "config is no JSON": (lambda: write("model/config.json", "{"), ["config.json"]),
+    "another kind of model": (lambda: set_config(model_type="mamba"), ["mamba", "gpt2, llama, mistral, qwen2, qwen3"]),
+    "another rotary scaling": (lambda: set_config(rope_scaling={"rope_type": "yarn", "factor": 2}), ["yarn"]),
+    "a key is missing": (lambda: set_config(hidden_size=None), ["hidden_size"]),
+    "heads do not divide": (lambda: set_config(num_attention_heads=3), ["3"]),
+    "shapes of another config": (lambda: set_config(intermediate_size=400), ["400", "config.json"]),
+    "a layer too few": (lambda: set_config(num_hidden_layers=5), ["lacks", "layers.4"]),
+    "a tensor too many": (lambda: set_weight("lora_A", np.ones(1, np.float32)), ["lora_A"]),
+    "a tensor is missing": (lambda: set_weight("model.norm.weight", None), ["model.norm.weight"]),
+    "integer weights": (lambda: set_weight("model.norm.weight", np.ones(128, np.int32)), ["model.norm.weight", "I32"]),
+    "no weights": (lambda: Path("model/model.safetensors").unlink(), ["safetensors"]),
+    "pickled weights": (lambda: Path("model/model.safetensors").rename("model/pytorch_model.bin"), ["pickle"]),
+    "git lfs": (lambda: write("model/model.safetensors", LFS), ["LFS"]),
+    "truncated": (
+        lambda: write("model/model.safetensors", Path("model/model.safetensors").read_bytes()[:-9]),
+        ["model.s"],
+    ),
+    "empty file": (lambda: write("model/model.safetensors", b""), ["model.safetensors"]),
+    "header of gigabytes": (lambda: header(b"{}", 1 << 33), ["header"]),
+    "header that lies": (
+        lambda: header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'),
+        ["model.safetensors"],
+    ),
+    "missing shard": (lambda: shard("model-00001-of-00001.safetensors"), ["model-00001-of-00001", "missing"]),
+    "index that points outside": (lambda: shard("../outside.safetensors"), ["outside"]),
+    "index is no index": (lambda: (shard("x.safetensors"), write(INDEX, "[]")), ["index"]),
+    "no tokenizer": (lambda: Path("model/tokenizer.json").unlink(), ["tokenizer"]),
+    "tokenizer is no tokenizer": (lambda: write("model/tokenizer.json", "{}"), ["tokenizer.json"]),
+    "vocabulary too small": (
+        lambda: (set_config(vocab_size=300), set_weight("model.embed_tokens.weight", np.ones((300, 128), np.float32))),
+        ["300"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_bad_checkpoint(here, capsys, name):
+    spoil, says = CHECKPOINTS[name]
+    spoil()
+    err = fails(capsys, here, *TRAIN)
+    assert all(word in err for word in says), err
+
+
+def test_weights_that_are_not_numbers(here, capsys):
+    set_weight("model.norm.weight", np.full(128, np.nan, np.float32))
+    assert finetune.main(list(TRAIN)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "nan" in err.lower()
+
+
+MESSAGES = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+DATA = {
+    "not there": ("x.jsonl", None, ["x.jsonl", "No such file"]),
+    "a folder": ("model", None, ["model is a folder"]),
+    "empty": ("x.jsonl", "", ["x.jsonl is empty"]),
+    "only blank lines": ("x.jsonl", "\n\n", ["x.jsonl"]),
+    "a kind that is not known": ("x.docx", "a", [".docx", ".jsonl"]),
+    "git lfs": ("x.jsonl", LFS, ["LFS"]),
+    "not JSON": ("x.jsonl", '{"text": "a"}\n{"text": \n', ["line 2", "--skip-bad"]),
+    "a row that is no object": ("x.jsonl", '{"text": "a"}\n3\n', ["line 2"]),
+    "keys that are not known": ("x.jsonl", '{"a": "b"}\n', ["a"]),
+    "mixed formats": ("x.jsonl", '{"text": "a"}\n{"prompt": "a", "completion": "b"}\n', ["line 2"]),
+    "messages is a string": ("x.jsonl", '{"messages": "hello"}\n', ["line 1", "messages"]),
+    "no template": ("x.jsonl", MESSAGES, ["--chat-template"]),
+    "an unknown role": (
+        "x.jsonl",
+        MESSAGES + '{"messages": [{"role": "wizard", "content": "a"}]}\n',
+        ["line 2", "role"],
+    ),
+    "a message without content": ("x.jsonl", MESSAGES + '{"messages": [{"role": "user"}]}\n', ["line 2"]),
+    "text is a number": ("x.jsonl", '{"text": 5}\n', ["line 1", "text"]),
+    "ids beyond the vocabulary": ("x.jsonl", '{"input_ids": [1, 9999], "labels": [1, 9999]}\n', ["9999"]),
+    "labels of another length": ("x.jsonl", '{"input_ids": [1, 2, 3], "labels": [1, 2]}\n', ["line 1", "labels"]),
+    "nothing is trained": ("x.jsonl", '{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}\n', ["trained"]),
+    "not UTF-8": ("x.txt", b"abc \xff\xfe def", ["x.txt"]),
+    "a broken gzip": ("x.jsonl.gz", b"\x1f\x8b nonsense", ["x.jsonl.gz"]),
+    "csv without a text column": ("x.csv", "a,b\n1,2\n", ["x.csv"]),
+    "a json that is no list": ("x.json", '{"text": "a"', ["x.json"]),
+    "not a parquet file": ("x.parquet", b"PAR0", ["parquet"]),
+    "weight of zero": ("stories.txt:0", None, ["weight"]),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_bad_data(here, capsys, name):
+    path, text, says = DATA[name]
+    if text is not None:
+        write(path, text)
+    chat = ["--chat-template", "plain"] if "messages" in str(text) and name != "no template" else []
+    err = fails(capsys, here, "model", "--data", path, "--out", "out", *chat)
+    assert all(word in err for word in says), err
+
+
+REQUESTS = {
+    "unknown option": (["--learnign-rate", "1"], 2, ["--learnign-rate", "--learning-rate (= --lr)"]),
+    "sequence longer than the model": (["--seq-len", "4096"], 2, ["4096", "512"]),
+    "sequence of one token": (["--seq-len", "1"], 2, ["--seq-len"]),
+    "held-out share of everything": (["--val", "1.5"], 2, ["--val"]),
+    "held-out file that is not there": (["--val", "none.jsonl"], 2, ["none.jsonl"]),
+    "held-out share of nothing": (["--val", "0.00001"], 2, ["--val"]),
+    "no GPU": (["--device", "cuda"], 2, ["--device cuda"]),
+    "a plan that is not there": (["--plan", "none.json"], 2, ["none.json"]),
+    "a plan that is none": (["--plan", "stories.txt"], 2, ["stories.txt"]),
+    "a mode that cannot clip": (["--optimizer-mode", "backward"], 2, ["--max-grad-norm 0"]),
+    "a map that maps nothing": (["--map", "prompt"], 2, ["--map"]),
+    "a tokenizer that is not there": (["--tokenizer", "none"], 2, ["none"]),
+    "a template that is not there": (["--chat-template", "none.jinja"], 2, ["none.jinja"]),
+    "output is the checkpoint": (["--out", "model"], 2, ["checkpoint itself"]),
+    "output is a file": (["--out", "stories.txt"], 2, ["is a file"]),
+    "output is not empty": (["--out", "."], 2, ["not empty"]),
+    "no run to resume": (["--resume", "none"], 2, ["--resume none"]),
+    "a tracker that is not known": (["--log", "mlflow"], 2, ["mlflow"]),
+    "too little memory": (["--ram", "1MiB", "--gpu-memory", "1MiB"], 3, ["--gpu-memory"]),
+    "store in a file": (["--store", "stories.txt"], 4, ["stories.txt"]),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_that_cannot_be_met(here, capsys, name):
+    argv, code, says = REQUESTS[name]
+    if "cuda" in argv and __import__("torch").cuda.is_available():
+        pytest.skip("there is a GPU")
+    err = fails(capsys, here, *TRAIN, *argv, code=code)
+    assert all(word in err for word in says), err
+
+
+@pytest.mark.parametrize("limit", [100, 5_000, 100_000, 3_000_000])
+def test_a_disk_that_is_full(here, capsys, limit):
+    """However early the disk is full: exit code 4, one line, no checkpoint that looks whole and is not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        code = finetune.main(list(TRAIN))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    err = capsys.readouterr().err
+    assert code == 4 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert not (here / "out" / "model.safetensors").exists()
+
+
+def test_dry_run_writes_nothing(here, capsys):
+    before = tree(here)
+    assert finetune.main([*TRAIN, "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("Dry run: nothing written.\n")
+    assert tree(here) == before
