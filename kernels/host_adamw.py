@@ -92,7 +92,7 @@ def library() -> ctypes.CDLL | None:
         return None
     lib.trireme_adamw.argtypes = [POINTER(_Job), POINTER(c_int64)]
     lib.trireme_block_sums.argtypes = [c_void_p, c_int64, c_int64, c_void_p, POINTER(c_int64)]
-    lib.trireme_scale.argtypes = [c_void_p, c_int64, c_float, c_int64, POINTER(c_int64)]
+    lib.trireme_scale.argtypes = [c_void_p, c_int64, c_int64, c_float, c_int64, POINTER(c_int64)]
     for function in (lib.trireme_adamw, lib.trireme_block_sums, lib.trireme_scale):
         function.restype = None
     return lib
