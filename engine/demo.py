@@ -78,7 +78,7 @@ def prepare(options: Options) -> Options:
         val="0.02",
         out=options.out or str(folder / "out"),
         seq_len=options.seq_len or 256,
-        max_steps=options.max_steps or 90,
+        max_steps=options.max_steps or 110,
         lr=options.lr or 4e-3,
         eval_every=every("0.25"),
     )

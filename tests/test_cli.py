@@ -1,10 +1,17 @@
 """The command as a user meets it: every wrong input is one line, the right exit code, and nothing left behind."""
 
+import fcntl
 import importlib.util
 import json
 import os
+import pty
+import re
 import resource
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -235,3 +242,64 @@ def test_dry_run_writes_nothing(here, capsys):
     assert finetune.main([*TRAIN, "--dry-run"]) == 0
     assert capsys.readouterr().out.endswith("Dry run: nothing written.\n")
     assert tree(here) == before
+
+
+# ---------------------------------------------------------------- in a real terminal
+
+
+def in_terminal(argv: list[str], when: str, key: bytes) -> tuple[int, str]:
+    """Runs the command in a pseudo-terminal, presses `key` once the screen has shown `when`; (exit code, output)."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "finetune.py"), *argv],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"OMP_NUM_THREADS": "1"},
+    )
+    os.close(slave)
+    seen, pressed = "", False
+    while True:
+        try:
+            seen += os.read(master, 4096).decode(errors="replace")
+        except OSError:  # the other side has closed
+            break
+        if when in seen and not pressed:
+            os.write(master, key)
+            pressed = True
+    os.close(master)
+    return process.wait(), seen
+
+
+def on_screen(output: str) -> list[str]:
+    """The lines that a terminal shows in the end."""
+    lines = [""]
+    for part in re.split(r"(\r\x1b\[K|\r?\n)", output):
+        if part == "\r\x1b[K":
+            lines[-1] = ""
+        elif part.endswith("\n"):
+            lines.append("")
+        else:
+            lines[-1] += part
+    return lines
+
+
+def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
+    argv = [*TRAIN[:4], "runs/first", "--seq-len", "32", "--batch-size", "2", "--val", "0.1", "--schedule", "constant"]
+    code, output = in_terminal([*argv, "--max-steps", "100000"], "step      5/", b"\x03")
+    lines = on_screen(output)
+    assert code == 130
+    assert "step 0  eval_loss 6." in output and "(before training)" in output
+    assert len([line for line in lines if re.match(r"step +\d+/100000  loss", line)]) <= 2, "one live line"
+    (saved,) = [line for line in lines if "Resume: python scripts/finetune.py --resume runs/first" in line]
+    step = int(re.search(r"step (\d+)", saved)[1])
+
+    assert finetune.main(["--resume", "--max-steps", str(step + 3)]) == 0, "the latest run, found by itself"
+    said = capsys.readouterr().out
+    assert f"resumed at step {step}" in said and "check    reopened: 38 tensors" in said
+    records = [json.loads(line) for line in Path("runs/first/log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, step + 4))
+    assert Path("runs/first/loss.svg").exists() and Path("runs/first/model.safetensors").exists()
