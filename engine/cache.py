@@ -70,13 +70,13 @@ def _top_bit(dtype: np.dtype) -> int:
 class TokenWriter:
     """Builds a cache. `add` documents, or pieces of them, then `finish`; `abandon` leaves nothing behind."""
 
-    def __init__(self, folder: Path, key: str, wide: bool):
-        """`wide`: ids of 32,768 and more may come."""
+    def __init__(self, folder: Path, key: str, vocabulary: int):
+        """`vocabulary`: all ids are below it; at most 1 << 31."""
         self.final = folder / f"tokens-{key}"
         self.scratch = folder / f"tokens-{key}.partial"
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(parents=True)
-        self._dtype = np.dtype("<u4" if wide else "<u2")
+        self._dtype = np.dtype("<u2" if vocabulary <= 1 << 15 else "<u4")
         self._file = (self.scratch / "tokens").open("wb")
         self._lengths: list[int] = []
         self._trained: list[int] = []

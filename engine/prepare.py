@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trireme.engine.cache import TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.chat import ChatTemplate
-from trireme.engine.encode import Encoded, Encoders, Numbered
+from trireme.engine.encode import Encoders, Numbered
 from trireme.engine.formats import Chat, Example, Format, Ids, find_format, rename
 from trireme.engine.sources import BadRow, Reader, Row, Source
 from trireme.engine.tokens import Tokenizer
@@ -80,8 +80,8 @@ def tokenize(source: Source, reading: Reading, progress: Progress | None = None)
 
 def _build(source: Source, reading: Reading, key: str, progress: Progress | None) -> TokenFile:
     tokenizer = reading.tokenizer
-    wide = tokenizer is None or tokenizer.core.get_vocab_size() > 1 << 15
-    writer = TokenWriter(reading.folder, key, wide)
+    vocabulary = tokenizer.core.get_vocab_size() if tokenizer else 1 << 31
+    writer = TokenWriter(reading.folder, key, vocabulary)
     reader = Reader(source, tokenizer.eos_token if tokenizer else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     encoders = Encoders(tokenizer, reading.template, min(cpus, 16) if reader.size >= _LARGE and cpus > 1 else 0)
@@ -92,11 +92,11 @@ def _build(source: Source, reading: Reading, key: str, progress: Progress | None
             _take(row, reading, tally)
             if len(tally.batch) >= _BATCH_ROWS or tally.characters >= _BATCH_CHARACTERS:
                 _flush(encoders, tally)
-                _put(encoders, writer, tally)
+                _put(encoders, writer, tally, vocabulary)
                 if progress:
                     progress(source.path.name, reader.position, reader.size)
         _flush(encoders, tally)
-        _put(encoders, writer, tally, all=True)
+        _put(encoders, writer, tally, vocabulary, all=True)
         _judge(source, tally)
         meta = {"key": key, "name": source.path.name, "format": tally.format.name, "rows": tally.rows, "bad": tally.bad}
         return writer.finish(meta | {"first_bad": tally.first_bad})
@@ -166,13 +166,15 @@ def _flush(encoders: Encoders, tally: _Tally) -> None:
     tally.batch, tally.characters = [], 0
 
 
-def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, all: bool = False) -> None:
+def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int, all: bool = False) -> None:
     """Hands what is tokenized to the writer."""
     for number, result in encoders.results(all):
-        if isinstance(result, Encoded):
-            writer.add(*result)
-        else:
+        if isinstance(result, BadRow):
             tally.reject(number, result)
+        elif len(result.ids) and result.ids.max() >= vocabulary:
+            tally.reject(number, BadRow(f"token id {result.ids.max()} is in no vocabulary of {vocabulary}"))
+        else:
+            writer.add(*result)
 
 
 def _judge(source: Source, tally: _Tally) -> None:
@@ -180,10 +182,9 @@ def _judge(source: Source, tally: _Tally) -> None:
     rows = f"{tally.rows:,} rows" if tally.rows != 1 else "1 row"
     if tally.rows == 0:
         raise InputError(f"{source.path} holds no rows.")
+    first = f"{source.path} {tally.first_bad.rstrip('.')}"
     if tally.bad == tally.rows:
-        raise InputError(f"{source.path} {tally.first_bad}. No row of {rows} is good.")
+        raise InputError(f"{first}. " + ("It is the only row." if tally.rows == 1 else f"All {rows} are bad."))
     if tally.hopeless:
         verb = "is" if tally.bad == 1 else "are"
-        raise InputError(
-            f"{source.path} {tally.first_bad}. {tally.bad:,} of {rows} {verb} bad; --skip-bad drops and counts them."
-        )
+        raise InputError(f"{first}. {tally.bad:,} of {rows} {verb} bad; --skip-bad drops and counts them.")
