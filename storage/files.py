@@ -53,17 +53,24 @@ def replace_synced(path: Path, text: bytes) -> None:
     """Gives a small file new content in one step: after a crash it holds the old content or the new, whole."""
     partial = path.with_name(f".{path.name}.partial")
     write_synced(partial, [text])
-    os.replace(partial, path)
+    try:
+        os.replace(partial, path)
+    except OSError as e:
+        raise StoreError(e.errno, e.strerror, str(path)) from e
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
     """Makes new names, renames and removals in `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = -1
     try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.fsync(fd)
+    except OSError as e:
+        raise StoreError(e.errno, f"{e.strerror}, making names durable", str(folder)) from e
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def lock_folder(path: Path, stack: ExitStack) -> None:

@@ -89,7 +89,7 @@ class Store:
         with ExitStack() as stack:
             for d in dirs:
                 lock_folder(_path(d), stack)
-                if snapshots.folders(_path(d)):
+                if _is_taken(_path(d), _path(dirs[0])):
                     raise StoreError(errno.EEXIST, "holds a run already; resume it or choose another", str(_path(d)))
             store = cls([_device(d, stack) for d in dirs], stack, keep)
             stack.callback(store._versions.close)
@@ -302,14 +302,27 @@ def _span(shard: Shard, buffer) -> memoryview:
     return view
 
 
+def _facts(path: Path) -> dict:
+    """Which store the folder belongs to, and as which of how many devices. Raises StoreError."""
+    try:
+        return json.loads((path / IDENTITY).read_bytes())
+    except (OSError, ValueError) as e:
+        raise StoreError(errno.ENOENT, "holds no store", str(path)) from e
+
+
+def _is_taken(path: Path, first: Path) -> bool:
+    """Whether a new store that begins with folder `first` would destroy a snapshot in `path`.
+
+    A snapshot counts where its first device has it: on the others it may be what a crash left of a commit.
+    """
+    if not snapshots.folders(path):
+        return False
+    return path == first or _facts(path)["device"] == 0 or _facts(path)["store"] != _facts(first)["store"]
+
+
 def _in_order(dirs: Sequence[str | os.PathLike | Device]) -> list[str | os.PathLike | Device]:
     """The folders in the order of creation. Raises StoreError where one is missing or foreign."""
-    facts = []
-    for d in dirs:
-        try:
-            facts.append(json.loads((_path(d) / IDENTITY).read_bytes()))
-        except (OSError, ValueError) as e:
-            raise StoreError(errno.ENOENT, "holds no store", str(_path(d))) from e
+    facts = [_facts(_path(d)) for d in dirs]
     order = sorted(range(len(dirs)), key=lambda i: facts[i]["device"])
     expected = [{**facts[0], "device": k} for k in range(facts[0]["devices"])]
     if [facts[i] for i in order] != expected:

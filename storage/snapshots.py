@@ -102,11 +102,11 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
         if isinstance(e, OSError) and not isinstance(e, StoreError):
             raise StoreError(e.errno, f"{e.strerror}, making a snapshot", e.filename or str(partial)) from e
         raise
-    sync_folder(first)
 
 
 def publish(snapshot: Snapshot, first: Path) -> None:
-    """Points the index of the store's own folder at the snapshot."""
+    """Makes the snapshot's name durable and points the index of the store's own folder at it."""
+    sync_folder(first)
     if any(record.weights for record in snapshot.shards.values()):
         replace_synced(first / INDEX, snapshot.index(f"{snapshot.folder}/"))
 
@@ -137,10 +137,7 @@ def load(first: Path) -> list[Snapshot]:
 def _read(folder: Path) -> Snapshot:
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
-        return _from_json(content)
+        return parse(path.read_bytes())
     except OSError as e:
         raise StoreError(e.errno, e.strerror, str(path)) from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -183,8 +180,11 @@ def _to_json(snapshot: Snapshot) -> dict:
     return {**head, "companions": snapshot.companions, "shards": shards}
 
 
-def _from_json(content: dict) -> Snapshot:
-    shards = {}
+def parse(manifest: bytes) -> Snapshot:
+    """The snapshot that a manifest describes. Raises ValueError, KeyError, TypeError or AttributeError."""
+    content, shards = json.loads(manifest), {}
+    if content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
     for name, r in content["shards"].items():
         stripes = tuple(
             Stripe(s["device"], _layout(s["tensors"]), tuple(tuple(segment) for segment in s["segments"]))

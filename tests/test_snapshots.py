@@ -1,0 +1,339 @@
+"""Crash safety: by killing a writer at random moments, and by replaying power failures from a log of its calls."""
+
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from trireme.storage import snapshots
+from trireme.storage.aio import ThreadIO, arena
+from trireme.storage.devices import Device, is_direct
+from trireme.storage.layout import pack, sequential
+from trireme.storage.shards import Store
+
+KILLS = 200  # on each filesystem
+
+# A program of its own: it forks writers, kills them, and looks at what they left.
+WRITER = '''
+import os, random, signal, sys, time, zlib
+from pathlib import Path
+import numpy as np
+from trireme.storage.aio import ThreadIO, arena
+from trireme.storage.devices import Device, is_direct
+from trireme.storage.files import StoreError
+from trireme.storage.kernel_aio import KernelIO
+from trireme.storage.layout import pack, sequential
+from trireme.storage.shards import Store
+
+folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+LAYOUTS = {"w0": pack([[("a", (64, 64))], [("b", (5, 3))]], "BF16"), "w1": pack([[("c", (64, 64))]], "BF16"),
+           "s0": sequential([("lo", "I16", (5001,)), ("m", "F32", (5001,))]), "s1": sequential([("m", "F32", (2048,))])}
+paths = [folder / "d0", folder / "d1"]
+direct = is_direct(folder)
+
+def devices():
+    backend = KernelIO if direct else ThreadIO
+    return [Device(p, backend(block=8192, depth=3, mixed=2), direct, 1.0 + k, 1.0) for k, p in enumerate(paths)]
+
+def content(name, step):
+    data = random.Random(f"{name} {step}").randbytes(LAYOUTS[name].nbytes)
+    return data.ljust(LAYOUTS[name].span, b"\\0")
+
+def write_until_killed():
+    try:
+        store = Store.open(devices(), keep=2)
+        step = store.restore()["step"]
+    except StoreError:
+        store, step = Store.create(devices(), keep=2), 0
+        for name, layout in LAYOUTS.items():
+            store.add(name, layout, weights=name[0] == "w")
+    buffers = {name: arena(layout.span) for name, layout in LAYOUTS.items()}
+    while True:
+        step += 1
+        for _ in range(random.randrange(1, 3)):
+            requests = []
+            for name, buffer in buffers.items():
+                buffer[:] = content(name, step)
+                requests.append(store.write(name, buffer))
+            for request in requests:
+                request.result()
+        store.commit(step, {"step": step, "crc": {n: zlib.crc32(content(n, step)) for n in LAYOUTS}})
+
+def check(least):
+    """The step of the last snapshot, all of whose bytes are there; it is never older than what was seen before."""
+    try:
+        store = Store.open(devices(), keep=2)
+    except StoreError as e:
+        assert least == 0, e
+        return 0
+    with store:
+        for snapshot in [s.step for s in store.snapshots]:
+            extra = store.restore(snapshot)
+            for name, layout in LAYOUTS.items():
+                got = arena(layout.span)
+                store.read(name, got).result(10)
+                data = bytes(got[: layout.nbytes]).ljust(layout.span, b"\\0")
+                assert zlib.crc32(data) == extra["crc"][name], (snapshot, name)
+        assert extra["step"] >= least
+        assert not list(folder.glob("d*/*.partial")) and not list(folder.glob("d*/*.dropped"))
+        assert (folder / "d0" / "mine.txt").read_text() == "mine"
+    return extra["step"]
+
+for path in paths:
+    path.mkdir()
+(folder / "d0" / "mine.txt").write_text("mine")
+random.seed(seed)
+least = advanced = 0
+for i in range(kills):
+    child = os.fork()
+    if child == 0:
+        random.seed(seed + i)
+        try:
+            write_until_killed()
+        except BaseException as e:
+            print("writer:", repr(e), file=sys.stderr)
+        os._exit(1)
+    time.sleep(random.random() ** 2 * 0.1)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the writer ended by itself"
+    step = check(least)
+    advanced += step > least
+    least = step
+print(advanced, least)
+assert advanced > kills / 20
+'''
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_killed_at_any_moment_the_last_snapshot_is_whole(tmp_path, place):
+    """SIGKILL; a fresh process then reads back every byte of every snapshot."""
+    folder = tmp_path
+    if place == "memory":  # no fsync to wait for: many more commits to hit
+        folder = Path("/dev/shm") / f"trireme-kill-{os.getpid()}"
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("no writable /dev/shm")
+        folder.mkdir()
+    try:
+        command = [sys.executable, "-c", WRITER, str(folder), str(KILLS), "7"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    finally:
+        if place == "memory":
+            shutil.rmtree(folder)
+
+
+# ---------------------------------------------------------------- power failure
+
+
+@dataclass
+class Inode:
+    """What the drive is sure to hold, and what it may hold: any subset of `pending` in order."""
+
+    sure: dict | bytes
+    pending: list = field(default_factory=list)
+
+    def outcome(self, keep):
+        """The content after a power failure in which the pending operations of `keep` arrived."""
+        state = dict(self.sure) if isinstance(self.sure, dict) else bytearray(self.sure)
+        for i, operation in enumerate(self.pending):
+            if keep(i, len(self.pending)):
+                operation(state)
+        return state if isinstance(state, dict) else bytes(state)
+
+
+class Drive:
+    """A model of a filesystem that keeps no promise but fsync's: without it, writes and names arrive in any order.
+
+    It follows the real calls of a store and asks `judge` after each what every power failure would leave.
+    """
+
+    def __init__(self, monkeypatch, root: Path, judge):
+        self.root, self.judge = root, judge
+        self.inodes: dict[int, Inode] = {}
+        self.verdicts: list[Exception] = []
+        self.real = {name: getattr(os, name) for name in ("fsync", "link", "rename", "replace", "mkdir", "unlink")}
+        self.real |= {name: getattr(os, name) for name in ("open", "symlink", "rmdir", "pwrite", "ftruncate")}
+        self.real["pwritev"] = os.pwritev
+        for path in [root, *root.rglob("*")]:
+            names = {p.name: p.stat().st_ino for p in path.iterdir()} if path.is_dir() else path.read_bytes()
+            self.inodes[path.stat().st_ino] = Inode(names)
+        for name in self.real:
+            monkeypatch.setattr(os, name, getattr(self, name))
+        monkeypatch.setattr(os, "fdatasync", self.fsync)
+        monkeypatch.setattr(shutil, "rmtree", self.rmtree)
+
+    def ours(self, path) -> bool:
+        return Path(path).is_relative_to(self.root)
+
+    def change(self, inode: int, operation) -> None:
+        self.inodes[inode].pending.append(operation)
+        try:
+            self.judge(self)
+        except Exception as e:  # the store must not take it for an error of the disk
+            self.verdicts.append(e)
+
+    def name(self, path, inode: int | None) -> None:
+        """`path` becomes a name of the inode, or of nothing."""
+        path = Path(path)
+        self.change(path.parent.stat().st_ino, lambda names: names.update({path.name: inode}))
+
+    def open(self, path, flags, mode=0o777, **kwargs):
+        fresh = flags & os.O_CREAT and self.ours(path) and not os.path.exists(path)
+        fd = self.real["open"](path, flags, mode, **kwargs)
+        inode = os.fstat(fd).st_ino
+        if fresh:
+            self.inodes[inode] = Inode(b"")
+            self.name(path, inode)
+        elif flags & os.O_TRUNC and inode in self.inodes:
+            self.change(inode, lambda data: data.clear())
+        return fd
+
+    def fsync(self, fd):
+        self.real["fsync"](fd)
+        status = os.fstat(fd)
+        inode = self.inodes[status.st_ino]
+        inode.sure, inode.pending = inode.outcome(lambda i, n: True), []
+        assert stat.S_ISDIR(status.st_mode) or len(inode.sure) == status.st_size
+
+    def pwrite(self, fd, data, offset):
+        wrote = self.real["pwrite"](fd, data, offset)
+        self.written(fd, bytes(data[:wrote]), offset)
+        return wrote
+
+    def pwritev(self, fd, buffers, offset):
+        wrote = self.real["pwritev"](fd, buffers, offset)
+        self.written(fd, bytes(buffers[0][:wrote]), offset)
+        return wrote
+
+    def written(self, fd, data, offset):
+        def operation(content):
+            content.extend(bytes(max(0, offset + len(data) - len(content))))
+            content[offset : offset + len(data)] = data
+
+        if os.fstat(fd).st_ino in self.inodes:
+            self.change(os.fstat(fd).st_ino, operation)
+
+    def ftruncate(self, fd, size):
+        self.real["ftruncate"](fd, size)
+
+        def operation(content):
+            content.extend(bytes(max(0, size - len(content))))
+            del content[size:]
+
+        if os.fstat(fd).st_ino in self.inodes:
+            self.change(os.fstat(fd).st_ino, operation)
+
+    def link(self, old, new, **kwargs):
+        self.real["link"](old, new, **kwargs)
+        self.name(new, os.stat(new).st_ino)
+
+    def symlink(self, old, new, **kwargs):
+        self.real["symlink"](old, new, **kwargs)
+        self.name(new, os.stat(new).st_ino)
+
+    def mkdir(self, path, *args, **kwargs):
+        self.real["mkdir"](path, *args, **kwargs)
+        self.inodes[os.stat(path).st_ino] = Inode({})
+        self.name(path, os.stat(path).st_ino)
+
+    def rename(self, old, new, **kwargs):
+        self.real["rename"](old, new, **kwargs)
+        old, new, inode = Path(old), Path(new), os.stat(new).st_ino
+        assert old.parent == new.parent
+        self.change(old.parent.stat().st_ino, lambda names: names.update({old.name: None, new.name: inode}))
+
+    replace = rename
+
+    def unlink(self, path, **kwargs):
+        self.real["unlink"](path, **kwargs)
+        self.name(path, None)
+
+    rmdir = unlink
+
+    def rmtree(self, path, ignore_errors=False):
+        for child in list(Path(path).iterdir()):
+            self.rmtree(child) if child.is_dir() else os.unlink(child)
+        self.real["rmdir"](path)
+        self.name(path, None)
+
+    def after_power_failure(self, keep) -> dict:
+        """The tree that a power failure leaves: folders as dicts, files as bytes. `keep` decides about each change."""
+
+        def tree(inode: int):
+            content = self.inodes[inode].outcome(keep)
+            if isinstance(content, bytes):
+                return content
+            return {name: tree(child) for name, child in content.items() if child is not None}
+
+        return tree(self.root.stat().st_ino)
+
+
+LAYOUTS = {
+    "w": pack([[("a", (32, 64))], [("b", (5, 3))]], "BF16"),
+    "s": sequential([("lo", "I16", (2001,)), ("m", "F32", (2001,))]),
+}
+
+
+def content(name: str, step: int) -> bytes:
+    return random.Random(f"{name} {step}").randbytes(LAYOUTS[name].nbytes).ljust(LAYOUTS[name].span, b"\0")
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_path, monkeypatch, weights):
+    """Two devices. After each call: nothing unsynced arrived, all of it, and random subsets, in this model drive."""
+    generator, durable, looked = random.Random(0), [0], defaultdict(int)
+
+    def judge(drive: Drive) -> None:
+        keeps = [lambda i, n: False, lambda i, n: True, lambda i, n: i == n - 1, lambda i, n: i < n - 1]
+        keeps += [lambda i, n, p=p: generator.random() < p for p in (0.02, 0.1, 0.5, 0.5, 0.9, 0.98)]
+        for keep in keeps:
+            trees = drive.after_power_failure(keep)
+            found = [name for name in trees["d0"] if snapshots.NAME.fullmatch(name)]
+            steps = [check(trees, name) for name in found]
+            assert max(steps, default=0) >= durable[0], (steps, durable)
+            looked[len(steps)] += 1
+
+    def check(trees: dict, name: str) -> int:
+        folder = trees["d0"][name]
+        snapshot = snapshots.parse(folder[snapshots.MANIFEST])
+        for record_name, record in snapshot.shards.items():
+            span = bytearray(record.layout.span)
+            links = [link for link in snapshot.links() if link[1].split(".")[0] == record_name]
+            for (device, file, id), stripe in zip(links, record.stripes, strict=True):
+                data = trees[f"d{device}"][name][file]
+                assert data == trees[f"d{device}"]["files"][f"{id:06d}.safetensors"]
+                assert len(data) == stripe.nbytes and data.startswith(stripe.header)
+                for at, offset, n in stripe.segments:
+                    span[at : at + n] = data[len(stripe.header) + offset :][:n]
+            assert zlib.crc32(span) == snapshot.extra["crc"][record_name], (name, record_name)
+        assert folder["model.safetensors.index.json"] == snapshot.index()
+        return snapshot.step
+
+    root = tmp_path / "root"
+    for k in range(2):
+        (root / f"d{k}").mkdir(parents=True)
+    direct = is_direct(root)
+    made = [Device(root / f"d{k}", ThreadIO(8192, 1, 1), direct, 1.0 + k, 1.0) for k in range(2)]
+    with Store.create(made) as store:
+        for name, layout in LAYOUTS.items():
+            store.add(name, layout, weights=weights and name == "w")
+        drive = Drive(monkeypatch, root, judge)
+        buffers = {name: arena(layout.span) for name, layout in LAYOUTS.items()}
+        for step in range(1, 5):
+            for name, buffer in buffers.items():
+                buffer[:] = content(name, step)
+                store.write(name, buffer).result(10)
+            store.commit(step, {"crc": {n: zlib.crc32(content(n, step)) for n in LAYOUTS}})
+            durable[0] = step
+        monkeypatch.undo()
+    if drive.verdicts:
+        raise drive.verdicts[0]
+    assert looked[1] > 500 and looked[2] > 20, looked
