@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jinja2
 
-from trireme.engine.sources import BadRow
+from trireme.engine.rows import BadRow
 from trireme.engine.template import Rendering, Span, Template
 from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError

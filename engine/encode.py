@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trireme.engine.chat import ChatTemplate
-from trireme.engine.formats import Chat, Completion, Example, Ids, Text
-from trireme.engine.sources import BadRow
+from trireme.engine.examples import Chat, Completion, Example, Ids, Text
+from trireme.engine.rows import BadRow
 from trireme.engine.tokens import Tokenizer
 
 Span = tuple[int, int]  # characters [start, stop) of a text

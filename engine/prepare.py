@@ -10,8 +10,10 @@ from pathlib import Path
 from trireme.engine.cache import TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.chat import ChatTemplate
 from trireme.engine.encode import Encoders, Numbered
-from trireme.engine.formats import Chat, Example, Format, Ids, find_format, rename
-from trireme.engine.sources import BadRow, Reader, Row, Source
+from trireme.engine.examples import Chat, Example, Ids, Text
+from trireme.engine.formats import Format, find_format, rename
+from trireme.engine.rows import BadRow, Row
+from trireme.engine.sources import Reader, Source
 from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
 
@@ -110,7 +112,7 @@ def _build(source: Source, reading: Reading, key: str, progress: Progress | None
 def _take(row: Row, reading: Reading, tally: _Tally) -> None:
     """Reads one row into the tally, as an example or as a bad one."""
     value = row.value
-    tally.rows += not isinstance(value, dict) or value.get("starts", True) is True
+    tally.rows += row.starts
     try:
         if isinstance(value, BadRow):
             raise value
@@ -123,6 +125,8 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
                 f"has no {' and no '.join(absent)} (its keys: {other}); the file's format is {tally.format.name!r}"
             )
         example = _without_template(tally.format.read(value), reading)
+        if isinstance(example, Text):
+            example = Text(example.text, row.starts, row.ends)
     except BadRow as error:
         tally.reject(row.number, error)
         return

@@ -18,7 +18,7 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
-from trireme.engine.sources import BadRow
+from trireme.engine.rows import BadRow
 
 Span = tuple[int, int]  # characters [start, stop)
 

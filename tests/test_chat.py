@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from trireme.engine.chat import PLAIN, ChatTemplate, load_template
 from trireme.engine.encode import Encoded, encode, overlap
-from trireme.engine.formats import Chat
-from trireme.engine.sources import BadRow
+from trireme.engine.examples import Chat
+from trireme.engine.rows import BadRow
 from trireme.engine.tokens import load_tokenizer
 from trireme.models.config import InputError
 

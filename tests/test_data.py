@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trireme.engine import prepare
 from trireme.engine.data import DataOptions, load_dataset
-from trireme.engine.formats import Chat, Completion, Text
+from trireme.engine.examples import Chat, Completion, Text
 from trireme.engine.prepare import Reading
 from trireme.engine.tokens import load_tokenizer
 from trireme.models.config import InputError
@@ -154,7 +154,7 @@ def test_pieces_of_a_long_text_are_one_document(tokenizer, tmp_path, monkeypatch
     text = "".join(f"line {i}\n" for i in range(300)).strip()
     (tmp_path / "a.txt").write_text(text)
     whole = load(str(tmp_path / "a.txt"), tokenizer, seq_len=4096, pack=False)
-    monkeypatch.setattr("trireme.engine.sources._PIECE", 100)
+    monkeypatch.setattr("trireme.engine.rows._PIECE", 100)
     pieces = load(str(tmp_path / "a.txt"), tokenizer, seq_len=4096, pack=False)
     assert whole.files[0].n_documents == pieces.files[0].n_documents == 1
     assert list(documents(whole.batches(1))) == list(documents(pieces.batches(1)))
@@ -322,7 +322,7 @@ def test_report(tokenizer, tmp_path):
     assert lines[1] == "327 tokens, 125 trained (38 %); length p50 33, p99 124, max 124"
     assert lines[2] == "at --seq-len 64: 2 rows are longer (40.0 %): 1 cut   (--long cut|drop|split|error)"
     assert lines[3] == "1 row dropped: nothing to learn in what is kept"
-    assert lines[4].startswith("packed into 4 sequences of up to 64 tokens; ") and len(lines) == 5
+    assert lines[4].startswith("packed into 3 sequences of up to 64 tokens; ") and len(lines) == 5
 
 
 def test_what_a_template_does_silently_is_noted(tokenizer, tmp_path):

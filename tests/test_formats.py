@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.formats import Chat, Completion, Ids, Text, find_format, parse_map, rename
-from trireme.engine.sources import BadRow, Reader, parse_source, spool
+from trireme.engine.examples import Chat, Completion, Ids, Text
+from trireme.engine.formats import find_format, parse_map, rename
+from trireme.engine.rows import BadRow
+from trireme.engine.sources import Reader, parse_source, spool
 from trireme.models.config import InputError
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -69,7 +71,7 @@ def test_parquet(tmp_path):
 
 def text_rows(path, content, **more):
     path.write_bytes(content)
-    return [(v["text"], v["starts"], v["ends"]) for v in values(path, **more)]
+    return [(row.value["text"], row.starts, row.ends) for row in rows(path, **more)]
 
 
 def test_text_is_parted_by_separator_lines(tmp_path):
@@ -81,7 +83,7 @@ def test_text_is_parted_by_separator_lines(tmp_path):
 
 
 def test_a_long_text_comes_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.engine.sources._PIECE", 10)
+    monkeypatch.setattr("trireme.engine.rows._PIECE", 10)
     pieces = text_rows(tmp_path / "a.txt", b"0123456789\n 01234\nabc\n\nde\n<|endoftext|>\nx\n")
     assert pieces == [("0123456789\n 01234\n", True, False), ("abc\n\nde", False, True), ("x", True, True)]
 
@@ -93,7 +95,7 @@ def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, data, chunk):
 
     path = tmp_path_factory.mktemp("json") / "a.json"
     path.write_text(json.dumps(data, ensure_ascii=False, indent=1), encoding="utf-8", newline="")
-    with mock.patch("trireme.engine.sources._CHUNK", chunk):
+    with mock.patch("trireme.engine.rows._CHUNK", chunk):
         assert values(path) == data
 
 
@@ -283,6 +285,7 @@ def test_messages_of_openai():
             {"instruction": "i", "output": "o", "history": [["a"]]},
             "'history' is not a list of [question, answer] pairs",
         ),
+        ({"text": ""}, "'text' is empty"),
         ({"text": 3.5}, "'text' is a number, expected a string"),
         ({"input_ids": []}, "'input_ids' is empty"),
         ({"input_ids": [1, "2"]}, "'input_ids' holds something that is not a whole number"),
