@@ -89,10 +89,13 @@ def _fwd_range(
         o_k = i_k + o_tile
         b_k = _load_rows(p_k, o_k, length, o_d, D, BLOCK_D, MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if MASKED:
-            b_s = tl.where(_visible(o_q[:, None], o_k[None, :], window, WINDOWED), b_s, HIDDEN)
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)
-        b_p = tl.exp2(b_s * qk_scale - b_m_new[:, None])
+        if MASKED:  # scaled before hidden: a fused HIDDEN * scale - max(HIDDEN * scale) is a huge rounding error
+            b_s = tl.where(_visible(o_q[:, None], o_k[None, :], window, WINDOWED), b_s * qk_scale, HIDDEN)
+            b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+            b_p = tl.exp2(b_s - b_m_new[:, None])
+        else:
+            b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)
+            b_p = tl.exp2(b_s * qk_scale - b_m_new[:, None])
         b_shrink = tl.exp2(b_m - b_m_new)
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
         b_v = _load_rows(p_v, o_k, length, o_d, D, BLOCK_D, MASKED)

@@ -43,16 +43,29 @@ def power2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def row_tile(D: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) for kernels that hold whole rows of D values: about 4,096 values a program at least."""
-    block = power2(D)
-    rows = max(1, 2048 // block)
-    return rows, block, min(16, max(4, rows * block // 512))
+class Rows(NamedTuple):
+    """Launch of a kernel that holds whole rows: rows of a tile, columns (a power of two), warps, stages, programs."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    programs: int
 
 
-def row_programs(device: torch.device, n_tiles: int) -> int:
-    """Programs of a persistent kernel that walks over row tiles and keeps column sums in registers."""
-    return min(n_tiles, 4 * chip(device).sms)
+def rows_fwd(D: int) -> Rows:
+    """One program per tile of rows of D values (programs is not used)."""
+    columns = power2(D)
+    rows = max(1, 2048 // columns)
+    return Rows(rows, columns, min(16, max(4, rows * columns // 512)), 1, 0)
+
+
+def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
+    """Persistent programs that walk over tiles of N rows of D values and keep column sums in registers."""
+    columns = power2(D)
+    rows = max(1, 2048 // columns)
+    warps = min(16, max(4, rows * columns // 512))
+    return Rows(rows, columns, warps, 2, min(-(-N // rows), 3 * chip(device).sms))
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:

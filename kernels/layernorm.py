@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
-from trireme.kernels.launch import row_programs, row_tile
+from trireme.kernels.launch import rows_bwd, rows_fwd
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -70,6 +70,7 @@ def _layernorm_bwd(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
     i_prog = tl.program_id(0)
@@ -78,7 +79,7 @@ def _layernorm_bwd(
     b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
     b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
     b_db = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for i_tile in range(i_prog, tl.cdiv(N, ROWS), tl.num_programs(0)):
+    for i_tile in tl.range(i_prog, tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i_row < N)[:, None] & m_d[None, :]
         o = i_row[:, None] * D + o_d[None, :]
@@ -108,11 +109,11 @@ def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual:
     h = x if residual is None else torch.empty_like(x)
     mean = torch.empty(N, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
-    rows, block, warps = row_tile(D)
-    has_residual = residual is not None
-    _layernorm_fwd[(triton.cdiv(N, rows),)](
-        x, residual, weight, bias, y, h, mean, rstd, N, eps, D, rows, block, has_residual, num_warps=warps
-    )
+    tile = rows_fwd(D)
+    _layernorm_fwd[(triton.cdiv(N, tile.rows),)](
+        x, residual, weight, bias, y, h, mean, rstd, N, eps, D, tile.rows, tile.columns, residual is not None,
+        num_warps=tile.warps,
+    )  # fmt: skip
     return y, mean, rstd, h
 
 
@@ -133,13 +134,12 @@ def layernorm_bwd(
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
     dh = torch.empty_like(h) if out is None else out
-    rows, block, warps = row_tile(D)
-    programs = row_programs(h.device, triton.cdiv(N, rows))
-    dw, db = torch.empty((2, programs, D), dtype=torch.float32, device=h.device)
-    has_residual = dresidual is not None
-    _layernorm_bwd[(programs,)](
-        dy, h, weight, mean, rstd, dresidual, dh, dw, db, N, D, rows, block, has_residual, num_warps=warps
-    )
+    tile = rows_bwd(h.device, N, D)
+    dw, db = torch.empty((2, tile.programs, D), dtype=torch.float32, device=h.device)
+    _layernorm_bwd[(tile.programs,)](
+        dy, h, weight, mean, rstd, dresidual, dh, dw, db, N, D, tile.rows, tile.columns, tile.stages,
+        dresidual is not None, num_warps=tile.warps,
+    )  # fmt: skip
     add_rows(dweight_, dw)
     add_rows(dbias_, db)
     return dh

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
-from trireme.kernels.launch import row_programs, row_tile
+from trireme.kernels.launch import rows_bwd, rows_fwd
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -61,6 +61,7 @@ def _rmsnorm_bwd(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
     i_prog = tl.program_id(0)
@@ -68,7 +69,7 @@ def _rmsnorm_bwd(
     m_d = o_d < D
     b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
     b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for i_tile in range(i_prog, tl.cdiv(N, ROWS), tl.num_programs(0)):
+    for i_tile in tl.range(i_prog, tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i_row < N)[:, None] & m_d[None, :]
         o = i_row[:, None] * D + o_d[None, :]
@@ -93,9 +94,10 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None =
     y = torch.empty_like(x)
     h = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(N, dtype=torch.float32, device=x.device)
-    rows, block, warps = row_tile(D)
-    grid = (triton.cdiv(N, rows),)
-    _rmsnorm_fwd[grid](x, residual, weight, y, h, rstd, N, eps, D, rows, block, residual is not None, num_warps=warps)
+    tile = rows_fwd(D)
+    _rmsnorm_fwd[(triton.cdiv(N, tile.rows),)](
+        x, residual, weight, y, h, rstd, N, eps, D, tile.rows, tile.columns, residual is not None, num_warps=tile.warps
+    )
     return y, rstd, h
 
 
@@ -114,11 +116,12 @@ def rmsnorm_bwd(
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
     dh = torch.empty_like(h) if out is None else out
-    rows, block, warps = row_tile(D)
-    programs = row_programs(h.device, triton.cdiv(N, rows))
-    dw = torch.empty((programs, D), dtype=torch.float32, device=h.device)
-    has_residual = dresidual is not None
-    _rmsnorm_bwd[(programs,)](dy, h, weight, rstd, dresidual, dh, dw, N, D, rows, block, has_residual, num_warps=warps)
+    tile = rows_bwd(h.device, N, D)
+    dw = torch.empty((tile.programs, D), dtype=torch.float32, device=h.device)
+    _rmsnorm_bwd[(tile.programs,)](
+        dy, h, weight, rstd, dresidual, dh, dw, N, D, tile.rows, tile.columns, tile.stages, dresidual is not None,
+        num_warps=tile.warps,
+    )  # fmt: skip
     add_rows(dweight_, dw)
     return dh
 
@@ -172,13 +175,14 @@ def _head_bwd(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
     b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for i_tile in range(i_prog, tl.cdiv(N * H, ROWS), tl.num_programs(0)):
+    for i_tile in tl.range(i_prog, tl.cdiv(N * H, ROWS), tl.num_programs(0), num_stages=STAGES):
         i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         m_row = i_row < N * H
         mask = m_row[:, None] & m_d[None, :]
@@ -200,9 +204,10 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
     assert x.stride(2) == 1 and weight.shape == (D,)
     y = torch.empty((N, H, D), dtype=x.dtype, device=x.device)
     rstd = torch.empty((N, H), dtype=torch.float32, device=x.device)
-    rows, block, warps = row_tile(D)
-    grid = (triton.cdiv(N * H, rows),)
-    _head_fwd[grid](x, weight, y, rstd, N, eps, x.stride(0), x.stride(1), H, D, rows, block, num_warps=warps)
+    tile = rows_fwd(D)
+    _head_fwd[(triton.cdiv(N * H, tile.rows),)](
+        x, weight, y, rstd, N, eps, x.stride(0), x.stride(1), H, D, tile.rows, tile.columns, num_warps=tile.warps
+    )
     return y, rstd
 
 
@@ -210,9 +215,10 @@ def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweigh
     """As reference.head_rmsnorm_bwd. An element of dx_ is written after its dy was read, so they may be one tensor."""
     N, H, D = x.shape
     assert dy.shape == dx_.shape == x.shape and dy.stride(2) == x.stride(2) == dx_.stride(2) == 1
-    rows, block, warps = row_tile(D)
-    programs = row_programs(x.device, triton.cdiv(N * H, rows))
-    dw = torch.empty((programs, D), dtype=torch.float32, device=x.device)
+    tile = rows_bwd(x.device, N * H, D)
+    dw = torch.empty((tile.programs, D), dtype=torch.float32, device=x.device)
     strides = (*dy.stride()[:2], *x.stride()[:2], *dx_.stride()[:2])
-    _head_bwd[(programs,)](dy, x, weight, rstd, dx_, dw, N, *strides, H, D, rows, block, num_warps=warps)
+    _head_bwd[(tile.programs,)](
+        dy, x, weight, rstd, dx_, dw, N, *strides, H, D, tile.rows, tile.columns, tile.stages, num_warps=tile.warps
+    )
     add_rows(dweight_, dw)
