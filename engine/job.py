@@ -120,7 +120,7 @@ def _plan(options: Options, cfg, seq_len: int, dtype: str, device, limits, like:
         else:
             rows = [min(options.batch_size, options.micro_batch)]
         candidates = [(r * seq_len, math.ceil(options.batch_size / r)) for r in rows]
-        record = max(1 << 24, shapes.parameters(cfg) // 256)
+        record = record_size(shapes.parameters(cfg), limits["host"])
     else:
         candidates, record, dtype = [(like["tokens"], like["n_micro"])], like["record"], like["dtype"]
     mode = options.optimizer_mode
@@ -130,6 +130,11 @@ def _plan(options: Options, cfg, seq_len: int, dtype: str, device, limits, like:
         raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
     plan = simple_plan(cfg, limits, batch_tokens=candidates, dtype=dtype, mode=mode, record=record)
     return plan, plan.tokens // seq_len
+
+
+def record_size(parameters: int, ram: int) -> int:
+    """Parameters of an optimizer record: large enough for the drive and for few files, small beside the RAM."""
+    return max(min(1 << 24, ram // 1024), parameters // 256, 1 << 12) // 4096 * 4096
 
 
 def report(job: Job) -> list[str]:

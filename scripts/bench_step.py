@@ -22,6 +22,7 @@ import torch
 from trireme.engine.build import build, inputs
 from trireme.engine.data import MicroBatch
 from trireme.engine.homes import Homes, Staged
+from trireme.engine.job import record_size
 from trireme.engine.lanes import InlineLanes, RealLanes, Span, busy, write_perfetto
 from trireme.engine.machine import choose_device, matmul_rate, memory_in_use, memory_limits
 from trireme.engine.memory import DTYPE, Memory, flat, memory_of, views
@@ -183,7 +184,7 @@ def choose_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int]) -> Plan
     rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
     candidates = [(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows]
     mode = "serial" if "overlap" in a.off else ("forward" if a.clip else "backward")
-    record = a.record or max(1 << 24, shapes.parameters(cfg) // 256)
+    record = a.record or record_size(shapes.parameters(cfg), limits["host"])
     plan = simple_plan(cfg, limits, batch_tokens=candidates, dtype=dtype, mode=mode, record=record, homes=a.homes)
     if "prefetch" in a.off:
         plan = replace(plan, window=1)
@@ -214,6 +215,7 @@ def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> tuple[l
             f"step {step}: {time.perf_counter() - start:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}",
             flush=True,
         )
+    e.lanes.tracing = False
     start = time.perf_counter()
     e.optimizer.flush()
     e.lanes.drain()

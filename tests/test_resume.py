@@ -1,0 +1,100 @@
+"""Resume is exact: killed at any instant, with state on the SSD or in RAM, the run ends with the same bits."""
+
+import json
+import os
+import random
+import signal
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from trireme.engine import demo
+from trireme.engine.options import Options, every
+from trireme.engine.train import Interrupted, finetune
+
+LIMITS = {"ssd": (16 << 20, 7 << 20), "host": (16 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    demo.make_text(folder / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(folder / "checkpoint", folder / "stories.txt", seed=1)
+    return folder
+
+
+def options(folder: Path, out: Path, where: str, **more) -> Options:
+    gpu, ram = LIMITS[where]
+    return Options(
+        model=str(folder / "checkpoint"), data=(str(folder / "stories.txt"),), out=str(out), seq_len=64, batch_size=4,
+        max_steps=STEPS, lr=3e-3, save_every=every("2"), gpu_memory=gpu, ram=ram, device="cpu", **more,
+    )  # fmt: skip
+
+
+def child(opts: Options) -> int:
+    """Starts a run in a process of its own; exit code 0 when done, 130 when interrupted and saved."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            finetune(opts)
+        code = 0
+    except Interrupted:
+        code = 130
+    except BaseException as error:
+        os.write(2, f"child: {error!r}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def losses(out: Path) -> dict[int, tuple[float, float]]:
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in records if "loss" in r}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(checkpoint):
+    """(weights file, losses, seconds) of the run that nothing disturbs."""
+    out, start = checkpoint / "whole", time.monotonic()
+    assert ended(child(options(checkpoint, out, "ssd"))) == 0
+    return (out / "model.safetensors").read_bytes(), losses(out), time.monotonic() - start
+
+
+@pytest.mark.parametrize("where, kills", [("ssd", 20), ("host", 6), ("gpu", 6)])
+def test_killed_at_random_instants(checkpoint, uninterrupted, where, kills):
+    weights, seen, seconds = uninterrupted
+    dice, out = random.Random(where), checkpoint / f"killed-{where}"
+    for _ in range(kills):
+        pid = child(options(checkpoint, out, where, resume=str(out) if (out / "config.yaml").exists() else None))
+        time.sleep(dice.uniform(0.2, 0.9) * seconds)
+        os.kill(pid, signal.SIGKILL)
+        if ended(pid) == 0:
+            break
+    else:
+        assert ended(child(options(checkpoint, out, where, resume=str(out)))) == 0
+    assert losses(out) == seen
+    assert (out / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_and_goes_on(checkpoint, uninterrupted, number):
+    weights, seen, seconds = uninterrupted
+    out = checkpoint / f"stopped-{number}"
+    pid = child(options(checkpoint, out, "ssd"))
+    while not (out / "log.jsonl").exists() or not losses(out):
+        time.sleep(0.01)
+    os.kill(pid, number)
+    assert ended(pid) == 130
+    assert 0 < len(losses(out)) < STEPS
+    assert ended(child(options(checkpoint, out, "host", resume=str(out)))) == 0  # placed otherwise than before
+    assert losses(out) == seen
+    assert (out / "model.safetensors").read_bytes() == weights
