@@ -32,7 +32,7 @@ def build(
 
     `limits`: bytes of gpu and host. `poison` fills released slots with NaN (tests). Raises DoesNotFit.
     """
-    geo = Geometry(cfg, plan.dtype)
+    geo = Geometry(cfg, plan.dtype, plan.adam_bits)
     memory = Memory(lanes.device, limits["gpu"], limits["host"], lanes.simulated)
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)

@@ -57,12 +57,13 @@ class Homes:
         return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", "embed", "head", "ends")}
 
     def gradient_rings(self):
-        """Rings: accumulators, rounded gradients leaving the GPU, their landing places in RAM, optimizer records."""
+        """Rings: accumulators, rounded gradients, their landing places in RAM; records from the SSD, and on the GPU."""
         return (
             self.rings("gpu", "gradient"),
             self.rings("gpu", "gradient out"),
             self.rings("host", "gradient"),
             self.ring("host", "state ring"),
+            self.ring("gpu", "stream ring"),
         )
 
     def _split_records(self, u: int, buffer: Tensor | None) -> list[Tensor | None]:

@@ -103,7 +103,8 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
 def cut(job: Job) -> dict:
     """What must be the same for a resumed run to go on to the bit: how a step is cut, and how state is stored."""
     p = job.plan
-    return {"tokens": p.tokens, "n_micro": p.n_micro, "dtype": p.dtype, "record": p.record, "rows": job.micro_rows}
+    keys = ("tokens", "n_micro", "dtype", "record", "adam_bits")
+    return {key: getattr(p, key) for key in keys} | {"rows": job.micro_rows}
 
 
 def _plan(options: Options, cfg, seq_len: int, dtype: str, device, limits, like: dict | None) -> tuple[Plan, int]:
@@ -128,7 +129,11 @@ def _plan(options: Options, cfg, seq_len: int, dtype: str, device, limits, like:
         mode = "forward" if options.max_grad_norm else "backward"
     if mode == "backward" and options.max_grad_norm:
         raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
-    plan = simple_plan(cfg, limits, batch_tokens=candidates, dtype=dtype, mode=mode, record=record)
+    bits = like["adam_bits"] if like else options.adam_bits
+    cuda = device.type == "cuda"
+    plan = simple_plan(
+        cfg, limits, batch_tokens=candidates, dtype=dtype, mode=mode, record=record, adam_bits=bits, on_cuda=cuda
+    )
     return plan, plan.tokens // seq_len
 
 
@@ -152,9 +157,10 @@ def report(job: Job) -> list[str]:
     ]
     for k in range(o.show_example):
         lines += _labelled("example", job.data.example(k).splitlines() or [""])
-    moments = "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
+    master = "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
+    adamw = f"AdamW ({master}, {job.plan.adam_bits}-bit moments)"
     lines.append(
-        f"method   full fine-tuning, AdamW ({moments}, fp32 moments), peak lr {job.lr:g}, {o.schedule}, "
+        f"method   full fine-tuning, {adamw}, peak lr {job.lr:g}, {o.schedule}, "
         f"clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
     )
     lines += _labelled("plan", plan_lines(job))
@@ -168,7 +174,7 @@ def report(job: Job) -> list[str]:
 
 def plan_lines(job: Job) -> list[str]:
     """The plan in words: what each tier holds, against its limit."""
-    geo, plan = Geometry(job.cfg, job.plan.dtype), job.plan
+    geo, plan = Geometry(job.cfg, job.plan.dtype, job.plan.adam_bits), job.plan
     total = usage(geo, plan)
     held: dict[str, Counter] = {"gpu": Counter(workspace=workspace(geo, plan)), "host": Counter()}
     for b in buffers(geo, plan):

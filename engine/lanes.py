@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu")
+LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "update")  # update: optimizer kernels on the GPU
 
 
 class Task:
@@ -139,13 +139,13 @@ class InlineLanes:
 
 
 class RealLanes(InlineLanes):
-    """A thread per lane. On a CUDA device `h2d` and `d2h` have a stream each, and `compute` is the caller's stream."""
+    """A thread per lane; on a CUDA device a stream each for `h2d`, `d2h`, `update`. `compute` is the caller's stream."""
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = ()):
         super().__init__(device)
         self.error: BaseException | None = None
         cuda = self.device.type == "cuda"
-        self.streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h")} if cuda else {}
+        self.streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h", "update")} if cuda else {}
         if cuda:
             self.streams["compute"] = torch.cuda.current_stream(self.device)
             self.origin = torch.cuda.Event(enable_timing=True)

@@ -2,7 +2,8 @@
 
 A unit's gradient leaves the GPU once a step, in the compute dtype, and waits in a host slot; it never touches the SSD.
 An update runs on the CPU, record by record: read i+1, update i, write i-1 follow from three lanes that each work first
-in, first out. Units whose state is on the GPU are updated there. When:
+in, first out. Units whose state is on the GPU are updated there; so are some whose state is in RAM, streamed there and
+back, since PCIe and the CPU's memory together are faster than either. When:
 
 - `forward`: all updates wait until backward has ended and the global norm is known; each runs just ahead of its unit's
   next forward. Clipping is exact, and nothing is serial.
@@ -27,6 +28,7 @@ from trireme.engine.plan import Geometry, Plan
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
+from trireme.storage.layout import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Optimizer:
         self.geo, self.plan, self.homes, self.weights = geo, plan, homes, weights
         self.lanes, self.device, self.adamw = lanes, memory.device, adamw
         self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # layout of the accumulators
-        self.accumulators, self.outs, self.landings, self.state_ring = homes.gradient_rings()
+        self.accumulators, self.outs, self.landings, self.state_ring, self.stream_ring = homes.gradient_rings()
         self.step, self.lr = 0, 0.0
         self.holding: dict[int, Slot] = {}  # accumulators in use
         self.landed: dict[int, tuple[Slot | None, Task]] = {}  # gradients that wait for their update
@@ -166,6 +168,9 @@ class Optimizer:
         if self.plan.units[u].state == "gpu":
             self._update_on_gpu(u, landed)
             return
+        if self.plan.units[u].update == "gpu":
+            self._update_streamed(u, slot, landed)
+            return
         hi, hi_slot, come = self._weights_for_update(u)
         last = []
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
@@ -178,11 +183,19 @@ class Optimizer:
             written = self.homes.write_weights(u, hi, (final,))
             self.weights.publish(u, final, hi_slot, written)
 
+    def start(self) -> None:
+        """Hands over at once every update on the CPU that needs no slot: the CPU then runs as far ahead as it can."""
+        for u, unit in enumerate(self.plan.units):
+            if unit.weights == unit.state == "host" and unit.update == "cpu" and self.plan.mode == "forward":
+                self.update(u)
+
     def flush(self) -> None:
         """Updates every unit that has an update due, in forward order."""
         for u in range(self.geo.n_units):
             self.update(u)
             self.weights.settle()
+            if self.plan.units[u].update == "gpu" and u in self.weights.held:
+                self.weights.drop(u)
 
     def read_ahead(self) -> None:
         """Starts reading the next SSD-home records for as long as the ring has free slots."""
@@ -193,8 +206,7 @@ class Optimizer:
         u, r = self.record_order[self.cursor]
         self.cursor = (self.cursor + 1) % len(self.record_order)
         slot = self.state_ring.acquire(f"{self.geo.names[u]} state {r}")
-        last = self.written.get((u, r))
-        task = self.homes.read_state(u, r, slot.buffer, (*slot.ready, *([last] if last else ())))
+        task = self.homes.read_state(u, r, slot.buffer, (*slot.ready, *self._written(u, r)))
         self.ahead.append((u, r, slot, task))
 
     def _weights_for_update(self, u: int):
@@ -217,15 +229,10 @@ class Optimizer:
             state, come = state_slot.buffer, (*come, read)
         else:
             state = self.homes.state[u][r]
-        layout, dtype, step, lr = self.geo.state_layout(b - a), self.geo.dtype, self.step, self.lr
-        n_decay = min(max(self.geo.n_decay[u] - a, 0), b - a)
+        layout, dtype, adamw = self.geo.state_layout(b - a), self.geo.dtype, self._adamw(u, a, b)
 
         def update():
-            s = views(layout, state)
-            self.workers.adamw_(
-                flat(hi, dtype, b)[a:], s.get("lo"), s["m"], s["v"], flat(grad.buffer, dtype, b)[a:], self.clip_host,
-                n_decay=n_decay, step=step, lr=lr, **self._hyper,
-            )  # fmt: skip
+            adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad.buffer, dtype, b)[a:])
 
         name = f"{self.geo.names[u]} {r}"
         task = self.lanes.run("cpu", f"adamw {name}", update, come, nbytes=28 * (b - a))
@@ -240,25 +247,83 @@ class Optimizer:
         return task
 
     def _update_on_gpu(self, u: int, landed: Task) -> None:
-        hi, grad, states = self.homes.weights[u], self.homes.gradients[u], self.homes.state[u]
-        dtype, step, lr, n_decay = self.geo.dtype, self.step, self.lr, self.geo.n_decay[u]
+        hi, grad, states, dtype = self.homes.weights[u], self.homes.gradients[u], self.homes.state[u], self.geo.dtype
+        parts = [(a, b, self._adamw(u, a, b, on_gpu=True)) for a, b in self.geo.records(u, self.plan.record)]
 
         def update():
-            for (a, b), state in zip(self.geo.records(u, self.plan.record), states, strict=True):
-                s = views(self.geo.state_layout(b - a), state)
-                ops.adamw_(
-                    flat(hi, dtype, b)[a:], s.get("lo"), s["m"], s["v"], flat(grad, dtype, b)[a:], self.clip,
-                    n_decay=min(max(n_decay - a, 0), b - a), step=step, lr=lr, **self._hyper,
-                )  # fmt: skip
+            for (a, b, adamw), state in zip(parts, states, strict=True):
+                layout = self.geo.state_layout(b - a)
+                adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad, dtype, b)[a:])
 
         name, nbytes = self.geo.names[u], 26 * self.geo.numel[u]
         task = self.lanes.run("compute", f"adamw {name}", update, (landed,), nbytes=nbytes)
         self.weights.publish(u, task)
 
-    @property
-    def _hyper(self) -> dict[str, float]:
-        a = self.adamw
-        return dict(beta1=a.beta1, beta2=a.beta2, eps=a.eps, weight_decay=a.weight_decay)
+    def _update_streamed(self, u: int, landing: Slot, landed: Task) -> None:
+        """Updates unit u on the GPU, where its weights are needed next; its state comes from RAM and goes back."""
+        held, name, nbytes = self.weights.get(u), self.geo.names[u], self.geo.weights[u].span
+        ups = []
+        for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
+            up, done = self._stream_record(u, r, a, b, held, landing, landed)
+            ups.append(up)
+        landing.ring.release(landing, ups)
+        hi = self.homes.weights[u]
+
+        def home():
+            hi[:nbytes].copy_(held.buffer[:nbytes], non_blocking=True)
+
+        self.weights.refreshed(u, done, self.lanes.run("d2h", f"weights {name}", home, (done,), nbytes=nbytes))
+
+    def _stream_record(self, u: int, r: int, a: int, b: int, held, landing: Slot, landed: Task) -> tuple[Task, Task]:
+        """One record's way to the GPU, its update, and its way back; (when the gradient is read, when w is new)."""
+        dtype, layout, home = self.geo.dtype, self.geo.state_layout(b - a), self.homes.state[u][r]
+        name, adamw = f"{self.geo.names[u]} {r}", self._adamw(u, a, b, on_gpu=True)
+        slot = self.stream_ring.acquire(name)
+
+        def up():
+            slot.buffer[: layout.span].copy_(home, non_blocking=True)
+            gradient = flat(slot.buffer[layout.span :], dtype, b - a)
+            gradient.copy_(flat(landing.buffer, dtype, b)[a:], non_blocking=True)
+
+        def update():
+            gradient = flat(slot.buffer[layout.span :], dtype, b - a)
+            adamw(flat(held.buffer, dtype, b)[a:], views(layout, slot.buffer), gradient)
+
+        def down():
+            home.copy_(slot.buffer[: layout.span], non_blocking=True)
+
+        before = (*slot.ready, landed, *self.norm_known, *self._written(u, r))
+        nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
+        gone = self.lanes.run("h2d", f"state {name}", up, before, nbytes=nbytes)
+        done = self.lanes.run("update", f"adamw {name}", update, (gone, *held.ready), nbytes=26 * (b - a))
+        self.written[u, r] = self.lanes.run("d2h", f"state {name}", down, (done,), nbytes=layout.span)
+        self.stream_ring.release(slot, (self.written[u, r],))
+        return gone, done
+
+    def _written(self, u: int, r: int) -> tuple[Task, ...]:
+        return (self.written[u, r],) if (u, r) in self.written else ()
+
+    def _adamw(self, u: int, a: int, b: int, on_gpu: bool = False):
+        """The update of elements a..b of unit u as a function of (weights, state by name, gradient), all flat.
+
+        It is bound to this step's hyper-parameters; by the time it runs the next step may have begun.
+        """
+        h = self.adamw
+        hyper = dict(lr=self.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, step=self.step)
+        hyper["n_decay"] = min(max(self.geo.n_decay[u] - a, 0), b - a)
+        if self.plan.adam_bits < 32:
+            hyper |= dict(seed=u, first=a)
+        if on_gpu and self.device.type == "cuda":
+            kernel, clip = ops.adamw_, self.clip
+        else:
+            kernel, clip = {32: "adamw_", 16: "adamw16_", 8: "adamw8_"}[self.plan.adam_bits], self.clip_host
+            kernel = getattr(self.workers, kernel, None)  # None in a simulation
+
+        def adamw(w, state, grad):
+            moments = [state[name] for name in ("m", "m_floor", "v", "v_floor") if name in state]
+            kernel(w, state.get("lo"), *moments, grad, clip, **hyper)
+
+        return adamw
 
     def close(self) -> None:
         if self.workers is not None:

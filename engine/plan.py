@@ -18,7 +18,6 @@ from trireme.storage.layout import ITEMSIZE, Layout, pack, round_up, sequential
 
 TIERS = ("gpu", "host", "ssd")
 MODES = ("forward", "backward", "serial")
-MOMENTS = {32: "F32", 16: "BF16", 8: "U8"}
 
 
 class DoesNotFit(Exception):
@@ -31,6 +30,7 @@ class UnitPlan:
 
     weights: str = "gpu"  # home of the compute copy (hi)
     state: str = "gpu"  # home of lo, m, v
+    update: str = "cpu"  # where a state in RAM is updated: "gpu" streams it there and back
     resident: bool = False  # weights from host or ssd stay on the GPU, refreshed once a step
     x: str = "gpu"  # the unit's input, for every micro-batch
     saved: tuple[tuple[str, str], ...] = ()  # (name, tier) of what forward keeps; absent names are recomputed
@@ -48,10 +48,12 @@ class Plan:
     n_micro: int  # most micro-batches of a step
     dtype: str = "BF16"  # compute dtype: BF16 or F32
     mode: str = "forward"  # when a unit on the CPU is updated: see optimizer.py
+    adam_bits: int = 32  # of each moment: 32, 16 or 8
     window: int = 2  # slots of the weight ring on the GPU: one in use, the others prefetched
     host_window: int = 2  # slots of the host ring that SSD-home weights pass through
     state_slots: int = 4  # host slots that SSD-home optimizer records pass through
     record: int = 1 << 24  # parameters of one optimizer record
+    stream_slots: int = 3  # slots of the GPU ring that records updated there pass through
     swap_slots: int = 2  # slots of each ring that swapped activations pass through
 
     def __post_init__(self):
@@ -60,9 +62,13 @@ class Plan:
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
                 )
+            if unit.update == "gpu" and (unit.weights, unit.state, unit.resident) != ("host", "host", False):
+                raise InputError(f"plan: unit {u} is to be updated on the gpu, so weights and state must be in host")
             for tier in (unit.weights, unit.state, unit.x, *(t for _, t in unit.saved)):
                 if tier not in TIERS:
                     raise InputError(f"plan: unit {u} names the tier {tier!r}; there are {', '.join(TIERS)}")
+        if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
+            raise InputError("plan: updates streamed through the gpu need mode forward or serial")
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
@@ -95,8 +101,8 @@ class Buffer:
 class Geometry:
     """Sizes that follow from a model and a compute dtype, for every unit: layouts, spans, records."""
 
-    def __init__(self, cfg: ModelConfig, dtype: str):
-        self.cfg, self.dtype = cfg, dtype
+    def __init__(self, cfg: ModelConfig, dtype: str, adam_bits: int = 32):
+        self.cfg, self.dtype, self.adam_bits = cfg, dtype, adam_bits
         self.names = shapes.unit_names(cfg)
         self.n_units = len(self.names)
         self.head = self.n_units - 1
@@ -132,14 +138,24 @@ class Geometry:
         n = self.numel[u]
         return [(a, min(a + record, n)) for a in range(0, n, record)]
 
+    def record_sizes(self, u: int, record: int) -> list[int]:
+        return [b - a for a, b in self.records(u, record)]
+
     def state_layout(self, n: int) -> Layout:
-        """Optimizer state of one record of n parameters: m, v, and lo where the master is split."""
+        """Optimizer state of one record of n parameters: m, v, and lo where the master is split.
+
+        8-bit moments have a floor for each 256 of them (kernels/moments.py).
+        """
         lo = [("lo", "I16", (n,))] if self.dtype == "BF16" else []
-        return sequential([("m", "F32", (n,)), ("v", "F32", (n,)), *lo])
+        if self.adam_bits == 8:
+            floors = [(name, "I16", (-(-n // 256),)) for name in ("m_floor", "v_floor")]
+            return sequential([*lo, *floors, ("m", "U8", (n,)), ("v", "U8", (n,))])
+        dtype = {32: "F32", 16: "BF16"}[self.adam_bits]
+        return sequential([("m", dtype, (n,)), ("v", dtype, (n,)), *lo])
 
     def state_span(self, u: int, record: int) -> int:
         """Bytes of a unit's whole optimizer state, each record rounded up to 4,096."""
-        return sum(self.state_layout(b - a).span for a, b in self.records(u, record))
+        return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
 
     def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
         """Layout of some of a block's saved tensors for a micro-batch of `tokens`."""
@@ -195,7 +211,7 @@ def _staging(geo: Geometry, plan: Plan) -> int:
         if unit.weights != "host":
             sizes.append(geo.weights[u].span)
         if unit.state != "host":
-            sizes += [geo.state_layout(b - a).span for a, b in geo.records(u, plan.record)]
+            sizes += [geo.state_layout(n).span for n in geo.record_sizes(u, plan.record)]
     return max(sizes)
 
 
@@ -213,9 +229,11 @@ def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
     for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
         yield Buffer("gpu", f"gradient out {kind}", size, min(2, count))
         yield Buffer("host", f"gradient {kind}", size, min(2, count) if plan.mode == "backward" else count)
-    from_ssd = [
-        n for u in everyone if plan.units[u].state == "ssd" for n in (b - a for a, b in geo.records(u, plan.record))
-    ]
+    streamed = [n for u in everyone if plan.units[u].update == "gpu" for n in geo.record_sizes(u, plan.record)]
+    if streamed:
+        span = geo.state_layout(max(streamed)).span + round_up(max(streamed) * ITEMSIZE[plan.dtype])
+        yield Buffer("gpu", "stream ring", span, min(plan.stream_slots, len(streamed)))
+    from_ssd = [n for u in everyone if plan.units[u].state == "ssd" for n in geo.record_sizes(u, plan.record)]
     if from_ssd:
         yield Buffer("host", "state ring", geo.state_layout(max(from_ssd)).span, min(plan.state_slots, len(from_ssd)))
 
@@ -290,6 +308,8 @@ def simple_plan(
     mode: str = "forward",
     homes: str = "auto",
     record: int = 1 << 24,
+    adam_bits: int = 32,
+    on_cuda: bool = True,
 ) -> Plan:
     """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
 
@@ -297,23 +317,24 @@ def simple_plan(
     first; the first that fits is taken. `homes`: "auto", or the tier that all weights and states are to live in.
     Raises DoesNotFit with the numbers and the way out.
     """
-    geo = Geometry(cfg, dtype)
+    geo = Geometry(cfg, dtype, adam_bits)
+    gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
     rock_bottom = "ssd" if homes == "auto" else homes
     for tokens, n_micro in batch_tokens:
         for x in ("gpu", "host"):
             low = UnitPlan(weights=rock_bottom, state=rock_bottom, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
-            plan = Plan(units, tokens, n_micro, dtype=dtype, mode=mode, record=record)
+            plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, record=record)
             if fits(geo, plan, limits):
-                return _fill(geo, plan, limits, move=homes == "auto")
+                return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates)
     raise DoesNotFit(_why_not(geo, plan, limits))
 
 
-def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool) -> Plan:
+def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_updates: bool, stream: bool) -> Plan:
     """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits; homes only if `move`."""
     n = geo.n_units
     everything = replace(plan, units=tuple(replace(u, weights="gpu", state="gpu") for u in plan.units))
-    if move and fits(geo, everything, limits):
+    if move and gpu_updates and fits(geo, everything, limits):
         return _keep_activations(geo, everything, limits)
 
     def raised(base: Plan, chosen: Iterable[int], **change) -> Plan:
@@ -328,14 +349,31 @@ def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool) -> Plan
         plan = upgrade(plan, lambda k: spread(n, k), weights="host")
         if all(u.weights == "host" for u in plan.units):
             plan = upgrade(plan, lambda k: spread(n, k), state="host")
+    if stream:
+        plan = _share_updates(geo, plan, limits)
     slots = sum(len(geo.records(u, plan.record)) for u in range(n) if plan.units[u].state == "ssd")
     deeper = lambda k: replace(plan, state_slots=plan.state_slots + k)  # noqa: E731
     plan = deeper(_most(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
     plan = _keep_activations(geo, plan, limits)
-    if move:
-        plan = upgrade(plan, lambda k: range(n - k, n), weights="gpu", state="gpu")
+    if move and gpu_updates:
+        plan = upgrade(plan, lambda k: range(n - k, n), weights="gpu", state="gpu", update="cpu")
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
     return wider(_most(2, lambda k: fits(geo, wider(k), limits)))
+
+
+GPU_UPDATES = 0.45  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 28 B of DRAM
+
+
+def _share_updates(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+    """Lets GPU and CPU share the updates of RAM-home units, where they would else make forward wait.
+
+    Under `forward` all updates run under the forward pass alone, which is shorter than what one of them needs.
+    """
+    in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
+    chosen = {in_ram[i] for i in spread(len(in_ram), round(GPU_UPDATES * len(in_ram)))}
+    units = tuple(replace(unit, update="gpu") if u in chosen else unit for u, unit in enumerate(plan.units))
+    shared = replace(plan, units=units, window=max(plan.window, 3))
+    return shared if plan.mode == "forward" and fits(geo, shared, limits) else plan
 
 
 def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:

@@ -86,6 +86,7 @@ def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
 def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
     """Forward through the embedding and the blocks; each unit's pending update and its weights run ahead of it."""
     ahead = e.plan.window - 1
+    e.optimizer.start()
     for u in range(ahead):
         approach(e, u)
     for u in range(e.geo.head):

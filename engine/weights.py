@@ -74,7 +74,7 @@ class WeightStream:
             return
         del self.held[u]
         if held.slot is not None:
-            held.slot.ring.release(held.slot, (after,))
+            held.slot.ring.release(held.slot, (after, *self._ready(u)))
 
     def kept_for_turn(self, u: int, train: bool) -> bool:
         """Whether unit u, released on the way up, stays: for the way down, or a tied embedding for the head."""
@@ -101,6 +101,16 @@ class WeightStream:
             self.fresh[u] = (slot, task)
         if self.plan.units[u].resident:
             self.stale.add(u)
+
+    def refreshed(self, u: int, ready: Task, home: Task) -> None:
+        """Unit u was updated where it lies on the GPU, by the task `ready`; `home` brings its home up to date."""
+        self.held[u].ready = (ready,)
+        self.updated[u] = home
+
+    def drop(self, u: int) -> None:
+        """Lets go of a unit that was brought to the GPU for its update alone."""
+        held = self.held.pop(u)
+        held.slot.ring.release(held.slot, (*held.ready, self.updated[u]))
 
     def settle(self) -> None:
         """Lets go of the host slots that still hold fresh SSD-home weights; they are read back when next needed."""

@@ -185,7 +185,16 @@ def choose_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int]) -> Plan
     candidates = [(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows]
     mode = "serial" if "overlap" in a.off else ("forward" if a.clip else "backward")
     record = a.record or record_size(shapes.parameters(cfg), limits["host"])
-    plan = simple_plan(cfg, limits, batch_tokens=candidates, dtype=dtype, mode=mode, record=record, homes=a.homes)
+    plan = simple_plan(
+        cfg,
+        limits,
+        batch_tokens=candidates,
+        dtype=dtype,
+        mode=mode,
+        record=record,
+        homes=a.homes,
+        adam_bits=a.adam_bits,
+    )
     if "prefetch" in a.off:
         plan = replace(plan, window=1)
     return plan
@@ -318,6 +327,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--clip", type=float, default=1.0)
+    p.add_argument("--adam-bits", type=int, default=32, choices=(32, 16, 8))
     p.add_argument("--record", type=int, default=0, help="parameters of an optimizer record")
     p.add_argument("--off", type=lambda t: t.split(","), default=[], help="ideas to switch off: " + ",".join(SWITCHES))
     p.add_argument("--text", help="a text file whose bytes are the tokens")

@@ -19,16 +19,16 @@ MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True)}
 
 
 @cache
-def in_one_memory(model: str, dtype: str, n_micro: int, clip: float):
+def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int):
     cfg = MODELS[model]
-    e = make(cfg, gpu_plan(cfg, dtype=dtype, n_micro=n_micro), adamw=AdamW(max_grad_norm=clip))
+    e = make(cfg, gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits), adamw=AdamW(max_grad_norm=clip))
     return train(e, batches(cfg, 3, n_micro, 24)), final_weights(e)
 
 
 def check(plan, lanes, model="untied", clip=1.0):
     cfg = MODELS[model]
     e = make(cfg, plan, lanes, AdamW(max_grad_norm=clip))
-    losses, weights = in_one_memory(model, plan.dtype, plan.n_micro, clip)
+    losses, weights = in_one_memory(model, plan.dtype, plan.n_micro, clip, plan.adam_bits)
     assert train(e, batches(cfg, 3, plan.n_micro, 24)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
@@ -53,7 +53,9 @@ def plans(draw):
         state = "gpu" if weights == "gpu" else draw(st.sampled_from(("host", "ssd")))
         saved = tuple((n, draw(st.sampled_from(TIERS))) for n in NAMES if draw(st.booleans()))
         resident = weights != "gpu" and draw(st.booleans())
-        return UnitPlan(weights, state, resident, draw(st.sampled_from(TIERS)), saved)
+        streamed = weights == state == "host" and not resident and mode != "backward" and draw(st.booleans())
+        update = "gpu" if streamed else "cpu"
+        return UnitPlan(weights, state, update, resident, draw(st.sampled_from(TIERS)), saved)
 
     mode = draw(st.sampled_from(("forward", "backward", "serial")))
     return gpu_plan(
@@ -65,7 +67,9 @@ def plans(draw):
         window=draw(st.integers(1, 4)),
         host_window=draw(st.integers(2, 3)),
         state_slots=draw(st.integers(1, 6)),
-        record=draw(st.sampled_from((100, 700, 1 << 20))),
+        record=draw(st.sampled_from((256, 768, 1 << 20))),
+        stream_slots=draw(st.integers(1, 3)),
+        adam_bits=draw(st.sampled_from((32, 16, 8))),
         swap_slots=draw(st.integers(2, 4)),
     )
 

@@ -19,6 +19,7 @@ ALL_SSD = UnitPlan("ssd", "ssd", saved=tuple((n, "ssd") for n in NAMES), x="ssd"
 UNITS = {
     "host": (UnitPlan("host", "host"),) * 6,
     "ssd": (UnitPlan("ssd", "ssd"),) * 6,
+    "streamed": (UnitPlan("host", "host", update="gpu"),) * 6,
     "resident": (UnitPlan("host", "host", resident=True),) * 6,
     "swap to host": (ALL_HOST,) * 6,
     "swap to ssd": (ALL_SSD,) * 6,
