@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import zlib
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,8 @@ class TokenWriter:
         self.scratch.mkdir(parents=True)
         self._dtype = np.dtype("<u2" if vocabulary <= 1 << 15 else "<u4")
         self._file = (self.scratch / "tokens").open("wb")
-        self._lengths: list[int] = []
-        self._trained: list[int] = []
+        self._lengths = array("q")  # eight bytes a document, of which there may be many millions
+        self._trained = array("q")
         self._crc = 0
         self.max_id = -1
 
@@ -105,9 +106,9 @@ class TokenWriter:
             _sync(file)
         offsets = np.concatenate([[0], np.cumsum(np.array(self._lengths, np.int64))]).astype(np.int64)
         trained = np.array(self._trained, np.int64)
-        for name, array in (("offsets", offsets), ("trained", trained)):
+        for name, table in (("offsets", offsets), ("trained", trained)):
             with (self.scratch / f"{name}.npy").open("wb") as file:
-                np.save(file, array)
+                np.save(file, table)
                 _sync(file)
         sums = [self._crc, zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())]
         meta = meta | {"dtype": self._dtype.str, "bytes": size, "max_id": self.max_id, "crc32": sums}

@@ -164,15 +164,15 @@ class _Marker:
         """(what stands before the assistant's words in its turn, said in several ways; what stands after them)."""
         before, after = [], ""
         for content in (_PROBE, f"<think>\n{_PROBE}\n</think>\n\n{_PROBE}"):
+            # Twice, because many templates write the last turn, with its thoughts, in another way than those before it.
+            talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}] * 2
             try:
-                rendering = self.template.render(
-                    [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}], None
-                )
+                rendering = self.template.render(talk, None)
             except BadRow:
                 continue
             for turn, (start, stop) in rendering.turns:
                 written = rendering.text[start:stop]
-                if turn == 1 and _PROBE in written:
+                if turn % 2 and _PROBE in written:
                     before.append(written[: written.index(_PROBE)])
                     after = written[written.rindex(_PROBE) + len(_PROBE) :]
         return before, after

@@ -205,9 +205,11 @@ def _lay_out(
 ) -> Dataset:
     """Cuts and packs the documents `rows` of `files`; `held` rows were held out of them."""
     if not rows["trained"].any():
+        start, length = int(rows["start"][0]), int(rows["length"][0])
+        ids, trained = files[rows["file"][0]].read(start, start + min(length, 60))
         raise InputError(
             f"no row of {len(rows):,} has a trained token after masking: no text is marked as the assistant's. "
-            "Look at --show-example 3."
+            f"The first row begins: {example_text(ids, trained, tokenizer)}"
         )
     fitted = documents.fit(
         documents.weigh(rows, [source.weight for source in given], options.seed), files, options.seq_len, options.long

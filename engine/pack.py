@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 
@@ -53,7 +55,10 @@ def one_per_row(n: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(n, dtype=np.int64), np.arange(n + 1, dtype=np.int64)
 
 
+@lru_cache(maxsize=2)  # every step of an epoch asks for the same one, and it may be large
 def shuffled(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n), (n,) int64, the same for the same key on every machine and version of numpy."""
+    """A permutation of range(n), (n,) int64, read-only, the same for the same key on every machine and numpy."""
     raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(n)
-    return np.argsort(raw, kind="stable")
+    order = np.argsort(raw, kind="stable")
+    order.flags.writeable = False
+    return order

@@ -145,7 +145,7 @@ class Template:
             )
         except jinja2.exceptions.TemplateError as error:
             raise BadRow(f"the chat template refuses it: {_one_line(error)}") from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BadRow(f"the chat template fails on it: {_one_line(error)}") from None
 
 

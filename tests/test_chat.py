@@ -297,6 +297,18 @@ def test_a_template_without_an_end_mark_is_noted():
     assert not ChatTemplate({"default": PLAIN}, {"eos_token": "</s>", "bos_token": ""}).notes()
 
 
+def test_a_prompt_that_opens_a_thought_which_earlier_turns_do_not_have():
+    """As in Qwen3.5: what the prompt gives is not trained in the last turn, and in earlier ones only the header is not."""
+    source = (
+        "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' }}"
+        "{{ (m.reasoning_content or '') + '</think>' }}{% endif %}{{ m.content + '<end>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}"
+    )
+    talk = [user("a"), said("b"), user("c"), said("d", reasoning_content="e")]
+    text, spans = ChatTemplate({"default": source}, {}).spans(talk, None)
+    assert [text[a:b] for a, b in spans] == ["b<end>", "e</think>d<end>"]
+
+
 def test_plain_template(folder, tmp_path):
     tokenizer = load_tokenizer(folder("llama2"))
     template = load_template(tokenizer, "plain")

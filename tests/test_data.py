@@ -372,8 +372,10 @@ def test_errors_of_whole_files(tokenizer, tmp_path):
     assert error_of(str(path), tokenizer).endswith("--map prompt=question,completion=answer. It is the only row.")
     path.write_text("\n\n")
     assert error_of(str(path), tokenizer).endswith("holds no rows.")
-    write(path, [{"input_ids": [1, 2], "labels": [-100, -100]}] * 3)
-    assert error_of(str(path), tokenizer).startswith("no row of 3 has a trained token after masking")
+    write(path, [{"input_ids": [0, 1], "labels": [-100, -100]}] * 3)
+    assert error_of(str(path), tokenizer).endswith(
+        "a trained token after masking: no text is marked as the assistant's. The first row begins: <s></s>"
+    )
     write(path, [{"prompt": "p" * 99, "completion": "c"}])
     assert error_of(str(path), tokenizer).startswith("no row is left: all are longer than --seq-len 64")
     assert "1 rows have more than --seq-len 64 tokens" in error_of(str(path), tokenizer, long="error")
