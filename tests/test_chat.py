@@ -298,7 +298,7 @@ def test_a_template_without_an_end_mark_is_noted():
 
 
 def test_a_prompt_that_opens_a_thought_which_earlier_turns_do_not_have():
-    """As in Qwen3.5: what the prompt gives is not trained in the last turn, and in earlier ones only the header is not."""
+    """As in Qwen3.5: what the prompt gives is not trained in the last turn; in earlier ones the header is not."""
     source = (
         "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' }}"
         "{{ (m.reasoning_content or '') + '</think>' }}{% endif %}{{ m.content + '<end>' }}{% endfor %}"
