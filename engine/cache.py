@@ -10,6 +10,7 @@ It is built under another name and renamed, so a folder of the right name is com
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -123,7 +124,8 @@ class TokenWriter:
         return made
 
     def abandon(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
+            self._file.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 

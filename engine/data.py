@@ -108,7 +108,7 @@ class Dataset:
         return [self._gather(order[k : k + micro_batch]) for k in range(0, len(order), micro_batch)]
 
     def batches(self, micro_batch: int) -> Iterator[MicroBatch]:
-        """Every row once, in the order of the files: for evaluation."""
+        """Every row once, in an order that never changes: for evaluation."""
         for k in range(0, self.n_sequences, micro_batch):
             yield self._gather(np.arange(k, min(k + micro_batch, self.n_sequences)))
 
@@ -117,9 +117,9 @@ class Dataset:
         return self.report.lines()
 
     def example(self, k: int = 0) -> str:
-        """Document k of an epoch, decoded; what is trained on stands in [..]."""
-        piece = self.pieces[k % len(self.pieces)]
-        ids, labels = self._piece(piece)
+        """Document k of the files, decoded; what is trained on stands in [..]."""
+        in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
+        ids, labels = self._piece(self.pieces[in_order[k % len(in_order)]])
         learned = np.concatenate([[False], labels[:-1] >= 0])  # a label says what its token is followed by
         return example_text(ids, learned, self.tokenizer)
 
@@ -165,19 +165,19 @@ def load_dataset(
     share, val_given = _parse_val(options.val)
     files = tuple(tokenize(source, reading, progress) for source in given)
     rows = documents.all_documents(files)
-    talks = any(file.meta["format"] in CHATS for file in files)
-    notes = tuple(template.notes()) if template and talks else ()
-    lay_out = lambda *data, held=0, notes=(): _lay_out(*data, held, notes, tokenizer, options, scratch)  # noqa: E731
+    held_out, n_held = None, 0
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)
-        held_out = lay_out(val_given, val_files, documents.all_documents(val_files))
-        return replace(lay_out(given, files, rows, notes=notes), held_out=held_out)
-    if not share:
-        return lay_out(given, files, rows, notes=notes)
-    is_text = all(file.meta["format"] == "text" for file in files)
-    rows, kept = documents.hold_out(rows, share, options.seed, is_text)
-    held_out = lay_out([replace(source, weight=1.0) for source in given], files, kept)
-    return replace(lay_out(given, files, rows, held=len(kept), notes=notes), held_out=held_out)
+        held_out = _lay_out(val_given, val_files, documents.all_documents(val_files), tokenizer, options)
+    elif share:
+        is_text = all(file.meta["format"] == "text" for file in files)
+        rows, kept = documents.hold_out(rows, share, options.seed, is_text)
+        held_out, n_held = _lay_out([Source(s.path) for s in given], files, kept, tokenizer, options), len(kept)
+    train = _lay_out(given, files, rows, tokenizer, options)
+    talks = any(file.meta["format"] in CHATS for file in files)
+    notes = tuple(template.notes()) if template and talks else ()
+    report = replace(train.report, held_out=n_held, notes=notes)
+    return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 
 def _parse_val(val: str | None) -> tuple[float, list[Source]]:
@@ -197,13 +197,10 @@ def _lay_out(
     given: Sequence[Source],
     files: tuple[TokenFile, ...],
     rows: np.ndarray,
-    held: int,
-    notes: tuple[str, ...],
     tokenizer: Tokenizer | None,
     options: DataOptions,
-    scratch: tempfile.TemporaryDirectory | None,
 ) -> Dataset:
-    """Cuts and packs the documents `rows` of `files`; `held` rows were held out of them."""
+    """Cuts and packs the documents `rows` of `files`."""
     if not rows["trained"].any():
         start, length = int(rows["start"][0]), int(rows["length"][0])
         ids, trained = files[rows["file"][0]].read(start, start + min(length, 60))
@@ -221,8 +218,8 @@ def _lay_out(
     order, starts = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
     n = len(starts) - 1
     used = float(lengths.sum()) / (n * options.seq_len)
-    report = Report(_file_reports(given, files), held, rows, fitted, options.seq_len, n, used, options.pack, notes)
-    return Dataset(files, pieces[order], starts, options.seed, tokenizer, report, scratch=scratch)
+    report = Report(_file_reports(given, files), rows, fitted, options.seq_len, n, used, options.pack)
+    return Dataset(files, pieces[order], starts, options.seed, tokenizer, report)
 
 
 def _file_reports(given: Sequence[Source], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:

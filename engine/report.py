@@ -32,13 +32,13 @@ class Report:
     """Counts of everything that happened between the files and the packed sequences."""
 
     files: tuple[FileReport, ...]
-    held_out: int  # rows kept for evaluation
     rows: np.ndarray  # (n,) DOCUMENT: those trained on, before weights and cuts
     fitted: Fitted
     seq_len: int
     sequences: int
     used: float  # share of the sequences' room that holds tokens
     packed: bool
+    held_out: int = 0  # rows kept for evaluation
     notes: tuple[str, ...] = ()  # what the user should know beside
 
     def lines(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -281,6 +282,19 @@ def test_a_build_that_stops_leaves_nothing(tokenizer, tmp_path, monkeypatch):
     assert list(cache.iterdir()) == []
     (cache / "tokens-left.partial").mkdir()  # of a run that was killed
     assert load(path, tokenizer, cache=cache).n_sequences == 1
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path):
+    """A limit on the size of files stands in for the disk; the last write fails again when the file is closed."""
+    path, cache = write(tmp_path / "a.jsonl", [{"input_ids": list(range(1000)) * 3}] * 100), tmp_path / "cache"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            load(path, None, cache=cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(cache.iterdir()) == []
 
 
 def test_several_processes_give_the_same(tokenizer, tmp_path, monkeypatch):
