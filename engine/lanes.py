@@ -139,7 +139,7 @@ class InlineLanes:
 
 
 class RealLanes(InlineLanes):
-    """A thread per lane; on a CUDA device a stream each for `h2d`, `d2h`, `update`. `compute` is the caller's stream."""
+    """A thread per lane; on CUDA a stream each for `h2d`, `d2h`, `update`. `compute` is the caller's stream."""
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = ()):
         super().__init__(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -93,7 +94,7 @@ class Ring:
         return len(self.slots) - len(self.free)
 
 
-@dataclass
+@dataclass(eq=False)
 class Memory:
     """Allocates named buffers in the gpu and host tiers under hard limits in bytes. On the CPU both tiers are RAM.
 
@@ -108,7 +109,8 @@ class Memory:
     pinned: bool = True  # whether host memory could be registered with CUDA
     table: list[tuple[str, str, int, int]] = field(default_factory=list)  # tier, name, bytes each, count
     rings: list[Ring] = field(default_factory=list)
-    _maps: list[tuple[mmap.mmap, int, bool]] = field(default_factory=list)  # mapping, address, registered
+    _maps: list[mmap.mmap] = field(default_factory=list)
+    _pins: list[weakref.finalize] = field(default_factory=list)
 
     def used(self, tier: str) -> int:
         """Bytes reserved or allocated so far in `tier` ("gpu" or "host")."""
@@ -160,11 +162,11 @@ class Memory:
                 except OSError:
                     continue
         address = base + skip
-        registered = False
         if pin and self.pinned and self.device.type == "cuda":
-            registered = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
-            self.pinned = registered
-        self._maps.append((room, address, registered))
+            self.pinned = registered = _register(address, nbytes, self.device)
+            if registered:  # CUDA must forget the pages before they go, however the memory is let go of
+                self._pins.append(weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address))
+        self._maps.append(room)
         return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
 
     def describe(self) -> list[str]:
@@ -182,10 +184,20 @@ class Memory:
 
     def close(self) -> None:
         """Unregisters the pinned mappings; the memory goes when the last view of it does."""
-        for _, address, registered in self._maps:
-            if registered:
-                torch.cuda.cudart().cudaHostUnregister(address)
+        for unregister in self._pins:
+            unregister()
         self._maps.clear()
+
+
+def _register(address: int, nbytes: int, device: torch.device) -> bool:
+    """Pins host memory for CUDA; False where a limit forbids it."""
+    if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
+        return True
+    try:  # CUDA keeps the error for whoever asks next; take it here, so that no later call reports it
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        pass
+    return False
 
 
 def gib(nbytes: float) -> str:

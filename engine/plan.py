@@ -115,8 +115,8 @@ class Geometry:
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:
-        """The layout of each unit's fp32 gradient accumulators."""
-        return tuple(pack(shapes.weight_groups(self.cfg, u), "F32") for u in range(self.n_units))
+        """The layout of each unit's fp32 gradient accumulators: the same tensors in the same order as the weights."""
+        return tuple(sequential([(t.name, "F32", t.shape) for t in layout.tensors]) for layout in self.weights)
 
     @cached_property
     def numel(self) -> tuple[int, ...]:
@@ -314,15 +314,16 @@ def simple_plan(
     """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
 
     `limits`: bytes of gpu and host. `batch_tokens`: candidates (tokens of a micro-batch, number of them), largest
-    first; the first that fits is taken. `homes`: "auto", or the tier that all weights and states are to live in.
+    first; the first that fits is taken. `homes`: "auto", or the tier that all weights and states are to live in, or
+    "state-ssd": weights in RAM, the rest on the SSD.
     Raises DoesNotFit with the numbers and the way out.
     """
     geo = Geometry(cfg, dtype, adam_bits)
     gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
-    rock_bottom = "ssd" if homes == "auto" else homes
+    weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
     for tokens, n_micro in batch_tokens:
         for x in ("gpu", "host"):
-            low = UnitPlan(weights=rock_bottom, state=rock_bottom, x=x)
+            low = UnitPlan(weights, state, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
             plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, record=record)
             if fits(geo, plan, limits):

@@ -322,7 +322,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--gpu-memory", type=size)
     p.add_argument("--ram", type=size)
     p.add_argument("--store", help="a folder on the SSD; without it the SSD is not used")
-    p.add_argument("--homes", choices=("auto", "gpu", "host", "ssd"), default="auto", help="force all homes to a tier")
+    p.add_argument(
+        "--homes", choices=("auto", "gpu", "host", "ssd", "state-ssd"), default="auto", help="force all homes to a tier"
+    )
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--lr", type=float, default=1e-4)

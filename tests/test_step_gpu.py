@@ -29,7 +29,7 @@ UNITS = {
 
 @cache
 def on_the_gpu(n_micro: int, clip: float):
-    e = make(CFG, gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48), RealLanes("cuda"), AdamW(max_grad_norm=clip))
+    e = make(CFG, gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48), RealLanes("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
     return train(e, batches(CFG, 4, n_micro, 48)), final_weights(e)
 
 
@@ -44,3 +44,4 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode):
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     e.lanes.close()
+    e.memory.close()

@@ -87,12 +87,13 @@ def test_fifty_steps_in_fp32(family):
         assert norm == pytest.approx(expected_norm, rel=1e-3)
 
 
-@pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fifty_steps_in_bf16(family):
-    """bf16 computes with three digits; the two runs part slowly, and end at the same loss."""
-    ours, theirs = both(family, RealLanes("cuda"), "BF16")
-    assert ours[0][0] == pytest.approx(theirs[0][0], rel=2e-2)
+def test_fifty_steps_in_bf16(family, device):
+    """bf16 computes with three digits and the masters are fp32: the losses stay beside those of fp32 training."""
+    ours, theirs = both(family, RealLanes(device), "BF16")
     for (loss, _), (expected, _) in zip(ours, theirs, strict=True):
-        assert loss == pytest.approx(expected, rel=0.1, abs=0.1)
-    assert ours[-1][0] < 0.5 * ours[0][0]
+        assert loss == pytest.approx(expected, rel=0.03, abs=0.03)
