@@ -348,10 +348,10 @@ def _dkv_range(
         b_lse = tl.load(p_lse + o_stat, o_q < length, float("inf")) * LOG2E  # inf: rows past the end get p = 0
         b_delta = tl.load(p_delta + o_stat, o_q < length, 0.0)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # (keys, queries)
+        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # runs while the exponentials are taken
         b_p = tl.exp2(b_s * qk_scale - b_lse[None, :])
         if MASKED:
             b_p = tl.where(_visible(o_q[None, :], o_k[:, None], window, WINDOWED), b_p, 0.0)
-        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
         b_ds = b_p * (b_dp - b_delta[None, :])
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")

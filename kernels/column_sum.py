@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_P, BLOCK_D = 32, 64
+BLOCK_P, BLOCK_D = 64, 16
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -31,4 +31,4 @@ def add_rows(out_: Tensor, parts: Tensor) -> None:
     """out_ (D,) += sum of parts (P, D) fp32 over its rows, rounded once."""
     P, D = parts.shape
     assert out_.shape == (D,) and out_.is_contiguous() and parts.is_contiguous() and parts.dtype == torch.float32
-    _add_rows[(triton.cdiv(D, BLOCK_D),)](out_, parts, P, D, BLOCK_P, BLOCK_D, num_warps=4)
+    _add_rows[(triton.cdiv(D, BLOCK_D),)](out_, parts, P, D, BLOCK_P, BLOCK_D, num_warps=8)

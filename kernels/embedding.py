@@ -27,22 +27,25 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def _embedding_bwd(p_dw, p_dy, p_sorted, p_order, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     i = tl.program_id(0)
-    i_v = tl.load(p_sorted + i)
+    i_v = tl.load(p_sorted + i).to(tl.int64)
     if i > 0:
-        if tl.load(p_sorted + i - 1) == i_v:
+        if tl.load(p_sorted + i - 1).to(tl.int64) == i_v:
             return
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < D
     b_sum = tl.zeros((BLOCK_D,), tl.float32)
+    o_i = i + tl.arange(0, ROWS)
+    b_token = tl.load(p_sorted + o_i, o_i < N, -1)
+    b_n = tl.load(p_order + o_i, o_i < N, 0)
     more = True
     while more:
-        o_i = i + tl.arange(0, ROWS)
-        m_run = tl.load(p_sorted + o_i, o_i < N, -1) == i_v
-        i_n = tl.load(p_order + o_i, m_run, 0)
-        b_dy = tl.load(p_dy + i_n[:, None] * D + o_d[None, :], m_run[:, None] & m_d[None, :], 0.0)
-        b_sum += tl.sum(b_dy.to(tl.float32), 0)
-        i += ROWS
+        m_run = b_token == i_v
+        b_dy = tl.load(p_dy + b_n[:, None] * D + o_d[None, :], m_run[:, None] & m_d[None, :], 0.0)
         more = tl.sum(m_run.to(tl.int32), 0) == ROWS
+        o_i += ROWS  # the next places are read before these rows arrive: a run costs one latency a turn, not three
+        b_token = tl.load(p_sorted + o_i, o_i < N, -1)
+        b_n = tl.load(p_order + o_i, o_i < N, 0)
+        b_sum += tl.sum(b_dy.to(tl.float32), 0)
     p_dw += i_v * D + o_d
     b_dw = tl.load(p_dw, m_d).to(tl.float32) + b_sum
     tl.store(p_dw, b_dw.to(p_dw.dtype.element_ty), m_d)
@@ -62,6 +65,6 @@ def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     """As reference.embedding_bwd_. All arguments contiguous."""
     N, D = dy.shape
     assert ids.shape == (N,) and dy.is_contiguous() and dweight_.is_contiguous() and dweight_.shape[1] == D
-    tokens, order = torch.sort(ids, stable=True)
-    block = min(512, power2(D))
+    tokens, order = torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64
+    block = min(1024, power2(D))
     _embedding_bwd[(N, triton.cdiv(D, block))](dweight_, dy, tokens, order, N, D, ROWS, block, num_warps=4)

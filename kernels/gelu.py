@@ -16,8 +16,8 @@ from torch import Tensor
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import column_splits
 
-BLOCK = 1024  # values of a row that one program of the forward takes
-ROWS, COLUMNS = 16, 128  # the backward's tile
+BLOCK = 2048  # values of a row that one program of the forward takes
+ROWS, BIAS_ROWS, COLUMNS = 8, 32, 128  # tiles of the backward, and of the bias gradient alone
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[
     N, F = h.shape
     assert dy.shape == h.shape and dy.is_contiguous() and h.is_contiguous() and bias.shape == dbias_.shape == (F,)
     dh, y = torch.empty_like(h), torch.empty_like(h)
-    grid = _column_grid(h)
+    grid = _column_grid(h, ROWS)
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=h.device)
     _gelu_bias_bwd[grid](dy, h, bias, dh, y, parts, N, F, ROWS, COLUMNS, num_warps=4)
     add_rows(dbias_, parts)
@@ -92,14 +92,14 @@ def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
     """As reference.bias_bwd_. All arguments contiguous."""
     N, F = dy.shape
     assert dy.is_contiguous() and dbias_.shape == (F,)
-    grid = _column_grid(dy)
+    grid = _column_grid(dy, BIAS_ROWS)
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=dy.device)
-    _bias_bwd[grid](dy, parts, N, F, ROWS, COLUMNS, num_warps=4)
+    _bias_bwd[grid](dy, parts, N, F, BIAS_ROWS, COLUMNS, num_warps=8)
     add_rows(dbias_, parts)
 
 
-def _column_grid(h: Tensor) -> tuple[int, int]:
-    """(column blocks, programs that share each) for a pass over h (N, F) that sums columns."""
+def _column_grid(h: Tensor, rows: int) -> tuple[int, int]:
+    """(column blocks, programs that share each) for a pass over h (N, F) that sums columns, `rows` at a time."""
     N, F = h.shape
     blocks = triton.cdiv(F, COLUMNS)
-    return blocks, column_splits(h.device, blocks, triton.cdiv(N, ROWS))
+    return blocks, column_splits(h.device, blocks, triton.cdiv(N, rows))

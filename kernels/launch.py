@@ -56,16 +56,16 @@ class Rows(NamedTuple):
 def rows_fwd(D: int) -> Rows:
     """One program per tile of rows of D values (programs is not used)."""
     columns = power2(D)
-    rows = max(1, 2048 // columns)
-    return Rows(rows, columns, min(16, max(4, rows * columns // 512)), 1, 0)
+    return Rows(max(1, 2048 // columns), columns, 4 if columns <= 8192 else 8, 1, 0)
 
 
 def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
     """Persistent programs that walk over tiles of N rows of D values and keep column sums in registers."""
     columns = power2(D)
-    rows = max(1, 2048 // columns)
-    warps = min(16, max(4, rows * columns // 512))
-    return Rows(rows, columns, warps, 2, min(-(-N // rows), 3 * chip(device).sms))
+    values, each = (4096, 2) if chip(device).arch < 90 else (8192, 1)  # of a tile; programs on a multiprocessor
+    rows = max(1, values // columns)
+    programs = min(-(-N // rows), each * chip(device).sms)
+    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), 3 if rows * columns <= values else 2, programs)
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
@@ -84,40 +84,33 @@ def head_block(D: int) -> int:
 def attention_fwd(q: torch.Tensor) -> Tile:
     """Forward tile for q (N, H, d)."""
     arch, D = chip(q.device).arch, head_block(q.shape[2])
-    if arch == 0:
-        return Tile(64, 32, 4, 1)
-    if q.dtype == torch.float32:
+    if arch == 0 or q.dtype == torch.float32:
         return Tile(64, 32, 4, 1)
     if arch >= 90:
-        return Tile(128, 64, 8, 2) if D == 256 else Tile(128, 128, 8, 2) if D == 128 else Tile(128, 128, 8, 3)
-    return Tile(64, 32, 4, 1) if D == 256 else Tile(128, 64, 8, 2)
+        return Tile(128, 64, 8, 2 if D == 256 else 3)
+    return Tile(64, 32, 8, 2) if D == 256 else Tile(128, 32, 8, 2) if D == 128 else Tile(128, 64, 8, 2)
 
 
 def attention_dq(q: torch.Tensor) -> Tile:
     """Tile of the kernel for dq."""
     arch, D = chip(q.device).arch, head_block(q.shape[2])
-    if arch == 0:
-        return Tile(64, 32, 4, 1)
-    if q.dtype == torch.float32:
+    if arch == 0 or q.dtype == torch.float32:
         return Tile(64, 32, 4, 1)
     if arch >= 90:
-        return Tile(64, 64, 8, 1) if D == 256 else Tile(128, 64, 8, 2)
+        return Tile(64, 32, 8, 2) if D == 256 else Tile(128, 64, 8, 3) if D == 128 else Tile(64, 64, 4, 3)
     return Tile(64, 32, 8, 1) if D == 256 else Tile(128, 32, 8, 2)
 
 
 def attention_dkv(q: torch.Tensor) -> Tile:
     """Tile of the kernel for (dk, dv)."""
     arch, D = chip(q.device).arch, head_block(q.shape[2])
-    if arch == 0:
-        return Tile(32, 64, 4, 1)
-    if q.dtype == torch.float32:
+    if arch == 0 or q.dtype == torch.float32:
         return Tile(32, 64, 4, 1)
     if arch >= 90:
-        return Tile(32, 64, 8, 1) if D == 256 else Tile(64, 128, 8, 2)
+        return Tile(32, 64, 8, 2) if D == 256 else Tile(32, 64, 4, 3) if D == 128 else Tile(64, 64, 4, 2)
     return Tile(16, 64, 8, 1) if D == 256 else Tile(32, 128, 8, 2)
 
 
 def cross_entropy(V: int) -> tuple[int, int]:
     """(logits at a time, warps) for one row of V logits: wide programs, so that few rows are in flight, within L2."""
-    block = min(8192, power2(V))
-    return block, max(4, min(16, block // 512))
+    return (8192, 32) if V > 65536 else (min(4096, power2(V)), 4)

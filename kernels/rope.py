@@ -52,6 +52,6 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
     assert x_.stride(2) == 1 and d % 2 == 0 and positions.shape == (N,)
     assert cos.shape[1] == sin.shape[1] == half and cos.is_contiguous() and sin.is_contiguous()
     block_d = power2(half)
-    block_h = min(power2(H), max(1, 1024 // block_d))
+    block_h = min(power2(H), max(1, 4096 // block_d))
     grid = (N, triton.cdiv(H, block_h))
     _rope[grid](x_, cos, sin, positions, x_.stride(0), x_.stride(1), H, half, block_h, block_d, inverse, num_warps=4)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trireme.kernels.gelu import gelu_tanh
 
-BLOCK = 1024  # values of a row that one program takes: 16 bytes a thread and operand in bf16
+BLOCK = 2048  # values of a row that one program takes
 
 
 @triton.jit

@@ -12,6 +12,7 @@ It is first compared with the reference; no figure is printed for an op that is 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,8 +29,8 @@ from trireme.kernels import launch, ops, reference
 BF16 = torch.bfloat16
 DEVICE = "cuda"
 PACKED = (1890, 57, 423, 1201, 88, 640, 312, 1024, 17, 733, 205, 999, 131, 350, 122)  # 15 documents, 8,192 tokens
-TILES = [(64, k, 4, stages) for k in (32, 64, 128) for stages in (1, 2, 3)]  # rows, columns, warps, stages
-TILES += [(128, k, 8, stages) for k in (32, 64, 128) for stages in (1, 2, 3)]
+TILES = [(64, k, 4, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]  # rows, columns, warps, stages
+TILES += [(128, k, 8, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]
 
 
 class Case(NamedTuple):
@@ -278,18 +279,18 @@ def tune(widths: list[int]) -> None:
     for d in widths:
         for kernel in ("fwd", "dq", "dkv"):
             for rows, columns, warps, stages in TILES:
-                if d * columns * stages <= 128 * 64 * 4:  # what shared memory can hold
+                if d * columns * stages <= 128 * 64 * 5:  # what shared memory can hold
                     q, k = (columns, rows) if kernel == "dkv" else (rows, columns)
                     jobs.append((kernel, (q, k, warps, stages), d))
     with ProcessPoolExecutor(12, get_context("spawn")) as pool:
         list(pool.map(compile_tile, jobs))
-    times = {}
-    for kernel, tile, d in jobs:
-        times[d, kernel, tile] = try_tile(kernel, tile, [4096] * 2, 32, 8 if d == 128 else 32, d, True)
-    for d in widths:
-        for kernel in ("fwd", "dq", "dkv"):
-            best = sorted((t, tile) for (dd, kn, tile), t in times.items() if (dd, kn) == (d, kernel))[:8]
-            print(d, kernel, "  ".join(f"{tile} {t * 1e6:.0f}" for t, tile in best), flush=True)
+    for d, lengths in itertools.product(widths, ([4096] * 2, PACKED)):
+        times = {"fwd": [], "dq": [], "dkv": []}
+        for kernel, tile, _ in (job for job in jobs if job[2] == d):
+            times[kernel].append((try_tile(kernel, tile, lengths, 32, 8 if d == 128 else 32, d, True), tile))
+        for kernel, tried in times.items():
+            shown = "  ".join(f"{tile} {t * 1e6:.0f}" for t, tile in sorted(tried)[:8])
+            print(f"d{d} {len(lengths)} documents {kernel}: {shown}", flush=True)
 
 
 def compile_tile(job: tuple) -> None:

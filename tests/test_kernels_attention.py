@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICES, check, randn, up
+from kernel_checks import DEVICES, check, error, randn, up
 
 from trireme.kernels import attention, reference
 from trireme.kernels.docs import make_docs
@@ -45,7 +45,7 @@ GPU_CASES = [
 
 
 def _run(case, device, outliers):
-    """Our (out, lse, dq, dk, dv) and the oracle's, from one packed qkv buffer into another."""
+    """Inputs, our (out, lse, dq, dk, dv), and the oracle's, from one packed qkv buffer into another."""
     lengths, H, K, d, window, dtype = case
     N, scale = sum(lengths), d**-0.5
     docs = make_docs(lengths, device)
@@ -60,16 +60,34 @@ def _run(case, device, outliers):
     out64, lse64 = reference.attention_fwd(q64, k64, v64, docs, scale, window)
     dqkv64 = [torch.empty_like(t) for t in (q64, k64, v64)]
     reference.attention_bwd(dout64, q64, k64, v64, out64, lse64, docs, scale, *dqkv64, window)
-    return (out, lse, *dqkv), (out64, lse64, *dqkv64)
+    return (q, k, v, dout), (out, lse, *dqkv), (out64, lse64, *dqkv64)
 
 
 def _compare(case, device, outliers=False):
-    ours, oracle = _run(case, device, outliers)
+    inputs, ours, oracle = _run(case, device, outliers)
     dtype = case[-1]
     check(ours[0], oracle[0], OUT[dtype])
     check(ours[1], oracle[1], 1e-5)
-    for out, expected in zip(ours[2:], oracle[2:], strict=True):
-        check(out, expected, GRADIENT[dtype])
+    # where outliers make every implementation lose digits, FlashAttention-2's error is the measure
+    bounds = [GRADIENT[dtype]] * 3
+    if outliers and dtype == BF16:
+        peers = _flash(*inputs, case[0]) if not case[4] else [None] * 3  # torch's has no window
+        bounds = [
+            max(4e-3, 1.5 * error(p, e)) if p is not None else 1e-2 for p, e in zip(peers, oracle[2:], strict=True)
+        ]
+    for out, expected, bound in zip(ours[2:], oracle[2:], bounds, strict=True):
+        check(out, expected, bound)
+
+
+def _flash(q, k, v, dout, lengths):
+    """(dq, dk, dv) by torch's FlashAttention-2, document by document."""
+    parts = []
+    for q_, k_, v_, dout_ in zip(*(t.split(lengths) for t in (q, k, v, dout)), strict=True):
+        leaves = [t.transpose(0, 1)[None].detach().requires_grad_() for t in (q_, k_, v_)]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        parts.append([g[0].transpose(0, 1) for g in torch.autograd.grad(out, leaves, dout_.transpose(0, 1)[None])])
+    return [torch.cat(t) for t in zip(*parts, strict=True)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -116,7 +134,7 @@ def test_attention_repeats_bit_by_bit(lengths):
     runs = []
     for _ in range(3):
         torch.manual_seed(0)
-        runs.append(_run(case, "cuda", False)[0])
+        runs.append(_run(case, "cuda", False)[1])
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 

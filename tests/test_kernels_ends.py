@@ -77,7 +77,8 @@ def test_no_row_counts(device):
 @pytest.mark.parametrize("dw_dtype", [torch.float32, torch.bfloat16])
 def test_linear_cross_entropy_of_a_real_vocabulary(N, D, V, M, chunk, dw_dtype):
     torch.manual_seed(0)
-    _compare_loss(*_loss_case(N, D, V, M, torch.bfloat16, "cuda", dw_dtype), chunk, BOUNDS)
+    bounds = BOUNDS if dw_dtype == torch.float32 else (*BOUNDS[:2], 3e-3)  # one more rounding
+    _compare_loss(*_loss_case(N, D, V, M, torch.bfloat16, "cuda", dw_dtype), chunk, bounds)
 
 
 @pytest.mark.gpu
