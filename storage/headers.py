@@ -8,7 +8,6 @@ boundary and the file stays a plain safetensors file.
 from __future__ import annotations
 
 import json
-import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +34,10 @@ class Header:
 def read_header(path: Path) -> Header:
     """The header of a safetensors file. Raises CheckpointError on anything but a complete, consistent file."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            raise CheckpointError(f"{path} is not a regular file.")
         with open(path, "rb") as f:
-            status = os.fstat(f.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file.")
             start = f.read(len(LFS_POINTER))
             if start == LFS_POINTER:
                 raise CheckpointError(f"{path} is a {status.st_size}-byte Git LFS pointer. Run `git lfs pull`.")

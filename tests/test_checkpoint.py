@@ -1,0 +1,252 @@
+"""Hugging Face folders: read exactly, written back in the same form, refused in one clear line when they are bad."""
+
+import errno
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from trireme.storage import checkpoint
+from trireme.storage.checkpoint import INDEX, CheckpointError, convert, export, open_source
+from trireme.storage.files import StoreError
+
+RNG = np.random.default_rng(0)
+TENSORS = {
+    "embed.weight": RNG.standard_normal((50, 8)).astype(np.float32),
+    "a.weight": RNG.standard_normal((8, 8)).astype(np.float16),
+    "a.bias": RNG.standard_normal(8).astype(ml_dtypes.bfloat16),
+    "mask": np.tril(np.ones((4, 4), bool)),
+    "scalar": np.array(2.5, np.float64),
+    "nothing": np.zeros((0, 8), np.float32),
+}
+
+
+def words(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+
+
+def save(folder: Path, shards: int = 1) -> Path:
+    """A checkpoint with a config and a tokenizer, in one file or several with an index."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "x"}')
+    (folder / "tokenizer.json").write_bytes(bytes(range(256)))
+    (folder / "README.md").write_text("not copied")
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")  # never opened
+    if shards == 1:
+        safetensors.numpy.save_file(TENSORS, folder / "model.safetensors", {"format": "pt", "note": "kept"})
+        return folder
+    weight_map = {}
+    for k in range(shards):
+        part = {n: t for i, (n, t) in enumerate(TENSORS.items()) if i % shards == k}
+        file = f"model-{k + 1:05d}-of-{shards:05d}.safetensors"
+        safetensors.numpy.save_file(part, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_tensor_is_read_as_it_lies_and_as_fp32_and_bf16(tmp_path, shards):
+    source = open_source(save(tmp_path / "in", shards))
+    assert source.tensors.keys() == TENSORS.keys() and len(source.files) == shards
+    for name, array in TENSORS.items():
+        assert source.tensors[name].shape == array.shape
+        assert source.read(name).tobytes() == array.tobytes()
+        if name == "mask":
+            continue
+        single, half = np.empty(array.size, np.float32), np.empty(array.size, np.uint16)
+        source.read_as(name, "F32", single)
+        source.read_as(name, "BF16", half)
+        assert np.array_equal(single, array.astype(np.float32).reshape(-1))
+        assert half.tobytes() == array.astype(ml_dtypes.bfloat16).tobytes()
+    with pytest.raises(CheckpointError, match="mask is BOOL"):
+        source.read_as("mask", "F32", np.empty(16, np.float32))
+
+
+@given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=1), elements=st.floats(width=32)))
+def test_conversion_agrees_with_ml_dtypes(values):
+    with np.errstate(all="ignore"):
+        expected = {"BF16": values.astype(ml_dtypes.bfloat16), "F16": values.astype(np.float16)}
+    for word, want in expected.items():
+        got = convert(values, "F32", word)
+        nan = np.isnan(want.astype(np.float32))
+        assert np.array_equal(got[~nan], words(want)[~nan])
+        assert np.isnan(got.view(ml_dtypes.bfloat16 if word == "BF16" else np.float16)[nan].astype(np.float32)).all()
+    bits = convert(values, "F32", "BF16")
+    assert np.array_equal(
+        convert(bits, "BF16", "F32"), bits.view(ml_dtypes.bfloat16).astype(np.float32), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_export_without_changes_is_a_copy(tmp_path, shards):
+    folder = save(tmp_path / "in", shards)
+    source = open_source(folder)
+    export(source, tmp_path / "new" / "out", lambda name: None)
+    expected = {*source.files, "config.json", "tokenizer.json"} | ({INDEX} if shards > 1 else set())
+    out = tmp_path / "new" / "out"
+    assert {p.name for p in out.iterdir()} == expected
+    for name in expected:
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_export_changes_what_is_given_and_keeps_dtypes(tmp_path):
+    source = open_source(save(tmp_path / "in", 2))
+    new = {
+        "embed.weight": RNG.standard_normal(400).astype(np.float32),  # F32 stays F32
+        "a.weight": RNG.standard_normal(64).astype(np.float32),  # F32 -> F16
+        "a.bias": RNG.standard_normal(8).astype(np.float32),  # F32 -> BF16
+    }
+    export(source, tmp_path / "out", new.get)
+    again = open_source(tmp_path / "out")
+    for name, array in TENSORS.items():
+        want = new[name].reshape(array.shape).astype(array.dtype) if name in new else array
+        assert again.tensors[name][:3] == source.tensors[name][:3]
+        assert again.read(name).tobytes() == want.tobytes()
+    bits = np.arange(400, dtype=np.uint16)  # bf16 bits into a float32 tensor, exactly
+    export(source, tmp_path / "out", lambda name: bits if name == "embed.weight" else None)
+    got = open_source(tmp_path / "out").read("embed.weight").view(np.float32)
+    assert np.array_equal(got, bits.view(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_memory_is_one_chunk_whatever_the_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHUNK", 1 << 20)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    safetensors.numpy.save_file({"w": np.ones(8 << 20, np.float32)}, folder / "model.safetensors")  # 32 MiB
+    source, out = open_source(folder), np.empty(8 << 20, np.uint16)
+    tracemalloc.start()
+    source.read_as("w", "BF16", out)
+    export(source, tmp_path / "out", lambda name: out)
+    assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    tracemalloc.stop()
+    assert (open_source(tmp_path / "out").read("w").view(np.float32) == 1).all()
+
+
+def test_a_failed_export_leaves_nothing_and_an_older_one_untouched(tmp_path, monkeypatch):
+    source = open_source(save(tmp_path / "in"))
+    out = tmp_path / "out"
+    export(source, out, lambda name: None)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    calls = [0]
+    real = os.pwrite
+
+    def full(fd, data, offset):
+        calls[0] += 1
+        if calls[0] > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        export(source, out, lambda name: None)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_space_is_checked_before_anything_is_written(tmp_path, monkeypatch):
+    source = open_source(save(tmp_path / "in"))
+    monkeypatch.setattr(
+        checkpoint.check_space.__globals__["shutil"], "disk_usage", lambda p: type("U", (), {"free": 9})()
+    )
+    with pytest.raises(StoreError, match="0.00 GB free, the exported checkpoint needs"):
+        export(source, tmp_path / "out", lambda name: None)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_export_refuses_the_source_itself(tmp_path):
+    source = open_source(save(tmp_path / "in"))
+    with pytest.raises(StoreError, match="is the source checkpoint itself"):
+        export(source, tmp_path / "in", lambda name: None)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
+    source = open_source(save(tmp_path / "in"))
+    os.truncate(tmp_path / "in" / "model.safetensors", 1000)
+    name = max(source.tensors, key=lambda n: source.tensors[n].offset * bool(source.tensors[n].nbytes))
+    with pytest.raises(StoreError, match="it was longer before.*model.safetensors"):
+        source.read(name)
+    os.unlink(tmp_path / "in" / "model.safetensors")
+    with pytest.raises(StoreError, match="No such file.*model.safetensors"):
+        source.read(name)
+
+
+def edit_index(folder: Path, change) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+BAD = {
+    "is missing. Download": lambda d: (d / "model-00002-of-00003.safetensors").unlink(),
+    "is truncated": lambda d: os.truncate(d / "model-00002-of-00003.safetensors", 5),
+    "the file is truncated": lambda d: os.truncate(d / "model-00001-of-00003.safetensors", 400),
+    "Git LFS pointer": lambda d: (d / "model-00002-of-00003.safetensors").write_text("version https://git-lfs.x\n"),
+    "it is not there": lambda d: edit_index(d, lambda m: m.update(ghost=next(iter(m.values())))),
+    "outside its folder": lambda d: edit_index(d, lambda m: m.update(x="../../etc/x.safetensors")),
+    "only .safetensors files": lambda d: edit_index(d, lambda m: m.update(x="pytorch_model.bin")),
+    "no weight_map": lambda d: (d / INDEX).write_text("{}"),
+    "not valid JSON": lambda d: (d / INDEX).write_text("{"),
+    "not a regular file": lambda d: os.mkfifo(d / "model.safetensors"),
+    "but no model.safetensors.index.json": lambda d: (d / INDEX).unlink(),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_checkpoints_are_refused_in_one_line(tmp_path, message):
+    folder = save(tmp_path / "in", 3)
+    BAD[message](folder)
+    with pytest.raises(CheckpointError, match=message) as e:
+        open_source(folder)
+    assert "\n" not in str(e.value) and str(folder) in str(e.value)
+
+
+def test_pickles_are_never_opened(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(CheckpointError, match="never read"):
+        open_source(tmp_path)
+    with pytest.raises(CheckpointError, match="not a folder"):
+        open_source(tmp_path / "pytorch_model.bin")
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        open_source(tmp_path)
+
+
+def test_tensors_that_the_index_does_not_name_are_copied_but_not_shown(tmp_path):
+    folder = save(tmp_path / "in", 2)
+    edit_index(folder, lambda m: m.pop("scalar"))
+    source = open_source(folder)
+    assert "scalar" not in source.tensors
+    export(source, tmp_path / "out", lambda name: None)
+    for file in source.files:
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_links_into_a_download_cache_are_followed(tmp_path):
+    blobs = save(tmp_path / "blobs")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(blobs / name)
+    export(open_source(folder), tmp_path / "out", lambda name: None)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (blobs / "model.safetensors").read_bytes()
+    assert not (tmp_path / "out" / "config.json").is_symlink()
+
+
+def test_real_checkpoints(real, tmp_path):
+    for name in ("stories260k", "capp-gpt2"):
+        source = open_source(real / name)
+        reference = safetensors.numpy.load_file(real / name / "model.safetensors")
+        assert source.tensors.keys() == reference.keys()
+        for tensor, array in reference.items():
+            assert source.read(tensor).tobytes() == array.tobytes()
+        export(source, tmp_path / name, lambda _: None)
+        for path in (tmp_path / name).iterdir():
+            assert path.read_bytes() == (real / name / path.name).read_bytes()
