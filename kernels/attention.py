@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trireme.kernels import launch
+from trireme.kernels import attention_cudnn, launch
 from trireme.kernels.docs import Docs
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -348,7 +348,7 @@ def _dkv_range(
         b_lse = tl.load(p_lse + o_stat, o_q < length, float("inf")) * LOG2E  # inf: rows past the end get p = 0
         b_delta = tl.load(p_delta + o_stat, o_q < length, 0.0)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # (keys, queries)
-        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # runs while the exponentials are taken
+        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
         b_p = tl.exp2(b_s * qk_scale - b_lse[None, :])
         if MASKED:
             b_p = tl.where(_visible(o_q[None, :], o_k[:, None], window, WINDOWED), b_p, 0.0)
@@ -452,6 +452,8 @@ def attention_fwd(
     """As reference.attention_fwd. Each head's d values lie together; tokens and heads may be strided."""
     N, H, D = q.shape
     _check(q, k, v, scale)
+    if attention_cudnn.suits(q, docs, window):
+        return attention_cudnn.attention_fwd(q, k, v, docs, scale, out)
     out = torch.empty((N, H, D), dtype=q.dtype, device=q.device) if out is None else out
     assert out.shape == q.shape and out.stride(2) == 1
     lse = torch.empty((H, N), dtype=torch.float32, device=q.device)

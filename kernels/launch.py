@@ -108,7 +108,7 @@ def attention_dkv(q: torch.Tensor) -> Tile:
         return Tile(32, 64, 4, 1)
     if arch >= 90:
         return Tile(32, 64, 8, 2) if D == 256 else Tile(32, 64, 4, 3) if D == 128 else Tile(64, 64, 4, 2)
-    return Tile(16, 64, 8, 1) if D == 256 else Tile(32, 128, 8, 2)
+    return Tile(16, 64, 8, 1) if D == 256 else Tile(64, 64, 8, 2) if D == 128 else Tile(32, 128, 8, 2)
 
 
 def cross_entropy(V: int) -> tuple[int, int]:

@@ -252,7 +252,7 @@ def report(case: Case, peers: bool, matmul: float, copy: float) -> list[dict]:
 
 
 def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
-    """Seconds of the forward (kernel "fwd") or the backward with one tile changed; 0 where not timed, inf if it fails."""
+    """Seconds of the forward or the whole backward with one kernel's tile changed; inf where it fails."""
     before = getattr(launch, f"attention_{kernel}")
     setattr(launch, f"attention_{kernel}", lambda q: launch.Tile(*tile))
     try:

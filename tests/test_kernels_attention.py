@@ -41,6 +41,8 @@ GPU_CASES = [
     ([1024] * 3, 8, 2, 128, 0, BF16),  # documents of one length: may be dispatched to a dense kernel
     ([512], 4, 4, 64, 0, BF16),
     ([2048], 32, 8, 128, 0, BF16),
+    ([1024, 1024], 4, 4, 80, 0, BF16),
+    ([1024, 1024], 4, 2, 256, 0, BF16),
 ]
 
 

@@ -1,0 +1,32 @@
+"""Every launch compiled for chips that are not at hand: no spills, shared memory that fits, wide accesses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED = {89: 99 * 1024, 90: 227 * 1024}
+NARROW = {"_embedding_fwd", "_embedding_bwd", "_sum_blocks", "_sum_squares"}  # small here; faster with 8 bytes
+
+
+def _compile(arch: int) -> list[dict]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, script, str(arch)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("arch", [89])
+def test_kernels_fit_the_chip(arch):
+    kernels = _compile(arch)
+    assert len(kernels) > 30
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED[arch], kernel
+        assert kernel["stack"] == 0, kernel
+        assert kernel["widest"] == 16 or kernel["name"] in NARROW, kernel
