@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from trireme.engine.curve import draw
 from trireme.engine.options import Options
-from trireme.engine.screen import Screen, compact, duration, progress_line
+from trireme.engine.screen import Screen, compact, duration, progress
 from trireme.models.config import InputError
 
 COLUMNS = (
@@ -160,7 +160,7 @@ class RunLog:
         self._add(record)
         self._ends.append(time.monotonic())
         final = record["step"] >= self._total
-        self._screen.show(progress_line(record, self._total, None if final else self._eta(record)), final)
+        self._screen.show(progress(record, self._total, None if final else self._eta(record)), final)
 
     def eval(self, record: Record) -> None:
         """An evaluation: `step` (0 before training), `eval_loss`, `epoch`; `sample`, a text, when there is one."""
@@ -204,7 +204,7 @@ class RunLog:
             self._warn(error)
 
     def close(self) -> None:
-        self._screen.settle()
+        self._screen.close()
         self.draw()
         for file in (self._jsonl, self._csv):
             file.close()

@@ -31,30 +31,41 @@ def compact(n: float) -> str:
     return f"{n:.0f}{units[0]}" if n >= 99.95 or not units[0] else f"{n:.3g}{units[0]}"
 
 
-def progress_line(record: Mapping[str, Any], total_steps: int, eta: float | None) -> str:
-    """The one line about a step. What is not in the record is not mentioned."""
+def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> dict[str, str]:
+    """What there is to say about a step, in the order of the line. What is not in the record is not mentioned."""
     r = {key: value for key, value in record.items() if value is not None}
-    parts = [f"step {r['step']:>{len(str(total_steps))}}/{total_steps}", f"loss {r['loss']:.4f}"]
+    parts = {"step": f"step {r['step']:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {r['loss']:.4f}"}
     if "learning_rate" in r:
-        parts.append(f"lr {r['learning_rate']:.1e}")
+        parts["lr"] = f"lr {r['learning_rate']:.1e}"
     if "grad_norm" in r:
-        parts.append(f"grad_norm {r['grad_norm']:.2g}")
+        parts["norm"] = f"grad_norm {r['grad_norm']:.2g}"
     if "tokens_per_second" in r:
         trained = r.get("trained_tokens_per_second", r["tokens_per_second"])
-        some = f" ({compact(trained)} trained)" if trained < 0.995 * r["tokens_per_second"] else ""
-        parts.append(f"{compact(r['tokens_per_second'])} tok/s{some}")
+        some = f" ({compact(trained)} trained)" if trained < 0.95 * r["tokens_per_second"] else ""
+        parts["speed"] = f"{compact(r['tokens_per_second'])} tok/s{some}"
     if "step_time_s" in r:
-        parts.append(f"{r['step_time_s']:.3g} s")
+        parts["time"] = f"{r['step_time_s']:.3g} s"
     if "mfu" in r:
-        parts.append(f"mfu {100 * r['mfu']:.0f} %")
+        parts["mfu"] = f"mfu {100 * r['mfu']:.0f} %"
     memory = [f"{name} {r[key]:.3g}G" for name, key in (("gpu", "gpu_mem_gib"), ("ram", "ram_gib")) if key in r]
     if memory:
-        parts.append(" ".join(memory))
+        parts["memory"] = " ".join(memory)
     if "bound" in r:
-        parts.append(f"bound: {r['bound']}")
+        parts["bound"] = f"bound: {r['bound']}"
     if eta is not None:
-        parts.append(f"eta {duration(eta)}")
-    return "  ".join(parts)
+        parts["eta"] = f"eta {duration(eta)}"
+    return parts
+
+
+def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
+    """The parts as a line of less than `width` characters: the least telling ones go first, the rest is cut."""
+    parts = dict(parts)
+    for name in ("memory", "mfu", "time", "norm", "lr", "bound", "speed"):
+        if len("  ".join(parts.values())) < width:
+            break
+        parts.pop(name, None)
+    line = "  ".join(parts.values())
+    return line if len(line) < width else line[: int(width) - 1]
 
 
 class Screen:
@@ -62,8 +73,8 @@ class Screen:
 
     def __init__(self, stream: TextIO):
         self._stream: TextIO | None = stream
-        self.live = stream.isatty()
-        self._line = ""
+        self._live = stream.isatty()
+        self._parts: Mapping[str, str] = {}  # of the live line, when there is one
         self._last = -math.inf
 
     def _write(self, text: str) -> None:
@@ -76,25 +87,28 @@ class Screen:
 
     def say(self, line: str) -> None:
         """A line that stays; the live line moves below it."""
-        self._write(f"\r\x1b[K{line}\n{self._fitted()}" if self._line else line + "\n")
+        self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
 
-    def show(self, line: str, final: bool) -> None:
+    def show(self, parts: Mapping[str, str], final: bool) -> None:
         """The state of the run: drawn over the last one on a terminal; every few seconds, and at the end, to a pipe."""
         now = time.monotonic()
-        if not final and now - self._last < (LIVE_SECONDS if self.live else PLAIN_SECONDS):
+        if not final and now - self._last < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
             return
         self._last = now
-        if not self.live:
-            return self._write(line + "\n")
-        self._line = line
-        self._write("\r\x1b[K" + self._fitted())
-
-    def _fitted(self) -> str:
-        """The live line cut to the terminal's width: a wrapped line could not be drawn over."""
-        return self._line[: shutil.get_terminal_size().columns - 1]
-
-    def settle(self) -> None:
-        """Leaves the live line where it stands."""
-        if self._line:
+        if not self._live:
+            return self._write(one_line(parts) + "\n")
+        self._parts = parts
+        self._write("\r\x1b[K" + self._drawn())
+        if final:
             self._write("\n")
-            self._line = ""
+            self._parts = {}
+
+    def _drawn(self) -> str:
+        """The live line, within the terminal's width: a wrapped line could not be drawn over."""
+        return one_line(self._parts, shutil.get_terminal_size().columns)
+
+    def close(self) -> None:
+        """Takes the live line away."""
+        if self._parts:
+            self._write("\r\x1b[K")
+            self._parts = {}

@@ -15,7 +15,7 @@ from trireme.engine import screen as screen_module
 from trireme.engine.curve import draw
 from trireme.engine.log import COLUMNS, RunLog
 from trireme.engine.options import Options
-from trireme.engine.screen import compact, duration, progress_line
+from trireme.engine.screen import compact, duration, one_line, progress
 from trireme.models.config import InputError
 
 FULL = dict(
@@ -102,12 +102,18 @@ def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
     assert len(lines(tmp_path / "log.jsonl")) == 2
 
 
-def test_the_line(monkeypatch):
-    assert progress_line(FULL, 2292, 110040.0) == (
+def test_the_line():
+    parts = progress(FULL, 2292, 110040.0)
+    assert one_line(parts) == (
         "step    7/2292  loss 2.1871  lr 1.4e-07  grad_norm 3.1  11.7k tok/s (115 trained)  48.1 s  mfu 29 %  "
         "gpu 21.1G ram 115G  bound: ssd_write  eta 30h34m"
     )
-    assert progress_line({"step": 10, "loss": 1.0, "mfu": None}, 10, None) == "step 10/10  loss 1.0000"
+    assert one_line(parts, 100) == (
+        "step    7/2292  loss 2.1871  lr 1.4e-07  11.7k tok/s (115 trained)  bound: ssd_write  eta 30h34m"
+    )
+    assert one_line(parts, 45) == "step    7/2292  loss 2.1871  eta 30h34m"
+    assert one_line(parts, 20) == "step    7/2292  los"
+    assert one_line(progress({"step": 10, "loss": 1.0, "mfu": None}, 10, None)) == "step 10/10  loss 1.0000"
 
 
 def test_figures():
@@ -141,17 +147,33 @@ def test_a_terminal_has_one_live_line_and_lines_that_stay(tmp_path, monkeypatch)
     monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
     log = run(tmp_path, [1, 2], stream=stream)
     log.say("saved")
+    assert [line[:25] for line in on_screen(stream)] == ["saved", "step  2/10  loss 2.5000  "]
+    assert max(len(line) for line in on_screen(stream)) < 30
+    log.step({"step": 10, "loss": 0.5, "learning_rate": 0.1})
+    log.say("done")
     log.close()
+    assert on_screen(stream) == ["saved", "step 10/10  loss 0.5000", "done", ""], "the last step stays"
+
+
+def test_a_run_that_stops_takes_its_live_line_away(tmp_path, monkeypatch):
+    stream = Terminal()
+    log = run(tmp_path, [1], stream=stream)
+    log.say("saved")
+    log.close()
+    assert on_screen(stream) == ["saved", ""]
+
+
+def on_screen(stream) -> list[str]:
+    """What a terminal makes of it."""
     screen = [""]
-    for part in re.split(r"(\r\x1b\[K|\n)", stream.getvalue()):  # what a terminal makes of it
+    for part in re.split(r"(\r\x1b\[K|\n)", stream.getvalue()):
         if part == "\n":
             screen.append("")
         elif part == "\r\x1b[K":
             screen[-1] = ""
         else:
             screen[-1] += part
-    assert screen[0] == "saved" and screen[1].startswith("step  2/10  loss 2.5000") and screen[2:] == [""]
-    assert max(len(line) for line in screen) < 30
+    return screen
 
 
 def test_the_picture(tmp_path):
