@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,12 +204,12 @@ def parse(argv: Sequence[str]) -> Options:
     if unknown:
         raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace.")
     out = options.out or str(Path("runs") / Path(options.model).resolve().name)
-    return Options(**{**given, "out": out, "dry_run": options.dry_run or options.assume is not None})
+    return replace(options, out=out)
 
 
 # ---------------------------------------------------------------- writing them
 
-_NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # about one command, not about the run
+_NOT_KEPT = ("resume", "config", "dry_run", "demo", "out")  # about one command, not about the run
 
 
 def write_config(options: Options, path: Path) -> None:

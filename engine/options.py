@@ -161,7 +161,6 @@ class Options:
     show_example: int = _option(
         DATA, "examples printed with what is trained on", 1, parse=number(0, kind=int), metavar="N"
     )
-
     tokenizer: str | None = _option(
         DATA, "a folder with another tokenizer", metavar="DIR", also="tokenizer-name-or-path"
     )
@@ -182,7 +181,7 @@ class Options:
     eval_every: Every = _option(
         OUTPUT, "evaluation on --val, the same way", Every(share=0.1), parse=every, metavar="WHEN", also="eval-steps"
     )
-    keep: int = _option(OUTPUT, "snapshots kept, beside the best", 1, parse=count, metavar="N", also="save-total-limit")
+    keep: int = _option(OUTPUT, "snapshots kept", 1, parse=count, metavar="N", also="save-total-limit")
     log: tuple[str, ...] = _option(
         OUTPUT,
         "also: tensorboard, wandb, trace (a timeline of the run)",
@@ -260,7 +259,6 @@ class Options:
 
     config: str | None = _option(INSTEAD, "options from a YAML file; flags win", metavar="FILE")
     dry_run: bool = _option(INSTEAD, "report and plan, then stop; writes nothing", False, parse=bool)
-    assume: str | None = _option(INSTEAD, "dry run for another machine: gpu=24GiB,ram=128GiB,ssd=2TB", metavar="WHAT")
     demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
 
     eps: ClassVar[float] = 1e-8  # of AdamW, as in PyTorch
