@@ -1,0 +1,81 @@
+"""Plans: what they promise is what is allocated, what cannot fit is refused, and files of plans are checked."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from engines import LLAMA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.build import build
+from trireme.engine.lanes import SimulatedLanes
+from trireme.engine.plan import DoesNotFit, Geometry, Plan, fits, simple_plan, spread, usage
+from trireme.models.config import InputError, Rope
+
+SMALL = replace(LLAMA, width=256, n_layers=8, n_heads=4, head_dim=64, ffn=688, vocab=1000, rope=Rope(1e4))
+MIB = 1 << 20
+
+
+def plan_for(gpu: int, host: int, **more) -> Plan:
+    keys = dict(batch_tokens=[(512, 2), (256, 4), (64, 16)], dtype="BF16", record=1 << 16) | more
+    return simple_plan(SMALL, {"gpu": gpu, "host": host}, **keys)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(("forward", "backward")), st.sampled_from((32, 8)))
+def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
+    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    try:
+        plan = plan_for(*limits.values(), mode=mode, adam_bits=bits)
+    except DoesNotFit as refusal:
+        assert "--gpu-memory" in str(refusal) or "--ram" in str(refusal)
+        return
+    geo = Geometry(SMALL, plan.dtype, plan.adam_bits)
+    promised = usage(geo, plan)
+    assert fits(geo, plan, limits)
+    e = build(SMALL, plan, limits, SimulatedLanes(lambda task: 0.0))
+    for tier in limits:
+        assert e.memory.used(tier) == pytest.approx(promised[tier], abs=4096 * 200)
+        assert e.memory.used(tier) <= limits[tier]
+
+
+def test_with_room_everything_is_on_the_gpu():
+    plan = plan_for(1 << 30, 1 << 30)
+    assert {(u.weights, u.state) for u in plan.units} == {("gpu", "gpu")}
+    assert all(u.saved for u in plan.units[1:-1])  # and nothing is recomputed
+
+
+def test_without_room_the_ssd_is_home():
+    plan = plan_for(64 * MIB, 26 * MIB)
+    assert "ssd" in {u.state for u in plan.units}
+
+
+def test_spread_is_even():
+    assert spread(10, 5) == {0, 2, 4, 6, 8}
+    assert spread(10, 0) == frozenset()
+    assert len(spread(97, 31)) == 31
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan = plan_for(64 * MIB, 40 * MIB)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"units": [{"weights": "gpu", "state": "host"}]},
+        {"units": [{"weights": "tape", "state": "host"}]},
+        {"units": [{"weights": "ssd", "state": "ssd", "update": "gpu"}]},
+        {"mode": "sideways"},
+        {"color": "blue"},
+        {"units": 3},
+    ],
+)
+def test_a_plan_file_that_makes_no_sense_is_refused(tmp_path, change):
+    good = {"units": [{"weights": "host", "state": "host"}], "tokens": 64, "n_micro": 1}
+    (tmp_path / "plan.yaml").write_text(json.dumps(good | change))
+    with pytest.raises(InputError, match="plan"):
+        Plan.load(tmp_path / "plan.yaml")
