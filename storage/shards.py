@@ -66,7 +66,7 @@ class Shard:
 class Store:
     """Spans of bytes by name, on one or more drives. read and write may be called from any thread."""
 
-    def __init__(self, devices: Sequence[Device], locks: ExitStack, keep: int):
+    def __init__(self, devices: Sequence[Device], keep: int):
         """Use Store.create or Store.open."""
         self.devices, self.keep = list(devices), keep
         self.shards: dict[str, Shard] = {}
@@ -74,7 +74,7 @@ class Store:
         self._companions: tuple[str, ...] = ()
         self._versions = Versions(self.devices)
         self._load = [0.0] * len(self.devices)
-        self._locks = locks
+        self._resources = ExitStack()
 
     @classmethod
     def create(
@@ -91,18 +91,18 @@ class Store:
                 lock_folder(_path(d), stack)
                 if _is_taken(_path(d), _path(dirs[0])):
                     raise StoreError(errno.EEXIST, "holds a run already; resume it or choose another", str(_path(d)))
-            store = cls([_device(d, stack) for d in dirs], stack, keep)
+            store = cls([_device(d, stack) for d in dirs], keep)
             stack.callback(store._versions.close)
-            snapshots.clean(store._paths, set())
+            snapshots.clean([path for path in store._paths if (path / IDENTITY).exists()], set())
             identity = uuid.uuid4().hex
             for k, path in enumerate(store._paths):
                 (path / FOLDER).mkdir(exist_ok=True)
-                for leftover in version_files(path):
+                for leftover in version_files(path) if (path / IDENTITY).exists() else ():
                     leftover.unlink()
                 facts = {"store": identity, "device": k, "devices": len(dirs)}
                 replace_synced(path / IDENTITY, json.dumps(facts).encode())
             store._copy_companions(companions)
-            store._locks = stack.pop_all()
+            store._resources = stack.pop_all()
         return store
 
     @classmethod
@@ -115,7 +115,7 @@ class Store:
             loaded = snapshots.load(_path(dirs[0]))
             if not loaded:
                 raise StoreError(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
-            store = cls([_device(d, stack) for d in dirs], stack, keep)
+            store = cls([_device(d, stack) for d in dirs], keep)
             stack.callback(store._versions.close)
             snapshots.clean(store._paths, {s.folder for s in loaded})
             for snapshot in loaded:
@@ -129,7 +129,7 @@ class Store:
                 store._versions.hold(store._held(snapshot))
             store.restore()
             snapshots.publish(loaded[-1], store._paths[0])
-            store._locks = stack.pop_all()
+            store._resources = stack.pop_all()
         return store
 
     @property
@@ -277,7 +277,7 @@ class Store:
 
     def close(self) -> None:
         """Ends what is in flight, closes every file and gives up the folders."""
-        self._locks.close()
+        self._resources.close()
 
     def __enter__(self) -> Store:
         return self

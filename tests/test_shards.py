@@ -250,6 +250,16 @@ def test_a_store_that_never_reached_a_snapshot_is_made_anew(tmp_path):
         assert not list((tmp_path / "d0" / "files").iterdir())
 
 
+def test_a_new_store_removes_nothing_of_others(tmp_path):
+    theirs = [tmp_path / "d0" / n for n in ("files/000000.safetensors", "snapshot-000001-step-1.partial/a")]
+    for path in theirs:
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    with create(tmp_path) as store, pytest.raises(StoreError, match="File exists"):
+        store.reserve()
+    assert all(path.read_text() == "x" for path in theirs)
+
+
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
     with create(tmp_path, 2) as store:
         write_all(store, 0)
