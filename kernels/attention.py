@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trireme.kernels import attention_cudnn, launch
+from trireme.kernels import attention_cudnn, attention_hopper, launch
+from trireme.kernels.attention_hopper import strides
 from trireme.kernels.docs import Docs
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -457,10 +458,13 @@ def attention_fwd(
     out = torch.empty((N, H, D), dtype=q.dtype, device=q.device) if out is None else out
     assert out.shape == q.shape and out.stride(2) == 1
     lse = torch.empty((H, N), dtype=torch.float32, device=q.device)
+    if attention_hopper.suits(window, q, k, v):
+        attention_hopper.attention_fwd(q, k, v, docs, scale, out, lse)
+        return out, lse
     tile = launch.attention_fwd(q)
     tiles = docs.query_tiles[tile.q]
     _attention_fwd[(len(tiles) * H,)](
-        q, k, v, out, lse, tiles, N, scale, window, *_strides(q, k, v, out),
+        q, k, v, out, lse, tiles, N, scale, window, *strides(q, k, v, out),
         H, H // k.shape[1], D, launch.head_block(D), tile.q, tile.k, window > 0,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -487,18 +491,20 @@ def attention_bwd(
     _check(q, k, v, scale)
     assert dout.shape == out.shape == dq_.shape == q.shape and dk_.shape == dv_.shape == k.shape
     assert all(t.stride(2) == 1 for t in (dout, out, dq_, dk_, dv_)) and lse.shape == (H, N) and lse.is_contiguous()
+    if attention_hopper.suits(window, q, k, v, dout):
+        return attention_hopper.attention_bwd(dout, q, k, v, out, lse, docs, scale, dq_, dk_, dv_)
     delta = torch.empty_like(lse)
     block_d = launch.head_block(D)
     tile = launch.attention_dq(q)
     tiles = docs.query_tiles[tile.q]
     _attention_bwd_dq[(len(tiles) * H,)](
-        dout, q, k, v, out, lse, delta, dq_, tiles, N, scale, window, *_strides(dout, q, k, v, out, dq_),
+        dout, q, k, v, out, lse, delta, dq_, tiles, N, scale, window, *strides(dout, q, k, v, out, dq_),
         H, H // K, D, block_d, tile.q, tile.k, window > 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     tile = launch.attention_dkv(q)
     tiles = docs.key_tiles[tile.k]
     _attention_bwd_dkv[(len(tiles) * K,)](
-        dout, q, k, v, lse, delta, dk_, dv_, tiles, N, scale, window, *_strides(dout, q, k, v, dk_, dv_),
+        dout, q, k, v, lse, delta, dk_, dv_, tiles, N, scale, window, *strides(dout, q, k, v, dk_, dv_),
         K, H // K, D, block_d, tile.q, tile.k, window > 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -507,8 +513,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     N, H, D = q.shape
     assert k.shape == v.shape == (N, k.shape[1], D) and H % k.shape[1] == 0 and 8 <= D <= 256 and scale > 0
     assert q.dtype == k.dtype == v.dtype and q.stride(2) == k.stride(2) == v.stride(2) == 1
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Token and head strides of each."""
-    return tuple(s for t in tensors for s in t.stride()[:2])

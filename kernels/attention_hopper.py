@@ -1,0 +1,457 @@
+"""Attention for Hopper, in Gluon: the algorithm of attention.py with the waits placed by hand.
+
+Triton waits for each product before the next instruction (docs/kernels.md). Here the products of one step run while
+the exponentials of another are taken. Tiles arrive by asynchronous copies in a ring of STAGES slots, one commit group
+a step. ptxas serialises the products where it cannot follow their accumulators: hence steps that begin and end with
+nothing in flight but what the same loop carries (tests/test_kernels_compile.py watches for it).
+bf16, head widths 64 and 128, no window; everything else stays with attention.py.
+Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width; t_ is a product that may still run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from trireme.kernels import launch
+from trireme.kernels.docs import Docs
+
+LOG2E = gl.constexpr(1.4426950408889634)
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both were renamed
+cta_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # after Triton 3.6
+
+
+@gluon.jit
+def _copy_rows(smem, p, row_stride, o_row, length, o_d):
+    """Starts the copy of rows of D values into smem; rows past the document's end arrive as zeros."""
+    mask = (o_row < length)[:, None] & (o_d >= 0)[None, :]
+    copy_async(smem, p + o_row.to(gl.int64)[:, None] * row_stride + o_d[None, :], mask)
+
+
+@gluon.jit
+def _dkv_copy(i, stages: gl.constexpr, q_ring, do_ring, lse_ring, delta_ring, p_q, p_do, p_lse, p_delta, q_n, q_h, do_n,
+              do_h, N, a, steps, total, length, rows: gl.constexpr, D: gl.constexpr, wide: gl.constexpr,
+              flat: gl.constexpr):  # fmt: skip
+    """Starts the copies of step i: a tile of q, do, lse and delta of one head of the group."""
+    if i < total:
+        i_g = i // steps
+        i_q = a + (i % steps) * rows
+        o_row = i_q + gl.arange(0, rows, gl.SliceLayout(1, wide))
+        o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
+        _copy_rows(q_ring.index(i % stages), p_q + i_g * q_h, q_n, o_row, length, o_d)
+        _copy_rows(do_ring.index(i % stages), p_do + i_g * do_h, do_n, o_row, length, o_d)
+        o_flat = i_q + gl.arange(0, rows, flat)
+        o_stat = i_g.to(gl.int64) * N + o_flat
+        copy_async(lse_ring.index(i % stages), p_lse + o_stat, o_flat < length)
+        copy_async(delta_ring.index(i % stages), p_delta + o_stat, o_flat < length)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["N"])
+def dkv_kernel(
+    p_do,
+    p_q,
+    p_k,
+    p_v,
+    p_lse,
+    p_delta,
+    p_dk,
+    p_dv,
+    p_tiles,
+    N,
+    scale,
+    do_n,
+    do_h,
+    q_n,
+    q_h,
+    k_n,
+    k_h,
+    v_n,
+    v_h,
+    dk_n,
+    dk_h,
+    dv_n,
+    dv_h,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """dk and dv of one key tile of one key/value head."""
+    WARPS: gl.constexpr = gl.num_warps()
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_Q, 16])
+    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
+    dtype: gl.constexpr = p_q.dtype.element_ty
+
+    i_tile, i_h = gl.program_id(0) // K, gl.program_id(0) % K
+    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
+    offset = gl.load(p_tiles + 3 * i_tile + 1)
+    length = gl.load(p_tiles + 3 * i_tile + 2)
+    i_group = i_h.to(gl.int64) * GROUP
+    p_q += start * q_n + i_group * q_h
+    p_do += start * do_n + i_group * do_h
+    p_lse += i_group * N + start
+    p_delta += i_group * N + start
+
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], tile)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], tile)
+    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], line)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], line)
+    k_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, D], tile)
+    v_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, D], tile)
+    o_row = offset + gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
+    _copy_rows(k_tile, p_k + start * k_n + i_h * k_h, k_n, o_row, length, o_d)
+    _copy_rows(v_tile, p_v + start * v_n + i_h * v_h, v_n, o_row, length, o_d)
+
+    a = offset // BLOCK_Q * BLOCK_Q
+    steps = gl.cdiv(length - a, BLOCK_Q)
+    total = GROUP * steps
+    for i in gl.static_range(STAGES - 1):
+        _dkv_copy(gl.to_tensor(i), STAGES, q_ring, do_ring, lse_ring, delta_ring, p_q, p_do, p_lse, p_delta, q_n, q_h,
+                  do_n, do_h, N, a, steps, total, length, BLOCK_Q, D, wide, flat)  # fmt: skip
+
+    o_k = offset + gl.arange(0, BLOCK_K, gl.SliceLayout(1, scores))
+    o_tile = gl.arange(0, BLOCK_Q, gl.SliceLayout(0, scores))
+    none = gl.full([BLOCK_K, BLOCK_Q], 0.0, gl.float32, scores)
+    t_dk = warpgroup_mma_init(gl.full([BLOCK_K, D], 0.0, gl.float32, heads))
+    t_dv = warpgroup_mma_init(gl.full([BLOCK_K, D], 0.0, gl.float32, heads))
+    for i in range(total):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        slot = i % STAGES
+        q_tile, do_tile = q_ring.index(slot), do_ring.index(slot)
+        t_s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
+        t_dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), none, use_acc=False, is_async=True)
+        b_dk, b_dv = warpgroup_mma_wait(2, (t_dk, t_dv))  # the last step's: once all warps have them,
+        cta_barrier()  # its slot may be written again
+        _dkv_copy(i + STAGES - 1, STAGES, q_ring, do_ring, lse_ring, delta_ring, p_q, p_do, p_lse, p_delta, q_n, q_h,
+                  do_n, do_h, N, a, steps, total, length, BLOCK_Q, D, wide, flat)  # fmt: skip
+        i_q = a + (i % steps) * BLOCK_Q
+        o_q = i_q + o_tile
+        b_lse = gl.where(o_q < length, lse_ring.index(slot).load(gl.SliceLayout(0, scores)) * LOG2E, float("inf"))
+        b_delta = delta_ring.index(slot).load(gl.SliceLayout(0, scores))
+        b_s = warpgroup_mma_wait(1, (t_s,))
+        b_p = gl.exp2(b_s * (scale * LOG2E) - b_lse[None, :])
+        if i_q < offset + BLOCK_K:
+            b_p = gl.where(o_q[None, :] >= o_k[:, None], b_p, 0.0)
+        t_dv = warpgroup_mma(gl.convert_layout(b_p.to(dtype), operand), do_tile, b_dv, is_async=True)
+        b_dp = warpgroup_mma_wait(1, (t_dp,))
+        b_ds = b_p * (b_dp - b_delta[None, :])
+        t_dk = warpgroup_mma(gl.convert_layout(b_ds.to(dtype), operand), q_tile, b_dk, is_async=True)
+    b_dk, b_dv = warpgroup_mma_wait(0, (t_dk, t_dv))
+    async_copy.wait_group(0)
+
+    o_row = gl.arange(0, BLOCK_K, gl.SliceLayout(1, heads))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, heads))
+    mask = (offset + o_row < length)[:, None] & (o_d >= 0)[None, :]
+    p_dk += (start + offset) * dk_n + i_h * dk_h
+    p_dv += (start + offset) * dv_n + i_h * dv_h
+    gl.store(p_dk + o_row[:, None] * dk_n + o_d[None, :], (b_dk * scale).to(dtype), mask)
+    gl.store(p_dv + o_row[:, None] * dv_n + o_d[None, :], b_dv.to(dtype), mask)
+
+
+@gluon.jit
+def _dq_copy(i, stages: gl.constexpr, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, rows: gl.constexpr,
+             D: gl.constexpr, wide: gl.constexpr):  # fmt: skip
+    """Starts the copies of step i: a tile of keys and of values."""
+    if i < total:
+        o_row = i * rows + gl.arange(0, rows, gl.SliceLayout(1, wide))
+        o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
+        _copy_rows(k_ring.index(i % stages), p_k, k_n, o_row, length, o_d)
+        _copy_rows(v_ring.index(i % stages), p_v, v_n, o_row, length, o_d)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _probabilities(b_s, b_lse, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr):
+    """exp(scores - lse) of a query tile and the keys from i_k on; zero above the diagonal."""
+    b_p = gl.exp2(b_s * qk_scale - b_lse[:, None])
+    if i_k + BLOCK_K > offset:
+        b_p = gl.where(o_q[:, None] >= (i_k + o_tile)[None, :], b_p, 0.0)
+    return b_p
+
+
+@gluon.jit(do_not_specialize=["N"])
+def dq_kernel(
+    p_do,
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_lse,
+    p_delta,
+    p_dq,
+    p_tiles,
+    N,
+    scale,
+    do_n,
+    do_h,
+    q_n,
+    q_h,
+    k_n,
+    k_h,
+    v_n,
+    v_h,
+    o_n,
+    o_h,
+    dq_n,
+    dq_h,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """dq of one query tile, and its delta, which dkv_kernel reads."""
+    WARPS: gl.constexpr = gl.num_warps()
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
+    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
+    dtype: gl.constexpr = p_q.dtype.element_ty
+
+    i_tile, i_h = gl.program_id(0) // H, gl.program_id(0) % H
+    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
+    offset = gl.load(p_tiles + 3 * i_tile + 1)
+    length = gl.load(p_tiles + 3 * i_tile + 2)
+    p_k += start * k_n + (i_h // GROUP) * k_h
+    p_v += start * v_n + (i_h // GROUP) * v_h
+    total = gl.cdiv(gl.minimum(offset + BLOCK_Q, length), BLOCK_K)
+
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], tile)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], tile)
+    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, D], tile)
+    do_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, D], tile)
+    o_row = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, wide))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
+    p_do += start * do_n + i_h * do_h
+    _copy_rows(q_tile, p_q + start * q_n + i_h * q_h, q_n, o_row, length, o_d)
+    _copy_rows(do_tile, p_do, do_n, o_row, length, o_d)
+    for i in gl.static_range(STAGES):
+        _dq_copy(gl.to_tensor(i), STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, wide)
+
+    mask = (o_row < length)[:, None] & (o_d >= 0)[None, :]
+    row = o_row.to(gl.int64)[:, None]
+    b_do = gl.load(p_do + row * do_n + o_d[None, :], mask, 0.0).to(gl.float32)
+    b_out = gl.load(p_out + start * o_n + i_h * o_h + row * o_n + o_d[None, :], mask, 0.0).to(gl.float32)
+    b_delta = gl.sum(b_do * b_out, 1)
+    p_stat = i_h.to(gl.int64) * N + start
+    gl.store(p_delta + p_stat + o_row, b_delta, o_row < length)
+    b_delta = gl.convert_layout(b_delta, gl.SliceLayout(1, scores))
+    o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
+    b_lse = gl.load(p_lse + p_stat + o_q, o_q < length, 0.0) * LOG2E
+
+    o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
+    none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
+    b_dq = gl.full([BLOCK_Q, D], 0.0, gl.float32, heads)
+    async_copy.wait_group(STAGES - 1)
+    fence_async_shared()
+    b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
+    b_dp = warpgroup_mma(do_tile, v_ring.index(0).permute((1, 0)), none, use_acc=False)
+    b_p = _probabilities(b_s, b_lse, 0, offset, o_q, o_tile, scale * LOG2E, BLOCK_K)
+    b_ds = gl.convert_layout((b_p * (b_dp - b_delta[:, None])).to(dtype), operand)
+    for i in range(total - 1):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        slot = (i + 1) % STAGES
+        t_s = warpgroup_mma(q_tile, k_ring.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        t_dp = warpgroup_mma(do_tile, v_ring.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        t_dq = warpgroup_mma(b_ds, k_ring.index(i % STAGES), b_dq, is_async=True)
+        b_s = warpgroup_mma_wait(2, (t_s,))
+        b_p = _probabilities(b_s, b_lse, (i + 1) * BLOCK_K, offset, o_q, o_tile, scale * LOG2E, BLOCK_K)
+        b_dp = warpgroup_mma_wait(1, (t_dp,))
+        b_ds = (b_p * (b_dp - b_delta[:, None])).to(dtype)
+        b_dq = warpgroup_mma_wait(0, (t_dq,))
+        b_ds = gl.convert_layout(b_ds, operand)
+        cta_barrier()  # all warps are done with the slot that is written next
+        _dq_copy(i + STAGES, STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, wide)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    b_dq = warpgroup_mma(b_ds, k_ring.index((total - 1) % STAGES), b_dq)
+
+    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, heads))
+    mask = (offset + o_row < length)[:, None] & (o_d >= 0)[None, :]
+    p_dq += (start + offset) * dq_n + i_h * dq_h
+    gl.store(p_dq + o_row[:, None] * dq_n + o_d[None, :], (b_dq * scale).to(dtype), mask)
+
+
+@gluon.jit
+def _softmax_step(b_s, b_m, b_l, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr):
+    """(p, factor that shrinks what was summed, new maximum, new sum) of scores b_s of keys i_k and up."""
+    if i_k + BLOCK_K > offset:
+        b_s = gl.where(o_q[:, None] >= (i_k + o_tile)[None, :], b_s, -1e6 / qk_scale)
+    b_new = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)
+    b_p = gl.exp2(b_s * qk_scale - b_new[:, None])
+    b_shrink = gl.exp2(b_m - b_new)
+    return b_p, b_shrink, b_new, b_l * b_shrink + gl.sum(b_p, 1)
+
+
+@gluon.jit(do_not_specialize=["N"])
+def fwd_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_lse,
+    p_tiles,
+    N,
+    scale,
+    q_n,
+    q_h,
+    k_n,
+    k_h,
+    v_n,
+    v_h,
+    o_n,
+    o_h,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """out and lse of one query tile. The scores of the next keys are computed while this step's softmax is taken."""
+    WARPS: gl.constexpr = gl.num_warps()
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
+    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
+    dtype: gl.constexpr = p_q.dtype.element_ty
+    qk_scale = scale * LOG2E
+
+    i_tile, i_h = gl.program_id(0) // H, gl.program_id(0) % H
+    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
+    offset = gl.load(p_tiles + 3 * i_tile + 1)
+    length = gl.load(p_tiles + 3 * i_tile + 2)
+    p_k += start * k_n + (i_h // GROUP) * k_h
+    p_v += start * v_n + (i_h // GROUP) * v_h
+    total = gl.cdiv(gl.minimum(offset + BLOCK_Q, length), BLOCK_K)
+
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], tile)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], tile)
+    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, D], tile)
+    o_row = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, wide))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
+    _copy_rows(q_tile, p_q + start * q_n + i_h * q_h, q_n, o_row, length, o_d)
+    for i in gl.static_range(STAGES):
+        _dq_copy(gl.to_tensor(i), STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, wide)
+
+    o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
+    o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
+    none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
+    b_m = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    b_l = gl.full([BLOCK_Q], 0.0, gl.float32, gl.SliceLayout(1, scores))
+    b_acc = gl.full([BLOCK_Q, D], 0.0, gl.float32, heads)
+    async_copy.wait_group(STAGES - 1)
+    fence_async_shared()
+    b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
+    b_p, b_shrink, b_m, b_l = _softmax_step(b_s, b_m, b_l, 0, offset, o_q, o_tile, qk_scale, BLOCK_K)
+    b_p = gl.convert_layout(b_p.to(dtype), operand)
+    for i in range(total - 1):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        t_s = warpgroup_mma(q_tile, k_ring.index((i + 1) % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+        t_acc = warpgroup_mma(b_p, v_ring.index(i % STAGES), b_acc, is_async=True)
+        b_s = warpgroup_mma_wait(1, (t_s,))
+        b_p, b_shrink, b_m, b_l = _softmax_step(
+            b_s, b_m, b_l, (i + 1) * BLOCK_K, offset, o_q, o_tile, qk_scale, BLOCK_K
+        )
+        b_acc = warpgroup_mma_wait(0, (t_acc,)) * gl.convert_layout(b_shrink, gl.SliceLayout(1, heads))[:, None]
+        b_p = gl.convert_layout(b_p.to(dtype), operand)
+        cta_barrier()  # all warps are done with the slot that is written next
+        _dq_copy(i + STAGES, STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, wide)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    b_acc = warpgroup_mma(b_p, v_ring.index((total - 1) % STAGES), b_acc)
+
+    gl.store(p_lse + i_h.to(gl.int64) * N + start + o_q, (b_m + gl.log2(b_l)) / LOG2E, o_q < length)
+    b_out = b_acc / gl.convert_layout(b_l, gl.SliceLayout(1, heads))[:, None]
+    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, heads))
+    mask = (offset + o_row < length)[:, None] & (o_d >= 0)[None, :]
+    p_out += (start + offset) * o_n + i_h * o_h
+    gl.store(p_out + o_row[:, None] * o_n + o_d[None, :], b_out.to(dtype), mask)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def suits(window: int, *tensors: Tensor) -> bool:
+    """Whether these kernels take q (the first of tensors), and all can be copied by 16 bytes."""
+    q = tensors[0]
+    return (
+        launch.chip(q.device).arch == 90
+        and window == 0
+        and q.dtype == torch.bfloat16
+        and q.shape[2] in (64, 128)
+        and all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 and t.stride(1) % 16 == 0 for t in tensors)
+    )
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Fills out (N, H, D) and lse (H, N)."""
+    N, H, D = q.shape
+    tile = launch.hopper_fwd(D)
+    tiles = docs.query_tiles[tile.q]
+    fwd_kernel[(len(tiles) * H,)](
+        q, k, v, out, lse, tiles, N, scale, *strides(q, k, v, out),
+        H, H // k.shape[1], D, tile.q, tile.k, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def attention_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    docs: Docs,
+    scale: float,
+    dq_: Tensor,
+    dk_: Tensor,
+    dv_: Tensor,
+) -> None:
+    """Fills dq_, dk_, dv_."""
+    N, H, D = q.shape
+    K = k.shape[1]
+    delta = torch.empty_like(lse)
+    tile = launch.hopper_dq(D)
+    tiles = docs.query_tiles[tile.q]
+    dq_kernel[(len(tiles) * H,)](
+        dout, q, k, v, out, lse, delta, dq_, tiles, N, scale, *strides(dout, q, k, v, out, dq_),
+        H, H // K, D, tile.q, tile.k, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    tile = launch.hopper_dkv(D)
+    tiles = docs.key_tiles[tile.k]
+    dkv_kernel[(len(tiles) * K,)](
+        dout, q, k, v, lse, delta, dk_, dv_, tiles, N, scale, *strides(dout, q, k, v, dk_, dv_),
+        K, H // K, D, tile.q, tile.k, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Token and head strides of each."""
+    return tuple(s for t in tensors for s in t.stride()[:2])
