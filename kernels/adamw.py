@@ -71,7 +71,7 @@ def _sum_squares(p_x, p_out, p_sums, n, ROUND: tl.constexpr, HALVINGS: tl.conste
     LANES: tl.constexpr = 1 << HALVINGS
     o = tl.program_id(0).to(tl.int64) * (LANES * LANE_ROWS) + tl.arange(0, LANES)
     b_sum = tl.zeros((LANES,), tl.float32)
-    for _ in tl.range(0, LANE_ROWS, loop_unroll_factor=16):
+    for _ in tl.range(0, LANE_ROWS, loop_unroll_factor=8):
         b_x = tl.load(p_x + o, o < n, 0.0)
         if ROUND:
             b_x = b_x.to(p_out.dtype.element_ty)

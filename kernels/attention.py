@@ -458,9 +458,6 @@ def attention_fwd(
     out = torch.empty((N, H, D), dtype=q.dtype, device=q.device) if out is None else out
     assert out.shape == q.shape and out.stride(2) == 1
     lse = torch.empty((H, N), dtype=torch.float32, device=q.device)
-    if attention_hopper.suits(window, q, k, v):
-        attention_hopper.attention_fwd(q, k, v, docs, scale, out, lse)
-        return out, lse
     tile = launch.attention_fwd(q)
     tiles = docs.query_tiles[tile.q]
     _attention_fwd[(len(tiles) * H,)](

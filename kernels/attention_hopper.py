@@ -1,4 +1,4 @@
-"""Attention for Hopper, in Gluon: the algorithm of attention.py with the waits placed by hand.
+"""The backward of attention for Hopper, in Gluon: the algorithm of attention.py with the waits placed by hand.
 
 Triton waits for each product before the next instruction (docs/kernels.md). Here the products of one step run while
 the exponentials of another are taken. Tiles arrive by asynchronous copies in a ring of STAGES slots, one commit group
@@ -295,106 +295,6 @@ def dq_kernel(
     gl.store(p_dq + o_row[:, None] * dq_n + o_d[None, :], (b_dq * scale).to(dtype), mask)
 
 
-@gluon.jit
-def _softmax_step(b_s, b_m, b_l, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr):
-    """(p, factor that shrinks what was summed, new maximum, new sum) of scores b_s of keys i_k and up."""
-    if i_k + BLOCK_K > offset:
-        b_s = gl.where(o_q[:, None] >= (i_k + o_tile)[None, :], b_s, -1e6 / qk_scale)
-    b_new = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)
-    b_p = gl.exp2(b_s * qk_scale - b_new[:, None])
-    b_shrink = gl.exp2(b_m - b_new)
-    return b_p, b_shrink, b_new, b_l * b_shrink + gl.sum(b_p, 1)
-
-
-@gluon.jit(do_not_specialize=["N"])
-def fwd_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_lse,
-    p_tiles,
-    N,
-    scale,
-    q_n,
-    q_h,
-    k_n,
-    k_h,
-    v_n,
-    v_h,
-    o_n,
-    o_h,
-    H: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """out and lse of one query tile. The scores of the next keys are computed while this step's softmax is taken."""
-    WARPS: gl.constexpr = gl.num_warps()
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
-    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
-    dtype: gl.constexpr = p_q.dtype.element_ty
-    qk_scale = scale * LOG2E
-
-    i_tile, i_h = gl.program_id(0) // H, gl.program_id(0) % H
-    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
-    offset = gl.load(p_tiles + 3 * i_tile + 1)
-    length = gl.load(p_tiles + 3 * i_tile + 2)
-    p_k += start * k_n + (i_h // GROUP) * k_h
-    p_v += start * v_n + (i_h // GROUP) * v_h
-    total = gl.cdiv(gl.minimum(offset + BLOCK_Q, length), BLOCK_K)
-
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], tile)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], tile)
-    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, D], tile)
-    o_row = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, wide))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
-    _copy_rows(q_tile, p_q + start * q_n + i_h * q_h, q_n, o_row, length, o_d)
-    for i in gl.static_range(STAGES):
-        _dq_copy(gl.to_tensor(i), STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, wide)
-
-    o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
-    o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
-    none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
-    b_m = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-    b_l = gl.full([BLOCK_Q], 0.0, gl.float32, gl.SliceLayout(1, scores))
-    b_acc = gl.full([BLOCK_Q, D], 0.0, gl.float32, heads)
-    async_copy.wait_group(STAGES - 1)
-    fence_async_shared()
-    b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
-    b_p, b_shrink, b_m, b_l = _softmax_step(b_s, b_m, b_l, 0, offset, o_q, o_tile, qk_scale, BLOCK_K)
-    b_p = gl.convert_layout(b_p.to(dtype), operand)
-    for i in range(total - 1):
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        t_s = warpgroup_mma(q_tile, k_ring.index((i + 1) % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
-        t_acc = warpgroup_mma(b_p, v_ring.index(i % STAGES), b_acc, is_async=True)
-        b_s = warpgroup_mma_wait(1, (t_s,))
-        b_p, b_shrink, b_m, b_l = _softmax_step(
-            b_s, b_m, b_l, (i + 1) * BLOCK_K, offset, o_q, o_tile, qk_scale, BLOCK_K
-        )
-        b_acc = warpgroup_mma_wait(0, (t_acc,)) * gl.convert_layout(b_shrink, gl.SliceLayout(1, heads))[:, None]
-        b_p = gl.convert_layout(b_p.to(dtype), operand)
-        cta_barrier()  # all warps are done with the slot that is written next
-        _dq_copy(i + STAGES, STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, wide)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    b_acc = warpgroup_mma(b_p, v_ring.index((total - 1) % STAGES), b_acc)
-
-    gl.store(p_lse + i_h.to(gl.int64) * N + start + o_q, (b_m + gl.log2(b_l)) / LOG2E, o_q < length)
-    b_out = b_acc / gl.convert_layout(b_l, gl.SliceLayout(1, heads))[:, None]
-    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, heads))
-    mask = (offset + o_row < length)[:, None] & (o_d >= 0)[None, :]
-    p_out += (start + offset) * o_n + i_h * o_h
-    gl.store(p_out + o_row[:, None] * o_n + o_d[None, :], b_out.to(dtype), mask)
-
-
 # ---------------------------------------------------------------- launchers
 
 
@@ -408,17 +308,6 @@ def suits(window: int, *tensors: Tensor) -> bool:
         and q.shape[2] in (64, 128)
         and all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 and t.stride(1) % 16 == 0 for t in tensors)
     )
-
-
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Fills out (N, H, D) and lse (H, N)."""
-    N, H, D = q.shape
-    tile = launch.hopper_fwd(D)
-    tiles = docs.query_tiles[tile.q]
-    fwd_kernel[(len(tiles) * H,)](
-        q, k, v, out, lse, tiles, N, scale, *strides(q, k, v, out),
-        H, H // k.shape[1], D, tile.q, tile.k, tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
 
 
 def attention_bwd(

@@ -66,5 +66,6 @@ def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     N, D = dy.shape
     assert ids.shape == (N,) and dy.is_contiguous() and dweight_.is_contiguous() and dweight_.shape[1] == D
     tokens, order = torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64
-    block = min(1024, power2(D))
-    _embedding_bwd[(N, triton.cdiv(D, block))](dweight_, dy, tokens, order, N, D, ROWS, block, num_warps=4)
+    block = min(4096, power2(D))
+    warps = max(4, block // 256)
+    _embedding_bwd[(N, triton.cdiv(D, block))](dweight_, dy, tokens, order, N, D, ROWS, block, num_warps=warps)
