@@ -27,6 +27,7 @@ class Homes:
         self._made: dict[tuple[str, str], list[Tensor | None]] = {}
         for b in buffers(geo, plan):
             self._made[b.tier, b.key] = memory.alloc(b.tier, b.key, b.nbytes, b.count)
+        self.staged: str | None = None  # the shard whose bytes the staging buffer holds
         self.weights: list[Tensor | None] = []
         self.resident: list[Tensor | None] = []
         self.state: list[list[Tensor | None]] = []
@@ -207,7 +208,8 @@ class Staged:
             self.buffer = self.home
             return self.buffer
         self.buffer = self.homes.one("host", "staging")[: self.layout.span]
-        if not self.write:
+        staged, self.homes.staged = self.homes.staged, None if self.write else self.name
+        if not self.write and staged != self.name:
             if self.tier == "gpu":
                 self.buffer.copy_(self.home[: self.layout.span])
             else:

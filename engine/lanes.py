@@ -17,6 +17,7 @@ import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ class InlineLanes:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.tasks: list[Task] = []
         self.tracing = False
+        self.moved: Counter[str] = Counter()  # bytes handed to each lane so far
         self.zero = time.perf_counter()
 
     def run(
@@ -97,12 +99,17 @@ class InlineLanes:
         flops: float = 0,
     ) -> Task:
         """Hands `fn` to a lane, to run once all of `after` are over. Returns the Task at once."""
-        task = Task(lane, name, nbytes, flops)
-        if self.tracing:
-            self.tasks.append(task)
+        task = self._task(lane, name, nbytes, flops)
         self._execute(task, fn, after, None)
         if task.error is not None:
             raise task.error
+        return task
+
+    def _task(self, lane: str, name: str, nbytes: float, flops: float) -> Task:
+        task = Task(lane, name, nbytes, flops)
+        self.moved[lane] += int(nbytes)
+        if self.tracing:
+            self.tasks.append(task)
         return task
 
     def _execute(
@@ -163,9 +170,7 @@ class RealLanes(InlineLanes):
     def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Task:
         if self.error is not None:
             raise self.error
-        task = Task(lane, name, nbytes, flops)
-        if self.tracing:
-            self.tasks.append(task)
+        task = self._task(lane, name, nbytes, flops)
         if lane == "compute":
             self._execute(task, fn, after, self.streams.get(lane))
             if task.error is not None:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from trireme.engine import job as jobs
 from trireme.engine.build import build, inputs
 from trireme.engine.command import write_config
+from trireme.engine.exchange import Exchange
 from trireme.engine.job import Job
 from trireme.engine.lanes import RealLanes, busy, write_perfetto
 from trireme.engine.log import RunLog
@@ -32,12 +32,12 @@ from trireme.engine.verify import check_free, reopen, swept_on_failure
 from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
-from trireme.storage.checkpoint import export
 from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
 from trireme.storage.scratch import Scratch
 from trireme.storage.shards import Store
 
+BOUND_EVERY = 50  # steps between those whose lanes are timed
 PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
 
 
@@ -104,13 +104,16 @@ class Run:
     def __init__(self, job: Job, store: Store, extra: dict | None):
         self.job, self.store, self.options = job, store, job.options
         self.step = extra["step"] if extra else 0
-        self.best = extra["best"] if extra else None
+        self.best, self.best_step = extra["best"] if extra else (None, None)
         self.first_loss: float | None = extra["first_loss"] if extra else None
         self.log = RunLog(job.out, job.options, job.total_steps, self.step)
         self.lanes = RealLanes(job.device)
         self.tables = rope_tables(job.cfg, job.seq_len, job.device)
         self.peak = matmul_rate(job.device, DTYPE[job.plan.dtype])
         self.stop: str | None = None
+        self.bound: str | None = None  # the lane that was busiest when last traced
+        self.moved = self.lanes.moved.copy()
+        self.written = extra["written"] if extra else 0  # bytes written to SSD before this process
         self.e = self._engine(resumed=extra is not None)
         self.saved_at, self.saved_step = time.monotonic(), self.step
         self.evaluated_at, self.evaluated_step = time.monotonic(), -1
@@ -131,15 +134,8 @@ class Run:
             self.store.add(name, layout, weights=name.startswith("weights"))
         if any("ssd" in (u.weights, u.state) for u in job.plan.units):
             self.store.reserve()
-        exact = {name for name, stored in job.stored.items() if job.source.tensors[stored].dtype == "BF16"}
-        e.homes.load(self._read_fp32, exact.__contains__)
+        Exchange(job.cfg, job.source, e.homes).load()
         return e
-
-    def _read_fp32(self, name: str) -> torch.Tensor:
-        stored = self.job.stored[name]
-        out = np.empty(self.job.source.tensors[stored].numel, np.float32)
-        self.job.source.read_as(stored, "F32", out)
-        return torch.from_numpy(out)
 
     # ------------------------------------------------ the loop
 
@@ -166,7 +162,7 @@ class Run:
     def _one_step(self) -> None:
         job, o = self.job, self.options
         began = time.perf_counter()
-        self.lanes.tracing = o.trace
+        self.lanes.tracing = o.trace or self.step == 1 or self.step % BOUND_EVERY == 0
         batch = job.data.step(self.step, o.batch_size, job.micro_rows)
         rate = learning_rate(self.step + 1, job.total_steps, job.lr, o.schedule, o.warmup_steps(job.total_steps))
         micro = [inputs(job.cfg, mb, self.tables, job.device) for mb in batch]
@@ -176,9 +172,9 @@ class Run:
         self.step += 1
         self.first_loss = self.first_loss or stats.loss
         seconds = time.perf_counter() - began
-        self._log_step(stats, rate, micro, seconds)
-        if o.trace:
+        if self.lanes.tracing:
             self._trace()
+        self._log_step(stats, rate, micro, seconds)
         if o.save_every.due(self.step, job.total_steps, time.monotonic() - self.saved_at):
             self._save()
         if job.data.held_out and o.eval_every.due(self.step, job.total_steps, time.monotonic() - self.evaluated_at):
@@ -190,6 +186,8 @@ class Run:
         flops = sum(shapes.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
         gpu, ram = memory_in_use(job.device)
         per_epoch = job.data.steps_per_epoch(self.options.batch_size)
+        read = self.lanes.moved["ssd_read"] - self.moved["ssd_read"]
+        self.moved = self.lanes.moved.copy()
         record = {
             "step": self.step,
             "epoch": round(self.step / per_epoch, 4),
@@ -201,6 +199,9 @@ class Run:
             "mfu": round(flops / seconds / self.peak, 4),
             "step_time_s": round(seconds, 4),
             "ram_gib": round(ram, 3),
+            "ssd_read_gbs": round(read / seconds / 1e9, 3),
+            "ssd_written_tb": round((self.written + self.moved["ssd_write"]) / 1e12, 6),
+            "bound": self.bound,
         }
         self.log.step(record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {}))
 
@@ -213,7 +214,7 @@ class Run:
         )
 
     def _evaluate(self) -> None:
-        """Token-weighted loss on the held-out data; the best so far is remembered."""
+        """Token-weighted loss on the held-out data; the best checkpoint so far is kept in OUT/best."""
         job, total, count = self.job, 0.0, 0
         group: list = []
         micro = job.data.held_out.batches(job.micro_rows)
@@ -225,11 +226,15 @@ class Run:
                 group = []
         total += self._eval_group(group) if group else 0.0
         loss = total / max(1, count)
-        self.best = loss if self.best is None else min(self.best, loss)
         per_epoch = job.data.steps_per_epoch(self.options.batch_size)
         record = {"step": self.step, "epoch": round(self.step / per_epoch, 4), "eval_loss": loss}
         samples = self._samples(1)
         self.log.eval(record | ({"sample": samples[0][1]} if samples else {}))
+        if self.best is None or loss < self.best:
+            self.best, self.best_step = loss, self.step or None
+            if self.step:
+                self._settle()
+                Exchange(job.cfg, job.source, self.e.homes).replace(job.out / "best")
         self.evaluated_at, self.evaluated_step = time.monotonic(), self.step
 
     def _samples(self, count: int) -> list[tuple[str, str, bool]]:
@@ -258,7 +263,15 @@ class Run:
         self._settle()
         self.e.homes.save_to_store()
         extra = {"step": self.step, "cut": jobs.cut(self.job), "data": self.job.data.fingerprint}
-        self.store.commit(self.step, extra | {"best": self.best, "first_loss": self.first_loss})
+        self.store.commit(
+            self.step,
+            extra
+            | {
+                "best": [self.best, self.best_step],
+                "first_loss": self.first_loss,
+                "written": self.written + self.lanes.moved["ssd_write"],
+            },
+        )
         self.saved_at, self.saved_step = time.monotonic(), self.step
 
     def _finish(self) -> None:
@@ -267,40 +280,29 @@ class Run:
         self._settle()
         if job.data.held_out and self.evaluated_step != self.step:
             self._evaluate()
-        export(job.source, job.out, self._fetch)
+        Exchange(job.cfg, job.source, self.e.homes).save(job.out)
         for line in (self.log.summary(), *reopen(job.source, job.out)):
             self.log.say(line)
         for prompt, text, ended in self._samples(3):
             self.log.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
+        if self.best_step == self.step:
+            shutil.rmtree(job.out / "best", ignore_errors=True)  # it is the output itself
+        elif self.best_step is not None:
+            self.log.say(f"best     {job.out / 'best'}: eval_loss {self.best:.4f} at step {self.best_step}")
         if not self.options.store:
             self._close()
             self.store.close()
             shutil.rmtree(job.out / "store")
 
-    def _fetch(self, stored: str) -> np.ndarray | None:
-        """New values of a tensor of the source by its stored name, as export asks for them."""
-        name = self._canonical.get(stored)
-        if name is None:
-            return None
-        exact = self.job.source.tensors[stored].dtype != "BF16"
-        values = self.e.homes.fetch(self._unit_of[name], name, exact)
-        return values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
-
-    @property
-    def _canonical(self) -> dict[str, str | None]:
-        from trireme.models import hf
-
-        return hf.canonical_names(self.job.cfg, {n: t.shape for n, t in self.job.source.tensors.items()})
-
-    @property
-    def _unit_of(self) -> dict[str, int]:
-        return {t.name: u for u, layout in enumerate(self.e.geo.weights) for t in layout.tensors}
-
     def _trace(self) -> None:
+        """Finds out which lane was busiest in this step, and writes the step's timeline where asked for."""
         self.lanes.drain()
         spans = self.lanes.trace()
-        write_perfetto(self.job.out / "trace.json", spans)
-        self.log.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in busy(spans).items()))
+        at_work = busy(spans)
+        self.bound = max(at_work, key=at_work.get)
+        if self.options.trace:
+            write_perfetto(self.job.out / "trace.json", spans)
+            self.log.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in at_work.items()))
 
     # ------------------------------------------------ the end
 

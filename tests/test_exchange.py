@@ -1,0 +1,82 @@
+"""From a checkpoint into the homes and back: exact in every dtype and tier, tied weights checked, the old one safe."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engines import LIMITS, LLAMA, MemoryStore, gpu_plan
+from safetensors.numpy import save_file
+
+from trireme.engine.build import build
+from trireme.engine.exchange import Exchange
+from trireme.engine.lanes import InlineLanes
+from trireme.engine.plan import UnitPlan
+from trireme.models import shapes
+from trireme.models.config import InputError
+from trireme.storage.checkpoint import NUMPY, open_source
+
+TIED = replace(LLAMA, tied=True)
+
+
+def checkpoint(folder, cfg, dtype="F32", **extra):
+    """A safetensors file of random weights; bf16 is written through its bits."""
+    dice = np.random.default_rng(0)
+    tensors = {
+        name: dice.normal(size=shape).astype(np.float32)
+        for u in range(cfg.n_units)
+        for group in shapes.weight_groups(cfg, u)
+        for name, shape in group
+    } | extra
+    folder.mkdir()
+    if dtype == "BF16":
+        import torch
+        from safetensors.torch import save_file as save_torch
+
+        save_torch({n: torch.from_numpy(v).bfloat16() for n, v in tensors.items()}, folder / "model.safetensors")
+    else:
+        save_file({n: v.astype(NUMPY[dtype]) for n, v in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return open_source(folder)
+
+
+def exchange(cfg, source, tier="gpu", dtype="BF16"):
+    plan = gpu_plan(cfg, units=(UnitPlan(tier, tier),) * cfg.n_units, dtype=dtype, record=700)
+    return Exchange(cfg, source, build(cfg, plan, LIMITS, InlineLanes(), store=MemoryStore()).homes)
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("compute", ["F32", "BF16"])
+def test_in_and_out_again_is_the_same_bytes(tmp_path, tier, stored, compute):
+    source = checkpoint(tmp_path / "in", LLAMA, stored)
+    x = exchange(LLAMA, source, tier, compute)
+    x.load()
+    x.save(tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "in/model.safetensors").read_bytes()
+
+
+def test_a_tied_matrix_stored_twice_must_be_the_same(tmp_path):
+    embedding = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
+    same = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+    exchange(TIED, checkpoint(tmp_path / "same", TIED, **same)).load()
+    differ = same | {"lm_head.weight": embedding * 2}
+    with pytest.raises(InputError, match="tied by config.json but differ"):
+        exchange(TIED, checkpoint(tmp_path / "differ", TIED, **differ)).load()
+
+
+def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
+    bad = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
+    bad[3, 4] = np.nan
+    source = checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": bad})
+    with pytest.raises(InputError, match="lm_head.weight holds NaN"):
+        exchange(LLAMA, source).load()
+
+
+def test_replace_leaves_only_the_new_checkpoint(tmp_path):
+    x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA))
+    x.load()
+    (tmp_path / "best.new").mkdir()  # of a run that was killed
+    for _ in range(2):
+        x.replace(tmp_path / "best")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "in"]
+    assert (tmp_path / "best/model.safetensors").is_file()
