@@ -27,13 +27,15 @@ def build(
     store=None,
     scratch=None,
     poison: bool = False,
+    pinned: bool = True,
 ) -> Engine:
     """An engine with every buffer made and nothing in its homes yet (Homes.load or load_from_store fills them).
 
-    `limits`: bytes of gpu and host. `poison` fills released slots with NaN (tests). Raises DoesNotFit.
+    `limits`: bytes of gpu and host. `poison` fills released slots with NaN (tests). `pinned`: register RAM
+    with CUDA, without which copies are several times slower. Raises DoesNotFit.
     """
     geo = Geometry(cfg, plan.dtype, plan.adam_bits)
-    memory = Memory(lanes.device, limits["gpu"], limits["host"], lanes.simulated)
+    memory = Memory(lanes.device, limits["gpu"], limits["host"], lanes.simulated, pinned=pinned)
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)
     memory.reserve("gpu", "workspace", workspace(geo, plan))

@@ -103,6 +103,10 @@ class InlineLanes:
         self._execute(task, fn, after, None)
         if task.error is not None:
             raise task.error
+        if (
+            self.device.type == "cuda"
+        ):  # nothing overlaps here: the next task, on the CPU perhaps, finds the bytes there
+            torch.cuda.current_stream(self.device).synchronize()
         return task
 
     def _task(self, lane: str, name: str, nbytes: float, flops: float) -> Task:

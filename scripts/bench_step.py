@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from bare_step import bare_step
 
 from trireme.engine.build import build, inputs
 from trireme.engine.data import MicroBatch
@@ -213,7 +214,9 @@ def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> tuple[l
         start = time.perf_counter()
         if step == a.warmup + a.steps:
             e.lanes.tracing = True
-        if "vertical" in a.off:
+        if a.bare:
+            stats = bare_step(e, [inputs(cfg, mb, tables, device) for mb in batch], step, a.lr)
+        elif "vertical" in a.off:
             stats = _horizontal(e, batch, tables, device, step, a.lr)
         else:
             stats = train_step(e, [inputs(cfg, mb, tables, device) for mb in batch], step, a.lr)
@@ -246,6 +249,7 @@ def _horizontal(e: Engine, batch, tables, device, step: int, lr: float):
 
 def main(argv: list[str]) -> int:
     a = arguments(argv)
+    torch.manual_seed(0)
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.bf16 else "F32"
     cfg = MODELS[a.model]
@@ -259,7 +263,8 @@ def main(argv: list[str]) -> int:
     plan = choose_plan(a, cfg, dtype, limits)
     lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device)
     start = time.perf_counter()
-    e = build(cfg, plan, limits, lanes, adamw=AdamW(max_grad_norm=a.clip), store=store)
+    adamw = AdamW(max_grad_norm=a.clip)
+    e = build(cfg, plan, limits, lanes, adamw=adamw, store=store, pinned="pinning" not in a.off)
     for line in e.memory.describe():
         print(line)
     if store is not None:
@@ -292,9 +297,12 @@ def summary(a, e: Engine, c: Ceilings, times: list[float], losses: list[float], 
     """Prints the table and returns it."""
     cfg, device = e.cfg, e.memory.device
     on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
+    step_s = statistics.median(times)
+    if a.bare:
+        print(f"step {step_s:.3f} s without the engine's machinery; loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+        return {"step_s": step_s, "losses": losses}
     floor, at_work = floors(spans, c, on_cpu), busy(spans)
     bound = max(floor, key=floor.get)
-    step_s = statistics.median(times)
     flops = shapes.model_flops(cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq), cfg.window))
     gpu, ram = memory_in_use(device)
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
@@ -332,6 +340,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--adam-bits", type=int, default=32, choices=(32, 16, 8))
     p.add_argument("--record", type=int, default=0, help="parameters of an optimizer record")
     p.add_argument("--off", type=lambda t: t.split(","), default=[], help="ideas to switch off: " + ",".join(SWITCHES))
+    p.add_argument("--bare", action="store_true", help="plain calls without the engine's machinery, all on the GPU")
     p.add_argument("--text", help="a text file whose bytes are the tokens")
     p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     p.add_argument("--bf16", action="store_true", help="bf16 on the CPU too")
