@@ -22,11 +22,19 @@ def _compile(arch: int) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("arch", [89])
-def test_kernels_fit_the_chip(arch):
-    kernels = _compile(arch)
+def test_kernels_fit_ada():
+    kernels = _compile(89)
     assert len(kernels) > 30
     for kernel in kernels:
-        assert kernel["shared"] <= SHARED[arch], kernel
+        assert kernel["shared"] <= SHARED[89], kernel
         assert kernel["stack"] == 0, kernel
         assert kernel["widest"] == 16 or kernel["name"] in NARROW, kernel
+
+
+def test_attention_uses_hopper():
+    kernels = _compile(90)
+    assert {"dq_kernel", "dkv_kernel"} <= {kernel["name"] for kernel in kernels}
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED[90], kernel
+        assert kernel["stack"] == 0, kernel
+        assert kernel["wgmma"] and not kernel["serialised"], kernel
