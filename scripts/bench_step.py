@@ -254,6 +254,8 @@ def main(argv: list[str]) -> int:
     dtype = "BF16" if device.type == "cuda" or a.bf16 else "F32"
     cfg = MODELS[a.model]
     limits = memory_limits(device, a.gpu_memory, a.ram)
+    if a.store:
+        Path(a.store).mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
     store = Store.create([open_device(folder.name)]) if folder else None
     ceilings = measure_ceilings(device, dtype, store)
