@@ -1,10 +1,10 @@
-"""The backward of attention for Hopper, in Gluon: the algorithm of attention.py with the waits placed by hand.
+"""The backward of attention for Hopper, in Gluon: the algorithm of attention_bwd.py with the waits placed by hand.
 
 Triton waits for each product before the next instruction (docs/kernels.md). Here the products of one step run while
 the exponentials of another are taken. Tiles arrive by asynchronous copies in a ring of STAGES slots, one commit group
 a step. ptxas serialises the products where it cannot follow their accumulators: hence steps that begin and end with
 nothing in flight but what the same loop carries (tests/test_kernels_compile.py watches for it).
-bf16, head widths 64 and 128, no window; everything else stays with attention.py.
+bf16, head widths 64 and 128, no window; everything else stays with Triton.
 Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width; t_ is a product that may still run.
 """
 
@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trireme.kernels import launch
+from trireme.kernels.attention_fwd import strides
 from trireme.kernels.docs import Docs
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -339,8 +340,3 @@ def attention_bwd(
         dout, q, k, v, lse, delta, dk_, dv_, tiles, N, scale, *strides(dout, q, k, v, dk_, dv_),
         K, H // K, D, tile.q, tile.k, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Token and head strides of each."""
-    return tuple(s for t in tensors for s in t.stride()[:2])
