@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from trireme.engine.options import Options
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("kernels", "models", "storage", "engine")
@@ -25,7 +28,8 @@ TORCH_FREE = [f"trireme.storage.{p.stem}" for p in sorted((ROOT / "storage").glo
     "engine.screen engine.log engine.verify".split()
 ]
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml"}
-PICTURE = re.compile(r"^(\w+)/ +\S|^ {2}([\w.]+\.\w+) +\S")
+PAGES = ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md"]
+PICTURE = re.compile(r"^(\w+)/ +\S|^ {2}([\w.-]+\.\w+) +\S")
 
 
 def sources(folder: str) -> list[Path]:
@@ -138,3 +142,21 @@ def test_the_wheel_works_from_another_folder(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     ours, theirs = done.stdout.split()
     assert Path(ours).is_relative_to(site) and Path(theirs).is_relative_to(tmp_path / "kernels")
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md"]
+)
+def test_the_pages_name_only_options_that_exist(page):
+    known = {"help"} | {f.name.replace("_", "-") for f in fields(Options)}
+    known |= {name for f in fields(Options) for name in f.metadata.get("also", "").split()}
+    for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", (ROOT / page).read_text()):
+        assert option.replace("_", "-") in known, f"{page} names --{option}"
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md"]
+)
+def test_the_pages_link_only_what_is_there(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+        assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links {target}"
