@@ -1,0 +1,258 @@
+"""How long a step will take, from the step's own code on simulated lanes and a machine's Rates.
+
+The simulation hands over exactly the tasks that a run hands over; this file says how long each takes, and what lanes
+take from each other:
+
+- **one drive**: `ssd_read` and `ssd_write` are queues of one half-duplex device. It serves one request at a time; a
+  request uses whatever moments of the device are left by those handed over before it, in pieces if need be. Several
+  drives are one of their summed rate.
+- **one memory**: CPU AdamW and the copies to and from the GPU share the CPU's memory, and the two directions of the bus
+  share a little. How much they overlapped is taken from one simulated step and slows the next: steps repeat, so this
+  settles at once.
+- **one wait**: the step's statistics are waited for, so nothing handed over after them begins before they are known.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trireme.engine.build import build
+from trireme.engine.lanes import LANES, SimulatedLanes, Span, Task
+from trireme.engine.plan import Plan
+from trireme.engine.rates import Rates
+from trireme.engine.step import Inputs, train_step
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+from trireme.storage.layout import ITEMSIZE
+from trireme.storage.layout import ITEMSIZE
+
+# Share of the matrix product's rate that each computation reaches; medians of task times on an H200 over LLaMA shapes
+# of 1.3B to 13B: GEMMs of a block 0.87-0.92 whatever the shape; attention by its own benchmark (d 128, 8 x 1,024).
+EFFICIENCY = {"gemm": 0.885, "attention forward": 0.40, "attention backward": 0.32}
+# Passes over memory at the device's copy rate, for one byte that a task is said to move.
+PASSES = {"finish": 1.9, "zero": 1.3}
+KERNELS = {"forward": 12, "backward": 40, "loss": 200, "zero": 1, "finish": 2, "adamw": 1, "statistics": 10}
+STEPS = 3  # simulated steps; the last is the answer
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in its steady state. `busy`: seconds of compute, h2d, d2h, ssd, cpu, update; `bound` is the fullest."""
+
+    step_s: float
+    busy: dict[str, float]
+    bound: str
+    ssd_read: int  # bytes a step
+    ssd_written: int
+    spans: tuple[Span, ...] = ()  # of the last simulated step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step computes on: `n_micro` micro-batches of `tokens` in documents of `seq_len` tokens, all trained on."""
+
+    tokens: int
+    seq_len: int
+    n_micro: int
+
+    @property
+    def total(self) -> int:
+        return self.tokens * self.n_micro
+
+    def inputs(self, cfg: ModelConfig) -> list[Inputs]:
+        whole, rest = divmod(self.tokens, self.seq_len)
+        pairs = shapes.attended_pairs([self.seq_len] * whole + [rest], cfg.window)
+        return [Inputs(None, None, None, None, self.tokens, self.tokens, pairs)] * self.n_micro
+
+
+class PredictedLanes(SimulatedLanes):
+    """Simulated lanes with one half-duplex drive, a shared memory, and the wait for a step's statistics."""
+
+    def __init__(self, duration: Callable[[Task], float]):
+        super().__init__(duration)
+        self.drive = Intervals()
+        self.waited = 0.0
+        self.slow = dict.fromkeys(LANES, 1.0)
+
+    def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Task:
+        task = Task(lane, name, nbytes, flops)
+        task.start = max([self.free[lane], self.waited, *(t.end for t in after)])
+        seconds = self.duration(task) * self.slow[lane]
+        task.end = self.drive.take(task.start, seconds) if lane.startswith("ssd") else task.start + seconds
+        self.free[lane] = task.end
+        if name == "statistics":
+            self.waited = task.end
+        task._issued.set()
+        self.tasks.append(task)
+        return task
+
+
+class Intervals:
+    """When a device that does one thing at a time is busy: sorted intervals that neither overlap nor touch."""
+
+    def __init__(self):
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+    def take(self, start: float, seconds: float) -> float:
+        """Books `seconds` of the moments that are free from `start` on; returns when the last of them ends."""
+        first = i = bisect.bisect_left(self.ends, start)  # what ends before `start` is no concern
+        at, left = start, seconds
+        while i < len(self.starts) and self.starts[i] - at <= left:
+            left -= max(0.0, self.starts[i] - at)
+            at = max(at, self.ends[i])
+            i += 1
+        met = self.starts[first : first + 1] if i > first else []
+        self.starts[first:i], self.ends[first:i] = [min([start, *met])], [at + left]
+        return at + left
+
+
+def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Prediction:
+    """The steady state of training by `plan` on a machine of these rates. The plan is taken to fit.
+
+    Raises ValueError where the plan uses a drive and the rates have none.
+    """
+    if "ssd" in {t for u in plan.units for t in (u.weights, u.state, u.x, *(t for _, t in u.saved))}:
+        if not (rates.ssd_read and rates.ssd_write):
+            raise ValueError("the plan uses a drive and the machine has none")
+    lanes = PredictedLanes(durations(cfg, plan, rates, batch))
+    e = build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes)
+    inputs = batch.inputs(cfg)
+    spans, begun, seconds = [], 0.0, 0.0
+    for step in range(1, STEPS + 1):
+        train_step(e, inputs, step, 0.0)
+        spans = lanes.trace()
+        begun, seconds = lanes.waited, lanes.waited - begun
+        lanes.slow |= _sharing(spans, rates)
+    return _prediction(seconds, spans, rates)
+
+
+def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
+    busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
+    for s in spans:
+        if s.lane in moved:
+            moved[s.lane] += int(s.nbytes)
+            busy["ssd"] += s.nbytes / getattr(rates, s.lane)  # less than its span where both queues wait for the drive
+        else:
+            busy[s.lane] += s.end - s.start
+    bound = max(busy, key=busy.get)
+    return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], tuple(spans))
+
+
+def _sharing(spans: Sequence[Span], rates: Rates) -> dict[str, float]:
+    """How many times longer each lane's tasks take for what ran beside them in these spans."""
+    by_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
+    for s in spans:
+        by_lane[s.lane].append(s)
+    beside = lambda lane, other: _overlap(by_lane[lane], by_lane[other])  # noqa: E731
+    lost = 1 / rates.duplex - 1
+    traffic = sum(beside("cpu", lane) * getattr(rates, lane) for lane in ("h2d", "d2h"))
+    traffic += sum(beside("cpu", lane) for lane in ("ssd_read", "ssd_write")) / 2 * max(rates.ssd_read, rates.ssd_write)
+    return {
+        "h2d": 1 + lost * beside("h2d", "d2h"),
+        "d2h": 1 + lost * beside("d2h", "h2d"),
+        "cpu": max(1.0, 28 * rates.adam / max(rates.dram - traffic, rates.dram / 4)),
+    }
+
+
+def _overlap(mine: Sequence[Span], theirs: Sequence[Span]) -> float:
+    """The share of the time of `mine` during which one of `theirs` ran; each a lane's spans in order."""
+    total, shared, j = sum(s.end - s.start for s in mine), 0.0, 0
+    for s in mine:
+        while j < len(theirs) and theirs[j].end <= s.start:
+            j += 1
+        k = j
+        while k < len(theirs) and theirs[k].start < s.end:
+            shared += max(0.0, min(s.end, theirs[k].end) - max(s.start, theirs[k].start))
+            k += 1
+    return min(1.0, shared / total) if total else 0.0
+
+
+# ---------------------------------------------------------------- how long a task takes
+
+
+def _sharing(spans: Sequence[Span], rates: Rates) -> dict[str, float]:
+    """How many times longer each lane's tasks take for what ran beside them in these spans."""
+    by_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
+    for s in spans:
+        by_lane[s.lane].append(s)
+    beside = lambda lane, other: _overlap(by_lane[lane], by_lane[other])  # noqa: E731
+    lost = 1 / rates.duplex - 1
+    traffic = sum(beside("cpu", lane) * getattr(rates, lane) for lane in ("h2d", "d2h"))
+    traffic += sum(beside("cpu", lane) for lane in ("ssd_read", "ssd_write")) / 2 * max(rates.ssd_read, rates.ssd_write)
+    return {
+        "h2d": 1 + lost * beside("h2d", "d2h"),
+        "d2h": 1 + lost * beside("d2h", "h2d"),
+        "cpu": max(1.0, 28 * rates.adam / max(rates.dram - traffic, rates.dram / 4)),
+    }
+
+
+def _overlap(mine: Sequence[Span], theirs: Sequence[Span]) -> float:
+    """The share of the time of `mine` during which one of `theirs` ran; each a lane's spans in order."""
+    total, shared, j = sum(s.end - s.start for s in mine), 0.0, 0
+    for s in mine:
+        while j < len(theirs) and theirs[j].end <= s.start:
+            j += 1
+        k = j
+        while k < len(theirs) and theirs[k].start < s.end:
+            shared += max(0.0, min(s.end, theirs[k].end) - max(s.start, theirs[k].start))
+            k += 1
+    return min(1.0, shared / total) if total else 0.0
+
+
+# ---------------------------------------------------------------- how long a task takes
+
+
+def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Callable[[Task], float]:
+    """A function from a task to its seconds when it has its resources to itself."""
+    known = _unit_seconds(cfg, plan, rates, batch)
+
+    def duration(task: Task) -> float:
+        kind = task.name.split()[0]
+        if task.lane in ("compute", "update"):
+            launches = KERNELS.get(kind, 1) * rates.launch
+            return launches + known.get(task.name, task.nbytes * PASSES.get(kind, 1.0) / rates.copy)
+        if task.lane == "cpu":
+            return rates.latency + task.nbytes / 28 / rates.adam
+        return rates.latency + task.nbytes / getattr(rates, task.lane)
+
+    return duration
+
+
+def _unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
+    """name -> seconds of every forward, backward and loss, for one micro-batch, without the launches."""
+    names, N = shapes.unit_names(cfg), batch.tokens
+    pairs = batch.inputs(cfg)[0].pairs
+    row = N * ITEMSIZE[plan.dtype]  # bytes of one feature of every token
+    attended = shapes.attention_flops(cfg, pairs)
+    gemm = rates.matmul * EFFICIENCY["gemm"]
+    forward_attention = attended / (rates.matmul * EFFICIENCY["attention forward"])
+    backward_attention = 2.5 * attended / (rates.matmul * EFFICIENCY["attention backward"])
+    # Norms, residuals, rotation and activation, each reading and writing once; backward does all of it twice.
+    features = 9 * cfg.width + 2 * (cfg.q_width + cfg.kv_width) + (2 if cfg.is_gpt else 3) * cfg.ffn
+    small = row * features / rates.copy
+    known = {
+        f"forward {names[0]}": 2 * row * cfg.width / rates.copy,
+        f"backward {names[0]}": 7 * row * cfg.width / rates.copy,  # sorts the ids, adds in place
+        "loss": _loss_seconds(cfg, rates, N, row, gemm),
+    }
+    for u in range(1, cfg.n_units - 1):
+        kept = frozenset(name for name, _ in plan.units[u].saved)
+        missing = shapes.saved_shapes(cfg, 1).keys() - kept
+        again = forward_attention if missing & {"attn_out", "lse"} else 0.0
+        once = shapes.forward_flops(cfg, u, N, pairs) - attended
+        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs) - (attended if again else 0)
+        known[f"forward {names[u]}"] = once / gemm + forward_attention + small
+        known[f"backward {names[u]}"] = (
+            (2 * once + rebuilt) / gemm + backward_attention + again + small * (3 if missing else 2)
+        )
+    return known
+
+
+def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, row: int, gemm: float) -> float:
+    """Logits, their gradient and two products: five passes over the logits, and over the fp32 gradient each chunk."""
+    chunks = -(-tokens // shapes.LOSS_CHUNK)
+    moved = 5 * row * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width
+    return 3 * shapes.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy

@@ -1,0 +1,130 @@
+"""Predictions: the drive and the memory are shared as said, faster is never slower, and measured steps are met."""
+
+from dataclasses import replace
+
+import pytest
+from engines import LLAMA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.plan import Geometry, Plan, UnitPlan
+from trireme.engine.predict import Batch, Intervals, predict
+from trireme.engine.rates import GPUS, Rates, assume
+from trireme.models import shapes
+from trireme.models.config import InputError, ModelConfig, Rope
+
+RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
+H200 = Rates(7.89e14, 4.1e12, 5.54e10, 5.53e10, 5.8e9, 5.8e9 * 28 * 1.2)
+SMALL = replace(LLAMA, width=1024, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=128, ffn=2816, vocab=4096)
+
+
+def llama(width: int, layers: int, heads: int, ffn: int) -> ModelConfig:
+    return ModelConfig("llama", 32000, width, layers, heads, heads, width // heads, ffn, 1 << 17, 1e-5, False,
+                       rope=Rope(1e4))  # fmt: skip
+
+
+ONE_B, SEVEN_B = llama(2048, 24, 16, 5504), llama(4096, 32, 32, 11008)
+
+
+def plan(cfg: ModelConfig, unit: UnitPlan, keep: int = 0, tokens: int = 16384, n_micro: int = 2, **more) -> Plan:
+    """Every unit alike, and everything kept of the last `keep` blocks."""
+    kept = replace(unit, saved=tuple((name, "gpu") for name in shapes.saved_shapes(cfg, 1)))
+    units = [kept if cfg.n_layers - keep < u <= cfg.n_layers else unit for u in range(cfg.n_units)]
+    return Plan(tuple(units), tokens, n_micro, **more)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=40))
+def test_a_device_does_one_thing_at_a_time(requests):
+    device = Intervals()
+    for start, seconds in requests:
+        assert device.take(start, seconds) >= start + seconds
+    pairs = list(zip(device.starts, device.ends, strict=True))
+    assert sum(b - a for a, b in pairs) == sum(seconds for _, seconds in requests)
+    assert all(b < c for (_, b), (c, _) in zip(pairs, pairs[1:], strict=False))
+
+
+def test_a_drive_fills_its_gaps():
+    device = Intervals()
+    assert device.take(10, 5) == 15
+    assert device.take(0, 4) == 4  # before it, although handed over later
+    assert device.take(3, 8) == 17  # what is left before it, and after
+
+
+def test_a_drive_that_binds_is_never_idle():
+    """Reading and writing share it: a step takes the sum of both, and no longer."""
+    slow = replace(RATES, ssd_read=1e9, ssd_write=5e8)
+    p = plan(SMALL, UnitPlan("host", "ssd"), tokens=256, record=1 << 22, state_slots=12)
+    found = predict(SMALL, p, slow, Batch(256, 256, 2))
+    state = sum(Geometry(SMALL, "BF16").state_span(u, p.record) for u in range(SMALL.n_units))
+    assert (found.ssd_read, found.ssd_written) == (state, state)
+    assert found.bound == "ssd"
+    assert found.step_s == pytest.approx(state / 1e9 + state / 5e8, rel=0.02)
+
+
+def test_a_plan_that_uses_a_drive_needs_one():
+    with pytest.raises(ValueError, match="drive"):
+        predict(SMALL, plan(SMALL, UnitPlan("ssd", "ssd")), H200, Batch(256, 256, 2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(("matmul", "copy", "h2d", "d2h", "adam", "dram", "ssd_read", "ssd_write")),
+    st.floats(1.01, 8),
+    st.sampled_from((("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
+    st.sampled_from(("forward", "backward", "serial")),
+)
+def test_faster_is_never_slower(resource, times, homes, mode):
+    p = plan(SMALL, UnitPlan(*homes), keep=2, tokens=512, mode=mode, record=1 << 22)
+    before = predict(SMALL, p, RATES, Batch(512, 256, 2)).step_s
+    faster = replace(RATES, **{resource: getattr(RATES, resource) * times})
+    if resource == "adam":
+        faster = replace(faster, dram=faster.dram * times)
+    assert predict(SMALL, p, faster, Batch(512, 256, 2)).step_s <= before * 1.02
+
+
+MEASURED = [  # seconds of a step on an H200 limited to 24 GiB, 32,768 tokens in sequences of 1,024
+    ("on the GPU", ONE_B, plan(ONE_B, UnitPlan()), H200, 0.602),
+    ("drive", ONE_B, plan(ONE_B, UnitPlan("host", "ssd"), 12, window=5, state_slots=69),
+     replace(H200, adam=6.04e9, ssd_read=4.24e9, ssd_write=3.75e9), 7.05),
+    ("drive, 8 bits", ONE_B, plan(ONE_B, UnitPlan("host", "ssd"), 13, state_slots=104, adam_bits=8),
+     replace(H200, ssd_read=4.36e9, ssd_write=4.0e9), 2.71),
+    ("RAM", SEVEN_B, plan(SEVEN_B, UnitPlan("host", "host"), 3, mode="backward", record=26320896),
+     replace(H200, adam=5.58e9), 2.81),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cfg, plan, rates, seconds", [m[1:] for m in MEASURED], ids=[m[0] for m in MEASURED])
+def test_measured_steps_are_met(cfg, plan, rates, seconds):
+    assert predict(cfg, plan, rates, Batch(16384, 1024, 2)).step_s == pytest.approx(seconds, rel=0.05)
+
+
+# ---------------------------------------------------------------- machines that are not at hand
+
+
+def test_a_machine_by_its_parts():
+    made = assume("gpu=rtx4090, ram=128GiB, ssd=2x2TB@7/5, dram=60")
+    assert made.gpu == 24 << 30 and made.ram == 128 << 30 and made.ssd == 4 * 10**12
+    assert (made.rates.ssd_read, made.rates.ssd_write, made.rates.dram) == (14e9, 10e9, 60e9)
+    assert made.endurance == pytest.approx(2400e12)
+    assert made.limits["gpu"] < made.gpu and made.limits["host"] < made.ram
+
+
+def test_a_drive_without_rates_is_past_its_cache():
+    assert assume("gpu=24GiB,ram=64GiB,ssd=2TB").rates.ssd_write < 2e9
+
+
+def test_a_gpu_by_its_memory_is_as_fast_as_a_known_one():
+    made = assume("gpu=16GiB,ram=64GiB")
+    assert made.gpu == 16 << 30 and made.rates.matmul == GPUS["rtx4090"].matmul and made.ssd == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "gpu=rtx4090", "gpu=gtx8800,ram=64GiB", "gpu=rtx4090,ram=64", "gpu=a100,ram=64GiB,ssd=0x2TB",
+     "gpu=a100,ram=64GiB,ssd=2TB@7", "gpu=a100,ram=64GiB,color=blue", "gpu=a100,ram=64GiB,dram=x", "gpu=,ram=64GiB",
+     "gpu=a100,ram=64GiB,dram=0"],
+)  # fmt: skip
+def test_what_is_no_machine_is_refused(text):
+    with pytest.raises(InputError, match="--assume"):
+        assume(text)
