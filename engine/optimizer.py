@@ -184,7 +184,13 @@ class Optimizer:
             self.weights.publish(u, final, hi_slot, written)
 
     def start(self) -> None:
-        """Hands over at once every update on the CPU that needs no slot: the CPU then runs as far ahead as it can."""
+        """Hands over at once every update on the CPU that needs no slot: the CPU then runs as far ahead as it can.
+
+        In mode `serial` all updates run here, one after another, and the step waits for them.
+        """
+        if self.plan.mode == "serial":
+            self.flush()
+            self.lanes.drain()
         for u, unit in enumerate(self.plan.units):
             if unit.weights == unit.state == "host" and unit.update == "cpu" and self.plan.mode == "forward":
                 self.update(u)
@@ -240,10 +246,10 @@ class Optimizer:
             written = self.homes.write_state(u, r, state, (task,))
             self.written[u, r] = written
             self.state_ring.release(state_slot, (written,))
-            if self.plan.mode == "serial":
-                written.wait()
-            else:
+            if self.plan.mode != "serial":
                 self.read_ahead()
+        if self.plan.mode == "serial":
+            self.lanes.drain()
         return task
 
     def _update_on_gpu(self, u: int, landed: Task) -> None:
