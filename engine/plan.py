@@ -76,14 +76,18 @@ class Plan:
         path.write_text(json.dumps(asdict(self), indent=1))
 
     @staticmethod
+    def of(data: dict) -> Plan:
+        """A plan from what `asdict` makes of one."""
+        units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
+        return Plan(**{**data, "units": tuple(units)})
+
+    @staticmethod
     def load(path: Path) -> Plan:
         """A plan from a JSON or YAML file as `save` writes it. Raises InputError."""
         import yaml
 
         try:
-            data = yaml.safe_load(path.read_text())
-            units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data.pop("units")]
-            return Plan(units=tuple(units), **data)
+            return Plan.of(yaml.safe_load(path.read_text()))
         except (OSError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
             raise InputError(f"{path}: not a plan: {error}") from error
 

@@ -26,7 +26,6 @@ from trireme.engine.step import Inputs, train_step
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
-from trireme.storage.layout import ITEMSIZE
 
 # Share of the matrix product's rate that each computation reaches; medians of task times on an H200 over LLaMA shapes
 # of 1.3B to 13B: GEMMs of a block 0.87-0.92 whatever the shape; attention by its own benchmark (d 128, 8 x 1,024).
@@ -139,38 +138,6 @@ def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
             busy[s.lane] += s.end - s.start
     bound = max(busy, key=busy.get)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], tuple(spans))
-
-
-def _sharing(spans: Sequence[Span], rates: Rates) -> dict[str, float]:
-    """How many times longer each lane's tasks take for what ran beside them in these spans."""
-    by_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
-    for s in spans:
-        by_lane[s.lane].append(s)
-    beside = lambda lane, other: _overlap(by_lane[lane], by_lane[other])  # noqa: E731
-    lost = 1 / rates.duplex - 1
-    traffic = sum(beside("cpu", lane) * getattr(rates, lane) for lane in ("h2d", "d2h"))
-    traffic += sum(beside("cpu", lane) for lane in ("ssd_read", "ssd_write")) / 2 * max(rates.ssd_read, rates.ssd_write)
-    return {
-        "h2d": 1 + lost * beside("h2d", "d2h"),
-        "d2h": 1 + lost * beside("d2h", "h2d"),
-        "cpu": max(1.0, 28 * rates.adam / max(rates.dram - traffic, rates.dram / 4)),
-    }
-
-
-def _overlap(mine: Sequence[Span], theirs: Sequence[Span]) -> float:
-    """The share of the time of `mine` during which one of `theirs` ran; each a lane's spans in order."""
-    total, shared, j = sum(s.end - s.start for s in mine), 0.0, 0
-    for s in mine:
-        while j < len(theirs) and theirs[j].end <= s.start:
-            j += 1
-        k = j
-        while k < len(theirs) and theirs[k].start < s.end:
-            shared += max(0.0, min(s.end, theirs[k].end) - max(s.start, theirs[k].start))
-            k += 1
-    return min(1.0, shared / total) if total else 0.0
-
-
-# ---------------------------------------------------------------- how long a task takes
 
 
 def _sharing(spans: Sequence[Span], rates: Rates) -> dict[str, float]:

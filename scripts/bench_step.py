@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -319,7 +319,7 @@ def summary(a, e: Engine, c: Ceilings, times: list[float], losses: list[float], 
         "ratio": step_s / floor[bound], "bound": bound, "ceilings": vars(c),
         "lanes": {k: {"floor_s": v, "busy_s": at_work.get(k, 0)} for k, v in floor.items()} | {"measured": at_work},
         "peaks": {"gpu_gib": gpu, "ram_gib": ram}, "tokens_per_s": a.tokens / step_s,
-        "model_tflops": flops / step_s / 1e12, "losses": losses,
+        "model_tflops": flops / step_s / 1e12, "losses": losses, "seq": a.seq, "plan": asdict(e.plan),
     }  # fmt: skip
 
 
