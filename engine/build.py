@@ -50,6 +50,8 @@ def build(
 def _poison(lanes, slot: Slot) -> Task:
     def fill():
         slot.buffer.fill_(0xFF)  # every float format reads this as NaN
+        if slot.buffer.is_cuda:  # the lane has no stream, so nothing else tells the next user when this is over
+            torch.cuda.current_stream(slot.buffer.device).synchronize()
 
     return lanes.run("poison", f"poison {slot.ring.name}", fill, slot.ready)
 
