@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +81,11 @@ def _train(options: Options) -> None:
 def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
     """The store of an interrupted run at its last snapshot, or (None, None) where it had not come to a first one."""
     dirs = options.store or (os.path.join(options.out, "store"),)
+    if not any(map(os.path.isdir, dirs)) and any(Path(options.out).glob("*.safetensors")):
+        raise InputError(
+            f"--resume {options.out}: that run is finished. To train its result further, name the folder as the "
+            "checkpoint, and another --out."
+        )
     try:
         store = Store.open([open_device(d, 0) for d in dirs], options.keep)
     except StoreError as error:
@@ -147,7 +152,7 @@ class Run:
                     self._evaluate()
                 while self.step < job.total_steps and not self.stop:
                     self._one_step()
-                if self.stop:
+                if self.stop and self.step < job.total_steps:
                     self._save()
                     self.log.say(
                         f"{self.stop} saved {job.out} at step {self.step}. "
@@ -308,19 +313,24 @@ class Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM finishes the step and saves; the second leaves at once."""
+        """The first Ctrl-C, SIGTERM or hang-up finishes the step and saves; the second leaves at once."""
+        caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+
+        def tell(line: str) -> None:
+            with suppress(OSError):  # after a hang-up there is nobody to tell
+                print(line, file=sys.stderr, flush=True)
 
         def first(number, frame):
             self.stop = "^C " if number == signal.SIGINT else "asked to stop:"
-            print(f"\n  finishing step {self.step + 1} and saving; again: leave at once", file=sys.stderr, flush=True)
-            for n in (signal.SIGINT, signal.SIGTERM):
+            tell(f"\n  finishing step {self.step + 1} and saving; again: leave at once")
+            for n in caught:
                 signal.signal(n, second)
 
         def second(number, frame):
-            print(f"\nleft at once. Last snapshot: step {self.saved_step}", file=sys.stderr, flush=True)
+            tell(f"\nleft at once. Last snapshot: step {self.saved_step}")
             os._exit(130)
 
-        before = {n: signal.signal(n, first) for n in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.signal(n, first) for n in caught}
         try:
             yield
         finally:

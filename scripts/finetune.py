@@ -30,6 +30,13 @@ def main(argv: list[str]) -> int:
         return fail("interrupted before there was anything to save", 130)
 
 
+def open_streams() -> None:
+    """Output that is closed goes nowhere, and a character that the terminal's encoding lacks becomes `?`."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")
+
+
 def run(options: Options) -> int:
     """Trains; 130 when interrupted with everything saved."""
     # Threads of torch that wait should sleep: spinning ones make a step ten times slower when the CPU has other work.
@@ -49,4 +56,5 @@ def fail(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
+    open_streams()
     sys.exit(main(sys.argv[1:]))

@@ -249,8 +249,9 @@ def test_dry_run_writes_nothing(here, capsys):
 # ---------------------------------------------------------------- in a real terminal
 
 
-def in_terminal(argv: list[str], when: str, key: bytes) -> tuple[int, str]:
-    """Runs the command in a pseudo-terminal, presses `key` once its output matches `when`; (exit code, output)."""
+def in_terminal(argv: list[str], when: str, key: bytes | None) -> tuple[int, str]:
+    """Runs the command in a pseudo-terminal until its output matches `when`, then presses `key` (None: closes the
+    terminal); (exit code, output)."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     process = subprocess.Popen(
@@ -273,10 +274,12 @@ def in_terminal(argv: list[str], when: str, key: bytes) -> tuple[int, str]:
         except OSError:  # the other side has closed
             break
         if re.search(when, seen) and not pressed:
+            if key is None:
+                break
             os.write(master, key)
             pressed = True
     os.close(master)
-    return process.wait(), seen
+    return process.wait(timeout=60), seen
 
 
 def on_screen(output: str) -> list[str]:
@@ -308,3 +311,16 @@ def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
     records = [json.loads(line) for line in Path("runs/first/log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "loss" in r] == list(range(1, step + 4))
     assert Path("runs/first/loss.svg").exists() and Path("runs/first/model.safetensors").exists()
+
+
+def test_a_finished_run_is_not_begun_again(here, capsys):
+    assert finetune.main(list(TRAIN)) == 0
+    capsys.readouterr()
+    assert "that run is finished" in fails(capsys, here, "--resume", "out")
+
+
+def test_a_hang_up_saves_too(here):
+    """The terminal goes away in the middle of a run."""
+    code, _ = in_terminal([*TRAIN[:-1], "100000"], r"step +\d+/", None)
+    assert code == 130
+    assert list(Path("out/store").glob("snapshot-*"))
