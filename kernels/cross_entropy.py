@@ -95,7 +95,7 @@ def linear_cross_entropy(
     logits = torch.empty((chunk, V), dtype=x.dtype, device=x.device)
     total = dweight_
     if dweight_ is not None and dweight_.dtype != torch.float32 and chunk < M:
-        total = torch.zeros((V, D), dtype=torch.float32, device=x.device)
+        total = dweight_.float()
     for i in range(0, M, chunk):
         part = rows[i : i + chunk]
         every = M == N  # then rows counts up from 0, and nothing need be gathered
@@ -115,7 +115,7 @@ def linear_cross_entropy(
             dx_.index_copy_(0, part, torch.mm(z, weight))
         _add_product_(total, z.T, xs)
     if total is not dweight_:
-        dweight_.add_(total)
+        dweight_.copy_(total)
     return losses
 
 
