@@ -173,7 +173,8 @@ class RunLog:
         self.draw()
 
     def summary(self) -> str:
-        """The line at the end of a run: steps, time, how the losses went, tokens."""
+        """Draws the picture and returns the line at the end of a run: steps, time, how the losses went, tokens."""
+        self.draw()
         steps = [r for r in self._records if "loss" in r]
         evals = [r for r in self._records if "eval_loss" in r]
         parts = [f"done     {len(steps):,} steps"]

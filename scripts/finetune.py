@@ -15,8 +15,10 @@ from trireme.storage.checkpoint import CheckpointError
 
 def main(argv: list[str]) -> int:
     """Runs the command line `argv`; returns the exit code. Every foreseen failure is one line on stderr."""
+    options = Options()
     try:
-        return run(parse(argv))
+        options = parse(argv)
+        return run(options)
     except (InputError, CheckpointError) as error:
         return fail(str(error), 2)
     except DoesNotFit as error:
@@ -25,9 +27,16 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        return fail(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 4)
+        return fail(about_disk(error, options), 4)
     except KeyboardInterrupt:
         return fail("interrupted before there was anything to save", 130)
+
+
+def about_disk(error: OSError, options: Options) -> str:
+    """Where the disk failed, how, and whether the run can go on."""
+    where, what = error.filename or options.out, error.strerror or str(error)
+    begun = options.out and os.path.exists(os.path.join(options.out, "config.yaml"))
+    return f"{where}: {what}." + (f" When that is mended: --resume {options.out}" if begun else "")
 
 
 def open_streams() -> None:
