@@ -1,12 +1,14 @@
 """What --demo makes is a checkpoint like any other, and the same every time."""
 
 import random
+import re
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.engine import demo
 from trireme.engine.options import Options
+from trireme.engine.train import finetune
 from trireme.models.config import read_config
 from trireme.models.hf import canonical_names
 from trireme.storage.checkpoint import open_source
@@ -50,3 +52,16 @@ def test_a_story_is_english_enough():
     for story in told:
         assert " a a" not in story and " a o" not in story and "  " not in story
         assert story.startswith("Once there was a ") and story.endswith(".")
+
+
+def test_it_learns(tmp_path, monkeypatch, capsys):
+    """A short demo from end to end: the loss falls, and the folder opens."""
+    monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    options = Options(demo=True, seq_len=128, batch_size=8, max_steps=25, lr=8e-3)
+    finetune(demo.prepare(options))
+    said = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"eval_loss (\d+\.\d+)", said)]
+    assert losses[0] > 6 and losses[-1] < 4.6 and "check    reopened: 38 tensors" in said
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert model.config.tie_word_embeddings
