@@ -73,6 +73,7 @@ def reopen(source: Source, out: Path) -> list[str]:
         f"output   {out}/: {', '.join([files, *others, *logs])}",
         f"check    reopened: {len(ours):,} tensors, names, shapes and dtypes equal to the source; "
         f"{len(others)} other files byte-identical",
+        f"next     AutoModelForCausalLM.from_pretrained({str(out)!r}); the same run again: --config {out}/config.yaml",
     ]
 
 
