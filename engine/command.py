@@ -209,7 +209,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 # ---------------------------------------------------------------- writing them
 
-_NOT_KEPT = ("resume", "config", "dry_run", "demo", "out")  # about one command, not about the run
+_NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # about one command, not about the run
 
 
 def write_config(options: Options, path: Path) -> None:

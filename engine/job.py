@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from trireme.engine.data import DataOptions, Dataset, load_dataset
-from trireme.engine.machine import choose_device, memory_limits
+from trireme.engine.forecast import Forecast, check_drive
+from trireme.engine.machine import choose_device, memory_limits, this_machine
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
-from trireme.engine.plan import Geometry, Plan, buffers, simple_plan, usage, workspace
+from trireme.engine.plan import Plan, simple_plan
+from trireme.engine.rates import Machine, assume
 from trireme.engine.screen import compact
 from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes
@@ -37,6 +38,7 @@ class Job:
     device: torch.device
     plan: Plan
     limits: dict[str, int]
+    machine: Machine
     seq_len: int
     micro_rows: int  # rows of a micro-batch
     total_steps: int
@@ -70,17 +72,45 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
-    device = choose_device(options.device)
+    assumed = _assumed(options)
+    device = torch.device("cuda") if assumed else choose_device(options.device)
     dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
-    limits = memory_limits(device, options.gpu_memory, options.ram)
+    limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
     plan, micro_rows = _plan(options, cfg, seq_len, dtype, device, limits, like)
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
-    return Job(
-        options, cfg, source, stored, tokenizer, data, device, plan, limits, seq_len, micro_rows,
+    job = Job(
+        options, cfg, source, stored, tokenizer, data, device, plan, limits,
+        assumed or this_machine(device, dtype, limits, options.store or (options.out,)), seq_len, micro_rows,
         total_steps=options.max_steps or max(1, math.ceil(per_epoch * epochs)),
         lr=options.lr or (2e-5 if shapes.parameters(cfg) < SMALL else 1e-5),
+    )  # fmt: skip
+    if assumed:
+        check_drive(cfg, plan, assumed, forecast(job).disk())
+    return job
+
+
+def _assumed(options: Options) -> Machine | None:
+    """The machine that --assume says, within --gpu-memory and --ram."""
+    if not options.assume:
+        return None
+    if not options.dry_run:
+        raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
+    machine = assume(options.assume)
+    return replace(
+        machine,
+        gpu=min(machine.gpu, options.gpu_memory or machine.gpu),
+        ram=min(machine.ram, options.ram or machine.ram),
+    )
+
+
+def forecast(job: Job) -> Forecast:
+    """What the run will take."""
+    rows = min(job.options.batch_size, job.data.n_sequences)
+    return Forecast(
+        job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
+        used=job.data.report.used, cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
     )  # fmt: skip
 
 
@@ -163,35 +193,13 @@ def report(job: Job) -> list[str]:
         f"method   full fine-tuning, {adamw}, peak lr {job.lr:g}, {o.schedule}, "
         f"clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
     )
-    lines += _labelled("plan", plan_lines(job))
+    lines.append(f"machine  {job.machine.describe()}{'' if o.assume else ' (measured)'}")
     rows = min(o.batch_size, job.data.n_sequences)
     lines.append(
         f"steps    {job.total_steps:,} of {rows} sequences of up to {job.seq_len:,} tokens, "
         f"{job.plan.n_micro} micro-batch{'es' * (job.plan.n_micro > 1)} of {job.micro_rows}"
     )
-    return lines
-
-
-def plan_lines(job: Job) -> list[str]:
-    """The plan in words: what each tier holds, against its limit."""
-    geo, plan = Geometry(job.cfg, job.plan.dtype, job.plan.adam_bits), job.plan
-    total = usage(geo, plan)
-    held: dict[str, Counter] = {"gpu": Counter(workspace=workspace(geo, plan)), "host": Counter()}
-    for b in buffers(geo, plan):
-        held[b.tier][b.key.split()[0]] += b.nbytes * b.count
-    where = {"gpu": "GPU" if job.device.type == "cuda" else "gpu tier (in RAM)", "host": "RAM"}
-    lines = []
-    for tier in ("gpu", "host"):
-        parts = ", ".join(f"{name} {gib(n)}" for name, n in held[tier].most_common(5))
-        lines.append(f"{where[tier]} {gib(total[tier])} of {gib(job.limits[tier])}{': ' if parts else ''}{parts}")
-    for kind in ("weights", "state"):
-        homes = Counter(getattr(u, kind) for u in plan.units)
-        lines.append(f"{kind} of {len(plan.units)} units: " + ", ".join(f"{n} on {tier}" for tier, n in homes.items()))
-    kept = sum(bool(u.saved) for u in plan.units)
-    lines.append(
-        f"activations kept of {kept} of {job.cfg.n_layers} blocks, recomputed in the others; updates: {plan.mode}"
-    )
-    return lines
+    return [*lines, *forecast(job).lines()]
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:

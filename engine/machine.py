@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from trireme.engine.memory import DTYPE
+from trireme.engine.rates import DRIVES, SHARED, Machine, Rates
+from trireme.kernels.host_adamw import Workers
 from trireme.models.config import InputError
 
 RAM_SHARE = 0.85  # of what this process may use
@@ -97,6 +102,58 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     for _ in range(repeats):
         a @ b
     return 2 * n**3 * repeats / (_now(device) - start)
+
+
+def this_machine(device: torch.device, dtype: str, limits: dict[str, int], folders: Sequence[str]) -> Machine:
+    """This machine and its rates, measured in a few seconds. Nothing is written, so a drive is taken to be a usual one.
+
+    `folders`: where the store is to be. On the CPU both tiers are RAM, and copies between them are CPU copies.
+    """
+    places = [next(p for p in (Path(f), *Path(f).absolute().parents) if p.exists()) for f in folders]
+    disks = {place.stat().st_dev: shutil.disk_usage(place).free for place in places}
+    drive, cuda = DRIVES["gen4"], device.type == "cuda"
+    adam = _adam_rate(dtype, 1 << 25 if cuda else 1 << 22)
+    copy = _copy_rate(device, device)
+    up, down = (
+        (_copy_rate(torch.device("cpu"), device), _copy_rate(device, torch.device("cpu"))) if cuda else (copy,) * 2
+    )
+    dram = max(28 * adam * SHARED, 0.0 if cuda else copy)
+    rates = Rates(
+        matmul_rate(device, DTYPE[dtype]), copy, up, down, adam, dram,
+        ssd_read=len(disks) * drive.read, ssd_write=len(disks) * drive.write,
+    )  # fmt: skip
+    name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
+    room = sum(disks.values())
+    drives = f"{room / 1e9:,.0f} GB of disk free (speed of {len(disks)} {drive.name}{'s' * (len(disks) > 1)} assumed)"
+    return Machine(name, limits["gpu"], limits["host"], rates, room, drives=drives)
+
+
+def _copy_rate(source: torch.device, target: torch.device) -> float:
+    """Bytes/s of a large copy: pinned between CPU and GPU; read plus written within one memory."""
+    nbytes = 64 << 20 if "cuda" in (source.type, target.type) else 16 << 20
+    make = lambda d, other: torch.ones(nbytes, dtype=torch.uint8, device=d, pin_memory=d.type != other.type)  # noqa: E731
+    a = make(source, target) if source.type == "cpu" else torch.ones(nbytes, dtype=torch.uint8, device=source)
+    b = make(target, source) if target.type == "cpu" else torch.ones(nbytes, dtype=torch.uint8, device=target)
+    device = source if source.type == "cuda" else target
+    best = min(_timed(lambda: b.copy_(a, non_blocking=True), device) for _ in range(3))
+    return nbytes * (2 if source.type == target.type else 1) / best
+
+
+def _adam_rate(dtype: str, n: int) -> float:
+    """Parameters/s of the update on all of the CPU's workers, out of cache."""
+    w, grad = torch.ones(n, dtype=DTYPE[dtype]), torch.ones(n, dtype=DTYPE[dtype])
+    lo = torch.zeros(n, dtype=torch.int16) if dtype == "BF16" else None
+    m, v, clip = torch.zeros(n), torch.ones(n), torch.ones(1)
+    hyper = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
+    with Workers() as workers:
+        update = lambda: workers.adamw_(w, lo, m, v, grad, clip, **hyper)  # noqa: E731
+        return n / min(_timed(update, torch.device("cpu")) for _ in range(3))
+
+
+def _timed(fn: Callable[[], object], device: torch.device) -> float:
+    start = _now(device)
+    fn()
+    return _now(device) - start
 
 
 def _now(device: torch.device) -> float:

@@ -259,6 +259,9 @@ class Options:
 
     config: str | None = _option(INSTEAD, "options from a YAML file; flags win", metavar="FILE")
     dry_run: bool = _option(INSTEAD, "report and plan, then stop; writes nothing", False, parse=bool)
+    assume: str | None = _option(
+        INSTEAD, "--dry-run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5", metavar="PARTS"
+    )
     demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
 
     eps: ClassVar[float] = 1e-8  # of AdamW, as in PyTorch

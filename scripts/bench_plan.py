@@ -20,9 +20,8 @@ from bench_step import MODELS, Ceilings
 
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, usage
 from trireme.engine.predict import Batch, predict
-from trireme.engine.rates import GPUS, Rates
+from trireme.engine.rates import GPUS, SHARED, Rates
 
-SHARED = 1.2  # what the CPU's memory gives to all its users, over what AdamW alone takes of it; measured beside copies
 COPY = GPUS["h200"].copy
 GRID = (
     "llama-1.3b --gpu-memory 24GiB --ram 60GiB",

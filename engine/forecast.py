@@ -1,0 +1,255 @@
+"""What a run will take, before it starts: memory by tier, time, wear of the drives, disk, and what would be faster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from trireme.engine.plan import TIERS, DoesNotFit, Geometry, Plan, buffers, simple_plan, usage, workspace
+from trireme.engine.predict import Batch, Prediction, predict
+from trireme.engine.rates import ENDURANCE, TB, Machine
+from trireme.engine.screen import compact, duration
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+from trireme.storage.layout import ITEMSIZE
+
+ROWS = {  # line of the memory table -> how the keys of its buffers begin
+    "weights": ("weights", "weight ring"),
+    "gradients": ("gradient",),
+    "optimizer state": ("state", "stream ring"),
+    "activations": ("x", "dx ring", "saved", "swap ring"),
+    "workspace": ("workspace", "staging"),
+}
+BINDS = {
+    "compute": "computation",
+    "update": "updates on the GPU",
+    "h2d": "the bus to the GPU",
+    "d2h": "the bus from the GPU",
+    "cpu": "updates on the CPU",
+    "ssd": "the SSD",
+}
+WORTH = 1.1  # times more tokens a second, from which a change is worth mentioning
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan on a machine, for so many steps of so many sequences."""
+
+    cfg: ModelConfig
+    plan: Plan
+    machine: Machine
+    limits: dict[str, int]
+    seq_len: int
+    sequences: int  # of a step
+    steps: int
+    keep: int = 1  # snapshots kept beside the best
+    used: float = 1.0  # share of a sequence's room that holds tokens
+    cuda: bool = True  # else both tiers are RAM
+    bits_open: bool = True  # whether --adam-bits may still be chosen
+
+    @property
+    def geo(self) -> Geometry:
+        return Geometry(self.cfg, self.plan.dtype, self.plan.adam_bits)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return max(1, round(self.sequences * self.seq_len * self.used))
+
+    def lines(self) -> list[str]:
+        """The report's lines from `plan` on."""
+        found = self.predict()
+        return [
+            *self.memory_lines(),
+            f"time     {self.time_line(found)}",
+            *([f"ssd      {self.wear_line(found)}"] if found.ssd_written else []),
+            f"disk     {self.disk_line()}",
+            *(f"faster   {line}" for line in self.faster_lines(found)),
+        ]
+
+    def predict(self) -> Prediction:
+        """The steady state of this plan on this machine."""
+        n_micro = min(self.plan.n_micro, math.ceil(self.sequences * self.seq_len / self.plan.tokens))
+        batch = Batch(math.ceil(self.tokens / n_micro), self.seq_len, n_micro)
+        return predict(self.cfg, self.plan, self.machine.rates, batch)
+
+    # ------------------------------------------------ memory and disk
+
+    def memory_lines(self) -> list[str]:
+        """The table of what each tier holds, against its limit."""
+        geo, plan = self.geo, self.plan
+        held = {row: dict.fromkeys(TIERS, 0) for row in ROWS}
+        held["workspace"]["gpu"] = workspace(geo, plan)
+        for b in buffers(geo, plan):
+            held[_row(b.key)][b.tier] += b.nbytes * b.count
+        for u, unit in enumerate(plan.units):
+            held["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
+            held["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")
+            held["activations"]["ssd"] += plan.n_micro * self._swapped(geo, u)
+        total = usage(geo, plan)
+        lines = [f"plan     {'':18}{'GPU' if self.cuda else 'gpu tier':>10}{'RAM':>10}{'SSD':>10}"]
+        for row, tiers in held.items():
+            lines.append(
+                f"           {row:16}{_cell(tiers['gpu'])}{_cell(tiers['host'])}{_cell(tiers['ssd'])}{self._how(row)}"
+            )
+        ssd = sum(tiers["ssd"] for tiers in held.values())
+        lines.append(f"           {'total':16}{_cell(total['gpu'])}{_cell(total['host'])}{_cell(ssd)}")
+        lines.append(f"           {'limit':16}{_cell(self.limits['gpu'])}{_cell(self.limits['host'])}")
+        return lines
+
+    def _swapped(self, geo: Geometry, u: int) -> int:
+        unit = self.plan.units[u]
+        saved = geo.saved_layout(unit.names("ssd"), self.plan.tokens).span
+        return saved + (geo.x_bytes(self.plan.tokens) if u and unit.x == "ssd" else 0)
+
+    def _how(self, row: str) -> str:
+        """A row's decisions in words."""
+        plan, n = self.plan, len(self.plan.units)
+        if row == "weights":
+            homes = _counted(u.weights for u in plan.units)
+            return f"   homes of {n} units: {homes}; {plan.window} blocks on their way"
+        if row == "optimizer state":
+            updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
+            where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
+            return f"   homes: {_counted(u.state for u in plan.units)}; {plan.adam_bits}-bit moments{where}"
+        if row == "gradients":
+            when = {"forward": "under the next forward", "backward": "under backward", "serial": "after backward"}
+            return f"   consumed {when[plan.mode]}"
+        if row == "activations":
+            kept = sum(bool(u.saved) for u in plan.units)
+            return f"   kept of {kept} of {self.cfg.n_layers} blocks, recomputed in the others"
+        return ""
+
+    def stored(self) -> int:
+        """Bytes of everything that a snapshot holds: weights and optimizer state."""
+        geo = self.geo
+        return sum(geo.weights[u].span + geo.state_span(u, self.plan.record) for u in range(geo.n_units))
+
+    def disk(self) -> int:
+        """Bytes that the store and the exported checkpoint need at most: what is current, and each snapshot's copy."""
+        return self.stored() * (1 + self.keep) + self._export()
+
+    def _export(self) -> int:
+        return shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
+
+    def disk_line(self) -> str:
+        copies = f"as much again for {self.keep} snapshot{'s' * (self.keep > 1)}"
+        parts = f"store {_bytes(self.stored())}, {copies}, export {_bytes(self._export())}"
+        need, room = self.disk(), self.machine.ssd
+        if not room:
+            return f"{parts}: {_bytes(need)}"
+        verdict = "fits" if need <= room else f"short by {_bytes(need - room)}"
+        return f"{parts}: {_bytes(need)} of {_bytes(room)}: {verdict}"
+
+    # ------------------------------------------------ time
+
+    def time_line(self, found: Prediction) -> str:
+        step = found.step_s
+        return (
+            f"{_seconds(step)} a step ({self.sequences} sequences, {compact(self.tokens)} tokens: "
+            f"{compact(self.tokens / step)} tok/s, {self.tflops(found):.3g} TFLOP/s); "
+            f"{self.steps:,} steps = {duration(self.steps * step)}; "
+            f"limited by {BINDS[found.bound]} ({_seconds(found.busy[found.bound])} of {_seconds(step)})"
+        )
+
+    def tflops(self, found: Prediction) -> float:
+        """10^12 model FLOPs a second: three times forward's, recomputation not counted."""
+        pairs = shapes.attended_pairs([self.seq_len] * self.sequences, self.cfg.window)
+        return shapes.model_flops(self.cfg, self.tokens, pairs) / found.step_s / 1e12
+
+    def wear_line(self, found: Prediction) -> str:
+        written, room = found.ssd_written * self.steps, self.machine.ssd or 2 * TB
+        rated = self.machine.endurance or ENDURANCE * room
+        return (
+            f"{_bytes(found.ssd_read)} read and {_bytes(found.ssd_written)} written a step, {_bytes(written)} written "
+            f"in all: {written / rated:.1%} of what {_bytes(room)} of drives are often rated for ({_bytes(rated)})"
+        )
+
+    # ------------------------------------------------ what would be faster
+
+    def faster_lines(self, found: Prediction) -> list[str]:
+        """Up to three changes that would train more tokens a second, the best first, each planned and predicted."""
+        now, better = self.tokens / found.step_s, []
+        for name, change in self._changes() if self.cuda else ():
+            try:
+                changed = change()
+            except DoesNotFit:
+                continue
+            then = changed.predict()
+            gain = changed.tokens / then.step_s / now
+            if gain >= WORTH:
+                better.append((gain, f"{name}: {gain:.1f} times the tokens/s ({_seconds(then.step_s)} a step)"))
+        return [line for _, line in sorted(better, key=lambda b: -b[0])[:3]]
+
+    def _changes(self) -> Iterable[tuple[str, Callable[[], Forecast]]]:
+        m, r, p = self.machine, self.machine.rates, self.plan
+        if p.adam_bits == 32 and self.bits_open:
+            yield "--adam-bits 8", lambda: self.again(adam_bits=8)
+        doubled = 2 * self.sequences
+        yield f"--batch-size {doubled}", lambda: replace(self.again(n_micro=2 * p.n_micro), sequences=doubled)
+        more = 2 * self.limits["host"]
+        yield f"--ram {_gib(more)}", lambda: self.again(limits=self.limits | {"host": more})
+        if any(u.state == "ssd" for u in p.units):
+            fast = replace(r, ssd_read=2 * r.ssd_read, ssd_write=2 * r.ssd_write)
+            yield "twice the drives", lambda: replace(self, machine=replace(m, rates=fast))
+        yield "a GPU with twice the memory", lambda: self.again(limits=self.limits | {"gpu": 2 * self.limits["gpu"]})
+        quick = replace(r, matmul=2 * r.matmul, copy=2 * r.copy)
+        yield "a GPU twice as fast", lambda: replace(self, machine=replace(m, rates=quick))
+
+    def again(self, limits: dict[str, int] | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
+        """Planned anew by the same rule, with something changed. Raises DoesNotFit."""
+        p, limits = self.plan, limits or self.limits
+        plan = simple_plan(
+            self.cfg, limits, batch_tokens=[(p.tokens, n_micro or p.n_micro)], dtype=p.dtype, mode=p.mode,
+            record=p.record, adam_bits=adam_bits or p.adam_bits,
+        )  # fmt: skip
+        return replace(self, plan=plan, limits=limits)
+
+
+def check_drive(cfg: ModelConfig, plan: Plan, machine: Machine, need: int) -> None:
+    """Raises DoesNotFit where the plan wants a drive that the machine lacks, or more than it holds."""
+    if any("ssd" in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in plan.units) and not machine.ssd:
+        room = {"gpu": machine.limits["gpu"], "host": 1 << 60}
+        alone = simple_plan(cfg, room, batch_tokens=[(plan.tokens, plan.n_micro)], dtype=plan.dtype, mode=plan.mode,
+                            homes="host", record=plan.record, adam_bits=plan.adam_bits)  # fmt: skip
+        ram = usage(Geometry(cfg, plan.dtype, plan.adam_bits), alone)["host"]
+        share = machine.limits["host"] / machine.ram
+        raise DoesNotFit(
+            f"weights and optimizer state need {_gib(ram)} of RAM, the limit is {_gib(machine.limits['host'])} and "
+            f"there is no SSD. Add ssd={math.ceil(need / TB)}TB, or raise ram to {_gib(math.ceil(ram / share))}."
+        )
+    if machine.ssd and need > machine.ssd:
+        raise DoesNotFit(f"the store and the export need {_bytes(need)}, the drives hold {_bytes(machine.ssd)}. "
+                         f"Raise ssd to {math.ceil(need / TB)}TB.")  # fmt: skip
+
+
+def _row(key: str) -> str:
+    return next(row for row, starts in ROWS.items() if any(key == s or key.startswith(s + " ") for s in starts))
+
+
+def _counted(tiers: Iterable[str]) -> str:
+    tiers, names = list(tiers), {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
+    return ", ".join(f"{tiers.count(t)} {names[t]}" for t in TIERS if t in tiers)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{math.ceil(nbytes / 2**30)}GiB"
+
+
+def _cell(nbytes: int) -> str:
+    if not nbytes:
+        return f"{'–':>10}"
+    return f"{nbytes / 2**30:>6.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:>6.1f} MiB"
+
+
+def _bytes(nbytes: float) -> str:
+    """Bytes on a drive, in decimal units as drives are sold."""
+    for size, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
+    return f"{nbytes / 1000:.3g} kB"
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.3g} s" if s < 1000 else duration(s)

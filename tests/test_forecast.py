@@ -1,0 +1,129 @@
+"""The report before the start: it adds up, names what binds, and says what cannot fit and what would."""
+
+import importlib.util
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trireme.engine import demo
+from trireme.engine.forecast import Forecast, check_drive
+from trireme.engine.plan import TIERS, DoesNotFit, buffers, simple_plan, usage, workspace
+from trireme.engine.rates import assume
+from trireme.models import shapes
+from trireme.models.config import ModelConfig, Rope
+
+ROOT = Path(__file__).parents[1]
+_spec = importlib.util.spec_from_file_location("finetune", ROOT / "scripts" / "finetune.py")
+finetune = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(finetune)
+SEVEN_B = ModelConfig("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, False, rope=Rope(1e4))
+
+
+def forecast(machine: str, sequences: int = 16, **more) -> Forecast:
+    m = assume(machine)
+    plan = simple_plan(SEVEN_B, m.limits, batch_tokens=[(8192, 4), (1024, 32)], dtype="BF16", record=1 << 25)
+    return Forecast(SEVEN_B, plan, m, m.limits, 2048, sequences, 1000, **more)
+
+
+@pytest.mark.parametrize(
+    "machine", ["gpu=rtx4090,ram=128GiB", "gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", "gpu=h200,ram=64GiB"]
+)
+def test_the_memory_table_adds_up(machine):
+    f = forecast(machine)
+    rows = [line for line in f.memory_lines() if re.match(r" {11}\w", line)]
+    cells = [[float(x) * 1024 ** (unit == "GiB") for x, unit in re.findall(r"([\d.]+) (GiB|MiB)", r)] for r in rows]
+    total = usage(f.geo, f.plan)
+    assert cells[-2][:2] == pytest.approx([total["gpu"] / 2**20, total["host"] / 2**20], rel=0.01)
+    assert all(tier in TIERS for tier in {b.tier for b in buffers(f.geo, f.plan)}) and workspace(f.geo, f.plan)
+
+
+def test_a_drive_that_binds_is_named_and_more_of_it_helps():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    lines = "\n".join(f.lines())
+    assert "limited by the SSD" in lines and re.search(r"ssd +[\d.]+ GB read and [\d.]+ GB written a step", lines)
+    assert "--adam-bits 8" in lines or "--batch-size 32" in lines or "twice the drives" in lines
+
+
+def test_what_a_change_promises_is_what_it_predicts():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    assert f.again(adam_bits=8).predict().ssd_written < 0.6 * f.predict().ssd_written
+
+
+def test_a_step_of_less_takes_less():
+    few = replace(forecast("gpu=rtx4090,ram=128GiB"), sequences=4)
+    assert few.predict().step_s < forecast("gpu=rtx4090,ram=128GiB").predict().step_s
+
+
+def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    with pytest.raises(DoesNotFit, match=r"Add ssd=1TB, or raise ram to \d+GiB"):
+        check_drive(SEVEN_B, f.plan, replace(f.machine, ssd=0), f.disk())
+    with pytest.raises(DoesNotFit, match="Raise ssd to 1TB"):
+        check_drive(SEVEN_B, f.plan, replace(f.machine, ssd=10**11), f.disk())
+
+
+def test_the_ram_that_is_named_is_enough():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    with pytest.raises(DoesNotFit) as refusal:
+        check_drive(SEVEN_B, f.plan, replace(f.machine, ssd=0), f.disk())
+    ram = re.search(r"raise ram to (\w+)", str(refusal.value))[1]
+    better = forecast(f"gpu=rtx4090,ram={ram}")
+    check_drive(SEVEN_B, better.plan, better.machine, better.disk())
+
+
+# ---------------------------------------------------------------- from the command line
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A LLaMA of 7B that takes no room: its weights are a hole in a file."""
+    folder = tmp_path_factory.mktemp("seven")
+    demo.make_text(folder / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(folder / "model", folder / "stories.txt", seed=1)
+    config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "intermediate_size": 11008, "max_position_embeddings": 4096,
+              "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for u in range(SEVEN_B.n_units):
+        for name, shape in (item for group in shapes.weight_groups(SEVEN_B, u) for item in group):
+            nbytes = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + nbytes]}
+            end += nbytes
+    text = json.dumps(header).encode()
+    with open(folder / "model" / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def dry_run(folder: Path, *more: str) -> int:
+    return finetune.main([str(folder / "model"), "--data", str(folder / "stories.txt"), "--dry-run", *more])
+
+
+def test_a_machine_that_is_not_at_hand(checkpoint, capsys):
+    assert dry_run(checkpoint, "--assume", "gpu=rtx4090,ram=64GiB,ssd=2x2TB@7/5") == 0
+    out = capsys.readouterr().out
+    for label in ("machine  RTX 4090, 24 GiB", "plan  ", "time  ", "ssd  ", "disk  ", "faster  "):
+        assert f"\n{label}" in out, out
+    assert out.endswith("Dry run: nothing written.\n")
+
+
+@pytest.mark.parametrize(
+    "machine, says",
+    [("gpu=rtx4090,ram=64GiB", "Add ssd="), ("gpu=2GiB,ram=64GiB,ssd=2TB", "--gpu-memory"),
+     ("gpu=rtx4090,ram=2GiB,ssd=2TB", "--ram"), ("gpu=rtx4090,ram=64GiB,ssd=100GB", "Raise ssd to 1TB")],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine, says):
+    assert dry_run(checkpoint, "--assume", machine) == 3
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_another_machine_is_for_dry_runs(checkpoint, capsys):
+    data = ["--data", str(checkpoint / "stories.txt"), "--assume", "gpu=rtx4090,ram=64GiB"]
+    assert finetune.main([str(checkpoint / "model"), *data]) == 2
+    assert "--dry-run" in capsys.readouterr().err
