@@ -77,7 +77,7 @@ def read_log(path: Path, last_step: int) -> list[Record]:
         except ValueError:
             continue
         if isinstance(record, dict) and record.get("step", math.inf) <= last_step:
-            records.append(record)
+            records.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()})
     return records
 
 
@@ -202,6 +202,7 @@ class RunLog:
             scratch.write_text(draw(self._records), encoding="utf-8")
             os.replace(scratch, self._out / "loss.svg")
         except OSError as error:
+            scratch.unlink(missing_ok=True)
             self._warn(error)
 
     def close(self) -> None:
@@ -217,8 +218,12 @@ class RunLog:
         for file, line in ((self._jsonl, as_json(record)), (self._csv, as_csv(record))):
             if error := file.append(line):
                 self._warn(error)
-        for add, _ in self._trackers:
-            add(record)
+        for tracker in tuple(self._trackers):
+            try:
+                tracker[0](record)
+            except Exception as error:  # somebody else's code, perhaps over a network: never worth a run
+                self._trackers.remove(tracker)
+                self.say(f"warning: a tracker of --log has failed and is left out from here on ({error!r})")
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

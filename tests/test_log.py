@@ -91,6 +91,9 @@ def test_nan_stays_json(tmp_path):
     log.step({"step": 1, "loss": float("nan")})
     log.close()
     assert lines(tmp_path / "log.jsonl") == [{"step": 1, "loss": "nan"}]
+    again = run(tmp_path, [2], start=1)
+    assert "loss nan -> 2.5" in again.summary()
+    again.close()
 
 
 def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
@@ -212,3 +215,13 @@ def test_a_tracker_gets_every_record(tmp_path, monkeypatch):
     monkeypatch.setattr(log_module, "_trackers", lambda out, options: [(got.append, lambda: got.append("closed"))])
     run(tmp_path, [1, 2]).close()
     assert [r if r == "closed" else r["step"] for r in got] == [1, 2, "closed"]
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path, monkeypatch):
+    def broken(record):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(log_module, "_trackers", lambda out, options: [(broken, lambda: None)])
+    stream = io.StringIO()
+    run(tmp_path, [1, 2], stream=stream).close()
+    assert len(lines(tmp_path / "log.jsonl")) == 2 and stream.getvalue().count("no route") == 1
