@@ -145,11 +145,11 @@ class Forecast:
     # ------------------------------------------------ time
 
     def time_line(self, found: Prediction) -> str:
-        step = found.step_s
+        step, least = found.step_s, "" if self.cuda else "at least "  # small products are slow in ways not modelled
         return (
-            f"{_seconds(step)} a step ({self.sequences} sequences, {compact(self.tokens)} tokens: "
+            f"{least}{_seconds(step)} a step ({self.sequences} sequences, {compact(self.tokens)} tokens: "
             f"{compact(self.tokens / step)} tok/s, {self.tflops(found):.3g} TFLOP/s); "
-            f"{self.steps:,} steps = {duration(self.steps * step)}; "
+            f"{self.steps:,} steps = {least}{duration(self.steps * step)}; "
             f"limited by {BINDS[found.bound]} ({_seconds(found.busy[found.bound])} of {_seconds(step)})"
         )
 
