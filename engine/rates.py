@@ -50,24 +50,24 @@ class Gpu:
 
 
 # Dense tensor-core peaks with fp32 accumulation and memory bandwidths from NVIDIA data sheets and white papers (GA102,
-# Ada, RTX Blackwell, A100, H100, H200, V100). Reached: 0.79 of the peak and 0.86 of the bandwidth, as measured on an
-# H200 (782 of 989 TFLOP/s, 4.15 of 4.8 TB/s), but 0.95 of the peak on GeForce boards, whose clocks hold it. Buses: a
-# x16 slot of generation 3, 4, 5 reaches 12.5, 25, 55 GB/s of pinned memory (the last measured).
+# Ada, RTX Blackwell, A100, H100, H200, V100), and the share of the peak that a large product reaches: 0.79 measured on
+# an H200 (782 of 989 TFLOP/s) and taken for its kin; GeForce boards run faster than the clock of their sheet and reach
+# all of it (a whole Transformer block at 164 TFLOP/s on an RTX 4090), an A100 on PCIe 0.72 (a block at 200), both as
+# Fuyou's authors measured (section 1, footnote 3). Memory: 0.86 of the sheet's, as on an H200. Buses: a x16 slot of
+# generation 3, 4, 5 reaches 12.5, 25, 55 GB/s of pinned memory, the last measured.
 _PARTS = (
-    ("RTX 3090", 24, 71e12, 936e9, 25e9),
-    ("RTX 4090", 24, 165.2e12, 1008e9, 25e9),
-    ("RTX 5090", 32, 209.5e12, 1792e9, 55e9),
-    ("V100-32G", 32, 125e12, 900e9, 12.5e9),
-    ("A100-40G", 40, 312e12, 1555e9, 25e9),
-    ("A100-80G", 80, 312e12, 1935e9, 25e9),
-    ("H100", 80, 989e12, 3350e9, 55e9),
-    ("H200", 141, 989e12, 4800e9, 55e9),
+    ("RTX 3090", 24, 71e12, 1.0, 936e9, 25e9),
+    ("RTX 4090", 24, 165.2e12, 1.0, 1008e9, 25e9),
+    ("RTX 5090", 32, 209.5e12, 1.0, 1792e9, 55e9),
+    ("V100-32G", 32, 125e12, 0.79, 900e9, 12.5e9),
+    ("A100-40G", 40, 312e12, 0.79, 1555e9, 25e9),
+    ("A100-80G", 80, 312e12, 0.72, 1935e9, 25e9),
+    ("H100", 80, 989e12, 0.79, 3350e9, 55e9),
+    ("H200", 141, 989e12, 0.79, 4800e9, 55e9),
 )
 GPUS = {
-    name.lower().replace(" ", ""): Gpu(
-        name, gib << 30, peak * (0.95 if name.startswith("RTX") else 0.79), bandwidth * 0.86, bus
-    )
-    for name, gib, peak, bandwidth, bus in _PARTS
+    name.lower().replace(" ", ""): Gpu(name, gib << 30, peak * share, bandwidth * 0.86, bus)
+    for name, gib, peak, share, bandwidth, bus in _PARTS
 }
 GPUS["v100"], GPUS["a100"] = GPUS["v100-32g"], GPUS["a100-80g"]
 
