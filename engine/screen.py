@@ -23,8 +23,8 @@ def duration(seconds: float) -> str:
 
 
 def compact(n: float) -> str:
-    """Three figures or so: `243`, `11.7k`, `1.24M`."""
-    units = ["", "k", "M", "G"]
+    """Three figures or so: `243`, `11.7k`, `1.24M`, `13B`."""
+    units = ["", "k", "M", "B"]
     while n >= 999.5 and len(units) > 1:
         n /= 1000
         del units[0]

@@ -122,7 +122,7 @@ def test_the_line():
 def test_figures():
     assert [duration(s) for s in (0.4, 41, 200, 110040)] == ["0s", "41s", "3m20s", "30h34m"]
     assert [compact(n) for n in (0, 243, 999.6, 11700, 123456, 1.24e6, 5e9)] == [
-        "0", "243", "1k", "11.7k", "123k", "1.24M", "5G",
+        "0", "243", "1k", "11.7k", "123k", "1.24M", "5B",
     ]  # fmt: skip
 
 
