@@ -183,16 +183,23 @@ class Optimizer:
             written = self.homes.write_weights(u, hi, (final,))
             self.weights.publish(u, final, hi_slot, written)
 
-    def start(self) -> None:
-        """Hands over at once every update on the CPU that needs no slot: the CPU then runs as far ahead as it can.
-
-        In mode `serial` all updates run here, one after another, and the step waits for them.
-        """
+    def begin_updates(self) -> None:
+        """What a forward begins with. In mode `serial` all updates run here, one after another, and the step waits."""
         if self.plan.mode == "serial":
             self.flush()
             self.lanes.drain()
+        self.run_ahead()
+
+    def run_ahead(self) -> None:
+        """Hands over, in forward order, the updates on the CPU that need no slot of the weights' rings.
+
+        The CPU and the SSD then run as far ahead of the GPU as they can. Weights whose home is the SSD pass through a
+        host slot on their way, so what lies behind such a unit waits for its turn.
+        """
         for u, unit in enumerate(self.plan.units):
-            if unit.weights == unit.state == "host" and unit.update == "cpu" and self.plan.mode == "forward":
+            if u in self.landed and unit.weights == "ssd":
+                return
+            if unit.weights == "host" and unit.update == "cpu":
                 self.update(u)
 
     def flush(self) -> None:

@@ -86,7 +86,7 @@ def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
 def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
     """Forward through the embedding and the blocks; each unit's pending update and its weights run ahead of it."""
     ahead = e.plan.window - 1
-    e.optimizer.start()
+    e.optimizer.begin_updates()
     for u in range(ahead):
         approach(e, u)
     for u in range(e.geo.head):
@@ -105,6 +105,7 @@ def approach(e: Engine, u: int) -> None:
     """Unit u's turn comes soon: hands over its update, if one is due, and starts its weights on their way."""
     if u <= e.geo.head:
         e.optimizer.update(u)
+        e.optimizer.run_ahead()
         e.weights.prefetch(u)
 
 
