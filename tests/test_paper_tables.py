@@ -1,0 +1,53 @@
+"""The tables: the papers' arithmetic meets their figures, and the page says what the script computes."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        spec = importlib.util.spec_from_file_location("paper_tables", ROOT / "scripts" / "paper_tables.py")
+        module = sys.modules["paper_tables"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_published_figures_are_met_or_the_difference_is_named(tables):
+    for p in tables.THROUGHPUT:
+        cfg, tokens = tables.GPT[p.model], p.sequences * tables.SEQ
+        pairs = tables.shapes.attended_pairs([tables.SEQ] * p.sequences)
+        seconds = tables.fuyou_seconds(cfg, p.sequences, p.gpu, p.drives)
+        ratio = tables.shapes.model_flops(cfg, tokens, pairs) / seconds / 1e12 / p.tflops
+        assert (abs(ratio - 1) > 0.15) == bool(p.why), (p, ratio)
+        assert p.why in ("", *tables.WHY)
+
+
+def test_models_have_the_size_of_their_name(tables):
+    for name, cfg in {**tables.GPT, **tables.NARROW, **tables.BUYERS}.items():
+        assert tables.shapes.parameters(cfg) / 1e9 == pytest.approx(float(name[:-1]), rel=0.08), name
+
+
+def test_more_drives_help_where_the_drive_binds(tables):
+    cfg = tables.BUYERS["13B"]
+    machines = [tables.machine(tables.GPUS["rtx4090"], 64 << 30, tables.DRIVE, n) for n in (1, 2, 4)]
+    found = [tables.best(cfg, m, 16) for m in machines]
+    seconds = [s for _, s in found]
+    assert len({f.sequences for f, _ in found}) == 1 and seconds == sorted(seconds, reverse=True)
+
+
+def test_the_page_shows_what_is_computed(tables):
+    text = tables.PAGE.read_text()
+    for p in tables.THROUGHPUT:
+        assert f"| {p.system} | {p.model} |" in text
+    made = {"throughput": [], "sizes": [], "buyers": []}
+    frame = [line for line in tables.page(made).splitlines() if line]
+    assert all(line in text for line in frame), "renew it: python scripts/paper_tables.py --write"
