@@ -155,12 +155,10 @@ class Memory:
         room = mmap.mmap(-1, nbytes + HUGE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(room))
         skip = -base % HUGE
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # advice only: a kernel without it changes nothing but speed
-            if hasattr(mmap, advice):
-                try:
-                    room.madvise(getattr(mmap, advice))
-                except OSError:
-                    continue
+        whole = nbytes // HUGE * HUGE  # a huge page for the rest would take more than was asked for
+        _advise(room, "MADV_NOHUGEPAGE", 0, len(room))
+        _advise(room, "MADV_HUGEPAGE", skip, whole)
+        _advise(room, "MADV_DONTFORK", 0, len(room))
         address = base + skip
         if pin and self.pinned and self.device.type == "cuda":
             self.pinned = registered = _register(address, nbytes, self.device)
@@ -187,6 +185,15 @@ class Memory:
         for unregister in self._pins:
             unregister()
         self._maps.clear()
+
+
+def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
+    """Advice only: where the kernel does not take it, nothing changes but speed."""
+    if hasattr(mmap, advice) and length:
+        try:
+            room.madvise(getattr(mmap, advice), start, length)
+        except OSError:
+            return
 
 
 def _register(address: int, nbytes: int, device: torch.device) -> bool:

@@ -1,0 +1,81 @@
+"""The limits hold: what a run adds to the process stays below what it was given, with most of the model on the SSD."""
+
+import json
+import os
+import re
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import LLAMA, batches, gpu_plan, make, random_weights, train
+
+from trireme.engine.build import build, inputs
+from trireme.engine.lanes import RealLanes
+from trireme.engine.plan import DoesNotFit, simple_plan
+from trireme.engine.step import train_step
+from trireme.models import shapes
+from trireme.models.config import Rope
+from trireme.models.rows import rope_tables
+from trireme.storage.devices import open_device
+from trireme.storage.shards import Store
+
+MIB = 1 << 20
+BIG = replace(LLAMA, width=512, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=64, ffn=1376, vocab=4096, rope=Rope(1e4))
+LIMITS = {"gpu": 112 * MIB, "host": 176 * MIB}
+SLACK = 32 * MIB  # stacks of the lanes' threads, allocator arenas, code touched for the first time
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process's resident memory: VmRSS now, VmHWM at its highest."""
+    return int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def a_few_steps(folder: Path) -> dict:
+    """Trains and returns the memory that it took: before, and at the highest."""
+    train(make(LLAMA, gpu_plan(LLAMA)), batches(LLAMA, 1, 2, 24))  # libraries load their code at first use
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
+    before = resident("VmRSS")
+    plan = simple_plan(BIG, LIMITS, batch_tokens=[(64, 2)], dtype="F32", record=1 << 18, on_cuda=False)
+    with Store.create([open_device(folder, 0)]) as store:
+        e = build(BIG, plan, LIMITS, RealLanes(), store=store)
+        for name, layout in e.homes.shards():
+            store.add(name, layout)
+        sizes = {t.name: t.numel for layout in e.geo.weights for t in layout.tensors}
+        read = random_weights()
+        e.homes.load(lambda name: read(name, sizes[name]))
+        tables = rope_tables(BIG, 64, "cpu")
+        for i, step in enumerate(batches(BIG, 3, 2, 64), 1):
+            train_step(e, [inputs(BIG, mb, tables, e.memory.device) for mb in step], i, 1e-3)
+        e.optimizer.flush()
+        e.lanes.close()
+        homes = sorted({unit.state for unit in plan.units})
+    return {"before": before, "highest": resident("VmHWM"), "homes": homes}
+
+
+def test_resident_memory_stays_within_the_limits(tmp_path):
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("/proc/self/clear_refs cannot be written here")
+    answer = tmp_path / "answer.json"
+    pid = os.fork()  # a process of its own: what other tests left in the allocator does not count
+    if pid == 0:
+        code = 1
+        try:
+            answer.write_text(json.dumps(a_few_steps(tmp_path / "store")))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    took = json.loads(answer.read_text())
+    assert "ssd" in took["homes"]
+    assert shapes.parameters(BIG) * 16 > sum(LIMITS.values())  # it would not fit without the SSD
+    assert took["highest"] - took["before"] <= sum(LIMITS.values()) + SLACK
+
+
+def test_what_cannot_fit_is_refused_with_numbers_and_a_way_out():
+    with pytest.raises(DoesNotFit, match=r"needs .* of RAM, the limit is .*--ram"):
+        simple_plan(BIG, {"gpu": 1 << 30, "host": 16 * MIB}, batch_tokens=[(64, 2)], dtype="F32")
+    with pytest.raises(DoesNotFit, match=r"needs .* of GPU memory, the limit is .*--gpu-memory"):
+        simple_plan(BIG, {"gpu": 8 * MIB, "host": 1 << 30}, batch_tokens=[(64, 2)], dtype="F32")
