@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
 from trireme.engine.machine import choose_device, memory_limits, this_machine
@@ -37,6 +38,7 @@ class Job:
     data: Dataset
     device: torch.device
     plan: Plan
+    because: tuple[str, ...]  # why the plan is what it is
     limits: dict[str, int]
     machine: Machine
     seq_len: int
@@ -76,19 +78,17 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     device = torch.device("cuda") if assumed else choose_device(options.device)
     dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
-    plan, micro_rows = _plan(options, cfg, seq_len, dtype, device, limits, like)
+    machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
+    plan, because = _plan(options, cfg, seq_len, dtype, device, limits, machine, like)
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
-    job = Job(
-        options, cfg, source, stored, tokenizer, data, device, plan, limits,
-        assumed or this_machine(device, dtype, limits, options.store or (options.out,)), seq_len, micro_rows,
+    return Job(
+        options, cfg, source, stored, tokenizer, data, device, plan, because, limits, machine, seq_len,
+        micro_rows=plan.tokens // seq_len,
         total_steps=options.max_steps or max(1, math.ceil(per_epoch * epochs)),
         lr=options.lr or (2e-5 if shapes.parameters(cfg) < SMALL else 1e-5),
     )  # fmt: skip
-    if assumed:
-        check_drive(cfg, plan, assumed, forecast(job).disk())
-    return job
 
 
 def _assumed(options: Options) -> Machine | None:
@@ -137,13 +137,15 @@ def cut(job: Job) -> dict:
     return {key: getattr(p, key) for key in keys} | {"rows": job.micro_rows}
 
 
-def _plan(options: Options, cfg, seq_len: int, dtype: str, device, limits, like: dict | None) -> tuple[Plan, int]:
-    """(plan, rows of a micro-batch)."""
+def _plan(
+    options: Options, cfg, seq_len: int, dtype: str, device, limits, machine: Machine, like: dict | None
+) -> tuple[Plan, tuple[str, ...]]:
+    """(plan, why it is what it is)."""
     if options.plan:
         plan = Plan.load(Path(options.plan))
         if len(plan.units) != cfg.n_units or plan.tokens % seq_len:
             raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
-        return plan, plan.tokens // seq_len
+        return plan, (f"read from {options.plan}",)
     if like is None:
         most = max(1, MICRO_TOKENS[device.type] // seq_len)
         if options.micro_batch == "auto":
@@ -161,10 +163,14 @@ def _plan(options: Options, cfg, seq_len: int, dtype: str, device, limits, like:
         raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
     bits = like["adam_bits"] if like else options.adam_bits
     cuda = device.type == "cuda"
-    plan = simple_plan(
-        cfg, limits, batch_tokens=candidates, dtype=dtype, mode=mode, record=record, adam_bits=bits, on_cuda=cuda
-    )
-    return plan, plan.tokens // seq_len
+    rule = dict(batch_tokens=candidates, dtype=dtype, mode=mode, record=record, adam_bits=bits, on_cuda=cuda)
+    plan = simple_plan(cfg, limits, **rule)
+    if options.assume:
+        check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
+    if not cuda:
+        return plan, ()
+    choice = choose(cfg, limits, machine.rates, seq_len, **rule)
+    return choice.plan, choice.because
 
 
 def record_size(parameters: int, ram: int) -> int:
@@ -199,7 +205,7 @@ def report(job: Job) -> list[str]:
         f"steps    {job.total_steps:,} of {rows} sequences of up to {job.seq_len:,} tokens, "
         f"{job.plan.n_micro} micro-batch{'es' * (job.plan.n_micro > 1)} of {job.micro_rows}"
     )
-    return [*lines, *forecast(job).lines()]
+    return [*lines, *forecast(job).lines(), *_labelled("because", list(job.because))]
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:

@@ -110,7 +110,8 @@ class Geometry:
         self.names = shapes.unit_names(cfg)
         self.n_units = len(self.names)
         self.head = self.n_units - 1
-        self._groups: dict[str, tuple] = {}
+        self._saved: dict[tuple[frozenset[str], int], Layout] = {}
+        self._state: dict[int, Layout] = {}
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
@@ -150,6 +151,11 @@ class Geometry:
 
         8-bit moments have a floor for each 256 of them (kernels/moments.py).
         """
+        if n not in self._state:
+            self._state[n] = self._state_layout(n)
+        return self._state[n]
+
+    def _state_layout(self, n: int) -> Layout:
         lo = [("lo", "I16", (n,))] if self.dtype == "BF16" else []
         if self.adam_bits == 8:
             floors = [(name, "I16", (-(-n // 256),)) for name in ("m_floor", "v_floor")]
@@ -163,10 +169,12 @@ class Geometry:
 
     def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
         """Layout of some of a block's saved tensors for a micro-batch of `tokens`."""
-        wanted = set(names)
-        found = shapes.saved_shapes(self.cfg, tokens)
-        specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in wanted]
-        return sequential(specs, align=256)  # as the allocator's: cuBLAS chooses kernels by alignment
+        wanted = frozenset(names)
+        if (wanted, tokens) not in self._saved:
+            found = shapes.saved_shapes(self.cfg, tokens)
+            specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in wanted]
+            self._saved[wanted, tokens] = sequential(specs, align=256)  # the allocator's: cuBLAS chooses by alignment
+        return self._saved[wanted, tokens]
 
     def x_bytes(self, tokens: int) -> int:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
@@ -294,7 +302,7 @@ def spread(n: int, k: int) -> frozenset[int]:
     return frozenset(i * n // k for i in range(k)) if k else frozenset()
 
 
-def _most(n: int, good: Callable[[int], bool]) -> int:
+def largest(n: int, good: Callable[[int], bool]) -> int:
     """The largest k in 0..n with good(k), where good is true up to some k and false after. good(0) is taken as true."""
     low, high = 0, n
     while low < high:
@@ -347,7 +355,7 @@ def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_upd
         return replace(base, units=tuple(replace(u, **change) if i in chosen else u for i, u in enumerate(base.units)))
 
     def upgrade(base: Plan, pick: Callable[[int], Iterable[int]], most: int = n, **change) -> Plan:
-        k = _most(most, lambda k: fits(geo, raised(base, pick(k), **change), limits))
+        k = largest(most, lambda k: fits(geo, raised(base, pick(k), **change), limits))
         return raised(base, pick(k), **change)
 
     if move:
@@ -361,12 +369,12 @@ def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_upd
         plan = upgrade(plan, range, _wanted_on_gpu(geo, plan), **on_gpu)
     slots = sum(len(geo.records(u, plan.record)) for u in range(n) if plan.units[u].state == "ssd")
     deeper = lambda k: replace(plan, state_slots=plan.state_slots + k)  # noqa: E731
-    plan = deeper(_most(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
+    plan = deeper(largest(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
     plan = _keep_activations(geo, plan, limits)
     if move and gpu_updates:
         plan = upgrade(plan, range, **on_gpu)
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
-    return wider(_most(2, lambda k: fits(geo, wider(k), limits)))
+    return wider(largest(2, lambda k: fits(geo, wider(k), limits)))
 
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
@@ -413,7 +421,7 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan
             units=tuple(replace(u, saved=names) if first <= i < geo.head else u for i, u in enumerate(plan.units)),
         )
 
-    return kept(_most(geo.n_units - 2, lambda k: fits(geo, kept(k), limits)))
+    return kept(largest(geo.n_units - 2, lambda k: fits(geo, kept(k), limits)))
 
 
 def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:

@@ -146,13 +146,14 @@ def _sharing(spans: Sequence[Span], rates: Rates) -> dict[str, float]:
     for s in spans:
         by_lane[s.lane].append(s)
     beside = lambda lane, other: _overlap(by_lane[lane], by_lane[other])  # noqa: E731
+    moved = {lane: sum(s.nbytes for s in found) for lane, found in by_lane.items()}
+    meanwhile = sum(beside(lane, "cpu") * moved[lane] for lane in ("h2d", "d2h", "ssd_read", "ssd_write"))
+    crowd = 28 * rates.adam / rates.dram * (1 + meanwhile / moved["cpu"]) if moved["cpu"] else 1.0
     lost = 1 / rates.duplex - 1
-    traffic = sum(beside("cpu", lane) * getattr(rates, lane) for lane in ("h2d", "d2h"))
-    traffic += sum(beside("cpu", lane) for lane in ("ssd_read", "ssd_write")) / 2 * max(rates.ssd_read, rates.ssd_write)
     return {
         "h2d": 1 + lost * beside("h2d", "d2h"),
         "d2h": 1 + lost * beside("d2h", "h2d"),
-        "cpu": max(1.0, 28 * rates.adam / max(rates.dram - traffic, rates.dram / 4)),
+        "cpu": max(1.0, crowd),
     }
 
 
@@ -174,7 +175,7 @@ def _overlap(mine: Sequence[Span], theirs: Sequence[Span]) -> float:
 
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Callable[[Task], float]:
     """A function from a task to its seconds when it has its resources to itself."""
-    known = _unit_seconds(cfg, plan, rates, batch)
+    known = unit_seconds(cfg, plan, rates, batch)
 
     def duration(task: Task) -> float:
         kind = task.name.split()[0]
@@ -188,7 +189,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Calla
     return duration
 
 
-def _unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
+def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
     """name -> seconds of every forward, backward and loss, for one micro-batch, without the launches."""
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs

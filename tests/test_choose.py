@@ -1,0 +1,93 @@
+"""The choice: never predicted slower than the rule, within its limits, the same every time, and quick."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from engines import LLAMA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.build import build
+from trireme.engine.choose import choose, floors, front
+from trireme.engine.lanes import SimulatedLanes
+from trireme.engine.plan import DoesNotFit, Geometry, fits, simple_plan
+from trireme.engine.predict import Batch, predict
+from trireme.engine.rates import DRIVES, GPUS, Rates, machine
+from trireme.models import shapes
+from trireme.models.config import ModelConfig, Rope
+
+SMALL = replace(LLAMA, width=512, n_layers=8, n_heads=4, n_kv_heads=4, head_dim=128, ffn=1408, vocab=2048)
+GPT3_13B = ModelConfig("gpt2", 50257, 5120, 40, 40, 40, 128, 20480, 8192, 1e-5, True, qkv_bias=True, o_bias=True,
+                       mlp_bias=True)  # fmt: skip
+LLAMA_405B = ModelConfig("llama", 128256, 16384, 126, 128, 8, 128, 53248, 1 << 17, 1e-5, False, rope=Rope(1e4))
+RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
+RULE = dict(batch_tokens=[(1024, 2), (512, 4), (256, 8)], dtype="BF16", record=1 << 20)
+MIB = 1 << 20
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(60, 600), st.integers(60, 2000), st.sampled_from(("forward", "backward")), st.floats(0.3, 30))
+def test_never_slower_than_the_rule_and_within_its_limits(gpu, host, mode, bus):
+    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    rates = replace(RATES, h2d=2e10 * bus, d2h=2e10 * bus)
+    try:
+        first = simple_plan(SMALL, limits, mode=mode, **RULE)
+    except DoesNotFit:
+        with pytest.raises(DoesNotFit):
+            choose(SMALL, limits, rates, 256, mode=mode, **RULE)
+        return
+    choice = choose(SMALL, limits, rates, 256, mode=mode, **RULE)
+    batch = Batch(first.tokens, 256, first.n_micro)
+    assert choice.found.step_s <= predict(SMALL, first, rates, batch).step_s
+    assert fits(Geometry(SMALL, "BF16"), choice.plan, limits)
+    build(SMALL, choice.plan, limits, SimulatedLanes(lambda task: 0.0))
+    assert choice == choose(SMALL, limits, rates, 256, mode=mode, **RULE)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(60, 600), st.integers(60, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "ssd_write")))
+def test_more_bandwidth_is_never_slower(gpu, host, resource):
+    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    try:
+        slow = choose(SMALL, limits, RATES, 256, **RULE).found.step_s
+    except DoesNotFit:
+        return
+    fast = choose(SMALL, limits, replace(RATES, **{resource: 2 * getattr(RATES, resource)}), 256, **RULE).found.step_s
+    assert fast <= slow * 1.03
+
+
+def test_floors_are_below_what_is_simulated():
+    limits = {"gpu": 200 * MIB, "host": 400 * MIB}
+    choice = choose(SMALL, limits, RATES, 256, **RULE)
+    floor = floors(Geometry(SMALL, "BF16"), choice.plan, RATES, 256)
+    assert max(floor.values()) <= choice.found.step_s
+
+
+def test_the_front_costs_more_bytes_for_less_recomputation():
+    sets = front(GPT3_13B, 1024)
+    nbytes = [sum(shapes.saved_bytes(GPT3_13B, 1024, 2)[n] for n in names) for names in sets]
+    again = [shapes.recompute_flops(GPT3_13B, frozenset(names), 1024, 1 << 19) for names in sets]
+    assert nbytes == sorted(nbytes) and again == sorted(again, reverse=True) and again[-1] == 0
+
+
+def test_activations_travel_where_ram_and_the_bus_have_room():
+    """Fuyou's machine: recomputation would cost a fifth of the step."""
+    m = machine(GPUS["rtx4090"], 768 * 10**9, DRIVES["p5510"], 12, 150e9)
+    rule = dict(batch_tokens=[(16384, 4)], dtype="BF16", record=50 << 20)
+    choice = choose(GPT3_13B, m.limits, m.rates, 1024, **rule)
+    assert any(unit.names("host") for unit in choice.plan.units)
+    assert choice.found.step_s < 0.93 * predict(
+        GPT3_13B, simple_plan(GPT3_13B, m.limits, **rule), m.rates, Batch(16384, 1024, 4)
+    ).step_s  # fmt: skip
+    assert any("wait in RAM" in line for line in choice.because)
+
+
+def test_the_largest_models_are_planned_in_seconds():
+    m = machine(GPUS["h200"], 2048 << 30, DRIVES["p5510"], 12, 400e9)
+    rule = dict(
+        batch_tokens=[(16384, 4), (8192, 8), (4096, 16)], dtype="BF16", record=shapes.parameters(LLAMA_405B) // 256
+    )
+    start = time.process_time()
+    choose(LLAMA_405B, m.limits, m.rates, 1024, **rule)
+    assert time.process_time() - start < 10  # of any machine's CPU; 3 s on an idle one
