@@ -6,9 +6,9 @@ take from each other:
 - **one drive**: `ssd_read` and `ssd_write` are queues of one half-duplex device. It serves one request at a time; a
   request uses whatever moments of the device are left by those handed over before it, in pieces if need be. Several
   drives are one of their summed rate.
-- **one memory**: CPU AdamW and the copies to and from the GPU share the CPU's memory, and the two directions of the bus
-  share a little. How much they overlapped is taken from one simulated step and slows the next: steps repeat, so this
-  settles at once.
+- **one memory**: CPU AdamW shares the CPU's memory with all that is copied in a step, as if all of it ran beside the
+  updates; what both directions of the bus carry, they carry beside each other. Both are bytes of a step, not moments:
+  a faster part never makes another one slower.
 - **one wait**: the step's statistics are waited for, so nothing handed over after them begins before they are known.
 """
 
@@ -141,33 +141,14 @@ def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
 
 
 def _sharing(spans: Sequence[Span], rates: Rates) -> dict[str, float]:
-    """How many times longer each lane's tasks take for what ran beside them in these spans."""
-    by_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
+    """How many times longer each lane's tasks take for what the others move in a step like these spans."""
+    moved = dict.fromkeys(LANES, 0.0)
     for s in spans:
-        by_lane[s.lane].append(s)
-    beside = lambda lane, other: _overlap(by_lane[lane], by_lane[other])  # noqa: E731
-    moved = {lane: sum(s.nbytes for s in found) for lane, found in by_lane.items()}
-    meanwhile = sum(beside(lane, "cpu") * moved[lane] for lane in ("h2d", "d2h", "ssd_read", "ssd_write"))
-    crowd = 28 * rates.adam / rates.dram * (1 + meanwhile / moved["cpu"]) if moved["cpu"] else 1.0
-    lost = 1 / rates.duplex - 1
-    return {
-        "h2d": 1 + lost * beside("h2d", "d2h"),
-        "d2h": 1 + lost * beside("d2h", "h2d"),
-        "cpu": max(1.0, crowd),
-    }
-
-
-def _overlap(mine: Sequence[Span], theirs: Sequence[Span]) -> float:
-    """The share of the time of `mine` during which one of `theirs` ran; each a lane's spans in order."""
-    total, shared, j = sum(s.end - s.start for s in mine), 0.0, 0
-    for s in mine:
-        while j < len(theirs) and theirs[j].end <= s.start:
-            j += 1
-        k = j
-        while k < len(theirs) and theirs[k].start < s.end:
-            shared += max(0.0, min(s.end, theirs[k].end) - max(s.start, theirs[k].start))
-            k += 1
-    return min(1.0, shared / total) if total else 0.0
+        moved[s.lane] += s.nbytes
+    beside = sum(moved[lane] for lane in ("h2d", "d2h", "ssd_read", "ssd_write"))
+    crowd = 28 * rates.adam / rates.dram * (1 + beside / moved["cpu"]) if moved["cpu"] else 1.0
+    lost = (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"])
+    return {lane: 1 + lost / moved[lane] if moved[lane] else 1.0 for lane in ("h2d", "d2h")} | {"cpu": max(1.0, crowd)}
 
 
 # ---------------------------------------------------------------- how long a task takes
