@@ -1,6 +1,6 @@
 """The fastest plan that a short search around the plain rule finds, and why.
 
-The rule (plan.py) fills the GPU, then RAM, then the SSD, and recomputes what it does not keep. What it cannot weigh is
+The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it does not keep. What it cannot weigh is
 time: whether activations should rather travel to RAM and back than be computed again, and how large a micro-batch
 should be. Here a few such variants that fit are ranked by a floor in closed form, and what could still be faster than
 the best so far is simulated. The rule's plan is the first of them, so the choice is never predicted to be slower; and
@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits, largest, simple_plan, spread
+from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits
 from trireme.engine.predict import Batch, Prediction, predict, unit_seconds
 from trireme.engine.rates import Rates
+from trireme.engine.rule import largest, simple_plan, spread
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 

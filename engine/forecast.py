@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from trireme.engine.plan import TIERS, DoesNotFit, Geometry, Plan, buffers, simple_plan, usage, workspace
+from trireme.engine.plan import TIERS, DoesNotFit, Geometry, Plan, buffers, usage, workspace
 from trireme.engine.predict import Batch, Prediction, predict
 from trireme.engine.rates import ENDURANCE, TB, Machine
+from trireme.engine.rule import simple_plan
 from trireme.engine.screen import compact, duration
 from trireme.models import shapes
 from trireme.models.config import ModelConfig

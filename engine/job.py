@@ -14,8 +14,9 @@ from trireme.engine.forecast import Forecast, check_drive
 from trireme.engine.machine import choose_device, memory_limits, this_machine
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
-from trireme.engine.plan import Plan, simple_plan
+from trireme.engine.plan import Plan
 from trireme.engine.rates import Machine, assume
+from trireme.engine.rule import simple_plan
 from trireme.engine.screen import compact
 from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes

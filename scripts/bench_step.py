@@ -29,7 +29,8 @@ from trireme.engine.machine import choose_device, matmul_rate, memory_in_use, me
 from trireme.engine.memory import DTYPE, Memory, flat, memory_of, views
 from trireme.engine.optimizer import AdamW
 from trireme.engine.options import size
-from trireme.engine.plan import DoesNotFit, Plan, simple_plan
+from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.rule import simple_plan
 from trireme.engine.step import Engine, train_step
 from trireme.kernels.host_adamw import Workers
 from trireme.models import shapes

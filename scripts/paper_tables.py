@@ -20,8 +20,9 @@ from bench_step import MODELS, gpt3, llama
 from trireme.engine.choose import choose
 from trireme.engine.forecast import Forecast, check_drive
 from trireme.engine.job import record_size
-from trireme.engine.plan import DoesNotFit, simple_plan
+from trireme.engine.plan import DoesNotFit
 from trireme.engine.rates import DRIVES, GB, GPUS, Machine, machine
+from trireme.engine.rule import simple_plan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 

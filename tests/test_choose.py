@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from trireme.engine.build import build
 from trireme.engine.choose import choose, floors, front
 from trireme.engine.lanes import SimulatedLanes
-from trireme.engine.plan import DoesNotFit, Geometry, fits, simple_plan
+from trireme.engine.plan import DoesNotFit, Geometry, fits
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import DRIVES, GPUS, Rates, machine
+from trireme.engine.rule import simple_plan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
 
@@ -55,6 +56,18 @@ def test_more_bandwidth_is_never_slower(gpu, host, resource):
         return
     fast = choose(SMALL, limits, replace(RATES, **{resource: 2 * getattr(RATES, resource)}), 256, **RULE).found.step_s
     assert fast <= slow * 1.03
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(80, 600), st.integers(80, 1500), st.sampled_from(("gpu", "host")), st.sampled_from((1.2, 1.5, 2)))
+def test_more_memory_is_hardly_ever_slower(gpu, host, tier, times):
+    """The rule spends memory in a fixed order, which costs a few percent at times, and never more."""
+    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    try:
+        less = choose(SMALL, limits, RATES, 256, **RULE).found.step_s
+    except DoesNotFit:
+        return
+    assert choose(SMALL, limits | {tier: int(limits[tier] * times)}, RATES, 256, **RULE).found.step_s <= less * 1.08
 
 
 def test_floors_are_below_what_is_simulated():

@@ -10,8 +10,9 @@ import pytest
 
 from trireme.engine import demo
 from trireme.engine.forecast import Forecast, check_drive
-from trireme.engine.plan import TIERS, DoesNotFit, buffers, simple_plan, usage, workspace
+from trireme.engine.plan import TIERS, DoesNotFit, buffers, usage, workspace
 from trireme.engine.rates import assume
+from trireme.engine.rule import simple_plan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
 

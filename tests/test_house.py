@@ -24,11 +24,11 @@ MAY_IMPORT = {
 }
 TORCH_FREE = [f"trireme.storage.{p.stem}" for p in sorted((ROOT / "storage").glob("*.py"))] + [
     f"trireme.{name}"
-    for name in "models.config models.shapes models.hf engine.plan engine.options engine.command engine.curve "
-    "engine.screen engine.log engine.verify".split()
+    for name in "models.config models.shapes models.hf engine.plan engine.rule engine.options engine.command "
+    "engine.curve engine.screen engine.log engine.verify".split()
 ]
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml"}
-PAGES = ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md"]
+PAGES = ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md", "docs/transcripts.md"]
 PICTURE = re.compile(r"^(\w+)/ +\S|^ {2}([\w.-]+\.\w+) +\S")
 
 
@@ -144,9 +144,7 @@ def test_the_wheel_works_from_another_folder(wheel, tmp_path):
     assert Path(ours).is_relative_to(site) and Path(theirs).is_relative_to(tmp_path / "kernels")
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md"]
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_the_pages_name_only_options_that_exist(page):
     known = {"help"} | {f.name.replace("_", "-") for f in fields(Options)}
     known |= {name for f in fields(Options) for name in f.metadata.get("also", "").split()}
@@ -154,9 +152,7 @@ def test_the_pages_name_only_options_that_exist(page):
         assert option.replace("_", "-") in known, f"{page} names --{option}"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md"]
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_the_pages_link_only_what_is_there(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links {target}"

@@ -12,7 +12,8 @@ from engines import LLAMA, batches, gpu_plan, make, random_weights, train
 
 from trireme.engine.build import build, inputs
 from trireme.engine.lanes import RealLanes
-from trireme.engine.plan import DoesNotFit, simple_plan
+from trireme.engine.plan import DoesNotFit
+from trireme.engine.rule import simple_plan
 from trireme.engine.step import train_step
 from trireme.models import shapes
 from trireme.models.config import Rope

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from trireme.engine.build import build
 from trireme.engine.lanes import SimulatedLanes
-from trireme.engine.plan import DoesNotFit, Geometry, Plan, fits, simple_plan, spread, usage
+from trireme.engine.plan import DoesNotFit, Geometry, Plan, fits, usage
+from trireme.engine.rule import simple_plan, spread
 from trireme.models.config import InputError, Rope
 
 SMALL = replace(LLAMA, width=256, n_layers=8, n_heads=4, head_dim=64, ffn=688, vocab=1000, rope=Rope(1e4))

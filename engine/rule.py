@@ -1,0 +1,153 @@
+"""The plain rule that makes a plan: fill the GPU, then RAM, then the SSD; recompute the rest. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+
+UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
+GPU_UPDATES = 0.45  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 28 B of DRAM
+
+
+def spread(n: int, k: int) -> frozenset[int]:
+    """k of range(n), evenly spread."""
+    return frozenset(i * n // k for i in range(k)) if k else frozenset()
+
+
+def largest(n: int, good: Callable[[int], bool]) -> int:
+    """The largest k in 0..n with good(k), where good is true up to some k and false after. good(0) is taken as true."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+def simple_plan(
+    cfg: ModelConfig,
+    limits: dict[str, int],
+    *,
+    batch_tokens: tuple[int, ...] | list[int],
+    dtype: str,
+    mode: str = "forward",
+    homes: str = "auto",
+    record: int = 1 << 24,
+    adam_bits: int = 32,
+    on_cuda: bool = True,
+) -> Plan:
+    """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
+
+    `limits`: bytes of gpu and host. `batch_tokens`: candidates (tokens of a micro-batch, number of them), largest
+    first; the first that fits is taken. `homes`: "auto", or the tier that all weights and states are to live in, or
+    "state-ssd": weights in RAM, the rest on the SSD.
+    Raises DoesNotFit with the numbers and the way out.
+    """
+    geo = Geometry(cfg, dtype, adam_bits)
+    gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
+    weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
+    for tokens, n_micro in batch_tokens:
+        for x in ("gpu", "host"):
+            low = UnitPlan(weights, state, x=x)
+            units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
+            plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, record=record)
+            if fits(geo, plan, limits):
+                return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates)
+    raise DoesNotFit(_why_not(geo, plan, limits))
+
+
+def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_updates: bool, stream: bool) -> Plan:
+    """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits; homes only if `move`."""
+    n = geo.n_units
+    everything = replace(plan, units=tuple(replace(u, weights="gpu", state="gpu") for u in plan.units))
+    if move and gpu_updates and fits(geo, everything, limits):
+        return _keep_activations(geo, everything, limits)
+
+    def raised(base: Plan, chosen: Iterable[int], **change) -> Plan:
+        chosen = frozenset(chosen)
+        return replace(base, units=tuple(replace(u, **change) if i in chosen else u for i, u in enumerate(base.units)))
+
+    def upgrade(base: Plan, pick: Callable[[int], Iterable[int]], most: int = n, **change) -> Plan:
+        k = largest(most, lambda k: fits(geo, raised(base, pick(k), **change), limits))
+        return raised(base, pick(k), **change)
+
+    if move:
+        plan = upgrade(plan, lambda k: spread(n, k), weights="host")
+        if all(u.weights == "host" for u in plan.units):
+            plan = upgrade(plan, lambda k: spread(n, k), state="host")
+    on_gpu = dict(weights="gpu", state="gpu", update="cpu")
+    if stream and plan.mode == "forward":
+        plan = _share_updates(geo, plan, limits)
+    if move and gpu_updates:
+        plan = upgrade(plan, range, _wanted_on_gpu(geo, plan), **on_gpu)
+    slots = sum(len(geo.records(u, plan.record)) for u in range(n) if plan.units[u].state == "ssd")
+    deeper = lambda k: replace(plan, state_slots=plan.state_slots + k)  # noqa: E731
+    plan = deeper(largest(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
+    plan = _keep_activations(geo, plan, limits)
+    if move and gpu_updates:
+        plan = upgrade(plan, range, **on_gpu)
+    wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
+    return wider(largest(2, lambda k: fits(geo, wider(k), limits)))
+
+
+def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:
+    """How many units, from the first, should have their state on the GPU so that updates hide under forward.
+
+    The first are needed first, when the CPU has had no time to run ahead. With few tokens a step forward is short and
+    an update hides nothing; then GPU memory is worth more as a home of state than for saved activations.
+    """
+    if plan.mode == "backward":
+        return 0
+    excess, count = sum(geo.numel) * (1 - plan.tokens * plan.n_micro / UPDATE_TOKENS), 0
+    while excess > 0:
+        excess -= geo.numel[count]
+        count += 1
+    return count
+
+
+def _share_updates(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+    """Lets GPU and CPU share the updates of RAM-home units, where they would else make forward wait.
+
+    Under `forward` all updates run under the forward pass alone, which is shorter than what one of them needs.
+    """
+    in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
+    chosen = {in_ram[i] for i in spread(len(in_ram), round(GPU_UPDATES * len(in_ram)))}
+    units = tuple(replace(unit, update="gpu") if u in chosen else unit for u, unit in enumerate(plan.units))
+    shared = replace(plan, units=units, window=max(plan.window, 3))
+    return shared if fits(geo, shared, limits) else plan
+
+
+def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+    """Keeps every saved tensor of the last blocks on the GPU, as many blocks as fit: they live shortest."""
+    names = tuple((name, "gpu") for name in shapes.saved_shapes(geo.cfg, 1))
+
+    def kept(k: int) -> Plan:
+        first = geo.head - k
+        return replace(
+            plan,
+            units=tuple(replace(u, saved=names) if first <= i < geo.head else u for i, u in enumerate(plan.units)),
+        )
+
+    return kept(largest(geo.n_units - 2, lambda k: fits(geo, kept(k), limits)))
+
+
+def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
+    need = usage(geo, plan)
+    for tier, option in (("gpu", "--gpu-memory"), ("host", "--ram")):
+        if need[tier] > limits[tier]:
+            what = {"gpu": "GPU memory", "host": "RAM"}[tier]
+            out = f"Raise {option} to {_size(need[tier])}"
+            if tier == "gpu":
+                out += f", or lower --seq-len (a micro-batch is {plan.tokens} tokens)"
+            elif plan.mode != "backward":
+                out += ", or --max-grad-norm 0, which needs no room for all gradients"
+            numbers = f"{_size(need[tier])} of {what}, the limit is {_size(limits[tier])}"
+            return f"even the smallest plan needs {numbers}. {out}."
+    raise AssertionError("a plan that fits was refused")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"
