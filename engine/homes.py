@@ -27,7 +27,7 @@ class Homes:
         self._made: dict[tuple[str, str], list[Tensor | None]] = {}
         for b in buffers(geo, plan):
             self._made[b.tier, b.key] = memory.alloc(b.tier, b.key, b.nbytes, b.count)
-        self.staged: str | None = None  # the shard whose bytes the staging buffer holds
+        self.staged: str | None = None  # the shard whose bytes the staging buffer holds for another use
         self.weights: list[Tensor | None] = []
         self.resident: list[Tensor | None] = []
         self.state: list[list[Tensor | None]] = []
@@ -145,7 +145,7 @@ class Homes:
         """A tensor of unit u in host memory, flat: bf16 as computed with, or with `exact` the fp32 master."""
         layout = self.geo.weights[u]
         t = layout[name]
-        with Staged(self, "weights", u, write=False) as buffer:
+        with Staged(self, "weights", u, write=False, reuse=True) as buffer:
             hi = buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype]).clone()
         if self.geo.dtype == "F32" or not exact:
             return hi
@@ -154,7 +154,7 @@ class Homes:
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
             first, last = max(a, start), min(b, start + t.numel)
             if first < last:
-                with Staged(self, "state", u, r, write=False) as buffer:
+                with Staged(self, "state", u, r, write=False, reuse=True) as buffer:
                     part = views(self._record_layout(u, r), buffer)["lo"]
                     lo[first - start : last - start] = part[first - a : last - a]
         return join_master(hi, lo)
@@ -193,11 +193,12 @@ class Staged:
     """A piece of state as a host buffer for the time of a `with`: the home itself in RAM, else a copy.
 
     On entry the piece is there to be read (unless it is about to be written whole: `write`); with `write` it is in its
-    home on exit. Used between steps, when all lanes are idle.
+    home on exit. With `reuse` a copy that the last one left may serve again: for many tensors of one piece in a row. Used
+    between steps, when all lanes are idle.
     """
 
-    def __init__(self, homes: Homes, kind: str, u: int, r: int = 0, write: bool = True):
-        self.homes, self.write = homes, write
+    def __init__(self, homes: Homes, kind: str, u: int, r: int = 0, write: bool = True, reuse: bool = False):
+        self.homes, self.write, self.reuse = homes, write, reuse
         unit = homes.plan.units[u]
         self.tier = unit.weights if kind == "weights" else unit.state
         self.home = homes.weights[u] if kind == "weights" else homes.state[u][r]
@@ -208,8 +209,8 @@ class Staged:
             self.buffer = self.home
             return self.buffer
         self.buffer = self.homes.one("host", "staging")[: self.layout.span]
-        staged, self.homes.staged = self.homes.staged, None if self.write else self.name
-        if not self.write and staged != self.name:
+        staged, self.homes.staged = self.homes.staged, self.name if self.reuse else None
+        if not self.write and not (self.reuse and staged == self.name):
             if self.tier == "gpu":
                 self.buffer.copy_(self.home[: self.layout.span])
             else:
