@@ -193,8 +193,8 @@ class Staged:
     """A piece of state as a host buffer for the time of a `with`: the home itself in RAM, else a copy.
 
     On entry the piece is there to be read (unless it is about to be written whole: `write`); with `write` it is in its
-    home on exit. With `reuse` a copy that the last one left may serve again: for many tensors of one piece in a row. Used
-    between steps, when all lanes are idle.
+    home on exit. With `reuse` the copy that the last one left may serve again, for many tensors of a piece in a row.
+    Used between steps, when all lanes are idle.
     """
 
     def __init__(self, homes: Homes, kind: str, u: int, r: int = 0, write: bool = True, reuse: bool = False):

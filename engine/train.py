@@ -38,6 +38,7 @@ from trireme.storage.scratch import Scratch
 from trireme.storage.shards import Store
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
+SPENT = "store.finished"  # the store of a run that is over, while it is removed
 PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
 
 
@@ -82,6 +83,7 @@ def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
     """The store of an interrupted run at its last snapshot, or (None, None) where it had not come to a first one."""
     dirs = options.store or (os.path.join(options.out, "store"),)
     if not any(map(os.path.isdir, dirs)) and any(Path(options.out).glob("*.safetensors")):
+        shutil.rmtree(Path(options.out) / SPENT, ignore_errors=True)
         raise InputError(
             f"--resume {options.out}: that run is finished. To train its result further, name the folder as the "
             "checkpoint, and another --out."
@@ -297,7 +299,8 @@ class Run:
         if not self.options.store:
             self._close()
             self.store.close()
-            shutil.rmtree(job.out / "store")
+            os.rename(job.out / "store", job.out / SPENT)  # in one step: killed while removing it, the run is finished
+            shutil.rmtree(job.out / SPENT)
 
     def _trace(self) -> None:
         """Finds out which lane was busiest in this step, and writes the step's timeline where asked for."""
