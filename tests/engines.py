@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -142,3 +144,10 @@ def final_weights(e: Engine) -> dict[str, torch.Tensor]:
         for u, layout in enumerate(e.geo.weights)
         for t in layout.tensors
     }
+
+
+def fork() -> int:
+    """os.fork, once no engine is left. Its memory is not inherited (MADV_DONTFORK), so a child that let go of a mapping
+    of its parent's would unmap what has taken that place since."""
+    gc.collect()
+    return os.fork()

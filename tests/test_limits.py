@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import LLAMA, batches, gpu_plan, make, random_weights, train
+from engines import LLAMA, batches, fork, gpu_plan, make, random_weights, train
 
 from trireme.engine.build import build, inputs
 from trireme.engine.lanes import RealLanes
@@ -58,7 +58,7 @@ def test_resident_memory_stays_within_the_limits(tmp_path):
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("/proc/self/clear_refs cannot be written here")
     answer = tmp_path / "answer.json"
-    pid = os.fork()  # a process of its own: what other tests left in the allocator does not count
+    pid = fork()  # a process of its own: what other tests left in the allocator does not count
     if pid == 0:
         code = 1
         try:

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from engines import fork
 
 from trireme.engine import demo
 from trireme.engine.options import Options, every
@@ -36,7 +37,7 @@ def options(folder: Path, out: Path, where: str, **more) -> Options:
 
 def child(opts: Options) -> int:
     """Starts a run in a process of its own; exit code 0 when done, 130 when interrupted and saved."""
-    pid = os.fork()
+    pid = fork()
     if pid:
         return pid
     code = 1
