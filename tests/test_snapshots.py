@@ -93,7 +93,6 @@ for path in paths:
 random.seed(seed)
 least = advanced = 0
 for i in range(kills):
-    gc.collect()  # an arena let go of in the child would unmap what has taken its place there (MADV_DONTFORK)
     child = os.fork()
     if child == 0:
         random.seed(seed + i)
