@@ -161,25 +161,25 @@ class Homes:
 
     def save_to_store(self) -> None:
         """Writes every piece whose home is the GPU or RAM into its shard, so that the store is whole."""
-        for u in range(self.geo.n_units):
-            pieces = [("weights", u, 0)] if self.plan.units[u].weights != "ssd" else []
-            if self.plan.units[u].state != "ssd":
-                pieces += [("state", u, r) for r in range(len(self.state[u]))]
-            for kind, u_, r in pieces:
-                with Staged(self, kind, u_, r, write=False) as buffer:
-                    name, layout = self._shard(kind, u_, r)
-                    self.store.write(name, memory_of(buffer, layout.span)).result()
+        for piece in self._off_the_ssd():
+            name, layout = self._shard(*piece)
+            with Staged(self, *piece, write=False) as buffer:
+                self.store.write(name, memory_of(buffer, layout.span)).result()
 
     def load_from_store(self) -> None:
         """Reads every piece whose home is the GPU or RAM from its shard: the way back of save_to_store."""
-        for u in range(self.geo.n_units):
-            pieces = [("weights", u, 0)] if self.plan.units[u].weights != "ssd" else []
-            if self.plan.units[u].state != "ssd":
-                pieces += [("state", u, r) for r in range(len(self.state[u]))]
-            for kind, u_, r in pieces:
-                with Staged(self, kind, u_, r) as buffer:
-                    name, layout = self._shard(kind, u_, r)
-                    self.store.read(name, memory_of(buffer, layout.span)).result()
+        for piece in self._off_the_ssd():
+            name, layout = self._shard(*piece)
+            with Staged(self, *piece) as buffer:
+                self.store.read(name, memory_of(buffer, layout.span)).result()
+
+    def _off_the_ssd(self) -> Iterable[tuple[str, int, int]]:
+        """(kind, unit, record) of every piece whose home is the GPU or RAM."""
+        for u, unit in enumerate(self.plan.units):
+            if unit.weights != "ssd":
+                yield "weights", u, 0
+            if unit.state != "ssd":
+                yield from (("state", u, r) for r in range(len(self.state[u])))
 
     def _shard(self, kind: str, u: int, r: int) -> tuple[str, Layout]:
         return (

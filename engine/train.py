@@ -21,8 +21,7 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.job import Job
 from trireme.engine.lanes import RealLanes, busy, write_perfetto
 from trireme.engine.log import RunLog
-from trireme.engine.machine import matmul_rate, memory_in_use
-from trireme.engine.memory import DTYPE
+from trireme.engine.machine import memory_in_use
 from trireme.engine.optimizer import AdamW, StepStats
 from trireme.engine.options import Options
 from trireme.engine.sample import prompts, sample
@@ -116,7 +115,7 @@ class Run:
         self.log = RunLog(job.out, job.options, job.total_steps, self.step)
         self.lanes = RealLanes(job.device)
         self.tables = rope_tables(job.cfg, job.seq_len, job.device)
-        self.peak = matmul_rate(job.device, DTYPE[job.plan.dtype])
+        self.peak = job.machine.rates.matmul
         self.stop: str | None = None
         self.bound: str | None = None  # the lane that was busiest when last traced
         self.moved = self.lanes.moved.copy()
