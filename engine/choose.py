@@ -37,6 +37,11 @@ class Choice:
 def choose(cfg: ModelConfig, limits: dict[str, int], rates: Rates, seq_len: int, **rule) -> Choice:
     """The fastest of the variants of simple_plan(cfg, limits, **rule). Deterministic. Raises DoesNotFit."""
     first = simple_plan(cfg, limits, **rule)
+    if first.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
+        raise DoesNotFit(
+            f"RAM of {_gib(limits['host'])} and GPU memory of {_gib(limits['gpu'])} do not hold everything, and there "
+            "is no drive for the rest."
+        )
     geo = Geometry(cfg, first.dtype, first.adam_bits)
     judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro))  # noqa: E731
     per_token = lambda plan, seconds: seconds / (plan.tokens * plan.n_micro)  # noqa: E731

@@ -210,7 +210,7 @@ class Forecast:
 
 def check_drive(cfg: ModelConfig, plan: Plan, machine: Machine, need: int) -> None:
     """Raises DoesNotFit where the plan wants a drive that the machine lacks, or more than it holds."""
-    if any("ssd" in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in plan.units) and not machine.ssd:
+    if plan.uses("ssd") and not machine.ssd:
         room = {"gpu": machine.limits["gpu"], "host": 1 << 60}
         alone = simple_plan(cfg, room, batch_tokens=[(plan.tokens, plan.n_micro)], dtype=plan.dtype, mode=plan.mode,
                             homes="host", record=plan.record, adam_bits=plan.adam_bits)  # fmt: skip

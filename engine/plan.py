@@ -72,6 +72,10 @@ class Plan:
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
+    def uses(self, tier: str) -> bool:
+        """Whether anything has its home in `tier`."""
+        return any(tier in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in self.units)
+
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))
 

@@ -113,9 +113,8 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Predict
 
     Raises ValueError where the plan uses a drive and the rates have none.
     """
-    if "ssd" in {t for u in plan.units for t in (u.weights, u.state, u.x, *(t for _, t in u.saved))}:
-        if not (rates.ssd_read and rates.ssd_write):
-            raise ValueError("the plan uses a drive and the machine has none")
+    if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
+        raise ValueError("the plan uses a drive and the machine has none")
     lanes = PredictedLanes(durations(cfg, plan, rates, batch))
     e = build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes)
     inputs = batch.inputs(cfg)

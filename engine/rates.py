@@ -7,8 +7,10 @@ was measured task by task on an H200 and is the same for every part (EFFICIENCY 
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from trireme.engine.options import size
 from trireme.models.config import InputError
@@ -94,6 +96,18 @@ ENDURANCE = 600  # bytes that may be written for each byte of a consumer drive's
 SHARED = 1.2  # what a server's memory gives to all its users, over what AdamW alone takes of it; measured beside copies
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 RESERVE = {"gpu": 5 << 28, "host": 0.85}  # bytes for the driver's context and late kernels; share of RAM to be used
+
+
+def rates_of(measured: Mapping[str, float]) -> Rates:
+    """Rates from measured numbers by their names here; what is infinite or missing was not measured.
+
+    `matmul` and `adam` are needed. Without a bus (on a CPU) copies are the CPU's own; without a drive there is none.
+    """
+    known = {f.name for f in fields(Rates)}
+    found = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
+    dram = found.setdefault("dram", 28 * found["adam"] * SHARED)
+    found.setdefault("copy", GPUS["h200"].copy if "h2d" in found else dram)
+    return Rates(**{"h2d": dram, "d2h": dram} | found)
 
 
 @dataclass(frozen=True)

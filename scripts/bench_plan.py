@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 import bench_step
-from bench_step import MODELS, Ceilings
+from bench_step import MODELS
 
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, usage
 from trireme.engine.predict import Batch, predict
-from trireme.engine.rates import GPUS, SHARED, Rates
+from trireme.engine.rates import rates_of
 
-COPY = GPUS["h200"].copy
 GRID = (
     "llama-1.3b --gpu-memory 24GiB --ram 60GiB",
     "llama-1.3b --gpu-memory 24GiB --ram 60GiB --tokens 8192",
@@ -37,12 +35,6 @@ GRID = (
     "llama-7b --gpu-memory 24GiB --ram 105GiB --clip 0",
     "llama-7b --gpu-memory 80GiB --ram 60GiB --tokens 65536",
 )
-
-
-def rates_of(ceilings: dict) -> Rates:
-    """The rates that a run measured before its first step. Where it measured no drive, there is none."""
-    finite = {key: value if math.isfinite(value) else 0.0 for key, value in vars(Ceilings(**ceilings)).items()}
-    return Rates(**finite, copy=COPY, dram=28 * finite["adam"] * SHARED)
 
 
 def compare(name: str, result: dict) -> dict:

@@ -70,6 +70,11 @@ def test_more_memory_is_hardly_ever_slower(gpu, host, tier, times):
     assert choose(SMALL, limits | {tier: int(limits[tier] * times)}, RATES, 256, **RULE).found.step_s <= less * 1.08
 
 
+def test_without_a_drive_what_memory_does_not_hold_is_refused():
+    with pytest.raises(DoesNotFit, match="no drive"):
+        choose(SMALL, {"gpu": 80 * MIB, "host": 120 * MIB}, replace(RATES, ssd_read=0.0, ssd_write=0.0), 256, **RULE)
+
+
 def test_floors_are_below_what_is_simulated():
     limits = {"gpu": 200 * MIB, "host": 400 * MIB}
     choice = choose(SMALL, limits, RATES, 256, **RULE)

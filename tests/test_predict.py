@@ -1,5 +1,6 @@
 """Predictions: the drive and the memory are shared as said, faster is never slower, and measured steps are met."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from trireme.engine.plan import Geometry, Plan, UnitPlan
 from trireme.engine.predict import Batch, Intervals, predict
-from trireme.engine.rates import GPUS, Rates, assume
+from trireme.engine.rates import GPUS, Rates, assume, rates_of
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig, Rope
 
@@ -100,6 +101,15 @@ def test_measured_steps_are_met(cfg, plan, rates, seconds):
 
 
 # ---------------------------------------------------------------- machines that are not at hand
+
+
+def test_rates_from_what_was_measured():
+    """As a benchmark hands them over: infinite where there was nothing to measure."""
+    found = rates_of(dict(matmul=7e14, h2d=5e10, d2h=4e10, adam=5e9, ssd_read=math.inf, ssd_write=math.inf, other=1.0))
+    assert (found.matmul, found.h2d, found.d2h, found.ssd_read) == (7e14, 5e10, 4e10, 0.0)
+    assert found.dram > 28 * found.adam and found.copy > 1e12
+    on_cpu = rates_of(dict(matmul=1e11, adam=1e9, h2d=math.inf, duplex=0.8))
+    assert on_cpu.h2d == on_cpu.d2h == on_cpu.copy == on_cpu.dram and on_cpu.duplex == 0.8
 
 
 def test_a_machine_by_its_parts():
