@@ -182,7 +182,9 @@ def make_batch(cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, t
 
 
 def choose_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int]) -> Plan:
-    """The plain rule's plan, with homes forced where asked for, and single ideas switched off."""
+    """The plan of a file, or the plain rule's with homes forced where asked for, and single ideas switched off."""
+    if a.plan:
+        return Plan.load(Path(a.plan))
     rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
     candidates = [(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows]
     mode = "serial" if "overlap" in a.off else ("forward" if a.clip else "backward")
@@ -336,6 +338,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument(
         "--homes", choices=("auto", "gpu", "host", "ssd", "state-ssd"), default="auto", help="force all homes to a tier"
     )
+    p.add_argument("--plan", help="a plan as JSON or YAML, for --seq and --tokens as given")
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--lr", type=float, default=1e-4)

@@ -39,7 +39,7 @@ def on_the_gpu(n_micro: int, clip: float):
 
 
 @pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("n_micro, mode", [(1, "forward"), (3, "forward"), (2, "backward")])
+@pytest.mark.parametrize("n_micro, mode", [(1, "forward"), (3, "forward"), (2, "backward"), (2, "serial")])
 def test_placement_never_changes_the_numbers(units, n_micro, mode):
     if units == "streamed" and mode == "backward":
         pytest.skip("updates on the GPU wait for the norm")
