@@ -33,14 +33,14 @@ class Task:
 
     __slots__ = ("lane", "name", "nbytes", "flops", "start", "end", "result", "error", "began", "ended", "_issued")
 
-    def __init__(self, lane: str, name: str, nbytes: float, flops: float):
+    def __init__(self, lane: str, name: str, nbytes: float, flops: float, issued: threading.Event | None = None):
         self.lane, self.name, self.nbytes, self.flops = lane, name, nbytes, flops
         self.start = self.end = 0.0  # seconds; for work on a GPU stream filled in when the trace is read
         self.result: Any = None
         self.error: BaseException | None = None
         self.began: torch.cuda.Event | None = None  # on a stream: the work is over when `ended` has happened there
         self.ended: torch.cuda.Event | None = None
-        self._issued = threading.Event()  # the lane has run the task's function
+        self._issued = issued or threading.Event()  # the lane has run the task's function
 
     def wait(self) -> Any:
         """Blocks this thread until the work is over, on the GPU too; returns the result or raises the task's error."""
@@ -61,6 +61,10 @@ class Task:
             raise self.error
         if self.ended is not None:
             stream.wait_event(self.ended)
+
+
+OVER = threading.Event()  # of all simulated tasks: making an event takes longer than all else in a simulation
+OVER.set()
 
 
 @dataclass(frozen=True)
@@ -244,10 +248,9 @@ class SimulatedLanes:
         self.tracing = True
 
     def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Task:
-        task = Task(lane, name, nbytes, flops)
+        task = Task(lane, name, nbytes, flops, OVER)
         task.start = max([self.free[lane], *(t.end for t in after)])
         task.end = self.free[lane] = task.start + self.duration(task)
-        task._issued.set()
         self.tasks.append(task)
         return task
 

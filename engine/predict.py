@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trireme.engine.build import build
-from trireme.engine.lanes import LANES, SimulatedLanes, Span, Task
+from trireme.engine.lanes import LANES, OVER, SimulatedLanes, Span, Task
 from trireme.engine.plan import Plan
 from trireme.engine.rates import Rates
 from trireme.engine.step import Inputs, train_step
@@ -76,14 +76,13 @@ class PredictedLanes(SimulatedLanes):
         self.slow = dict.fromkeys(LANES, 1.0)
 
     def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Task:
-        task = Task(lane, name, nbytes, flops)
+        task = Task(lane, name, nbytes, flops, OVER)
         task.start = max([self.free[lane], self.waited, *(t.end for t in after)])
         seconds = self.duration(task) * self.slow[lane]
         task.end = self.drive.take(task.start, seconds) if lane.startswith("ssd") else task.start + seconds
         self.free[lane] = task.end
         if name == "statistics":
             self.waited = task.end
-        task._issued.set()
         self.tasks.append(task)
         return task
 

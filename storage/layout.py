@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 ALIGN = 4096
@@ -51,7 +52,7 @@ class Layout:
     def nbytes(self) -> int:
         return self.tensors[-1].offset + self.tensors[-1].nbytes if self.tensors else 0
 
-    @property
+    @cached_property
     def span(self) -> int:
         return round_up(self.nbytes)
 
