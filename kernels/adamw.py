@@ -10,10 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.launcher import launcher
+
 BLOCK = 1024
 HALVINGS, LANE_ROWS = 10, 64  # the blocks of reference.sum_squares: 64 rows of 1,024 lanes
 
 
+@launcher
 @triton.jit(do_not_specialize=["n_decay"])
 def _adamw(
     p_w,
@@ -66,6 +69,7 @@ def _halve(x, HALVINGS: tl.constexpr):
     return x
 
 
+@launcher
 @triton.jit
 def _sum_squares(p_x, p_out, p_sums, n, ROUND: tl.constexpr, HALVINGS: tl.constexpr, LANE_ROWS: tl.constexpr):
     LANES: tl.constexpr = 1 << HALVINGS
@@ -82,6 +86,7 @@ def _sum_squares(p_x, p_out, p_sums, n, ROUND: tl.constexpr, HALVINGS: tl.conste
     tl.store(p_sums + tl.program_id(0) + tl.arange(0, 1), _halve(b_sum, HALVINGS))
 
 
+@launcher
 @triton.jit(do_not_specialize=["n_blocks"])
 def _sum_blocks(p_sums, p_total, n_blocks, HALVINGS: tl.constexpr):
     o = tl.arange(0, 1 << HALVINGS)

@@ -16,6 +16,7 @@ from torch import Tensor
 from trireme.kernels import launch
 from trireme.kernels.attention_fwd import LOG2E, _key_ranges, _load_rows, _visible, strides
 from trireme.kernels.docs import Docs
+from trireme.kernels.launcher import launcher
 
 
 @triton.jit
@@ -62,6 +63,7 @@ def _dq_range(
     return b_dq
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _attention_bwd_dq(
     p_do,
@@ -197,6 +199,7 @@ def _dkv_range(
     return b_dk, b_dv
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _attention_bwd_dkv(
     p_do,

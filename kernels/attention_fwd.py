@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trireme.kernels import launch
 from trireme.kernels.docs import Docs
+from trireme.kernels.launcher import launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -108,6 +109,7 @@ def _fwd_range(
     return b_acc, b_m, b_l
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _attention_fwd(
     p_q,

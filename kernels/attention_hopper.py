@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from trireme.kernels import launch
 from trireme.kernels.attention_fwd import strides
 from trireme.kernels.docs import Docs
+from trireme.kernels.launcher import launcher
 
 LOG2E = gl.constexpr(1.4426950408889634)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both were renamed
@@ -57,6 +58,7 @@ def _dkv_copy(i, stages: gl.constexpr, q_ring, do_ring, lse_ring, delta_ring, p_
     async_copy.commit_group()
 
 
+@launcher
 @gluon.jit(do_not_specialize=["N"])
 def dkv_kernel(
     p_do,
@@ -189,6 +191,7 @@ def _probabilities(b_s, b_lse, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.c
     return b_p
 
 
+@launcher
 @gluon.jit(do_not_specialize=["N"])
 def dq_kernel(
     p_do,

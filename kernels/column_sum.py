@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.launcher import launcher
+
 BLOCK_P, BLOCK_D = 64, 16
 
 
+@launcher
 @triton.jit(do_not_specialize=["P"])
 def _add_rows(p_out, p_parts, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)

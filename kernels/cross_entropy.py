@@ -15,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
+from trireme.kernels.launcher import launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+@launcher
 @triton.jit
 def _cross_entropy(
     p_logits,

@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.launch import power2
+from trireme.kernels.launcher import launcher
 
 ROWS = 8  # rows of a run that are read at once
 
 
+@launcher
 @triton.jit
 def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     i_n = tl.program_id(0).to(tl.int64)
@@ -24,6 +26,7 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     tl.store(p_out + i_n * D + o_d, tl.load(p_w + i_v * D + o_d, o_d < D), o_d < D)
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _embedding_bwd(p_dw, p_dy, p_sorted, p_order, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     i = tl.program_id(0)

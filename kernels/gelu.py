@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import column_splits
+from trireme.kernels.launcher import launcher
 
 BLOCK = 2048  # values of a row that one program of the forward takes
 ROWS, BIAS_ROWS, COLUMNS = 8, 32, 128  # tiles of the backward, and of the bias gradient alone
@@ -27,6 +28,7 @@ def gelu_tanh(x):
     return x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
 
 
+@launcher
 @triton.jit
 def _gelu_bias_fwd(p_h, p_bias, p_y, F: tl.constexpr, BLOCK: tl.constexpr):
     o_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,6 +37,7 @@ def _gelu_bias_fwd(p_h, p_bias, p_y, F: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(p_y + o, gelu_tanh(b_x)[0].to(p_y.dtype.element_ty), o_f < F)
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _gelu_bias_bwd(
     p_dy, p_h, p_bias, p_dh, p_y, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -55,6 +58,7 @@ def _gelu_bias_bwd(
     tl.store(p_parts + i_part * F + o_f, tl.sum(b_sum, 0), o_f < F)
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import rows_bwd, rows_fwd
+from trireme.kernels.launcher import launcher
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _layernorm_fwd(
     p_x,
@@ -55,6 +57,7 @@ def _layernorm_fwd(
     tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask)
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _layernorm_bwd(
     p_dy,

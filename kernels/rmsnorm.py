@@ -15,8 +15,10 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import rows_bwd, rows_fwd
+from trireme.kernels.launcher import launcher
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _rmsnorm_fwd(
     p_x,
@@ -48,6 +50,7 @@ def _rmsnorm_fwd(
     tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask)
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _rmsnorm_bwd(
     p_dy,
@@ -129,6 +132,7 @@ def rmsnorm_bwd(
 # ---------------------------------------------------------------- over heads
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _head_fwd(
     p_x,
@@ -156,6 +160,7 @@ def _head_fwd(
     tl.store(p_y + i_row[:, None] * D + o_d[None, :], b_y.to(p_y.dtype.element_ty), mask)
 
 
+@launcher
 @triton.jit(do_not_specialize=["N"])
 def _head_bwd(
     p_dy,

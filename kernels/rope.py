@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.launch import power2
+from trireme.kernels.launcher import launcher
 
 
+@launcher
 @triton.jit
 def _rope(
     p_x,

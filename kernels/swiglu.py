@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.gelu import gelu_tanh
+from trireme.kernels.launcher import launcher
 
 BLOCK = 2048  # values of a row that one program takes
 
@@ -24,6 +25,7 @@ def silu(x):
     return x * s, s * (1.0 + x * (1.0 - s))
 
 
+@launcher
 @triton.jit
 def _glu_fwd(p_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
     i_n = tl.program_id(0).to(tl.int64)
@@ -34,6 +36,7 @@ def _glu_fwd(p_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.const
     tl.store(p_y + i_n * F + o_f, (act(b_gate)[0] * b_up).to(p_y.dtype.element_ty), o_f < F)
 
 
+@launcher
 @triton.jit
 def _glu_bwd(p_dy, p_gate_up, p_d_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
     i_n = tl.program_id(0).to(tl.int64)
