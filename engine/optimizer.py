@@ -6,7 +6,10 @@ in, first out. Units whose state is on the GPU are updated there; so are some wh
 back, since PCIe and the CPU's memory together are faster than either. When:
 
 - `forward`: all updates wait until backward has ended and the global norm is known; each runs just ahead of its unit's
-  next forward. Clipping is exact, and nothing is serial.
+  next forward. Clipping is exact, and nothing is serial. A forward of few tokens is shorter than the updates, which
+  the RAM's bandwidth limits. With `late_moments` an update is cut in two where the state is in RAM: under forward the
+  new weights alone are written (18 of 26 bytes a parameter are moved), and the moments follow under backward, computed
+  once more from the same gradient (18 bytes), before the next one lands in its place.
 - `backward`: a unit is updated as soon as its gradient lands, under the rest of backward. No clipping is possible.
 - `serial`: all updates after backward, each read, update and write in turn; the baseline.
 
@@ -16,7 +19,9 @@ In every mode each forward uses weights that hold the update of the step before:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +34,10 @@ from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
 from trireme.storage.layout import ITEMSIZE
+
+
+# What a task on the CPU stores -> its name, and bytes of RAM a parameter, in proportion to the 28 that a rate is taken at
+PARTS = {"all": ("adamw", 28), "weights": ("adamw weights", 19), "moments": ("adamw moments", 19)}
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Optimizer:
         self.record_order = [
             (u, r) for u in order if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))
         ]
+        self.late: list[tuple[Slot, list[Callable], Task]] = []  # gradients whose moments are due, per unit
         self.norm_known: tuple[Task, ...] = ()  # what updates wait for where they are clipped
         self.cursor = 0  # next of record_order to be read ahead
         self.sums = self.stats = self.clip = self.clip_host = None
@@ -81,8 +91,9 @@ class Optimizer:
     # ------------------------------------------------ gradients
 
     def begin(self, step: int, lr: float) -> None:
-        """Opens step `step` (from 1) with its learning rate; what it updates uses these."""
+        """Opens the backward of step `step` (from 1) with its learning rate; what it updates uses these."""
         assert not self.landed, "the last step's gradients are not consumed"
+        self.update_moments()
         self.step, self.lr = step, lr
 
     def gradient(self, u: int) -> tuple[dict[str, Tensor], Task]:
@@ -148,7 +159,7 @@ class Optimizer:
             return StepStats(0.0, 0.0, 1.0)
         loss, norm, clip = task.wait().tolist()
         if self.plan.mode != "backward":
-            self.clip_host[0] = clip
+            self.clip_host = torch.tensor([clip], dtype=torch.float32)  # the last one may still be in use
         return StepStats(loss, norm, clip)
 
     def discard(self) -> None:
@@ -172,10 +183,19 @@ class Optimizer:
             self._update_streamed(u, slot, landed)
             return
         hi, hi_slot, come = self._weights_for_update(u)
-        last = []
+        late = self.plan.late_moments and self.plan.units[u].state == "host"
+        before, last, moments = (*come, landed, *self.norm_known), [], []
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            last.append(self._update_record(u, r, a, b, hi, slot, (*come, landed, *self.norm_known)))
-        slot.ring.release(slot, last)
+            if late:
+                state = self.homes.state[u][r]
+                last.append(self._on_cpu(u, r, a, b, hi, state, slot, "weights")(before))
+                moments.append(self._on_cpu(u, r, a, b, hi, state, slot, "moments"))
+            else:
+                last.append(self._update_record(u, r, a, b, hi, slot, before))
+        if late:
+            self.late.append((slot, moments, last[-1]))
+        else:
+            slot.ring.release(slot, last)
         final = last[-1]  # one lane, first in first out: the last record's update comes after the others
         if hi_slot is None:
             self.weights.publish(u, final)
@@ -209,6 +229,13 @@ class Optimizer:
             self.weights.settle()
             if self.plan.units[u].update == "gpu" and u in self.weights.held:
                 self.weights.drop(u)
+        self.update_moments()
+
+    def update_moments(self) -> None:
+        """Hands over the moments that are due, last unit first: so backward needs the slots of their gradients."""
+        for slot, records, weights in reversed(self.late):
+            slot.ring.release(slot, [moments((weights,)) for moments in records])
+        self.late.clear()
 
     def read_ahead(self) -> None:
         """Starts reading the next SSD-home records for as long as the ring has free slots."""
@@ -242,13 +269,7 @@ class Optimizer:
             state, come = state_slot.buffer, (*come, read)
         else:
             state = self.homes.state[u][r]
-        layout, dtype, adamw = self.geo.state_layout(b - a), self.geo.dtype, self._adamw(u, a, b)
-
-        def update():
-            adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad.buffer, dtype, b)[a:])
-
-        name = f"{self.geo.names[u]} {r}"
-        task = self.lanes.run("cpu", f"adamw {name}", update, come, nbytes=28 * (b - a))
+        task = self._on_cpu(u, r, a, b, hi, state, grad)(come)
         if state_slot is not None:
             written = self.homes.write_state(u, r, state, (task,))
             self.written[u, r] = written
@@ -258,6 +279,17 @@ class Optimizer:
         if self.plan.mode == "serial":
             self.lanes.drain()
         return task
+
+    def _on_cpu(self, u: int, r: int, a: int, b: int, hi, state, grad: Slot, part: str = "all") -> Callable:
+        """A function of what to wait for that hands over the update of elements a..b, or a part of it, with the
+        hyper-parameters of this step."""
+        layout, dtype, adamw = self.geo.state_layout(b - a), self.geo.dtype, self._adamw(u, a, b, part=part)
+
+        def update():
+            adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad.buffer, dtype, b)[a:])
+
+        name, nbytes = PARTS[part]
+        return partial(self.lanes.run, "cpu", f"{name} {self.geo.names[u]} {r}", update, nbytes=nbytes * (b - a))
 
     def _update_on_gpu(self, u: int, landed: Task) -> None:
         hi, grad, states, dtype = self.homes.weights[u], self.homes.gradients[u], self.homes.state[u], self.geo.dtype
@@ -316,7 +348,7 @@ class Optimizer:
     def _written(self, u: int, r: int) -> tuple[Task, ...]:
         return (self.written[u, r],) if (u, r) in self.written else ()
 
-    def _adamw(self, u: int, a: int, b: int, on_gpu: bool = False):
+    def _adamw(self, u: int, a: int, b: int, on_gpu: bool = False, part: str = "all"):
         """The update of elements a..b of unit u as a function of (weights, state by name, gradient), all flat.
 
         It is bound to this step's hyper-parameters; by the time it runs the next step may have begun.
@@ -326,6 +358,8 @@ class Optimizer:
         hyper["n_decay"] = min(max(self.geo.n_decay[u] - a, 0), b - a)
         if self.plan.adam_bits < 32:
             hyper |= dict(seed=u, first=a)
+        if part != "all":
+            hyper["part"] = part
         if on_gpu and self.device.type == "cuda":
             kernel, clip = ops.adamw_, self.clip
         else:

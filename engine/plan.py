@@ -49,6 +49,7 @@ class Plan:
     dtype: str = "BF16"  # compute dtype: BF16 or F32
     mode: str = "forward"  # when a unit on the CPU is updated: see optimizer.py
     adam_bits: int = 32  # of each moment: 32, 16 or 8
+    late_moments: bool = False  # in mode forward: moments in RAM are written under backward: see optimizer.py
     window: int = 2  # slots of the weight ring on the GPU: one in use, the others prefetched
     host_window: int = 2  # slots of the host ring that SSD-home weights pass through
     state_slots: int = 4  # host slots that SSD-home optimizer records pass through
@@ -69,6 +70,8 @@ class Plan:
                     raise InputError(f"plan: unit {u} names the tier {tier!r}; there are {', '.join(TIERS)}")
         if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
             raise InputError("plan: updates streamed through the gpu need mode forward or serial")
+        if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
+            raise InputError("plan: late_moments needs mode forward and adam_bits 32")
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 

@@ -10,7 +10,8 @@ from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
-GPU_UPDATES = 0.45  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 28 B of DRAM
+GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 19 B of DRAM
+LATE_TOKENS = 4_000  # from here on a step has time to write the moments apart from the weights
 
 
 def spread(n: int, k: int) -> frozenset[int]:
@@ -53,7 +54,8 @@ def simple_plan(
         for x in ("gpu", "host"):
             low = UnitPlan(weights, state, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
-            plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, record=record)
+            late = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
+            plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, record=record)
             if fits(geo, plan, limits):
                 return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates)
     raise DoesNotFit(_why_not(geo, plan, limits))

@@ -48,23 +48,28 @@ struct Job {
     int16_t *m_floor, *v_floor;
     const void *grad;
     int64_t moment_bytes, grad_is_bf16, n, n_decay, record;
+    int64_t part;  // what is stored: ALL, WEIGHTS or MOMENTS; the last two are for fp32 moments
     Scalars s;
     uint32_t noise;  // of element 0: the noise key + its index in the unit
 };
 
+// Parts of an update. WEIGHTS then MOMENTS leave the bits of ALL: the moments are computed twice from the same inputs.
+enum Part { ALL, WEIGHTS, MOMENTS };
+
 // The update of n elements, the first n_decay of them with weight decay.
-template <class Weight, class Grad>
+template <Part part = ALL, class Weight, class Grad>
 inline void update(Weight w, float *m, float *v, const Grad *grad, const Scalars s, int64_t n, int64_t n_decay) {
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
         float g = up(grad[i]) * s.clip;
-        float master = w.load(i) * (i < n_decay ? s.decay : 1.0f);  // times 1 is exact
         float mi = s.beta1 * m[i] + s.rest1 * g;
         float vi = s.beta2 * v[i] + s.rest2 * (g * g);
-        float denom = __builtin_sqrtf(vi) * s.inv_sqrt_bias2 + s.eps;
-        m[i] = mi;
-        v[i] = vi;
-        w.store(i, master - (s.step_size * mi) / denom);
+        if constexpr (part != WEIGHTS) m[i] = mi, v[i] = vi;
+        if constexpr (part != MOMENTS) {
+            float master = w.load(i) * (i < n_decay ? s.decay : 1.0f);  // times 1 is exact
+            float denom = __builtin_sqrtf(vi) * s.inv_sqrt_bias2 + s.eps;
+            w.store(i, master - (s.step_size * mi) / denom);
+        }
     }
 }
 
@@ -150,7 +155,9 @@ inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 template <class Weight, class Grad>
 void update_range(Weight w, const Grad *grad, const Job &job, int64_t begin, int64_t end) {
     float *m = static_cast<float *>(job.m) + begin, *v = static_cast<float *>(job.v) + begin;
-    update(w + begin, m, v, grad + begin, job.s, end - begin, job.n_decay - begin);
+    auto store = job.part == WEIGHTS ? update<WEIGHTS, Weight, Grad>
+               : job.part == MOMENTS ? update<MOMENTS, Weight, Grad> : update<ALL, Weight, Grad>;
+    store(w + begin, m, v, grad + begin, job.s, end - begin, job.n_decay - begin);
 }
 
 template <class Moments, class Weight, class Grad>

@@ -108,7 +108,7 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         [(name, c_void_p) for name in ("w", "lo", "m", "v", "m_floor", "v_floor", "grad")]
-        + [(name, c_int64) for name in ("moment_bytes", "grad_is_bf16", "n", "n_decay", "record")]
+        + [(name, c_int64) for name in ("moment_bytes", "grad_is_bf16", "n", "n_decay", "record", "part")]
         + [(name, c_float) for name in ("clip", "decay", "beta1", "rest1", "beta2", "rest2")]
         + [(name, c_float) for name in ("step_size", "inv_sqrt_bias2", "eps")]
         + [("noise", c_uint32)]
@@ -125,7 +125,9 @@ def _check(n: int, dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
         assert t.device.type == "cpu" and t.is_contiguous(), "not contiguous CPU memory"
 
 
-def _job(w, lo, m, v, grad, clip, *, lr, beta1, beta2, eps, weight_decay, n_decay, step, floors=None, noise=0) -> _Job:
+def _job(
+    w, lo, m, v, grad, clip, *, lr, beta1, beta2, eps, weight_decay, n_decay, step, floors=None, noise=0, part="all"
+) -> _Job:
     n = len(w)
     _check(n, (torch.float32,) if lo is None else (torch.bfloat16,), w)
     _check(n, (torch.int16,), *([] if lo is None else [lo]))
@@ -133,7 +135,7 @@ def _job(w, lo, m, v, grad, clip, *, lr, beta1, beta2, eps, weight_decay, n_deca
     _check(-(-n // moments.BLOCK), (torch.int16,), *(floors or ()))
     return _Job(
         *(None if t is None else t.data_ptr() for t in (w, lo, m, v, *(floors or (None, None)), grad)),
-        *(m.itemsize, grad.dtype == torch.bfloat16, n, n_decay, RECORD),
+        *(m.itemsize, grad.dtype == torch.bfloat16, n, n_decay, RECORD, reference.PARTS.index(part)),
         *(float(clip), 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2),
         *(lr / (1 - beta1**step), 1 / (1 - beta2**step) ** 0.5, eps, noise),
     )

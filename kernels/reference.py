@@ -381,6 +381,9 @@ def join_master(hi: Tensor, lo: Tensor) -> Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo.to(torch.int32)).view(torch.float32)
 
 
+PARTS = ("all", "weights", "moments")  # what an update stores
+
+
 def adamw_(
     w_: Tensor,
     lo_: Tensor | None,
@@ -396,13 +399,15 @@ def adamw_(
     weight_decay: float,
     n_decay: int,
     step: int,
+    part: str = "all",
 ) -> None:
     """One AdamW step (Loshchilov & Hutter 2019) over flat tensors of n elements, in place.
 
     w_ fp32 with lo_ None, or w_ bf16 with lo_ int16: the split master. m_, v_ fp32; grad fp32 or bf16; clip (1,) fp32
     multiplies the gradient. Weight decay applies to the first n_decay elements. `step` counts from 1.
     Every implementation computes exactly this sequence of IEEE fp32 operations, none fused, so that where an update
-    runs never changes the numbers.
+    runs never changes the numbers. `part` "weights" leaves the moments as they were, "moments" the weights; one after
+    the other leaves the bits of "all".
     """
     f32 = lambda value: torch.tensor(value, dtype=torch.float32, device=grad.device)  # noqa: E731
     b1, b2 = f32(beta1), f32(beta2)
@@ -410,12 +415,17 @@ def adamw_(
     inv_sqrt_bias2 = f32(1 / (1 - beta2**step) ** 0.5)
     master = w_ if lo_ is None else join_master(w_, lo_)
     g = grad.float() * clip
+    m = b1 * m_ + f32(1 - beta1) * g
+    v = b2 * v_ + f32(1 - beta2) * (g * g)
+    if part != "weights":
+        m_.copy_(m)
+        v_.copy_(v)
+    if part == "moments":
+        return
     master[:n_decay] *= f32(1 - lr * weight_decay)
-    m_.copy_(b1 * m_ + f32(1 - beta1) * g)
-    v_.copy_(b2 * v_ + f32(1 - beta2) * (g * g))
-    root = torch.sqrt(v_.double()).float()  # correctly rounded; the fp32 root of torch on the CPU (MKL) is not
+    root = torch.sqrt(v.double()).float()  # correctly rounded; the fp32 root of torch on the CPU (MKL) is not
     denom = root * inv_sqrt_bias2 + f32(eps)
-    master -= (step_size * m_) / denom
+    master -= (step_size * m) / denom
     if lo_ is not None:
         hi, lo = split_master(master)
         w_.copy_(hi)

@@ -88,6 +88,22 @@ def test_bits_equal_reference(n, split, grad_dtype, decay, shift, step, clip, gr
     both(host_adamw.adamw_, tensors, clip, n_decay=round(decay * n), step=step)
 
 
+def in_parts(*tensors, **hyper):
+    host_adamw.adamw_(*tensors, part="weights", **hyper)
+    host_adamw.adamw_(*tensors, part="moments", **hyper)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("grad_dtype", [BF16, F32])
+def test_weights_then_moments_leave_the_same_bits(split, grad_dtype, monkeypatch):
+    tensors = state(4099, split, grad_dtype)
+    both(in_parts, tensors)
+    for part in ("weights", "moments"):
+        both(host_adamw.adamw_, tensors, part=part)
+    monkeypatch.setattr(host_adamw, "library", lambda: None)
+    both(in_parts, tensors)
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("grad_dtype", [BF16, F32])
 def test_across_records(split, grad_dtype):

@@ -46,6 +46,14 @@ def test_everything_in_one_tier(model, dtype, mode, tier):
     check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, mode=mode, record=700), InlineLanes(), model)
 
 
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_moments_after_the_weights(dtype):
+    units = (UnitPlan(), *(UnitPlan("host", "host"),) * 2, UnitPlan("host", "host", update="gpu"), UnitPlan("ssd", "host"))
+    plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=True, record=700)
+    check(plan, RealLanes("cpu", extra=("poison",)))
+    check(plan, JitterLanes(5))
+
+
 @st.composite
 def plans(draw):
     def unit():
@@ -58,6 +66,7 @@ def plans(draw):
         return UnitPlan(weights, state, update, resident, draw(st.sampled_from(TIERS)), saved)
 
     mode = draw(st.sampled_from(("forward", "backward", "serial")))
+    bits = draw(st.sampled_from((32, 16, 8)))
     return gpu_plan(
         LLAMA,
         units=tuple(unit() for _ in range(5)),
@@ -69,7 +78,8 @@ def plans(draw):
         state_slots=draw(st.integers(1, 6)),
         record=draw(st.sampled_from((256, 768, 1 << 20))),
         stream_slots=draw(st.integers(1, 3)),
-        adam_bits=draw(st.sampled_from((32, 16, 8))),
+        adam_bits=bits,
+        late_moments=mode == "forward" and bits == 32 and draw(st.booleans()),
         swap_slots=draw(st.integers(2, 4)),
     )
 
