@@ -35,8 +35,7 @@ from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
 from trireme.storage.layout import ITEMSIZE
 
-
-# What a task on the CPU stores -> its name, and bytes of RAM a parameter, in proportion to the 28 that a rate is taken at
+# What a task on the CPU stores: its name, and bytes of RAM a parameter, in proportion to the 28 that rates are taken at.
 PARTS = {"all": ("adamw", 28), "weights": ("adamw weights", 19), "moments": ("adamw moments", 19)}
 
 

@@ -7,12 +7,14 @@ is what it has to do over its ceiling; the floor of the step is the largest, and
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 from bare_step import bare_step
 
 from trireme.engine.build import build, inputs
+from trireme.engine.choose import choose
 from trireme.engine.data import MicroBatch
 from trireme.engine.homes import Homes, Staged
 from trireme.engine.job import record_size
@@ -29,7 +32,9 @@ from trireme.engine.machine import choose_device, matmul_rate, memory_in_use, me
 from trireme.engine.memory import DTYPE, Memory, flat, memory_of, views
 from trireme.engine.optimizer import AdamW
 from trireme.engine.options import size
-from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.plan import DoesNotFit, Plan, usage
+from trireme.engine.predict import Batch, predict
+from trireme.engine.rates import rates_of
 from trireme.engine.rule import simple_plan
 from trireme.engine.step import Engine, train_step
 from trireme.kernels.host_adamw import Workers
@@ -128,6 +133,17 @@ def _adam_rate(n: int, dtype: str) -> float:
         return rate(lambda: workers.adamw_(w, lo, m, v, grad, clip, **hyper), n, torch.device("cpu"))
 
 
+def forget_peaks(device: torch.device) -> float:
+    """Starts the counting of memory peaks anew; GiB resident in RAM now: interpreter, libraries, CUDA."""
+    gc.collect()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return memory_in_use(device)[1]
+
+
 # ---------------------------------------------------------------- what a step has to do
 
 
@@ -181,27 +197,30 @@ def make_batch(cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, t
     return batch
 
 
-def choose_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int]) -> Plan:
-    """The plan of a file, or the plain rule's with homes forced where asked for, and single ideas switched off."""
-    if a.plan:
-        return Plan.load(Path(a.plan))
+def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], ceilings: Ceilings) -> Plan:
+    """The plan of a file; with --homes or --rule the plain rule's; else what a run on such a machine would choose.
+
+    Ideas that are switched off are taken out of that plan.
+    """
     rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
-    candidates = [(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows]
-    mode = "serial" if "overlap" in a.off else ("forward" if a.clip else "backward")
-    record = a.record or record_size(shapes.parameters(cfg), limits["host"])
-    plan = simple_plan(
-        cfg,
-        limits,
-        batch_tokens=candidates,
+    rule = dict(
+        batch_tokens=[(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows],
         dtype=dtype,
-        mode=mode,
-        record=record,
-        homes=a.homes,
+        mode="serial" if "overlap" in a.off else "forward" if a.clip else "backward",
+        record=a.record or record_size(shapes.parameters(cfg), limits["host"]),
         adam_bits=a.adam_bits,
+        on_cuda=dtype == "BF16",
     )
-    if "prefetch" in a.off:
-        plan = replace(plan, window=1)
-    return plan
+    if a.plan:
+        plan = Plan.load(Path(a.plan))
+    elif a.rule or a.homes != "auto":
+        plan = simple_plan(cfg, limits, homes=a.homes, **rule)
+    else:
+        choice = choose(cfg, limits, rates_of(vars(ceilings)), a.seq, **rule)
+        for line in choice.because:
+            print(f"because {line}")
+        plan = choice.plan
+    return replace(plan, window=1) if "prefetch" in a.off else plan
 
 
 # ---------------------------------------------------------------- the run
@@ -265,7 +284,8 @@ def main(argv: list[str]) -> int:
     size_b = shapes.parameters(cfg) / 1e9
     print(f"{a.model}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(ceilings).items()))
-    plan = choose_plan(a, cfg, dtype, limits)
+    plan = make_plan(a, cfg, dtype, limits, ceilings)
+    at_start = forget_peaks(device)
     lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device)
     start = time.perf_counter()
     adamw = AdamW(max_grad_norm=a.clip)
@@ -284,7 +304,7 @@ def main(argv: list[str]) -> int:
           f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)  # fmt: skip
     text = Path(a.text).read_bytes() if a.text else None
     times, losses, spans = run_steps(a, e, device, text)
-    result = summary(a, e, ceilings, times, losses, spans)
+    result = summary(a, e, ceilings, at_start, times, losses, spans)
     if a.trace:
         write_perfetto(Path(a.trace), spans)
     if a.json:
@@ -298,8 +318,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def summary(a, e: Engine, c: Ceilings, times: list[float], losses: list[float], spans: list[Span]) -> dict:
-    """Prints the table and returns it."""
+def summary(a, e: Engine, c: Ceilings, at_start: float, times: list[float], losses: list[float], spans) -> dict:
+    """Prints the table and returns it. `at_start`: GiB of RAM resident before the engine was built."""
     cfg, device = e.cfg, e.memory.device
     on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
     step_s = statistics.median(times)
@@ -310,18 +330,24 @@ def summary(a, e: Engine, c: Ceilings, times: list[float], losses: list[float], 
     bound = max(floor, key=floor.get)
     flops = shapes.model_flops(cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq), cfg.window))
     gpu, ram = memory_in_use(device)
+    promised = {tier: nbytes / 2**30 for tier, nbytes in usage(e.geo, e.plan).items()}
+    predicted = predict(cfg, e.plan, rates_of(vars(c)), Batch(e.plan.tokens, a.seq, e.plan.n_micro)).step_s
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
     for lane in floor:
         took = at_work.get("ssd_read", 0) + at_work.get("ssd_write", 0) if lane == "ssd" else at_work.get(lane, 0)
         print(f"{lane:10} {floor[lane]:9.3f} {took:9.3f}")
     print(f"step {step_s:.3f} s, floor {floor[bound]:.3f} s ({bound}), ratio {step_s / floor[bound]:.3f}; "
           f"{flops / step_s / 1e12:.1f} model TFLOP/s, {a.tokens / step_s:.0f} tokens/s; "
-          f"peaks GPU {gpu:.2f} GiB, RSS {ram:.2f} GiB; loss {losses[0]:.4f} -> {losses[-1]:.4f}")  # fmt: skip
+          f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")  # fmt: skip
+    print(f"predicted {predicted:.3f} s ({predicted / step_s - 1:+.1%}); peaks GPU {gpu:.2f} GiB (predicted "
+          f"{promised['gpu']:.2f}), RAM {ram - at_start:.2f} GiB (predicted {promised['host']:.2f}) beside "
+          f"{at_start:.2f} of interpreter and libraries")  # fmt: skip
     return {
         "model": a.model, "tokens": a.tokens, "step_s": step_s, "steps_s": times, "floor_s": floor[bound],
         "ratio": step_s / floor[bound], "bound": bound, "ceilings": vars(c),
         "lanes": {k: {"floor_s": v, "busy_s": at_work.get(k, 0)} for k, v in floor.items()} | {"measured": at_work},
-        "peaks": {"gpu_gib": gpu, "ram_gib": ram}, "tokens_per_s": a.tokens / step_s,
+        "peaks": {"gpu_gib": gpu, "ram_gib": ram, "rss_start_gib": at_start}, "predicted_s": predicted,
+        "promised_gib": promised, "tokens_per_s": a.tokens / step_s,
         "model_tflops": flops / step_s / 1e12, "losses": losses, "seq": a.seq, "plan": asdict(e.plan),
     }  # fmt: skip
 
@@ -338,6 +364,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument(
         "--homes", choices=("auto", "gpu", "host", "ssd", "state-ssd"), default="auto", help="force all homes to a tier"
     )
+    p.add_argument("--rule", action="store_true", help="the plain rule's plan rather than the fastest that is found")
     p.add_argument("--plan", help="a plan as JSON or YAML, for --seq and --tokens as given")
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--warmup", type=int, default=2)
