@@ -35,7 +35,7 @@ from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
 from trireme.storage.layout import ITEMSIZE
 
-# What a task on the CPU stores: its name, and bytes of RAM a parameter, in proportion to the 28 that rates are taken at.
+# What a task on the CPU stores: its name, and bytes of RAM a parameter, scaled so that "all" is the 28 of a rate.
 PARTS = {"all": ("adamw", 28), "weights": ("adamw weights", 19), "moments": ("adamw moments", 19)}
 
 

@@ -53,7 +53,7 @@ def _resources(kernel) -> dict:
     wgmma = "wgmma.mma_async" in ptx
     notes = _run_tool("ptxas-blackwell", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", ptx.encode()) if wgmma else ""
     widths = [int(n or 1) * int(b) // 8 for n, b in re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)]
-    widths += [int(n) for n in re.findall(r"cp\.async\.c[ag]\S* \[.*\], \[.*\], 0x([0-9a-f]+)", ptx)]
+    widths += [int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\S* \[.*\], \[.*\], 0x([0-9a-f]+)", ptx)]
     return dict(
         registers=int(re.search(r"REG:(\d+)", text)[1]),
         stack=int(re.search(r"STACK:(\d+)", text)[1]),
@@ -135,7 +135,7 @@ def other_calls():
 
 
 def main(arch: int) -> None:
-    calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 128)]
+    calls = [lambda d=d: attention_call(8, 2, d) for d in ((64, 128) if arch < 90 else (64, 80, 128))]
     if arch < 90:  # on Hopper only what Ada does not have
         calls += [lambda: attention_call(4, 4, 80), lambda: attention_call(4, 4, 256)]
         calls += [lambda: attention_call(8, 2, 128, 256)]

@@ -48,7 +48,8 @@ def test_everything_in_one_tier(model, dtype, mode, tier):
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_moments_after_the_weights(dtype):
-    units = (UnitPlan(), *(UnitPlan("host", "host"),) * 2, UnitPlan("host", "host", update="gpu"), UnitPlan("ssd", "host"))
+    host = UnitPlan("host", "host")
+    units = (UnitPlan(), host, host, replace(host, update="gpu"), UnitPlan("ssd", "host"))
     plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=True, record=700)
     check(plan, RealLanes("cpu", extra=("poison",)))
     check(plan, JitterLanes(5))
