@@ -36,6 +36,8 @@ def _adamw(
     eps,
     decay,
     SPLIT: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -49,16 +51,18 @@ def _adamw(
     b_w = tl.where(o < n_decay, b_w * decay, b_w)
     b_m = beta1 * tl.load(p_m + o, mask, 0.0) + one_beta1 * b_g
     b_v = beta2 * tl.load(p_v + o, mask, 0.0) + one_beta2 * (b_g * b_g)
-    tl.store(p_m + o, b_m, mask)
-    tl.store(p_v + o, b_v, mask)
     b_w -= tl.div_rn(step_size * b_m, tl.sqrt_rn(b_v) * inv_sqrt_bias2 + eps)
-    if SPLIT:
-        b_bits = b_w.to(tl.int32, bitcast=True)
-        b_hi = (b_bits + 0x8000) >> 16
-        tl.store(p_w + o, b_hi.to(tl.int16).to(tl.bfloat16, bitcast=True), mask)
-        tl.store(p_lo + o, (b_bits - (b_hi << 16)).to(tl.int16), mask)
-    else:
-        tl.store(p_w + o, b_w, mask)
+    if MOMENTS:
+        tl.store(p_m + o, b_m, mask)
+        tl.store(p_v + o, b_v, mask)
+    if WEIGHTS:
+        if SPLIT:
+            b_bits = b_w.to(tl.int32, bitcast=True)
+            b_hi = (b_bits + 0x8000) >> 16
+            tl.store(p_w + o, b_hi.to(tl.int16).to(tl.bfloat16, bitcast=True), mask)
+            tl.store(p_lo + o, (b_bits - (b_hi << 16)).to(tl.int16), mask)
+        else:
+            tl.store(p_w + o, b_w, mask)
 
 
 @triton.jit
@@ -109,6 +113,7 @@ def adamw_(
     weight_decay: float,
     n_decay: int,
     step: int,
+    part: str = "all",
 ) -> None:
     """As reference.adamw_, bit by bit. All tensors flat and contiguous."""
     n = w_.numel()
@@ -117,8 +122,8 @@ def adamw_(
     assert all(t.is_contiguous() for t in (w_, m_, v_, grad)) and (lo_ is None or lo_.dtype == torch.int16)
     _adamw[(triton.cdiv(n, BLOCK),)](
         w_, lo_, m_, v_, grad, clip, n, n_decay, lr / (1 - beta1**step), beta1, 1 - beta1, beta2, 1 - beta2,
-        1 / (1 - beta2**step) ** 0.5, eps, 1 - lr * weight_decay, lo_ is not None, BLOCK,
-        num_warps=4, enable_fp_fusion=False,
+        1 / (1 - beta2**step) ** 0.5, eps, 1 - lr * weight_decay, lo_ is not None,
+        part != "moments", part != "weights", BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

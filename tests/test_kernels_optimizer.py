@@ -36,6 +36,21 @@ def test_adamw_has_the_bits_of_the_reference(device, split, grad_dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", [False, True])
+def test_weights_and_then_moments_leave_the_bits_of_all(device, split):
+    torch.manual_seed(0)
+    n = 3000
+    state = _state(n, split, device)
+    parts = [None if t is None else t.clone() for t in state]
+    grad, clip = torch.randn(n, device=device), torch.ones(1, device=device)
+    options = dict(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, n_decay=1000, step=2)
+    adamw.adamw_(*state, grad, clip, **options)
+    for part in ("weights", "moments"):
+        adamw.adamw_(*parts, grad, clip, **options, part=part)
+    assert all(a is None or torch.equal(a, b) for a, b in zip(state, parts, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("n", [1, 1000, 65536, 200_003])
 def test_sum_squares_has_the_bits_of_the_reference(device, n):
     torch.manual_seed(0)
