@@ -4,8 +4,9 @@ Triton waits for each product before the next instruction (docs/kernels.md). Her
 the exponentials of another are taken. Tiles arrive by asynchronous copies in a ring of STAGES slots, one commit group
 a step. ptxas serialises the products where it cannot follow their accumulators: hence steps that begin and end with
 nothing in flight but what the same loop carries (tests/test_kernels_compile.py watches for it).
-bf16, head widths 64 and 128, no window; everything else stays with Triton.
-Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width; t_ is a product that may still run.
+bf16, head widths up to 128, padded to 64 or 128 columns, no window; everything else stays with Triton.
+Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, padded to BLOCK_D; t_ is a product that
+may still run.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ cta_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # after Triton 
 
 
 @gluon.jit
-def _copy_rows(smem, p, row_stride, o_row, length, o_d):
-    """Starts the copy of rows of D values into smem; rows past the document's end arrive as zeros."""
-    mask = (o_row < length)[:, None] & (o_d >= 0)[None, :]
+def _copy_rows(smem, p, row_stride, o_row, length, o_d, D: gl.constexpr):
+    """Starts the copy of rows of D values into smem; beyond the document's end and beyond D zeros arrive."""
+    mask = (o_row < length)[:, None] & (o_d < D)[None, :]
     copy_async(smem, p + o_row.to(gl.int64)[:, None] * row_stride + o_d[None, :], mask)
 
 
 @gluon.jit
 def _dkv_copy(i, stages: gl.constexpr, q_ring, do_ring, lse_ring, delta_ring, p_q, p_do, p_lse, p_delta, q_n, q_h, do_n,
-              do_h, N, a, steps, total, length, rows: gl.constexpr, D: gl.constexpr, wide: gl.constexpr,
-              flat: gl.constexpr):  # fmt: skip
+              do_h, N, a, steps, total, length, rows: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+              wide: gl.constexpr, flat: gl.constexpr):  # fmt: skip
     """Starts the copies of step i: a tile of q, do, lse and delta of one head of the group."""
     if i < total:
         i_g = i // steps
         i_q = a + (i % steps) * rows
         o_row = i_q + gl.arange(0, rows, gl.SliceLayout(1, wide))
-        o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
-        _copy_rows(q_ring.index(i % stages), p_q + i_g * q_h, q_n, o_row, length, o_d)
-        _copy_rows(do_ring.index(i % stages), p_do + i_g * do_h, do_n, o_row, length, o_d)
+        o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, wide))
+        _copy_rows(q_ring.index(i % stages), p_q + i_g * q_h, q_n, o_row, length, o_d, D)
+        _copy_rows(do_ring.index(i % stages), p_do + i_g * do_h, do_n, o_row, length, o_d, D)
         o_flat = i_q + gl.arange(0, rows, flat)
         o_stat = i_g.to(gl.int64) * N + o_flat
         copy_async(lse_ring.index(i % stages), p_lse + o_stat, o_flat < length)
@@ -87,18 +88,19 @@ def dkv_kernel(
     K: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """dk and dv of one key tile of one key/value head."""
     WARPS: gl.constexpr = gl.num_warps()
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_Q, 16])
-    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
     dtype: gl.constexpr = p_q.dtype.element_ty
 
@@ -112,29 +114,29 @@ def dkv_kernel(
     p_lse += i_group * N + start
     p_delta += i_group * N + start
 
-    q_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], tile)
-    do_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], tile)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], tile)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], tile)
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], line)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], line)
-    k_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, D], tile)
-    v_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, D], tile)
+    k_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], tile)
+    v_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], tile)
     o_row = offset + gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
-    _copy_rows(k_tile, p_k + start * k_n + i_h * k_h, k_n, o_row, length, o_d)
-    _copy_rows(v_tile, p_v + start * v_n + i_h * v_h, v_n, o_row, length, o_d)
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, wide))
+    _copy_rows(k_tile, p_k + start * k_n + i_h * k_h, k_n, o_row, length, o_d, D)
+    _copy_rows(v_tile, p_v + start * v_n + i_h * v_h, v_n, o_row, length, o_d, D)
 
     a = offset // BLOCK_Q * BLOCK_Q
     steps = gl.cdiv(length - a, BLOCK_Q)
     total = GROUP * steps
     for i in gl.static_range(STAGES - 1):
         _dkv_copy(gl.to_tensor(i), STAGES, q_ring, do_ring, lse_ring, delta_ring, p_q, p_do, p_lse, p_delta, q_n, q_h,
-                  do_n, do_h, N, a, steps, total, length, BLOCK_Q, D, wide, flat)  # fmt: skip
+                  do_n, do_h, N, a, steps, total, length, BLOCK_Q, D, BLOCK_D, wide, flat)  # fmt: skip
 
     o_k = offset + gl.arange(0, BLOCK_K, gl.SliceLayout(1, scores))
     o_tile = gl.arange(0, BLOCK_Q, gl.SliceLayout(0, scores))
     none = gl.full([BLOCK_K, BLOCK_Q], 0.0, gl.float32, scores)
-    t_dk = warpgroup_mma_init(gl.full([BLOCK_K, D], 0.0, gl.float32, heads))
-    t_dv = warpgroup_mma_init(gl.full([BLOCK_K, D], 0.0, gl.float32, heads))
+    t_dk = warpgroup_mma_init(gl.full([BLOCK_K, BLOCK_D], 0.0, gl.float32, heads))
+    t_dv = warpgroup_mma_init(gl.full([BLOCK_K, BLOCK_D], 0.0, gl.float32, heads))
     for i in range(total):
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
@@ -145,7 +147,7 @@ def dkv_kernel(
         b_dk, b_dv = warpgroup_mma_wait(2, (t_dk, t_dv))  # the last step's: once all warps have them,
         cta_barrier()  # its slot may be written again
         _dkv_copy(i + STAGES - 1, STAGES, q_ring, do_ring, lse_ring, delta_ring, p_q, p_do, p_lse, p_delta, q_n, q_h,
-                  do_n, do_h, N, a, steps, total, length, BLOCK_Q, D, wide, flat)  # fmt: skip
+                  do_n, do_h, N, a, steps, total, length, BLOCK_Q, D, BLOCK_D, wide, flat)  # fmt: skip
         i_q = a + (i % steps) * BLOCK_Q
         o_q = i_q + o_tile
         b_lse = gl.where(o_q < length, lse_ring.index(slot).load(gl.SliceLayout(0, scores)) * LOG2E, float("inf"))
@@ -162,8 +164,8 @@ def dkv_kernel(
     async_copy.wait_group(0)
 
     o_row = gl.arange(0, BLOCK_K, gl.SliceLayout(1, heads))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, heads))
-    mask = (offset + o_row < length)[:, None] & (o_d >= 0)[None, :]
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, heads))
+    mask = (offset + o_row < length)[:, None] & (o_d < D)[None, :]
     p_dk += (start + offset) * dk_n + i_h * dk_h
     p_dv += (start + offset) * dv_n + i_h * dv_h
     gl.store(p_dk + o_row[:, None] * dk_n + o_d[None, :], (b_dk * scale).to(dtype), mask)
@@ -172,13 +174,13 @@ def dkv_kernel(
 
 @gluon.jit
 def _dq_copy(i, stages: gl.constexpr, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, rows: gl.constexpr,
-             D: gl.constexpr, wide: gl.constexpr):  # fmt: skip
+             D: gl.constexpr, BLOCK_D: gl.constexpr, wide: gl.constexpr):  # fmt: skip
     """Starts the copies of step i: a tile of keys and of values."""
     if i < total:
         o_row = i * rows + gl.arange(0, rows, gl.SliceLayout(1, wide))
-        o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
-        _copy_rows(k_ring.index(i % stages), p_k, k_n, o_row, length, o_d)
-        _copy_rows(v_ring.index(i % stages), p_v, v_n, o_row, length, o_d)
+        o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, wide))
+        _copy_rows(k_ring.index(i % stages), p_k, k_n, o_row, length, o_d, D)
+        _copy_rows(v_ring.index(i % stages), p_v, v_n, o_row, length, o_d, D)
     async_copy.commit_group()
 
 
@@ -220,16 +222,17 @@ def dq_kernel(
     H: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """dq of one query tile, and its delta, which dkv_kernel reads."""
     WARPS: gl.constexpr = gl.num_warps()
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
-    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
     dtype: gl.constexpr = p_q.dtype.element_ty
 
@@ -241,19 +244,19 @@ def dq_kernel(
     p_v += start * v_n + (i_h // GROUP) * v_h
     total = gl.cdiv(gl.minimum(offset + BLOCK_Q, length), BLOCK_K)
 
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], tile)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], tile)
-    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, D], tile)
-    do_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, D], tile)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile)
+    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], tile)
+    do_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], tile)
     o_row = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, wide))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, wide))
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, wide))
     p_do += start * do_n + i_h * do_h
-    _copy_rows(q_tile, p_q + start * q_n + i_h * q_h, q_n, o_row, length, o_d)
-    _copy_rows(do_tile, p_do, do_n, o_row, length, o_d)
+    _copy_rows(q_tile, p_q + start * q_n + i_h * q_h, q_n, o_row, length, o_d, D)
+    _copy_rows(do_tile, p_do, do_n, o_row, length, o_d, D)
     for i in gl.static_range(STAGES):
-        _dq_copy(gl.to_tensor(i), STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, wide)
+        _dq_copy(gl.to_tensor(i), STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, BLOCK_D, wide)
 
-    mask = (o_row < length)[:, None] & (o_d >= 0)[None, :]
+    mask = (o_row < length)[:, None] & (o_d < D)[None, :]
     row = o_row.to(gl.int64)[:, None]
     b_do = gl.load(p_do + row * do_n + o_d[None, :], mask, 0.0).to(gl.float32)
     b_out = gl.load(p_out + start * o_n + i_h * o_h + row * o_n + o_d[None, :], mask, 0.0).to(gl.float32)
@@ -266,7 +269,7 @@ def dq_kernel(
 
     o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
     none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
-    b_dq = gl.full([BLOCK_Q, D], 0.0, gl.float32, heads)
+    b_dq = gl.full([BLOCK_Q, BLOCK_D], 0.0, gl.float32, heads)
     async_copy.wait_group(STAGES - 1)
     fence_async_shared()
     b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
@@ -287,14 +290,14 @@ def dq_kernel(
         b_dq = warpgroup_mma_wait(0, (t_dq,))
         b_ds = gl.convert_layout(b_ds, operand)
         cta_barrier()  # all warps are done with the slot that is written next
-        _dq_copy(i + STAGES, STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, wide)
+        _dq_copy(i + STAGES, STAGES, k_ring, v_ring, p_k, p_v, k_n, v_n, total, length, BLOCK_K, D, BLOCK_D, wide)
     async_copy.wait_group(0)
     fence_async_shared()
     b_dq = warpgroup_mma(b_ds, k_ring.index((total - 1) % STAGES), b_dq)
 
     o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, heads))
-    mask = (offset + o_row < length)[:, None] & (o_d >= 0)[None, :]
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, heads))
+    mask = (offset + o_row < length)[:, None] & (o_d < D)[None, :]
     p_dq += (start + offset) * dq_n + i_h * dq_h
     gl.store(p_dq + o_row[:, None] * dq_n + o_d[None, :], (b_dq * scale).to(dtype), mask)
 
@@ -309,7 +312,8 @@ def suits(window: int, *tensors: Tensor) -> bool:
         launch.chip(q.device).arch == 90
         and window == 0
         and q.dtype == torch.bfloat16
-        and q.shape[2] in (64, 128)
+        and 32 < q.shape[2] <= 128
+        and q.shape[2] % 8 == 0
         and all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 and t.stride(1) % 16 == 0 for t in tensors)
     )
 
@@ -329,17 +333,17 @@ def attention_bwd(
 ) -> None:
     """Fills dq_, dk_, dv_."""
     N, H, D = q.shape
-    K = k.shape[1]
+    K, block_d = k.shape[1], launch.head_block(D)
     delta = torch.empty_like(lse)
-    tile = launch.hopper_dq(D)
+    tile = launch.hopper_dq(block_d)
     tiles = docs.query_tiles[tile.q]
     dq_kernel[(len(tiles) * H,)](
         dout, q, k, v, out, lse, delta, dq_, tiles, N, scale, *strides(dout, q, k, v, out, dq_),
-        H, H // K, D, tile.q, tile.k, tile.stages, num_warps=tile.warps,
+        H, H // K, D, block_d, tile.q, tile.k, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    tile = launch.hopper_dkv(D)
+    tile = launch.hopper_dkv(block_d)
     tiles = docs.key_tiles[tile.k]
     dkv_kernel[(len(tiles) * K,)](
         dout, q, k, v, lse, delta, dk_, dv_, tiles, N, scale, *strides(dout, q, k, v, dk_, dv_),
-        K, H // K, D, tile.q, tile.k, tile.stages, num_warps=tile.warps,
+        K, H // K, D, block_d, tile.q, tile.k, tile.stages, num_warps=tile.warps,
     )  # fmt: skip

@@ -3,6 +3,7 @@
     python scripts/bench_kernels.py                     every op, at the shapes of LLaMA-3-8B and LLaMA-2-13B blocks
     python scripts/bench_kernels.py attention --json results.json
     python scripts/bench_kernels.py --peers             also torch.compile, cuDNN, FlashAttention-2, Liger if installed
+    python scripts/bench_kernels.py --host              what a call costs the host
     python scripts/bench_kernels.py --tune              attention tiles tried out, for kernels/launch.py
 
 Each op is counted at its own smallest traffic (every input read once, every output written once) or at its own FLOPs.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -25,6 +27,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from trireme.kernels import launch, ops, reference
+from trireme.kernels.launcher import Kernel
 
 BF16 = torch.bfloat16
 DEVICE = "cuda"
@@ -46,8 +49,8 @@ class Case(NamedTuple):
     bound: float = 5e-3
 
 
-def seconds(run: Callable) -> float:
-    return do_bench(run, warmup=10, rep=60, return_mode="median") * 1e-3
+def seconds(run: Callable, rep: int = 60) -> float:
+    return do_bench(run, warmup=10, rep=rep, return_mode="median") * 1e-3
 
 
 def randn(*shape: int, dtype=BF16) -> Tensor:
@@ -248,6 +251,54 @@ def report(case: Case, peers: bool, matmul: float, copy: float) -> list[dict]:
     return rows
 
 
+# ---------------------------------------------------------------- launches
+
+
+def host(n: int = 1000) -> list[dict]:
+    """Prints and returns host microseconds of a call, allocations and all its launches included, on tiny inputs."""
+    N, D = 64, 512
+    x, dy, w, gate_up = randn(N, D), randn(N, D), randn(D), randn(N, 2 * D)
+    rstd, dw, clip = torch.ones(N, device=DEVICE), torch.zeros(D, device=DEVICE), torch.ones(1, device=DEVICE)
+    flat, m, v = torch.zeros(3, 4096, device=DEVICE)
+    cos, sin = (t.to(DEVICE) for t in ops.rope_table(torch.ones(32), N))
+    a, dense = attention_inputs([N], 8, 8, 64), attention_inputs([1024], 2, 2, 128)
+    out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
+    options = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, n_decay=4096, step=10)
+    calls = {
+        "rmsnorm_fwd": lambda: ops.rmsnorm_fwd(x, w, 1e-5),
+        "rmsnorm_bwd, 2 launches": lambda: ops.rmsnorm_bwd(dy, x, w, rstd, dw),
+        "swiglu_fwd": lambda: ops.swiglu_fwd(gate_up),
+        "swiglu_bwd": lambda: ops.swiglu_bwd(dy, gate_up),
+        "rope_": lambda: ops.rope_(a.q, cos, sin, a.docs.positions),
+        "attention_fwd": lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale),
+        "attention_fwd by cuDNN": lambda: ops.attention_fwd(dense.q, dense.k, dense.v, dense.docs, dense.scale),
+        "attention_bwd, 2 launches": lambda: ops.attention_bwd(
+            a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv
+        ),
+        "adamw_": lambda: ops.adamw_(flat, None, m, v, flat, clip, **options),
+    }
+    ours, rows = Kernel._launch, []
+    for name, run in calls.items():
+        times = []
+        for launch_by in (ours, lambda kernel, grid, *args, **options: kernel.fn[grid](*args, **options)):
+            Kernel._launch = launch_by
+            for _ in range(3):
+                run()
+            torch.cuda.current_stream().synchronize()
+            start = time.perf_counter()
+            for _ in range(n):
+                run()
+            times.append((time.perf_counter() - start) / n)
+            torch.cuda.current_stream().synchronize()
+        Kernel._launch = ours
+        print(
+            f"{name:26s} {times[0] * 1e6:6.1f} us of host time, by Triton's own launch {times[1] * 1e6:6.1f}",
+            flush=True,
+        )
+        rows.append(dict(op=name, host=times[0], host_by_triton=times[1]))
+    return rows
+
+
 # ---------------------------------------------------------------- tuning
 
 
@@ -306,7 +357,11 @@ def main() -> None:
         "--tune", type=int, nargs="*", metavar="WIDTH", help="try attention tiles for these head widths"
     )
     parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--host", action="store_true", help="time the host's share of small calls instead")
     args = parser.parse_args()
+    if args.host:
+        host()
+        return None
     if args.tune is not None:
         return tune(args.tune or [64, 128])
     matmul, copy = ceilings()
