@@ -23,7 +23,10 @@ HIDDEN = tl.constexpr(-1e30)  # finite: a row whose first tile is all hidden mus
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
     """Token and head strides of each."""
-    return tuple(s for t in tensors for s in t.stride()[:2])
+    found = ()
+    for t in tensors:
+        found += t.stride()[:2]
+    return found
 
 
 @triton.jit

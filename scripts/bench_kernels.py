@@ -2,7 +2,7 @@
 
     python scripts/bench_kernels.py                     every op, at the shapes of LLaMA-3-8B and LLaMA-2-13B blocks
     python scripts/bench_kernels.py attention --json results.json
-    python scripts/bench_kernels.py --peers             also torch.compile, cuDNN, FlashAttention-2, Liger if installed
+    python scripts/bench_kernels.py --peers             also what torch carries, torch.compile, Liger if installed
     python scripts/bench_kernels.py --host              what a call costs the host
     python scripts/bench_kernels.py --tune              attention tiles tried out, for kernels/launch.py
 
@@ -18,9 +18,11 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from multiprocessing import get_context
 from typing import NamedTuple
 
+import kernel_peers
 import torch
 import triton
 from torch import Tensor
@@ -45,7 +47,7 @@ class Case(NamedTuple):
     work: float
     kwargs: dict = {}
     flops: bool = False
-    peers: dict[str, Callable] = {}
+    peers: Callable[[], kernel_peers.Peers] = dict  # of torch itself
     bound: float = 5e-3
 
 
@@ -125,7 +127,7 @@ def ends() -> Iterator[Case]:
     ids = (V * torch.rand(N, device=DEVICE) ** 4).long()
     rows = len(torch.unique(ids))
     yield Case(f"{N}x{D}", "embedding_fwd", (ids, dw), 4 * N * D)
-    peers = {"index_add": lambda: dw.index_add_(0, ids, dy)}
+    peers = lambda: {"index_add": (lambda: dw.index_add_(0, ids, dy), 1.0)}  # noqa: E731
     yield Case(f"{N}x{D}, {rows} tokens", "embedding_bwd_", (dw, dy, ids), 2 * N * D + 4 * rows * D, peers=peers)
     n = 218_112_000  # parameters of a LLaMA-3-8B block
     g32, g16, out = randn(n, dtype=torch.float32), randn(n), torch.empty(n, device=DEVICE, dtype=BF16)
@@ -137,7 +139,8 @@ def ends() -> Iterator[Case]:
     w, lo = ops.split_master(w32)
     yield Case("split master, bf16 gradient", "adamw_", (w, lo, m, v, g16, clip), 26 * n, options)
     fused = dict(lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False)
-    peers = {"torch fused": lambda: torch._fused_adamw_([w32], [g32], [m], [v], [], [clip], **fused)}
+    adamw = lambda: torch._fused_adamw_([w32], [g32], [m], [v], [], [clip], **fused)  # noqa: E731
+    peers = lambda: {"torch fused": (adamw, 1.0)}  # noqa: E731
     yield Case("fp32", "adamw_", (w32, None, m, v, g32, clip), 28 * n, options, peers=peers)
 
 
@@ -182,66 +185,42 @@ def attention() -> Iterator[Case]:
         equal = len(set(lengths)) == 1
         label = f"d{d} {H}/{K} " + (f"{len(lengths)}x{lengths[0]}" if equal else f"{len(lengths)} documents")
         out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
-        fwd, bwd = dense_peers(a, len(lengths)) if equal else ({}, {})
-        yield Case(label, "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale), flops, flops=True, peers=fwd)
+        dense = cache(partial(dense_peers, a)) if equal else lambda: ({}, {})
+        peers = lambda: dense()[0]  # noqa: B023, E731
+        yield Case(label, "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale), flops, flops=True, peers=peers)
         args = (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
-        yield Case(label, "attention_bwd", args, 2.5 * flops, flops=True, peers=bwd)
+        peers = lambda: dense()[1]  # noqa: B023, E731
+        yield Case(label, "attention_bwd", args, 2.5 * flops, flops=True, peers=peers)
 
 
-def dense_peers(a: Attention, batch: int) -> tuple[dict, dict]:
-    """cuDNN and FlashAttention-2 as torch carries them, (forward, backward), on documents of one length."""
-    group = a.q.shape[1] // a.k.shape[1]
-    view = lambda t: t.unflatten(0, (batch, -1)).transpose(1, 2)  # noqa: E731
-    q, dout = view(a.q), view(a.dout)
-    k, v = (view(t.repeat_interleave(group, 1)) for t in (a.k, a.v))
-    fwd, bwd = {}, {}
-    for name, op in (("cudnn", torch.ops.aten._scaled_dot_product_cudnn_attention),
-                     ("flash2", torch.ops.aten._scaled_dot_product_flash_attention)):  # fmt: skip
-        try:
-            if name == "cudnn":
-                run = lambda op=op: op(q, k, v, None, True, 0.0, True, False, scale=a.scale)  # noqa: E731
-                o, lse, cq, ck, mq, mk, seed, offset, _ = run()
-                grad = lambda s=(o, lse, seed, offset, cq, ck, mq, mk): (  # noqa: E731
-                    torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                        dout, q, k, v, s[0], s[1], s[2], s[3], None, s[4], s[5], s[6], s[7], 0.0, True, scale=a.scale
-                    )
-                )
-            else:
-                run = lambda op=op: op(q, k, v, 0.0, True, False, scale=a.scale)  # noqa: E731
-                o, lse, cq, ck, mq, mk, seed, offset, _ = run()
-                grad = lambda s=(o, lse, cq, ck, mq, mk, seed, offset): (  # noqa: E731
-                    torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                        dout, q, k, v, s[0], s[1], s[2], s[3], s[4], s[5], 0.0, True, s[6], s[7], scale=a.scale
-                    )
-                )
-            grad()
-        except RuntimeError:  # no such kernel for this chip or head width
-            continue
-        fwd[name], bwd[name] = run, grad
-    return fwd, bwd
+def dense_peers(a: Attention) -> tuple[kernel_peers.Peers, kernel_peers.Peers]:
+    """What torch carries, (forward, backward), for documents of one length."""
+    return kernel_peers.dense_attention(a.q, a.k, a.v, a.dout, len(a.docs.lengths), a.scale)
 
 
+PEERS = ["torch", "liger", "compile"]  # what torch carries; Liger if installed; torch.compile and FlexAttention
 GROUPS = {"norms": norms, "activations": activations, "ends": ends, "loss": loss, "attention": attention}
 
 
-def report(case: Case, peers: bool, matmul: float, copy: float) -> list[dict]:
+def report(case: Case, peers: list[str], matmul: float, copy: float) -> list[dict]:
     """Prints and returns the figures of one case."""
     wrong = error(case)
     torch.cuda.empty_cache()
     if not wrong <= case.bound:
         print(f"{case.op:22s} {case.label:38s} WRONG: relative error {wrong:.1e}")
         return []
-    runs = {"ours": lambda: getattr(ops, case.op)(*case.args, **case.kwargs)}
-    if peers:
-        runs |= case.peers
-        if not case.flops and case.op != "adamw_":
-            plain = torch.compile(getattr(reference, case.op))
-            runs["torch.compile"] = lambda: plain(*case.args, **case.kwargs)
+    runs = {"ours": (lambda: getattr(ops, case.op)(*case.args, **case.kwargs), 1.0)}
+    makers = dict(torch=lambda *_: case.peers(), liger=kernel_peers.liger, compile=kernel_peers.compiled)
+    for kind in peers:
+        try:
+            runs |= makers[kind](case.op, case.args, case.kwargs)
+        except Exception as e:  # a peer that does not run here is no peer
+            print(f"{case.op:22s} {case.label:38s} {kind}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
     unit, ceiling = ("TFLOP/s", matmul) if case.flops else ("TB/s", copy)
     rows = []
-    for who, run in runs.items():
+    for who, (run, share) in runs.items():
         t = seconds(run)
-        rate = case.work / t
+        rate = share * case.work / t
         print(
             f"{case.op:22s} {case.label:38s} {who:13s} {t * 1e6:9.1f} us {rate / 1e12:8.2f} {unit:7s} "
             f"{rate / ceiling:5.2f}  error {wrong:.1e}",
@@ -352,7 +331,7 @@ def compile_tile(job: tuple) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; all when none is named")
-    parser.add_argument("--peers", action="store_true", help="time other implementations too")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="time other implementations too: all, or those named")
     parser.add_argument(
         "--tune", type=int, nargs="*", metavar="WIDTH", help="try attention tiles for these head widths"
     )
@@ -365,10 +344,11 @@ def main() -> None:
     if args.tune is not None:
         return tune(args.tune or [64, 128])
     matmul, copy = ceilings()
+    peers = PEERS if args.peers == [] else args.peers or []
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"ceilings: matmul {matmul / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
-    rows = [r for g in args.groups or GROUPS for case in GROUPS[g]() for r in report(case, args.peers, matmul, copy)]
+    rows = [r for g in args.groups or GROUPS for case in GROUPS[g]() for r in report(case, peers, matmul, copy)]
     if args.json:
         with open(args.json, "w") as f:
             json.dump(dict(device=name, matmul=matmul, copy=copy, rows=rows), f, indent=1)
