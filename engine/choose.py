@@ -1,11 +1,12 @@
 """The fastest plan that a short search around the plain rule finds, and why.
 
 The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it does not keep. What it cannot weigh is
-time: whether activations should rather travel to RAM and back than be computed again, and how large a micro-batch
-should be. Here a few such variants that fit are ranked by a floor in closed form, and what could still be faster than
-the best so far is simulated. The rule's plan is the first of them, so the choice is never predicted to be slower; and
-the variants do not depend on the rates. Where updates run is left to the rule: of all that a plan decides, only that
-and the size of a micro-batch can change a rounding.
+time: whether activations should rather travel to RAM and back than be computed again, whether GPU memory serves better
+as a home of states, of weights, of inputs or of what blocks save, where updates run, how wide the window of weights and
+how large a micro-batch should be. Here variants that fit are made without a look at the rates, ranked by a floor in
+closed form, and simulated for as long as one could still be faster than the best so far; the best one's updates and
+window are then varied. The rule's plan is the first of them, so the choice is never predicted to be slower. Of all that
+a plan decides, only where updates run and the size of a micro-batch can change a rounding.
 """
 
 from __future__ import annotations
@@ -14,15 +15,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits
 from trireme.engine.predict import Batch, Prediction, predict, unit_seconds
 from trireme.engine.rates import Rates
-from trireme.engine.rule import largest, simple_plan, spread
+from trireme.engine.rule import Lean, largest, share_updates, simple_plan, spread
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 MICRO_BATCHES = 2  # sizes tried, from the largest that fits
 SHARES = (1.0, 0.5)  # of the blocks whose activations RAM has room for
+LEANS = (
+    *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
+    *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
+    *(Lean(x, resident=True, updates=0.0) for x in ("gpu", "host")),
+)
+UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
+WINDOWS = (2, 3, 4)
+WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
+UNITS_SIMULATED = 800  # of all simulations together: planning takes seconds, whatever the model
 
 
 @dataclass(frozen=True)
@@ -34,8 +45,13 @@ class Choice:
     because: tuple[str, ...]
 
 
-def choose(cfg: ModelConfig, limits: dict[str, int], rates: Rates, seq_len: int, **rule) -> Choice:
-    """The fastest of the variants of simple_plan(cfg, limits, **rule). Deterministic. Raises DoesNotFit."""
+def choose(
+    cfg: ModelConfig, limits: dict[str, int], rates: Rates, seq_len: int, like: Plan | None = None, **rule
+) -> Choice:
+    """The fastest of the variants of simple_plan(cfg, limits, **rule). Deterministic. Raises DoesNotFit.
+
+    `like`: the plan of a run that has begun. Where updates run then stays as it is, if that fits.
+    """
     first = simple_plan(cfg, limits, **rule)
     if first.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise DoesNotFit(
@@ -44,32 +60,64 @@ def choose(cfg: ModelConfig, limits: dict[str, int], rates: Rates, seq_len: int,
         )
     geo = Geometry(cfg, first.dtype, first.adam_bits)
     judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro))  # noqa: E731
-    per_token = lambda plan, seconds: seconds / (plan.tokens * plan.n_micro)  # noqa: E731
     before = judge(first)
-    best, found = first, before
-    ranked = []
-    for base in _sizes(cfg, limits, first, rule):
-        for plan in (base, *_swapping(geo, base, limits, seq_len)):
-            floor = per_token(plan, max(floors(geo, plan, rates, seq_len).values()))
-            ranked.append((floor, len(ranked), plan))
-    for floor, _, plan in sorted(ranked):
-        if plan == first or floor >= per_token(best, found.step_s):
-            continue
+    plans, best, found = list(dict.fromkeys(_variants(geo, limits, first, rule, seq_len))), first, before
+    if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
+        plans, best = alike, alike[0]
+        found = judge(best)
+    per_token = lambda plan, seconds: seconds / (plan.tokens * plan.n_micro)  # noqa: E731
+    floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len).values()))  # noqa: E731
+    ranked = sorted((floor(plan), i) for i, plan in enumerate(plans) if plan not in (first, best))
+    for least, i in ranked[: UNITS_SIMULATED // geo.n_units]:
+        if least >= WORTH * per_token(best, found.step_s):
+            break
+        then = judge(plans[i])
+        if per_token(plans[i], then.step_s) < per_token(best, found.step_s):
+            best, found = plans[i], then
+    for plan in _refined(geo, best, limits, may_move=like is None):
         then = judge(plan)
-        if per_token(plan, then.step_s) < per_token(best, found.step_s):
+        if then.step_s < found.step_s:
             best, found = plan, then
     return Choice(best, found, _because(geo, first, before, best, found))
 
 
-def _sizes(cfg: ModelConfig, limits: dict[str, int], first: Plan, rule: dict) -> Iterable[Plan]:
-    """The rule's plan for its micro-batch and for the next smaller ones."""
-    yield first
-    smaller = [(tokens, n) for tokens, n in rule["batch_tokens"] if tokens < first.tokens]
-    for size in smaller[: MICRO_BATCHES - 1]:
-        try:
-            yield simple_plan(cfg, limits, **{**rule, "batch_tokens": [size]})
-        except DoesNotFit:
-            continue
+def _variants(geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int) -> Iterable[Plan]:
+    """Plans that fit, the rule's first: its micro-batch and smaller ones, each way to lean, activations in RAM."""
+    sizes = [size for size in rule["batch_tokens"] if size[0] <= first.tokens][:MICRO_BATCHES]
+    for size in sizes:
+        for lean in LEANS:
+            try:
+                plan = simple_plan(geo.cfg, limits, **{**rule, "batch_tokens": [size]}, lean=lean)
+            except DoesNotFit:
+                continue
+            yield plan
+            yield from _swapping(geo, plan, limits, seq_len)
+
+
+def _refined(geo: Geometry, plan: Plan, limits: dict[str, int], may_move: bool) -> Iterable[Plan]:
+    """Plans around `plan`: other windows, moments late or not, other shares of updates on the GPU if `may_move`."""
+    for window in WINDOWS:
+        wider = replace(plan, window=window)
+        if window != plan.window and fits(geo, wider, limits):
+            yield wider
+    if plan.mode == "forward" and plan.adam_bits == 32:
+        yield replace(plan, late_moments=not plan.late_moments)
+    if may_move and any(unit.update == "gpu" for unit in plan.units):
+        yield from dict.fromkeys(share_updates(geo, plan, limits, share) for share in UPDATES)
+
+
+def pinned(plan: Plan, like: Plan) -> Plan | None:
+    """`plan` with every unit updated by the processor that updates it in `like`; None where its homes forbid that."""
+    units = []
+    for unit, other in zip(plan.units, like.units, strict=True):
+        on_gpu = other.state == "gpu" or other.update == "gpu"
+        streamed = on_gpu and unit.state != "gpu"
+        if unit.state == "gpu" and not on_gpu:
+            return None
+        if streamed and ((unit.weights, unit.state) != ("host", "host") or plan.mode == "backward"):
+            return None
+        units.append(replace(unit, update="gpu" if streamed else "cpu", resident=unit.resident and not streamed))
+    return replace(plan, units=tuple(units))
 
 
 # ---------------------------------------------------------------- activations
@@ -121,10 +169,15 @@ def _saved(plan: Plan, n: int, names: Sequence[str], k: int, everything: Sequenc
 
 
 def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int) -> dict[str, float]:
-    """Seconds that each resource needs at least for a step of this plan, if it were never kept waiting."""
+    """Seconds that each resource needs at least for a step of this plan, if it were never kept waiting.
+
+    `turn`: where updates wait for the norm, all of them lie between one backward and the next, beside forward alone.
+    """
     seconds = unit_seconds(geo.cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro))
-    up = down = read = written = 0
-    on_cpu = 0
+    forward = plan.n_micro * sum(s for name, s in seconds.items() if name.startswith("forward"))
+    compute = plan.n_micro * sum(seconds.values())
+    up = down = state_up = state_down = read = written = 0
+    on_cpu = under_forward = 0  # bytes that updates on the CPU move
     for u, unit in enumerate(plan.units):
         weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
         swapped = geo.saved_layout(unit.names("host") + unit.names("ssd"), plan.tokens).span
@@ -132,12 +185,19 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int) -> dict[str, f
         streamed = unit.update == "gpu"
         up += swapped + (weights if unit.weights != "gpu" else 0) + (state if streamed else 0)
         down += swapped + (weights if unit.state != "gpu" else 0) + (state if streamed else 0)
-        on_cpu += geo.numel[u] if unit.state != "gpu" and not streamed else 0
+        if unit.state != "gpu" and not streamed:
+            late = plan.late_moments and unit.state == "host"
+            under_forward += geo.numel[u] * PARTS["weights" if late else "all"][1]
+            on_cpu += geo.numel[u] * (PARTS["weights"][1] + PARTS["moments"][1] if late else PARTS["all"][1])
         moved = (state if unit.state == "ssd" else 0) + (weights if unit.weights == "ssd" else 0)
         read, written = read + moved, written + moved
+        if streamed:
+            state_up, state_down = state_up + state + 2 * weights, state_down + state + weights
     ssd = read / rates.ssd_read + written / rates.ssd_write if read else 0.0
-    return {"compute": plan.n_micro * sum(seconds.values()), "h2d": up / rates.h2d, "d2h": down / rates.d2h,
-            "cpu": on_cpu / rates.adam, "ssd": ssd}  # fmt: skip
+    updates = max(under_forward / 28 / rates.adam, (under_forward + state_up + state_down) / rates.dram)
+    turn = max(forward, updates, state_up / rates.h2d) if plan.mode == "forward" else forward
+    return {"compute": compute, "h2d": up / rates.h2d, "d2h": down / rates.d2h, "cpu": on_cpu / 28 / rates.adam,
+            "ssd": ssd, "turn": compute - forward + turn}  # fmt: skip
 
 
 # ---------------------------------------------------------------- why
@@ -159,6 +219,12 @@ def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: 
         names = ", ".join(plan.units[away[0]].names("host"))
         said.append(f"{names} of {len(away)} of {n - 2} blocks wait in RAM ({_gib(nbytes)}): computation takes "
                     f"{found.busy['compute']:.3g} s of a step rather than {before.busy['compute']:.3g} s")  # fmt: skip
+    inputs = sum(unit.x != "gpu" for unit in plan.units)
+    if inputs:
+        nbytes = plan.n_micro * inputs * geo.x_bytes(plan.tokens)
+        on_gpu = sum(unit.state == "gpu" for unit in plan.units)
+        said.append(f"the inputs of {inputs} blocks wait outside the GPU ({_gib(nbytes)}), which holds the state of "
+                    f"{on_gpu} of {n} units")  # fmt: skip
     if plan != first:
         per = plan.tokens * plan.n_micro / (first.tokens * first.n_micro)
         said.append(

@@ -6,20 +6,21 @@ take from each other:
 - **one drive**: `ssd_read` and `ssd_write` are queues of one half-duplex device. It serves one request at a time; a
   request uses whatever moments of the device are left by those handed over before it, in pieces if need be. Several
   drives are one of their summed rate.
-- **one memory**: CPU AdamW shares the CPU's memory with all that is copied in a step, as if all of it ran beside the
-  updates; what both directions of the bus carry, they carry beside each other. Both are bytes of a step, not moments:
-  a faster part never makes another one slower.
+- **one memory**: CPU AdamW shares the CPU's memory with all that is copied in the same half of a step, the way up or
+  the way down, as if all of it ran beside the updates; what both directions of the bus carry in a half, they carry
+  beside each other. Both are bytes of a half, not moments: a faster part never makes another one slower.
 - **one wait**: the step's statistics are waited for, so nothing handed over after them begins before they are known.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trireme.engine.build import build
 from trireme.engine.lanes import LANES, OVER, SimulatedLanes, Span, Task
+from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import Plan
 from trireme.engine.rates import Rates
 from trireme.engine.step import Inputs, train_step
@@ -33,6 +34,7 @@ EFFICIENCY = {"gemm": 0.885, "attention forward": 0.40, "attention backward": 0.
 # Passes over memory at the device's copy rate, for one byte that a task is said to move.
 PASSES = {"finish": 1.9, "zero": 1.3}
 KERNELS = {"forward": 12, "backward": 40, "loss": 200, "zero": 1, "finish": 2, "adamw": 1, "statistics": 10}
+HALVES = ("up", "down")
 STEPS = 3  # simulated steps; the last is the answer
 
 
@@ -73,16 +75,26 @@ class PredictedLanes(SimulatedLanes):
         super().__init__(duration)
         self.drive = Intervals()
         self.waited = 0.0
-        self.slow = dict.fromkeys(LANES, 1.0)
+        self.half = "up"  # or "down", from the loss and late moments to the statistics: when a task is handed over
+        self.moved = {half: dict.fromkeys(LANES, 0.0) for half in HALVES}  # bytes of a step, so far
+        self.slow = {half: dict.fromkeys(LANES, 1.0) for half in HALVES}
+
+    def share(self, rates: Rates) -> None:
+        """Slows the steps to come by what the lanes take from each other in a step like the last one."""
+        for half, moved in self.moved.items():
+            self.slow[half] |= _sharing(moved, rates)
+            self.moved[half] = dict.fromkeys(LANES, 0.0)
 
     def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Task:
         task = Task(lane, name, nbytes, flops, OVER)
         task.start = max([self.free[lane], self.waited, *(t.end for t in after)])
-        seconds = self.duration(task) * self.slow[lane]
+        self.half = "down" if name == "loss" or name.startswith(PARTS["moments"][0]) else self.half
+        self.moved[self.half][lane] += nbytes
+        seconds = self.duration(task) * self.slow[self.half][lane]
         task.end = self.drive.take(task.start, seconds) if lane.startswith("ssd") else task.start + seconds
         self.free[lane] = task.end
         if name == "statistics":
-            self.waited = task.end
+            self.waited, self.half = task.end, "up"
         self.tasks.append(task)
         return task
 
@@ -117,13 +129,12 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Predict
     lanes = PredictedLanes(durations(cfg, plan, rates, batch))
     e = build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes)
     inputs = batch.inputs(cfg)
-    spans, begun, seconds = [], 0.0, 0.0
+    begun = 0.0
     for step in range(1, STEPS + 1):
+        lanes.tasks, begun = [], lanes.waited
         train_step(e, inputs, step, 0.0)
-        spans = lanes.trace()
-        begun, seconds = lanes.waited, lanes.waited - begun
-        lanes.slow |= _sharing(spans, rates)
-    return _prediction(seconds, spans, rates)
+        lanes.share(rates)
+    return _prediction(lanes.waited - begun, lanes.trace(), rates)
 
 
 def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
@@ -138,11 +149,8 @@ def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], tuple(spans))
 
 
-def _sharing(spans: Sequence[Span], rates: Rates) -> dict[str, float]:
-    """How many times longer each lane's tasks take for what the others move in a step like these spans."""
-    moved = dict.fromkeys(LANES, 0.0)
-    for s in spans:
-        moved[s.lane] += s.nbytes
+def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
+    """How many times longer each lane's tasks take for what the others move, from the bytes that each lane moves."""
     beside = sum(moved[lane] for lane in ("h2d", "d2h", "ssd_read", "ssd_write"))
     crowd = 28 * rates.adam / rates.dram * (1 + beside / moved["cpu"]) if moved["cpu"] else 1.0
     lost = (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"])

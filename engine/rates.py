@@ -93,7 +93,8 @@ DRIVES = {
 }
 ENDURANCE = 600  # bytes that may be written for each byte of a consumer drive's capacity (1,200 TB of 2 TB)
 
-SHARED = 1.2  # what a server's memory gives to all its users, over what AdamW alone takes of it; measured beside copies
+# What the CPU's memory gives to all its users over what AdamW alone takes of it; from measured steps that it binds.
+SHARED = 1.05
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 RESERVE = {"gpu": 5 << 28, "host": 0.85}  # bytes for the driver's context and late kernels; share of RAM to be used
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
+from trireme.engine.plan import TIERS, DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
 GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 19 B of DRAM
 LATE_TOKENS = 4_000  # from here on a step has time to write the moments apart from the weights
+
+
+@dataclass(frozen=True)
+class Lean:
+    """Which way the rule leans where only time can tell what is better. The default is the plain rule."""
+
+    x: str = "gpu"  # the first tier tried as the home of blocks' inputs
+    states: float | None = None  # share of units whose state the GPU holds before activations; None: by tokens a step
+    resident: bool = False  # weights whose home is RAM stay on the GPU before activations do
+    updates: float = GPU_UPDATES
 
 
 def spread(n: int, k: int) -> frozenset[int]:
@@ -39,29 +49,33 @@ def simple_plan(
     record: int = 1 << 24,
     adam_bits: int = 32,
     on_cuda: bool = True,
+    lean: Lean = Lean(),
 ) -> Plan:
     """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
 
     `limits`: bytes of gpu and host. `batch_tokens`: candidates (tokens of a micro-batch, number of them), largest
     first; the first that fits is taken. `homes`: "auto", or the tier that all weights and states are to live in, or
-    "state-ssd": weights in RAM, the rest on the SSD.
+    "state-ssd": weights in RAM, the rest on the SSD. `lean`: where the rule has a choice.
     Raises DoesNotFit with the numbers and the way out.
     """
     geo = Geometry(cfg, dtype, adam_bits)
     gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
     weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
+    inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
     for tokens, n_micro in batch_tokens:
-        for x in ("gpu", "host"):
+        for x in inputs:
             low = UnitPlan(weights, state, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
             late = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
             plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, record=record)
             if fits(geo, plan, limits):
-                return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates)
+                return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
     raise DoesNotFit(_why_not(geo, plan, limits))
 
 
-def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_updates: bool, stream: bool) -> Plan:
+def _fill(
+    geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_updates: bool, stream: bool, lean: Lean
+) -> Plan:
     """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits; homes only if `move`."""
     n = geo.n_units
     everything = replace(plan, units=tuple(replace(u, weights="gpu", state="gpu") for u in plan.units))
@@ -80,11 +94,15 @@ def _fill(geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_upd
         plan = upgrade(plan, lambda k: spread(n, k), weights="host")
         if all(u.weights == "host" for u in plan.units):
             plan = upgrade(plan, lambda k: spread(n, k), state="host")
-    on_gpu = dict(weights="gpu", state="gpu", update="cpu")
+    on_gpu = dict(weights="gpu", state="gpu", update="cpu", resident=False)
     if stream and plan.mode == "forward":
-        plan = _share_updates(geo, plan, limits)
+        plan = share_updates(geo, plan, limits, lean.updates)
+    if lean.resident:
+        stay = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
+        plan = upgrade(plan, lambda k: stay[:k], len(stay), resident=True)
     if move and gpu_updates:
-        plan = upgrade(plan, range, _wanted_on_gpu(geo, plan), **on_gpu)
+        wanted = _wanted_on_gpu(geo, plan) if lean.states is None else round(lean.states * n)
+        plan = upgrade(plan, range, wanted, **on_gpu)
     slots = sum(len(geo.records(u, plan.record)) for u in range(n) if plan.units[u].state == "ssd")
     deeper = lambda k: replace(plan, state_slots=plan.state_slots + k)  # noqa: E731
     plan = deeper(largest(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
@@ -110,14 +128,17 @@ def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:
     return count
 
 
-def _share_updates(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+def share_updates(geo: Geometry, plan: Plan, limits: dict[str, int], share: float = GPU_UPDATES) -> Plan:
     """Lets GPU and CPU share the updates of RAM-home units, where they would else make forward wait.
 
     Under `forward` all updates run under the forward pass alone, which is shorter than what one of them needs.
     """
     in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
-    chosen = {in_ram[i] for i in spread(len(in_ram), round(GPU_UPDATES * len(in_ram)))}
-    units = tuple(replace(unit, update="gpu") if u in chosen else unit for u, unit in enumerate(plan.units))
+    chosen = {in_ram[i] for i in spread(len(in_ram), round(share * len(in_ram)))}
+    units = tuple(
+        replace(unit, update="gpu" if u in chosen else "cpu") if u in in_ram else unit
+        for u, unit in enumerate(plan.units)
+    )
     shared = replace(plan, units=units, window=max(plan.window, 3))
     return shared if fits(geo, shared, limits) else plan
 
