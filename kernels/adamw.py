@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import launcher
 
 BLOCK = 1024
@@ -120,7 +121,7 @@ def adamw_(
     assert m_.numel() == v_.numel() == grad.numel() == n and clip.numel() == 1
     assert w_.dtype == (torch.float32 if lo_ is None else torch.bfloat16) and m_.dtype == v_.dtype == torch.float32
     assert all(t.is_contiguous() for t in (w_, m_, v_, grad)) and (lo_ is None or lo_.dtype == torch.int16)
-    _adamw[(triton.cdiv(n, BLOCK),)](
+    _adamw[(cdiv(n, BLOCK),)](
         w_, lo_, m_, v_, grad, clip, n, n_decay, lr / (1 - beta1**step), beta1, 1 - beta1, beta2, 1 - beta2,
         1 / (1 - beta2**step) ** 0.5, eps, 1 - lr * weight_decay, lo_ is not None,
         part != "moments", part != "weights", BLOCK, num_warps=4, enable_fp_fusion=False,
@@ -131,7 +132,7 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
     """As reference.grad_finish, bit by bit. Flat and contiguous."""
     assert grad.is_contiguous() and (out is None or (out.is_contiguous() and out.numel() == grad.numel()))
     n = grad.numel()
-    n_blocks = triton.cdiv(n, LANE_ROWS << HALVINGS)
+    n_blocks = cdiv(n, LANE_ROWS << HALVINGS)
     sums = torch.empty(n_blocks, dtype=torch.float32, device=grad.device)
     _sum_squares[(n_blocks,)](
         grad, out, sums, n, out is not None, HALVINGS, LANE_ROWS, num_warps=8, enable_fp_fusion=False

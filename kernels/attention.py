@@ -49,7 +49,8 @@ def attention_bwd(
     N, H, _ = q.shape
     _check(q, k, v, scale)
     assert dout.shape == out.shape == dq_.shape == q.shape and dk_.shape == dv_.shape == k.shape
-    assert all(t.stride(2) == 1 for t in (dout, out, dq_, dk_, dv_)) and lse.shape == (H, N) and lse.is_contiguous()
+    assert dout.stride(2) == out.stride(2) == dq_.stride(2) == dk_.stride(2) == dv_.stride(2) == 1
+    assert lse.shape == (H, N) and lse.is_contiguous()
     if attention_hopper.suits(window, q, k, v, dout):
         attention_hopper.attention_bwd(dout, q, k, v, out, lse, docs, scale, dq_, dk_, dv_)
     else:

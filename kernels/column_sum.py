@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import launcher
 
 BLOCK_P, BLOCK_D = 64, 16
@@ -34,4 +35,4 @@ def add_rows(out_: Tensor, parts: Tensor) -> None:
     """out_ (D,) += sum of parts (P, D) fp32 over its rows, rounded once."""
     P, D = parts.shape
     assert out_.shape == (D,) and out_.is_contiguous() and parts.is_contiguous() and parts.dtype == torch.float32
-    _add_rows[(triton.cdiv(D, BLOCK_D),)](out_, parts, P, D, BLOCK_P, BLOCK_D, num_warps=8)
+    _add_rows[(cdiv(D, BLOCK_D),)](out_, parts, P, D, BLOCK_P, BLOCK_D, num_warps=8)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trireme.kernels.launch import power2
+from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import launcher
 
 ROWS = 8  # rows of a run that are read at once
@@ -60,7 +60,7 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     out = torch.empty((N, D), dtype=weight.dtype, device=weight.device) if out is None else out
     assert ids.dtype == torch.int64 and weight.is_contiguous() and out.shape == (N, D) and out.is_contiguous()
     block = min(1024, power2(D))
-    _embedding_fwd[(N, triton.cdiv(D, block))](ids, weight, out, D, block, num_warps=4)
+    _embedding_fwd[(N, cdiv(D, block))](ids, weight, out, D, block, num_warps=4)
     return out
 
 
@@ -71,4 +71,4 @@ def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     tokens, order = torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64
     block = min(4096, power2(D))
     warps = max(4, block // 256)
-    _embedding_bwd[(N, triton.cdiv(D, block))](dweight_, dy, tokens, order, N, D, ROWS, block, num_warps=warps)
+    _embedding_bwd[(N, cdiv(D, block))](dweight_, dy, tokens, order, N, D, ROWS, block, num_warps=warps)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
-from trireme.kernels.launch import column_splits
+from trireme.kernels.launch import cdiv, column_splits
 from trireme.kernels.launcher import launcher
 
 BLOCK = 2048  # values of a row that one program of the forward takes
@@ -76,7 +76,7 @@ def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
     N, F = h.shape
     assert h.is_contiguous() and bias.shape == (F,)
     y = torch.empty_like(h)
-    _gelu_bias_fwd[(N, triton.cdiv(F, BLOCK))](h, bias, y, F, BLOCK, num_warps=4)
+    _gelu_bias_fwd[(N, cdiv(F, BLOCK))](h, bias, y, F, BLOCK, num_warps=4)
     return y
 
 
@@ -105,5 +105,5 @@ def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
 def _column_grid(h: Tensor, rows: int) -> tuple[int, int]:
     """(column blocks, programs that share each) for a pass over h (N, F) that sums columns, `rows` at a time."""
     N, F = h.shape
-    blocks = triton.cdiv(F, COLUMNS)
-    return blocks, column_splits(h.device, blocks, triton.cdiv(N, rows))
+    blocks = cdiv(F, COLUMNS)
+    return blocks, column_splits(h.device, blocks, cdiv(N, rows))

@@ -1,11 +1,16 @@
-// AdamW and the sum of squares on the CPU, for host_adamw.py. C ABI, no library, one pass over memory.
+// AdamW and the sum of squares on the CPU, for host_adamw.py. C ABI, own threads, one pass over memory.
 //
 // Every operation is IEEE fp32 in the order of reference.py (build with -ffp-contract=off and without -ffast-math), so
 // results are bit-identical to it. A call takes one range of `record` elements after another from the shared counter
 // `next` until none is left: any number of threads may work on one job, and who takes what changes no number.
 
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 namespace {
 
@@ -213,23 +218,96 @@ void block_sums(const Grad *x, int64_t n, double *sums, int64_t *next) {
     for (int64_t at; (at = take(next, SIZE)) < n;) sums[at / SIZE] = block_sum(x + at, min(SIZE, n - at));
 }
 
+// ---- threads
+
+using Work = void(const void *job, int64_t *next);
+
+// Threads that sleep until there is work, and the caller, all in one call of `work`. The interpreter sees one call: no
+// thread of it is woken or waited for under the GIL, so a busy interpreter delays nothing.
+class Team {
+    std::mutex mutex;
+    std::condition_variable wake, done;
+    Work *work = nullptr;
+    const void *job = nullptr;
+    int64_t next = 0, turn = 0, busy = 0;
+    bool closing = false;
+    std::vector<std::thread> threads;
+
+    void live() {
+        for (int64_t seen = 0;;) {
+            std::unique_lock<std::mutex> lock(mutex);
+            wake.wait(lock, [&] { return closing || turn != seen; });
+            if (closing) return;
+            seen = turn;
+            lock.unlock();
+            work(job, &next);
+            lock.lock();
+            if (--busy == 0) done.notify_one();
+        }
+    }
+
+  public:
+    explicit Team(int64_t others) {
+        try {
+            while (int64_t(threads.size()) < others) threads.emplace_back([this] { live(); });
+        } catch (const std::system_error &) {  // no more threads to be had: fewer do the same work
+        }
+    }
+    void run(Work *what, const void *on) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            work = what, job = on, next = 0, busy = int64_t(threads.size());
+            ++turn;
+        }
+        wake.notify_all();
+        what(on, &next);
+        std::unique_lock<std::mutex> lock(mutex);
+        done.wait(lock, [&] { return busy == 0; });
+    }
+    ~Team() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            closing = true;
+        }
+        wake.notify_all();
+        for (auto &thread : threads) thread.join();
+    }
+};
+
+// Arguments of the two functions below, as host_adamw.py's _Sums and bench_adamw.py's Scale mirror them.
+struct Sums {
+    const void *x;
+    int64_t is_bf16, n;
+    double *sums;
+};
+struct Scale {
+    float *x;
+    int64_t n, places;
+    float factor;
+    int64_t record;
+};
+
 }  // namespace
 
 extern "C" {
 
-void trireme_adamw(const Job *job, int64_t *next) {
-    if (job->lo) update_weight(Split{static_cast<uint16_t *>(job->w), job->lo}, *job, next);
-    else update_weight(Whole{static_cast<float *>(job->w)}, *job, next);
+// The kernels take a job and the shared counter, which starts at 0. Any number of threads may be in one call's work.
+void trireme_adamw(const void *job_, int64_t *next) {
+    const Job &job = *static_cast<const Job *>(job_);
+    if (job.lo) update_weight(Split{static_cast<uint16_t *>(job.w), job.lo}, job, next);
+    else update_weight(Whole{static_cast<float *>(job.w)}, job, next);
 }
 
 // sums[b] = the sum of squares of block b of x, which has n elements.
-void trireme_block_sums(const void *x, int64_t is_bf16, int64_t n, double *sums, int64_t *next) {
+void trireme_block_sums(const void *job, int64_t *next) {
+    const auto &[x, is_bf16, n, sums] = *static_cast<const Sums *>(job);
     if (is_bf16) block_sums(static_cast<const uint16_t *>(x), n, sums, next);
     else block_sums(static_cast<const float *>(x), n, sums, next);
 }
 
 // The yardstick for benchmarks: the cheapest pass over memory in place, at one place or at four at once. n is of each.
-void trireme_scale(float *x, int64_t n, int64_t places, float factor, int64_t record, int64_t *next) {
+void trireme_scale(const void *job, int64_t *next) {
+    const auto [x, n, places, factor, record] = *static_cast<const Scale *>(job);
     for (int64_t begin; (begin = take(next, record)) < n;) {
         int64_t end = min(begin + record, n);
         float *a = x, *b = a + n, *c = b + n, *d = c + n;
@@ -242,4 +320,8 @@ void trireme_scale(float *x, int64_t n, int64_t places, float factor, int64_t re
         }
     }
 }
+
+void *trireme_team_open(int64_t others) { return new Team(others); }
+void trireme_team_run(void *team, Work *work, const void *job) { static_cast<Team *>(team)->run(work, job); }
+void trireme_team_close(void *team) { delete static_cast<Team *>(team); }
 }

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from ctypes import POINTER, byref, c_float, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
@@ -31,7 +30,7 @@ SUM_BLOCK = 1 << 16  # elements whose squares are summed in fp32
 # ---------------------------------------------------------------- building
 
 SOURCE = Path(__file__).with_name("host_adamw.cpp")
-FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 
 
 def _cpu() -> str:
@@ -90,17 +89,17 @@ def library() -> ctypes.CDLL | None:
         reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(f"CPU AdamW runs in torch, several times slower: {reason}", stacklevel=2)
         return None
-    lib.trireme_adamw.argtypes = [POINTER(_Job), POINTER(c_int64)]
-    lib.trireme_block_sums.argtypes = [c_void_p, c_int64, c_int64, c_void_p, POINTER(c_int64)]
-    lib.trireme_scale.argtypes = [c_void_p, c_int64, c_int64, c_float, c_int64, POINTER(c_int64)]
-    for function in (lib.trireme_adamw, lib.trireme_block_sums, lib.trireme_scale):
-        function.restype = None
+    for work in (lib.trireme_adamw, lib.trireme_block_sums, lib.trireme_scale):
+        work.argtypes, work.restype = [c_void_p, POINTER(c_int64)], None
+    lib.trireme_team_open.argtypes, lib.trireme_team_open.restype = [c_int64], c_void_p
+    lib.trireme_team_run.argtypes, lib.trireme_team_run.restype = [c_void_p, c_void_p, c_void_p], None
+    lib.trireme_team_close.argtypes, lib.trireme_team_close.restype = [c_void_p], None
     return lib
 
 
 # ---------------------------------------------------------------- calling
 
-Spread = Callable[[Callable[[], None]], None]  # runs a function on every thread of a team: Workers.spread
+Spread = Callable[[Callable, ctypes.Structure], None]  # runs a function of the library on a job: see Workers.spread
 
 
 class _Job(ctypes.Structure):
@@ -115,8 +114,14 @@ class _Job(ctypes.Structure):
     )
 
 
-def _alone(call: Callable[[], None]) -> None:
-    call()
+class _Sums(ctypes.Structure):
+    """Mirrors Sums in host_adamw.cpp."""
+
+    _fields_ = (("x", c_void_p), ("is_bf16", c_int64), ("n", c_int64), ("sums", c_void_p))
+
+
+def _alone(work: Callable, job: ctypes.Structure) -> None:
+    work(byref(job), byref(c_int64(0)))
 
 
 def _check(n: int, dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
@@ -143,9 +148,9 @@ def _job(
 
 def _run(job: _Job, spread: Spread) -> bool:
     """Carries out job; False where there is no compiled kernel."""
-    lib, taken = library(), c_int64(0)
+    lib = library()
     if lib is not None:
-        spread(lambda: lib.trireme_adamw(byref(job), byref(taken)))
+        spread(lib.trireme_adamw, job)
     return lib is not None
 
 
@@ -199,25 +204,23 @@ def sum_squares(grad: Tensor, spread: Spread = _alone) -> Tensor:
     _check(n, (torch.float32, torch.bfloat16), grad)
     if lib is None:
         return reference.sum_squares(grad)
-    sums, taken = torch.zeros(-(-n // SUM_BLOCK), dtype=torch.float64), c_int64(0)
-    is_bf16 = grad.dtype == torch.bfloat16
-    spread(lambda: lib.trireme_block_sums(grad.data_ptr(), is_bf16, n, sums.data_ptr(), byref(taken)))
+    sums = torch.zeros(-(-n // SUM_BLOCK), dtype=torch.float64)
+    spread(lib.trireme_block_sums, _Sums(grad.data_ptr(), grad.dtype == torch.bfloat16, n, sums.data_ptr()))
     return reference.sum_blocks(sums)
 
 
 class Workers:
-    """Threads that update one unit together: adamw_ and sum_squares as above, returning when all is done.
+    """Threads of C++ that update one unit together: adamw_ and sum_squares as above, returning when all is done.
 
-    The calling thread is one of them. Each enters C++ once a unit and takes records there from a shared counter, so a
-    busy interpreter delays the end of a unit, not every record. Records are disjoint and fixed: the thread count never
-    changes a number.
+    The calling thread is one of them; it lets the GIL go for the whole call, and the others never have it. Records are
+    disjoint and fixed: the thread count never changes a number. One call at a time.
     """
 
     def __init__(self, threads: int | None = None):
         """threads: how many; default all cores that this process may use but one, which is left to Python."""
         self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
-        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), "adamw")
-        library()  # a build belongs to the set-up, not to the first step
+        lib = library()  # a build belongs to the set-up, not to the first step
+        self._team = None if lib is None else lib.trireme_team_open(self.threads - 1)
 
     def __enter__(self) -> Workers:
         return self
@@ -226,18 +229,15 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """Waits for what runs and ends the threads."""
-        self._pool.shutdown()
+        """Ends the threads."""
+        team, self._team = self._team, None
+        if team is not None:
+            library().trireme_team_close(team)
 
-    def spread(self, call: Callable[[], None]) -> None:
-        """Runs call() once on every thread, this one included, and waits for all; raises what any of them raised."""
-        others = [self._pool.submit(call) for _ in range(self.threads - 1)]
-        try:
-            call()
-        finally:
-            wait(others)  # they write the caller's memory: not even an error may leave before they do
-        for other in others:
-            other.result()
+    def spread(self, work: Callable, job: ctypes.Structure) -> None:
+        """Runs `work`, a function of the library, on `job` on every thread, this one included, and waits for all."""
+        assert self._team is not None, "these workers are closed"
+        library().trireme_team_run(self._team, ctypes.cast(work, c_void_p), byref(job))
 
     def adamw_(self, *tensors: Tensor | None, **hyper) -> None:
         """adamw_ of this module over all threads."""

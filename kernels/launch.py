@@ -38,6 +38,11 @@ def chip(device: torch.device) -> Chip:
     return Chip(10 * p.major + p.minor, p.multi_processor_count)
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. triton.cdiv takes 3 microseconds of the host."""
+    return -(-a // b)
+
+
 def power2(n: int) -> int:
     """The smallest power of two that is >= n."""
     return 1 << max(n - 1, 0).bit_length()
@@ -53,6 +58,7 @@ class Rows(NamedTuple):
     programs: int
 
 
+@cache
 def rows_fwd(D: int) -> Rows:
     """One program per tile of rows of D values (programs is not used)."""
     columns = power2(D)
@@ -61,10 +67,10 @@ def rows_fwd(D: int) -> Rows:
 
 def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
     """Persistent programs that walk over tiles of N rows of D values and keep column sums in registers."""
-    columns = power2(D)
-    values, each = (4096, 2) if chip(device).arch < 90 else (8192, 1)  # of a tile; programs on a multiprocessor
+    columns, (arch, sms) = power2(D), chip(device)
+    values, each = (4096, 2) if arch < 90 else (8192, 1)  # of a tile; programs on a multiprocessor
     rows = max(1, values // columns)
-    programs = min(-(-N // rows), each * chip(device).sms)
+    programs = min(cdiv(N, rows), each * sms)
     return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), 3 if rows * columns <= values else 2, programs)
 
 

@@ -53,7 +53,7 @@ class Kernel:
                 key[i] = type(a)
             else:
                 values[i] = pointer = a.data_ptr()
-                key[i] = a.dtype, pointer % 16 == 0
+                key[i] = a.dtype if pointer % 16 == 0 else (a.dtype,)
         return (args[0].get_device(), *key), values
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
-from trireme.kernels.launch import rows_bwd, rows_fwd
+from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
 from trireme.kernels.launcher import launcher
 
 
@@ -113,7 +113,7 @@ def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual:
     mean = torch.empty(N, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     tile = rows_fwd(D)
-    _layernorm_fwd[(triton.cdiv(N, tile.rows),)](
+    _layernorm_fwd[(cdiv(N, tile.rows),)](
         x, residual, weight, bias, y, h, mean, rstd, N, eps, D, tile.rows, tile.columns, residual is not None,
         num_warps=tile.warps,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
-from trireme.kernels.launch import rows_bwd, rows_fwd
+from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
 from trireme.kernels.launcher import launcher
 
 
@@ -98,7 +98,7 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None =
     h = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(N, dtype=torch.float32, device=x.device)
     tile = rows_fwd(D)
-    _rmsnorm_fwd[(triton.cdiv(N, tile.rows),)](
+    _rmsnorm_fwd[(cdiv(N, tile.rows),)](
         x, residual, weight, y, h, rstd, N, eps, D, tile.rows, tile.columns, residual is not None, num_warps=tile.warps
     )
     return y, rstd, h
@@ -210,7 +210,7 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
     y = torch.empty((N, H, D), dtype=x.dtype, device=x.device)
     rstd = torch.empty((N, H), dtype=torch.float32, device=x.device)
     tile = rows_fwd(D)
-    _head_fwd[(triton.cdiv(N * H, tile.rows),)](
+    _head_fwd[(cdiv(N * H, tile.rows),)](
         x, weight, y, rstd, N, eps, x.stride(0), x.stride(1), H, D, tile.rows, tile.columns, num_warps=tile.warps
     )
     return y, rstd

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trireme.kernels.launch import power2
+from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import launcher
 
 
@@ -55,5 +55,5 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
     assert cos.shape[1] == sin.shape[1] == half and cos.is_contiguous() and sin.is_contiguous()
     block_d = power2(half)
     block_h = min(power2(H), max(1, 4096 // block_d))
-    grid = (N, triton.cdiv(H, block_h))
+    grid = (N, cdiv(H, block_h))
     _rope[grid](x_, cos, sin, positions, x_.stride(0), x_.stride(1), H, half, block_h, block_d, inverse, num_warps=4)

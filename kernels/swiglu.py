@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.gelu import gelu_tanh
+from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import launcher
 
 BLOCK = 2048  # values of a row that one program takes
@@ -77,7 +78,7 @@ def _fwd(act, gate_up: Tensor) -> Tensor:
     F = F2 // 2
     assert gate_up.is_contiguous() and F2 % 2 == 0
     y = torch.empty((N, F), dtype=gate_up.dtype, device=gate_up.device)
-    _glu_fwd[(N, triton.cdiv(F, BLOCK))](gate_up, y, act, F, BLOCK, num_warps=4)
+    _glu_fwd[(N, cdiv(F, BLOCK))](gate_up, y, act, F, BLOCK, num_warps=4)
     return y
 
 
@@ -85,5 +86,5 @@ def _bwd(act, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     N, F = dy.shape
     assert gate_up.shape == (N, 2 * F) and gate_up.is_contiguous() and dy.is_contiguous()
     d_gate_up, y = torch.empty_like(gate_up), torch.empty_like(dy)
-    _glu_bwd[(N, triton.cdiv(F, BLOCK))](dy, gate_up, d_gate_up, y, act, F, BLOCK, num_warps=4)
+    _glu_bwd[(N, cdiv(F, BLOCK))](dy, gate_up, d_gate_up, y, act, F, BLOCK, num_warps=4)
     return d_gate_up, y
