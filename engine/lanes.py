@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -153,11 +154,15 @@ class InlineLanes:
         return spans
 
 
+SWITCH = 5e-4  # seconds after which a lane gets the GIL; the usual 5e-3 is as long as a task: a copy or an update waits
+
+
 class RealLanes(InlineLanes):
     """A thread per lane; on CUDA a stream each for `h2d`, `d2h`, `update`. `compute` is the caller's stream."""
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = ()):
         super().__init__(device)
+        sys.setswitchinterval(SWITCH)
         self.error: BaseException | None = None
         cuda = self.device.type == "cuda"
         self.streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h", "update")} if cuda else {}

@@ -19,7 +19,7 @@ In every mode each forward uses weights that hold the update of the step before:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,7 +76,7 @@ class Optimizer:
         self.record_order = [
             (u, r) for u in order if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))
         ]
-        self.late: list[tuple[Slot, list[Callable], Task]] = []  # gradients whose moments are due, per unit
+        self.late: list[tuple[Slot, Callable, Task]] = []  # of each unit whose moments are due: gradient, work, weights
         self.norm_known: tuple[Task, ...] = ()  # what updates wait for where they are clipped
         self.cursor = 0  # next of record_order to be read ahead
         self.sums = self.stats = self.clip = self.clip_host = None
@@ -182,20 +182,17 @@ class Optimizer:
             self._update_streamed(u, slot, landed)
             return
         hi, hi_slot, come = self._weights_for_update(u)
-        late = self.plan.late_moments and self.plan.units[u].state == "host"
-        before, last, moments = (*come, landed, *self.norm_known), [], []
-        for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            if late:
-                state = self.homes.state[u][r]
-                last.append(self._on_cpu(u, r, a, b, hi, state, slot, "weights")(before))
-                moments.append(self._on_cpu(u, r, a, b, hi, state, slot, "moments"))
-            else:
-                last.append(self._update_record(u, r, a, b, hi, slot, before))
-        if late:
-            self.late.append((slot, moments, last[-1]))
+        come = (*come, landed, *self.norm_known)
+        if self.plan.units[u].state == "ssd":
+            done = [self._update_record(u, r, hi, slot, come) for r in range(len(self.homes.state[u]))]
+            final = done[-1]  # one lane, first in first out: the last record's update comes after the others
+            slot.ring.release(slot, (final,))
+        elif self.plan.late_moments:
+            final = self._on_cpu(u, hi, slot, "weights")(come)
+            self.late.append((slot, self._on_cpu(u, hi, slot, "moments"), final))
         else:
-            slot.ring.release(slot, last)
-        final = last[-1]  # one lane, first in first out: the last record's update comes after the others
+            final = self._on_cpu(u, hi, slot, "all")(come)
+            slot.ring.release(slot, (final,))
         if hi_slot is None:
             self.weights.publish(u, final)
         else:
@@ -232,8 +229,8 @@ class Optimizer:
 
     def update_moments(self) -> None:
         """Hands over the moments that are due, last unit first: so backward needs the slots of their gradients."""
-        for slot, records, weights in reversed(self.late):
-            slot.ring.release(slot, [moments((weights,)) for moments in records])
+        for slot, moments, weights in reversed(self.late):
+            slot.ring.release(slot, (moments((weights,)),))
         self.late.clear()
 
     def read_ahead(self) -> None:
@@ -257,38 +254,38 @@ class Optimizer:
         task = self.homes.read_weights(u, slot.buffer, (*slot.ready, *before))
         return slot.buffer, slot, (task,)
 
-    def _update_record(self, u: int, r: int, a: int, b: int, hi, grad: Slot, come: tuple[Task, ...]) -> Task:
-        """Updates elements a..b of unit u on the CPU; their state comes from RAM or the SSD and goes back."""
-        state_slot = None
-        if self.plan.units[u].state == "ssd":
-            if not self.ahead:
-                self._read_next()
-            got_u, got_r, state_slot, read = self.ahead.popleft()
-            assert (got_u, got_r) == (u, r), "optimizer records are read in the order of their updates"
-            state, come = state_slot.buffer, (*come, read)
-        else:
-            state = self.homes.state[u][r]
-        task = self._on_cpu(u, r, a, b, hi, state, grad)(come)
-        if state_slot is not None:
-            written = self.homes.write_state(u, r, state, (task,))
-            self.written[u, r] = written
-            self.state_ring.release(state_slot, (written,))
-            if self.plan.mode != "serial":
-                self.read_ahead()
+    def _update_record(self, u: int, r: int, hi, grad: Slot, come: tuple[Task, ...]) -> Task:
+        """Updates one record of unit u on the CPU; its state comes from the SSD and goes back."""
+        if not self.ahead:
+            self._read_next()
+        got_u, got_r, slot, read = self.ahead.popleft()
+        assert (got_u, got_r) == (u, r), "optimizer records are read in the order of their updates"
+        task = self._on_cpu(u, hi, grad, "all", [(r, slot.buffer)])((*come, read))
+        self.written[u, r] = self.homes.write_state(u, r, slot.buffer, (task,))
+        self.state_ring.release(slot, (self.written[u, r],))
         if self.plan.mode == "serial":
             self.lanes.drain()
+        else:
+            self.read_ahead()
         return task
 
-    def _on_cpu(self, u: int, r: int, a: int, b: int, hi, state, grad: Slot, part: str = "all") -> Callable:
-        """A function of what to wait for that hands over the update of elements a..b, or a part of it, with the
-        hyper-parameters of this step."""
-        layout, dtype, adamw = self.geo.state_layout(b - a), self.geo.dtype, self._adamw(u, a, b, part=part)
+    def _on_cpu(self, u: int, hi, grad: Slot, part: str, records: Sequence[tuple[int, Tensor]] = ()) -> Callable:
+        """A function of what to wait for that hands over the update of unit u on the CPU, or a part of it, with the
+        hyper-parameters of this step. `records`: numbers and states; default all, from their homes in RAM.
+        """
+        dtype, ranges = self.geo.dtype, self.geo.records(u, self.plan.record)
+        records = records or list(enumerate(self.homes.state[u]))
+        work = [(*ranges[r], self._adamw(u, *ranges[r], part=part), state) for r, state in records]
 
         def update():
-            adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad.buffer, dtype, b)[a:])
+            for a, b, adamw, state in work:
+                state = views(self.geo.state_layout(b - a), state)
+                adamw(flat(hi, dtype, b)[a:], state, flat(grad.buffer, dtype, b)[a:])
 
         name, nbytes = PARTS[part]
-        return partial(self.lanes.run, "cpu", f"{name} {self.geo.names[u]} {r}", update, nbytes=nbytes * (b - a))
+        name = f"{name} {self.geo.names[u]}" + (f" {records[0][0]}" if len(records) < len(ranges) else "")
+        n = sum(b - a for a, b, _, _ in work)
+        return partial(self.lanes.run, "cpu", name, update, nbytes=nbytes * n)
 
     def _update_on_gpu(self, u: int, landed: Task) -> None:
         hi, grad, states, dtype = self.homes.weights[u], self.homes.gradients[u], self.homes.state[u], self.geo.dtype

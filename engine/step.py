@@ -85,7 +85,7 @@ def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
 
 def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
     """Forward through the embedding and the blocks; each unit's pending update and its weights run ahead of it."""
-    ahead = e.plan.window - 1
+    ahead = min(e.plan.window, e.geo.head) - 1  # the two ends share a slot: the last waits until the first is through
     e.optimizer.begin_updates()
     for u in range(ahead):
         approach(e, u)

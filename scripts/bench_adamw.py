@@ -9,13 +9,14 @@ A rate is a median over rounds; a ratio is the median of the rounds' own ratios,
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import statistics
 import threading
 import time
 from contextlib import contextmanager
-from ctypes import byref, c_int64
+from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -79,6 +80,12 @@ def contestants(n: int, workers: host_adamw.Workers) -> dict:
     }
 
 
+class Scale(ctypes.Structure):
+    """Mirrors Scale in host_adamw.cpp."""
+
+    _fields_ = (("x", c_void_p), ("n", c_int64), ("places", c_int64), ("factor", c_float), ("record", c_int64))
+
+
 def ceilings(n: int, workers: host_adamw.Workers) -> dict:
     """name -> a pass in place over 13n bytes, which is 26n bytes of traffic, as the split master's.
 
@@ -87,10 +94,8 @@ def ceilings(n: int, workers: host_adamw.Workers) -> dict:
     x, lib = empty(13 * n // 4, torch.float32), host_adamw.library()
 
     def run(places: int) -> None:
-        taken, size = c_int64(0), len(x) // places
-        workers.spread(
-            lambda: lib.trireme_scale(x.data_ptr(), size, places, 1.0, host_adamw.RECORD // places, byref(taken))
-        )
+        record = host_adamw.RECORD // places
+        workers.spread(lib.trireme_scale, Scale(x.data_ptr(), len(x) // places, places, 1.0, record))
 
     return {"1 place": lambda: run(1), "4 places": lambda: run(4)}
 

@@ -259,12 +259,21 @@ def test_thread_count_changes_nothing(threads):
         assert_same_bits([workers.sum_squares(tensors[4])], [reference.sum_squares(tensors[4])])
 
 
-def test_a_worker_error_is_raised():
-    def fail():
-        raise ValueError("boom")
-
-    with host_adamw.Workers(2) as workers, pytest.raises(ValueError, match="boom"):
-        workers.spread(fail)
+@needs_compiler
+def test_a_team_works_off_many_short_jobs_and_then_ends():
+    """No thread is left behind in an earlier job, and none is missing in a later one."""
+    tensors = state(host_adamw.RECORD + 9, True, BF16)
+    want, got = copies(tensors), copies(tensors)
+    before = threading.active_count(), len(os.listdir("/proc/self/task"))
+    with host_adamw.Workers(4) as workers:
+        assert len(os.listdir("/proc/self/task")) == before[1] + 3
+        for step in range(1, 300):
+            workers.adamw_(*got, torch.ones(1), **HYPER, n_decay=7, step=step)
+            host_adamw.adamw_(*want, torch.ones(1), **HYPER, n_decay=7, step=step)
+    assert_same_bits(got, want)
+    assert (threading.active_count(), len(os.listdir("/proc/self/task"))) == before
+    with pytest.raises(AssertionError, match="closed"):
+        workers.adamw_(*got, torch.ones(1), **HYPER, n_decay=7, step=1)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def plans(draw):
         dtype=draw(st.sampled_from(("F32", "BF16"))),
         n_micro=draw(st.integers(1, 3)),
         mode=mode,
-        window=draw(st.integers(1, 4)),
+        window=draw(st.integers(1, 7)),
         host_window=draw(st.integers(2, 3)),
         state_slots=draw(st.integers(1, 6)),
         record=draw(st.sampled_from((256, 768, 1 << 20))),
