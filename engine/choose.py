@@ -146,14 +146,14 @@ def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int) -
     plain = replace(plan, units=tuple(replace(u, saved=()) for u in plan.units))
     everything = tuple(shapes.saved_shapes(geo.cfg, 1))
     for names in front(geo.cfg, seq_len):
-        with_ = lambda k, j, names=names: _saved(plain, n, names, k, everything, j)  # noqa: E731
+        with_ = lambda k, j, names=names: swapped(plain, n, names, k, everything, j)  # noqa: E731
         room = largest(n, lambda k: fits(geo, with_(k, 0), limits))  # noqa: B023
         for k in dict.fromkeys(int(room * share) for share in SHARES):
             if k:
                 yield with_(k, largest(n, lambda j: fits(geo, with_(k, j), limits)))  # noqa: B023
 
 
-def _saved(plan: Plan, n: int, names: Sequence[str], k: int, everything: Sequence[str], keep: int) -> Plan:
+def swapped(plan: Plan, n: int, names: Sequence[str], k: int, everything: Sequence[str], keep: int) -> Plan:
     """`plan` with `names` of k evenly spread blocks in RAM, everything of the last `keep` of n blocks on the GPU."""
     away = spread(max(n - keep, 0), min(k, n - keep))
 

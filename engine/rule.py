@@ -109,6 +109,9 @@ def _fill(
     plan = _keep_activations(geo, plan, limits)
     if move and gpu_updates:
         plan = upgrade(plan, range, **on_gpu)
+    if move:  # what went to the GPU has left room in RAM
+        left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
+        plan = upgrade(plan, lambda k: [left[i] for i in spread(len(left), k)], len(left), weights="host", state="host")
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
     return wider(largest(2, lambda k: fits(geo, wider(k), limits)))
 

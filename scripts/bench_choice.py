@@ -1,0 +1,267 @@
+"""Is the planner's choice the best? python scripts/bench_choice.py brute --store DIR --keep DIR, or sweep
+
+- `brute`: for some models and limits, many other plans are simulated; the best of each kind is measured beside the
+  planner's choice, each in a process of its own.
+- `sweep`: step time over the share of activations that travel to RAM, the choice marked (Fuyou, figure 9); predicted
+  for the machine of --assume without a GPU, with --measure run on this one. Table, JSON and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import bench_step
+from bench_plan import run
+from bench_step import MODELS
+
+from trireme.engine.choose import LEANS, choose, front, swapped
+from trireme.engine.job import record_size
+from trireme.engine.plan import DoesNotFit, Geometry, Plan, fits
+from trireme.engine.predict import Batch, predict
+from trireme.engine.rates import Rates, assume, rates_of
+from trireme.engine.rule import largest, simple_plan
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+
+BRUTE = (
+    "llama-1.3b --gpu-memory 12GiB --ram 40GiB",
+    "llama-1.3b --gpu-memory 16GiB --ram 60GiB --tokens 8192",
+    "llama-3b --gpu-memory 12GiB --ram 60GiB --clip 0",
+    "llama-3b --gpu-memory 24GiB --ram 60GiB",
+)
+BEST_OF = 5  # kinds of plans that are measured beside the choice
+CONTEXT = 1536 << 20  # bytes of --gpu-memory that a plan may not use, where a result does not say
+
+
+# ---------------------------------------------------------------- other plans than the choice
+
+
+def rule_of(line: str) -> tuple[ModelConfig, argparse.Namespace, dict]:
+    """(model, arguments, what simple_plan is told) of a line of bench_step.py on a GPU."""
+    a = bench_step.arguments(line.removesuffix("--store").split())
+    cfg, rows = MODELS[a.model], [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
+    return cfg, a, dict(
+        batch_tokens=[(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows], dtype="BF16",
+        mode="forward" if a.clip else "backward", adam_bits=a.adam_bits, homes=a.homes,
+        record=record_size(shapes.parameters(cfg), a.ram),
+    )  # fmt: skip
+
+
+def swaps(geo: Geometry, base: Plan, limits: dict[str, int], names: tuple[str, ...], steps: int) -> Iterator[Plan]:
+    """Plans by which `names` of 0, 1, ... `steps` parts of the blocks travel to RAM, as far as they fit."""
+    n, everything = geo.cfg.n_layers, tuple(shapes.saved_shapes(geo.cfg, 1))
+    plain = replace(base, units=tuple(replace(u, saved=()) for u in base.units))
+    for k in dict.fromkeys(round(n * step / steps) for step in range(steps + 1)):
+        with_ = lambda j, k=k: swapped(plain, n, names, k, everything, j)  # noqa: E731
+        if fits(geo, with_(0), limits):
+            yield with_(largest(n, lambda j: fits(geo, with_(j), limits)))  # noqa: B023
+
+
+def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict) -> Iterator[tuple[str, Plan]]:
+    """(kind, plan) over micro-batches, ways to lean, tensors that travel, and shares of blocks whose tensors do."""
+    geo = Geometry(cfg, rule["dtype"], rule["adam_bits"])
+    for size in rule["batch_tokens"][:3]:
+        for lean in LEANS:
+            try:
+                base = simple_plan(cfg, limits, **rule | {"batch_tokens": [size]}, lean=lean)
+            except DoesNotFit:
+                continue
+            kind = f"x {lean.x}, states {lean.states}, resident {lean.resident}, updates {lean.updates}"
+            yield kind, base
+            for names in front(cfg, seq):
+                for plan in swaps(geo, base, limits, names, 4):
+                    yield f"{kind}, {'+'.join(names) if away(geo, plan) else 'nothing'} away", plan
+
+
+def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
+    """For each line the measured choice over the best that was measured, the choice among them."""
+    rows, ends = [], time.monotonic() + 60 * a.minutes
+    for i, line in enumerate(BRUTE):
+        if a.only and i not in a.only:
+            continue
+        path = keep / f"brute-{i}-choice.json"
+        if failed := run(line, path, a.store, a.limit):
+            print(f"{line}: {failed}", flush=True)
+            continue
+        chosen = json.loads(path.read_text())
+        print(f"{line}: the choice takes {chosen['step_s']:.3f} s", flush=True)
+        measured = [chosen["step_s"]]
+        for k, (predicted, kind, plan) in enumerate(_best_of_each_kind(line, chosen)[:BEST_OF]):
+            path = keep / f"brute-{i}-{k}.json"
+            plan.save(path.with_suffix(".plan"))
+            if time.monotonic() + 30 > ends:
+                failed = "no time left"
+            else:
+                failed = run(line, path, a.store, a.limit, ("--plan", str(path.with_suffix(".plan"))))
+            step_s = math.inf if failed else json.loads(path.read_text())["step_s"]
+            measured.append(step_s)
+            print(f"  {kind}: predicted {predicted:.3f} s, {failed or f'measured {step_s:.3f} s'}", flush=True)
+        rows.append({"name": line, "measured": measured, "choice_over_best": measured[0] / min(measured)})
+        print(f"  the choice takes {rows[-1]['choice_over_best']:.3f} of the best measured", flush=True)
+    return rows
+
+
+def _best_of_each_kind(line: str, chosen: dict) -> list[tuple[float, str, Plan]]:
+    """(predicted seconds, kind, plan) of the best alternative of each kind to a run's plan, the best first."""
+    cfg, given, rule = rule_of(line)
+    rates = rates_of(chosen["ceilings"])
+    limits = chosen.get("limits") or {"gpu": given.gpu_memory - CONTEXT, "host": given.ram}
+    best: dict[str, tuple[float, str, Plan]] = {}
+    for kind, plan in alternatives(cfg, limits, given.seq, rule):
+        seconds = predict(cfg, plan, rates, Batch(plan.tokens, given.seq, plan.n_micro)).step_s
+        if plan != Plan.of(chosen["plan"]) and seconds < best.get(kind, (math.inf,))[0]:
+            best[kind] = (seconds, kind, plan)
+    different = {plan: (seconds, kind, plan) for seconds, kind, plan in best.values()}
+    return sorted(different.values(), key=lambda found: found[0])
+
+
+# ---------------------------------------------------------------- the sweep of figure 9
+
+
+def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
+    """Step time over the share of activations that travel to RAM, for each of --sequences; the choice beside it."""
+    cfg, rows = MODELS[a.model], []
+    for sequences in a.sequences:
+        if a.measure:
+            rates, limits = _this_box(a, keep, sequences)
+        else:
+            m = assume(a.assume)
+            rates, limits = m.rates, m.limits
+        tokens = min(sequences, 16384 // a.seq or 1) * a.seq
+        rule = dict(
+            batch_tokens=[(tokens >> k, math.ceil(sequences * a.seq / (tokens >> k))) for k in range(3)],
+            dtype="BF16", mode="backward", record=record_size(shapes.parameters(cfg), limits["host"]),
+        )  # fmt: skip
+        try:
+            rows += _points(a, keep, cfg, rates, limits, sequences, rule)
+        except DoesNotFit as error:
+            print(f"{sequences} sequences: {error}", flush=True)
+    return rows
+
+
+def _points(a, keep: Path, cfg: ModelConfig, rates: Rates, limits: dict[str, int], sequences: int, rule: dict):
+    """The curve of one size of a step, and the choice, each predicted and, with --measure, measured."""
+    geo = Geometry(cfg, "BF16")
+    choice = choose(cfg, limits, rates, a.seq, **rule).plan
+    size = (choice.tokens, choice.n_micro)
+    base = simple_plan(cfg, limits, **rule | {"batch_tokens": [size]}, lean=LEANS[a.lean])
+    points = list(
+        {away(geo, p): p for p in swaps(geo, base, limits, tuple(shapes.saved_shapes(cfg, 1)), a.points)}.items()
+    )
+    for i, (share, plan) in enumerate([*points, (away(geo, choice), choice)]):
+        found = predict(cfg, plan, rates, Batch(plan.tokens, a.seq, plan.n_micro))
+        point = {"sequences": sequences, "share": share, "predicted_s": found.step_s, "bound": found.bound,
+                 "choice": i == len(points)}  # fmt: skip
+        if a.measure:
+            path = keep / f"sweep-{sequences}-{i}.json"
+            plan.save(path.with_suffix(".plan"))
+            line = f"{a.model} --tokens {sequences * a.seq} --seq {a.seq} --clip 0 {a.box} --plan"
+            failed = run(line, path, a.store, a.limit, (str(path.with_suffix(".plan")),))
+            point |= {"failed": failed} if failed else {"measured_s": json.loads(path.read_text())["step_s"]}
+        print(f"{sequences:4} sequences, {share:6.1%} away: " + ", ".join(
+            f"{k.removesuffix('_s')} {point[k]:.3f} s" for k in ("predicted_s", "measured_s") if k in point
+        ) + f" ({found.bound}){' <- the choice' if point['choice'] else ''}", flush=True)  # fmt: skip
+        yield point
+
+
+def _this_box(a: argparse.Namespace, keep: Path, sequences: int) -> tuple[Rates, dict[str, int]]:
+    """Rates and limits of this machine, from a run of bench_step.py."""
+    path = keep / f"sweep-{sequences}-rates.json"
+    if failed := run(f"{a.model} --tokens {sequences * a.seq} --seq {a.seq} --clip 0 {a.box}", path, a.store, a.limit):
+        sys.exit(f"error: {failed}")
+    result, given = json.loads(path.read_text()), bench_step.arguments([a.model, *a.box.split()])
+    limits = result.get("limits") or {"gpu": given.gpu_memory - CONTEXT, "host": given.ram}
+    return rates_of(result["ceilings"]), limits
+
+
+def away(geo: Geometry, plan: Plan) -> float:
+    """Share of the bytes of all blocks' saved tensors that travel: Fuyou's swap coefficient (section 5.6)."""
+    total = geo.saved_layout(shapes.saved_shapes(geo.cfg, 1), plan.tokens).span * geo.cfg.n_layers
+    return sum(geo.saved_layout(u.names("host") + u.names("ssd"), plan.tokens).span for u in plan.units) / total
+
+
+# ---------------------------------------------------------------- a picture
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 420, 64, 24, 40, 48
+COLOURS, INK, GRID_INK = ("#1f5fa8", "#d8572a", "#3a8f5c", "#8a5fb0"), "#333", "#e3e3e3"
+
+
+def picture(rows: list[dict], title: str) -> str:
+    """The curves as SVG: predicted as lines, measured as dots, the planner's choices as rings."""
+    top = 1.05 * max(r.get(k, 0.0) for r in rows for k in ("predicted_s", "measured_s"))
+    to_x = lambda share: LEFT + share * (WIDTH - LEFT - RIGHT)  # noqa: E731
+    to_y = lambda s: HEIGHT - BOTTOM - s / top * (HEIGHT - TOP - BOTTOM)  # noqa: E731
+    parts = [f'<text x="{LEFT}" y="22" font-size="14">{title}</text>']
+    for i in range(6):
+        y, x = to_y(top * i / 5), to_x(i / 5)
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{GRID_INK if i else INK}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{top * i / 5:.3g}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 28}" text-anchor="middle">{i * 20} %</text>')
+    label = "share of the blocks' activations that travel to RAM; seconds a step; ring: the planner's choice"
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{label}</text>')
+    for k, sequences in enumerate(dict.fromkeys(r["sequences"] for r in rows)):
+        colour, mine = COLOURS[k % len(COLOURS)], [r for r in rows if r["sequences"] == sequences]
+        curve = " ".join(f"{to_x(r['share']):.1f},{to_y(r['predicted_s']):.1f}" for r in mine if not r["choice"])
+        parts.append(f'<polyline points="{curve}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for r in mine:
+            x = to_x(r["share"])
+            if "measured_s" in r:
+                parts.append(f'<circle cx="{x:.1f}" cy="{to_y(r["measured_s"]):.1f}" r="3.5" fill="{colour}"/>')
+            if r["choice"]:
+                ring = f'cx="{x:.1f}" cy="{to_y(r["predicted_s"]):.1f}" r="8" fill="none"'
+                parts.append(f'<circle {ring} stroke="{colour}" stroke-width="2"/>')
+        last = [r for r in mine if not r["choice"]][-1]
+        place = f'x="{to_x(last["share"]) - 4:.1f}" y="{to_y(last["predicted_s"]) - 8:.1f}"'
+        parts.append(f'<text {place} text-anchor="end" fill="{colour}">{sequences} sequences</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'font-family="system-ui, sans-serif" font-size="12" fill="{INK}">\n'
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def main(argv: list[str]) -> int:
+    a = arguments(argv)
+    keep = Path(a.keep or tempfile.mkdtemp())
+    keep.mkdir(parents=True, exist_ok=True)
+    if a.store:
+        Path(a.store).mkdir(parents=True, exist_ok=True)
+    rows = brute(a, keep) if a.what == "brute" else sweep(a, keep)
+    if not rows:
+        sys.exit("error: nothing fits, or nothing could be run")
+    if a.what == "sweep":
+        (keep / "sweep.svg").write_text(picture(rows, f"{a.model}, {a.box if a.measure else a.assume}"))
+    (keep / f"{a.what}.json").write_text(json.dumps(rows, indent=1))
+    print(f"written to {keep}")
+    return 0
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("what", choices=("brute", "sweep"))
+    p.add_argument("--store", help="a folder on the SSD, for the runs that need one")
+    p.add_argument("--keep", help="a folder for the results; default: a temporary one")
+    p.add_argument("--only", type=lambda t: {int(i) for i in t.split(",")}, help="numbers of brute's lines, from 0")
+    p.add_argument("--limit", type=float, default=150, help="seconds that a run may take")
+    p.add_argument("--minutes", type=float, default=9, help="no run is begun that would end later")
+    p.add_argument("--model", choices=MODELS, default="gpt3-13b")
+    p.add_argument("--seq", type=int, default=1024)
+    p.add_argument("--sequences", type=lambda t: [int(i) for i in t.split(",")], default=[32, 64, 80])
+    p.add_argument("--points", type=int, default=8, help="shares, beside none")
+    p.add_argument("--lean", type=int, default=0, help="the way to lean of the curve's plans, by its number in LEANS")
+    p.add_argument("--assume", default="gpu=a100-80g,ram=700GiB,ssd=12x3840GB@6.5/3.4,dram=150", help="a machine")
+    p.add_argument("--measure", action="store_true", help="on this machine's GPU rather than for --assume")
+    p.add_argument("--box", default="--gpu-memory 24GiB --ram 100GiB", help="limits of the measured sweep")
+    return p.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

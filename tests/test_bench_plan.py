@@ -1,0 +1,89 @@
+"""The benchmarks of the planner, without a GPU: tables and pictures from what runs leave, plans that differ and fit."""
+
+import importlib.util
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from trireme.engine.plan import Geometry, fits
+from trireme.engine.rule import simple_plan
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def script(name: str):
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+bench_plan, bench_choice = script("bench_plan"), script("bench_choice")
+LINE = "llama-1.3b --gpu-memory 16GiB --ram 60GiB"
+LIMITS = {"gpu": 15 << 30, "host": 60 << 30}
+
+
+@pytest.fixture(scope="module")
+def result() -> dict:
+    """What bench_step.py leaves of a run that takes 0.7 s."""
+    cfg, given, rule = bench_choice.rule_of(LINE)
+    ceilings = dict(matmul=7.8e14, h2d=5.5e10, d2h=5.5e10, adam=5.5e9, ssd_read=float("inf"), ssd_write=float("inf"))
+    return {
+        "model": given.model, "tokens": given.tokens, "seq": given.seq, "step_s": 0.7, "ceilings": ceilings,
+        "plan": asdict(simple_plan(cfg, LIMITS, **rule)), "peaks": {"gpu_gib": 14.5, "ram_gib": 20.0},
+    }  # fmt: skip
+
+
+def test_a_result_becomes_a_line_and_a_verdict(result):
+    row = bench_plan.compare("a run", result)
+    assert row["ratio"] == pytest.approx(row["predicted_s"] / 0.7) and row["ram_measured_gib"] is None
+    known = result | {"peaks": {"gpu_gib": 14.5, "ram_gib": 20.0, "rss_start_gib": 1.5}}
+    assert bench_plan.compare("a run", known)["ram_measured_gib"] == 18.5
+    assert bench_plan.row(row).count("|") == bench_plan.HEAD[0].count("|")
+    assert "1 of 1 within 10 %" in bench_plan.verdict([row | {"ratio": 1.04}])
+
+
+def test_every_line_of_the_grid_is_one_that_bench_step_takes():
+    for line in (*bench_plan.GRID, *bench_choice.BRUTE):
+        bench_choice.rule_of(line)
+    assert len(bench_plan.GRID) >= 12 and len(bench_choice.BRUTE) >= 4
+
+
+def test_a_run_that_fails_says_why(tmp_path):
+    said = bench_plan.run("llama-tiny --device cpu --gpu-memory 1MiB --ram 1GiB", tmp_path / "x.json", None, 60)
+    assert "exit code 1: error: even the smallest plan needs" in said
+    assert "for want of --store" in bench_plan.run("llama-tiny --store", tmp_path / "x.json", None, 60)
+
+
+def test_other_plans_differ_and_fit():
+    cfg, given, rule = bench_choice.rule_of(LINE)
+    plans = [plan for _, plan in bench_choice.alternatives(cfg, LIMITS, given.seq, rule)]
+    assert len(set(plans)) > 20 and all(fits(Geometry(cfg, "BF16"), plan, LIMITS) for plan in set(plans))
+
+
+def test_the_share_that_travels_is_of_all_that_blocks_save():
+    cfg, given, rule = bench_choice.rule_of(LINE)
+    geo, plan = Geometry(cfg, "BF16"), simple_plan(cfg, LIMITS, **rule)
+    everything = tuple((name, "host") for name in ("qkv", "attn_out", "lse", "resid", "gate_up"))
+    inner = range(1, cfg.n_units - 1)
+    half_units = tuple(replace(u, saved=everything if i in inner and i % 2 else ()) for i, u in enumerate(plan.units))
+    half = replace(
+        plan,
+        units=tuple(replace(u, saved=everything if i in inner and i % 2 else ()) for i, u in enumerate(plan.units)),
+    )
+    assert bench_choice.away(geo, half) == pytest.approx(0.5)
+
+
+def test_the_picture_shows_every_point():
+    rows = [{"sequences": n, "share": s, "predicted_s": 2 - s, "measured_s": 2.1 - s, "choice": s == 0.7}
+            for n in (32, 64) for s in (0, 0.5, 1, 0.7)]  # fmt: skip
+    tree = ElementTree.fromstring(bench_choice.picture(rows, "a model"))
+    assert len([e for e in tree.iter() if e.tag.endswith("circle")]) == 8 + 2
+    assert len([e for e in tree.iter() if e.tag.endswith("polyline")]) == 2
