@@ -17,7 +17,7 @@ from itertools import combinations
 
 from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits
-from trireme.engine.predict import Batch, Prediction, predict, unit_seconds
+from trireme.engine.predict import Batch, Prediction, drive_seconds, predict, unit_seconds
 from trireme.engine.rates import Rates
 from trireme.engine.rule import Lean, largest, share_updates, simple_plan, spread
 from trireme.models import shapes
@@ -78,7 +78,10 @@ def choose(
         then = judge(plan)
         if then.step_s < found.step_s:
             best, found = plan, then
-    return Choice(best, found, _because(geo, first, before, best, found))
+    because = _because(geo, first, before, best, found)
+    if like and pinned(best, like) != best:
+        because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
+    return Choice(best, found, because)
 
 
 def _variants(geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int) -> Iterable[Plan]:
@@ -193,11 +196,10 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int) -> dict[str, f
         read, written = read + moved, written + moved
         if streamed:
             state_up, state_down = state_up + state + 2 * weights, state_down + state + weights
-    ssd = read / rates.ssd_read + written / rates.ssd_write if read else 0.0
     updates = max(under_forward / 28 / rates.adam, (under_forward + state_up + state_down) / rates.dram)
     turn = max(forward, updates, state_up / rates.h2d) if plan.mode == "forward" else forward
     return {"compute": compute, "h2d": up / rates.h2d, "d2h": down / rates.d2h, "cpu": on_cpu / 28 / rates.adam,
-            "ssd": ssd, "turn": compute - forward + turn}  # fmt: skip
+            "ssd": drive_seconds(read, written, rates), "turn": compute - forward + turn}  # fmt: skip
 
 
 # ---------------------------------------------------------------- why

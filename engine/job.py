@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
-from trireme.engine.machine import choose_device, memory_limits, this_machine
+from trireme.engine.machine import choose_device, memory_limits, this_machine, with_drives
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
 from trireme.engine.plan import Plan
@@ -80,7 +80,7 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
     machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
-    plan, because = _plan(options, cfg, seq_len, dtype, device, limits, machine, like)
+    plan, because, machine = _plan(options, cfg, seq_len, dtype, device, limits, machine, like)
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
@@ -132,21 +132,23 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
 
 
 def cut(job: Job) -> dict:
-    """What must be the same for a resumed run to go on to the bit: how a step is cut, and how state is stored."""
+    """What must be the same for a resumed run to go on to the bit: how a step is cut, how state is stored, and by the
+    plan where updates run.
+    """
     p = job.plan
     keys = ("tokens", "n_micro", "dtype", "record", "adam_bits")
-    return {key: getattr(p, key) for key in keys} | {"rows": job.micro_rows}
+    return {key: getattr(p, key) for key in keys} | {"rows": job.micro_rows, "plan": asdict(p)}
 
 
 def _plan(
     options: Options, cfg, seq_len: int, dtype: str, device, limits, machine: Machine, like: dict | None
-) -> tuple[Plan, tuple[str, ...]]:
-    """(plan, why it is what it is)."""
+) -> tuple[Plan, tuple[str, ...], Machine]:
+    """(plan, why it is what it is, the machine, with its drives measured where the plan uses them)."""
     if options.plan:
         plan = Plan.load(Path(options.plan))
         if len(plan.units) != cfg.n_units or plan.tokens % seq_len:
             raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
-        return plan, (f"read from {options.plan}",)
+        return plan, (f"read from {options.plan}",), machine
     if like is None:
         most = max(1, MICRO_TOKENS[device.type] // seq_len)
         if options.micro_batch == "auto":
@@ -169,9 +171,12 @@ def _plan(
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
     if not cuda:
-        return plan, ()
-    choice = choose(cfg, limits, machine.rates, seq_len, **rule)
-    return choice.plan, choice.because
+        return plan, (), machine
+    if plan.uses("ssd") and not options.assume:
+        machine = with_drives(machine, options.store or (options.out,))
+    begun = Plan.of(like["plan"]) if like and "plan" in like else None
+    choice = choose(cfg, limits, machine.rates, seq_len, begun if begun and begun.mode == mode else None, **rule)
+    return choice.plan, choice.because, machine
 
 
 def record_size(parameters: int, ram: int) -> int:
@@ -200,7 +205,7 @@ def report(job: Job) -> list[str]:
         f"method   full fine-tuning, {adamw}, peak lr {job.lr:g}, {o.schedule}, "
         f"clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
     )
-    lines.append(f"machine  {job.machine.describe()}{'' if o.assume else ' (measured)'}")
+    lines.append(f"machine  {job.machine.describe()}")
     rows = min(o.batch_size, job.data.n_sequences)
     lines.append(
         f"steps    {job.total_steps:,} of {rows} sequences of up to {job.seq_len:,} tokens, "

@@ -1,19 +1,19 @@
-"""What this machine has: memory that the run may use, and how fast the device multiplies."""
+"""What this machine has: a device, memory that the run may use, and how fast all of it is."""
 
 from __future__ import annotations
 
 import os
 import resource
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from trireme.engine import probe
 from trireme.engine.memory import DTYPE
-from trireme.engine.rates import DRIVES, SHARED, Machine, Rates
-from trireme.kernels.host_adamw import Workers
+from trireme.engine.rates import DRIVES, GB, Machine, rates_of
 from trireme.models.config import InputError
 
 RAM_SHARE = 0.85  # of what this process may use
@@ -95,68 +95,41 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matrix product on random data: what MFU is measured against."""
     n = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    repeats = 5
     for _ in range(2):
         a @ b
-    start = _now(device)
-    for _ in range(repeats):
-        a @ b
-    return 2 * n**3 * repeats / (_now(device) - start)
+    return 2 * n**3 * 5 / probe.timed(lambda: [a @ b for _ in range(5)], device)
 
 
 def this_machine(device: torch.device, dtype: str, limits: dict[str, int], folders: Sequence[str]) -> Machine:
-    """This machine and its rates, measured in a few seconds. Nothing is written, so a drive is taken to be a usual one.
+    """This machine and its rates, measured in a few seconds or before. Its drives are taken to be usual ones.
 
     `folders`: where the store is to be. On the CPU both tiers are RAM, and copies between them are CPU copies.
     """
-    places = [next(p for p in (Path(f), *Path(f).absolute().parents) if p.exists()) for f in folders]
-    disks = {place.stat().st_dev: shutil.disk_usage(place).free for place in places}
-    drive, cuda = DRIVES["gen4"], device.type == "cuda"
-    adam = _adam_rate(dtype, 1 << 25 if cuda else 1 << 22)
-    copy = _copy_rate(device, device)
-    up, down = (
-        (_copy_rate(torch.device("cpu"), device), _copy_rate(device, torch.device("cpu"))) if cuda else (copy,) * 2
-    )
-    dram = max(28 * adam * SHARED, 0.0 if cuda else copy)
-    rates = Rates(
-        matmul_rate(device, DTYPE[dtype]), copy, up, down, adam, dram,
-        ssd_read=len(disks) * drive.read, ssd_write=len(disks) * drive.write,
-    )  # fmt: skip
+    cuda = device.type == "cuda"
+    measure = lambda: {"matmul": matmul_rate(device, DTYPE[dtype])} | probe.processor_rates(device, dtype)  # noqa: E731
+    found, how = probe.kept(probe.processor(device, dtype), measure) if cuda else (measure(), "measured")
+    places, usual = _places(folders), DRIVES["gen4"]
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
-    room = sum(disks.values())
-    drives = f"{room / 1e9:,.0f} GB of disk free (speed of {len(disks)} {drive.name}{'s' * (len(disks) > 1)} assumed)"
-    return Machine(name, limits["gpu"], limits["host"], rates, room, drives=drives)
+    room, count = sum(shutil.disk_usage(place).free for place in places), len(places)
+    rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
+    drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
+    return Machine(name, limits["gpu"], limits["host"], rates, room, drives=drives, how=how)
 
 
-def _copy_rate(source: torch.device, target: torch.device) -> float:
-    """Bytes/s of a large copy: pinned between CPU and GPU; read plus written within one memory."""
-    nbytes = 64 << 20 if "cuda" in (source.type, target.type) else 16 << 20
-    make = lambda d, other: torch.ones(nbytes, dtype=torch.uint8, device=d, pin_memory=d.type != other.type)  # noqa: E731
-    a = make(source, target) if source.type == "cpu" else torch.ones(nbytes, dtype=torch.uint8, device=source)
-    b = make(target, source) if target.type == "cpu" else torch.ones(nbytes, dtype=torch.uint8, device=target)
-    device = source if source.type == "cuda" else target
-    best = min(_timed(lambda: b.copy_(a, non_blocking=True), device) for _ in range(3))
-    return nbytes * (2 if source.type == target.type else 1) / best
+def with_drives(machine: Machine, folders: Sequence[str]) -> Machine:
+    """The machine with the measured rates of the drives under `folders`; as it was where they cannot be tried."""
+    try:
+        tried = [probe.kept(probe.drive(place), lambda place=place: probe.drive_rates(place))
+                 for place in _places(folders)]  # fmt: skip
+    except OSError:
+        return machine
+    read, write = (sum(found[name] for found, _ in tried) for name in ("ssd_read", "ssd_write"))
+    rates = replace(machine.rates, ssd_read=read, ssd_write=write, mixed=min(found["mixed"] for found, _ in tried))
+    each = f"read {read / GB:.1f}, write {write / GB:.1f} GB/s" + f", {rates.mixed:.2f} of it both at once"
+    return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({tried[0][1]})")
 
 
-def _adam_rate(dtype: str, n: int) -> float:
-    """Parameters/s of the update on all of the CPU's workers, out of cache."""
-    w, grad = torch.ones(n, dtype=DTYPE[dtype]), torch.ones(n, dtype=DTYPE[dtype])
-    lo = torch.zeros(n, dtype=torch.int16) if dtype == "BF16" else None
-    m, v, clip = torch.zeros(n), torch.ones(n), torch.ones(1)
-    hyper = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
-    with Workers() as workers:
-        update = lambda: workers.adamw_(w, lo, m, v, grad, clip, **hyper)  # noqa: E731
-        return n / min(_timed(update, torch.device("cpu")) for _ in range(3))
-
-
-def _timed(fn: Callable[[], object], device: torch.device) -> float:
-    start = _now(device)
-    fn()
-    return _now(device) - start
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter()
+def _places(folders: Sequence[str]) -> list[Path]:
+    """One existing folder on each of the drives that the folders are or will be on."""
+    found = [next(p for p in (Path(f), *Path(f).absolute().parents) if p.exists()) for f in folders]
+    return list({place.stat().st_dev: place for place in found}.values())

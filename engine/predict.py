@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trireme.engine.build import build
 from trireme.engine.lanes import LANES, OVER, SimulatedLanes, Span, Task
@@ -28,9 +28,6 @@ from trireme.models import shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
 
-# Share of the matrix product's rate that each computation reaches; medians of task times on an H200 over LLaMA shapes
-# of 1.3B to 13B: GEMMs of a block 0.87-0.92 whatever the shape; attention by its own benchmark (d 128, 8 x 1,024).
-EFFICIENCY = {"gemm": 0.885, "attention forward": 0.40, "attention backward": 0.32}
 # Passes over memory at the device's copy rate, for one byte that a task is said to move.
 PASSES = {"finish": 1.9, "zero": 1.3}
 KERNELS = {"forward": 12, "backward": 40, "loss": 200, "zero": 1, "finish": 2, "adamw": 1, "statistics": 10}
@@ -81,8 +78,11 @@ class PredictedLanes(SimulatedLanes):
 
     def share(self, rates: Rates) -> None:
         """Slows the steps to come by what the lanes take from each other in a step like the last one."""
+        read, written = (sum(moved[lane] for moved in self.moved.values()) for lane in ("ssd_read", "ssd_write"))
+        alone = drive_seconds(read, written, replace(rates, mixed=1.0)) or 1.0
+        drive = dict.fromkeys(("ssd_read", "ssd_write"), drive_seconds(read, written, rates) / alone or 1.0)
         for half, moved in self.moved.items():
-            self.slow[half] |= _sharing(moved, rates)
+            self.slow[half] |= _sharing(moved, rates) | drive
             self.moved[half] = dict.fromkeys(LANES, 0.0)
 
     def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Task:
@@ -137,14 +137,22 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Predict
     return _prediction(lanes.waited - begun, lanes.trace(), rates)
 
 
+def drive_seconds(read: float, written: float, rates: Rates) -> float:
+    """Seconds that drives need for so many bytes of a step, as if the shorter of both ran beside the other."""
+    if not (read or written):
+        return 0.0
+    up, down = read / rates.ssd_read, written / rates.ssd_write
+    return up + down + 2 * min(up, down) * (1 / rates.mixed - 1)
+
+
 def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
     busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
     for s in spans:
         if s.lane in moved:
             moved[s.lane] += int(s.nbytes)
-            busy["ssd"] += s.nbytes / getattr(rates, s.lane)  # less than its span where both queues wait for the drive
         else:
             busy[s.lane] += s.end - s.start
+    busy["ssd"] = drive_seconds(*moved.values(), rates)  # spans are longer where both queues wait for the drive
     bound = max(busy, key=busy.get)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], tuple(spans))
 
@@ -182,9 +190,9 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     pairs = batch.inputs(cfg)[0].pairs
     row = N * ITEMSIZE[plan.dtype]  # bytes of one feature of every token
     attended = shapes.attention_flops(cfg, pairs)
-    gemm = rates.matmul * EFFICIENCY["gemm"]
-    forward_attention = attended / (rates.matmul * EFFICIENCY["attention forward"])
-    backward_attention = 2.5 * attended / (rates.matmul * EFFICIENCY["attention backward"])
+    gemm = rates.matmul * rates.gemm
+    forward_attention = attended / (rates.matmul * rates.attention)
+    backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward)
     # Norms, residuals, rotation and activation, each reading and writing once; backward does all of it twice.
     features = 9 * cfg.width + 2 * (cfg.q_width + cfg.kv_width) + (2 if cfg.is_gpt else 3) * cfg.ffn
     small = row * features / rates.copy

@@ -2,7 +2,7 @@
 
 `Rates` says what a machine reaches in the long run, not what its data sheet promises. Figures of parts come from their
 makers' data sheets and, where marked "measured", from this project's benchmarks; what a computation reaches of them
-was measured task by task on an H200 and is the same for every part (EFFICIENCY in predict.py).
+was measured task by task on an H200 and is the same for every part.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ class Rates:
     duplex: float = 0.92  # share of h2d and d2h that is left when both directions are busy
     launch: float = 3e-6  # of a kernel
     latency: float = 5e-5  # of handing a task to another lane
+    mixed: float = 1.0  # share of ssd_read and ssd_write that is left while a drive does both
+    # Share of `matmul` that a block's matrix products and attention reach. Medians of task times on an H200 over LLaMA
+    # shapes of 1.3B to 13B: products 0.87-0.92 whatever the shape; attention by its own benchmark (d 128, 8 x 1,024).
+    gemm: float = 0.885
+    attention: float = 0.40
+    attention_backward: float = 0.32
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class Machine:
     ssd: int = 0  # bytes of all drives together
     endurance: float = 0.0  # bytes that may be written to them
     drives: str = "no SSD"
+    how: str = ""  # its rates are known
 
     @property
     def limits(self) -> dict[str, int]:
@@ -133,6 +140,7 @@ class Machine:
         return (
             f"{self.name}, {self.gpu / 2**30:.0f} GiB | RAM {self.ram / 2**30:.0f} GiB, {r.dram / GB:.0f} GB/s | "
             f"{self.drives} | bus {r.h2d / GB:.0f} GB/s | CPU AdamW {r.adam / GB:.1f} G parameters/s"
+            f"{f' ({self.how})' * bool(self.how)}"
         )
 
 

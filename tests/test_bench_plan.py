@@ -73,12 +73,8 @@ def test_the_share_that_travels_is_of_all_that_blocks_save():
     geo, plan = Geometry(cfg, "BF16"), simple_plan(cfg, LIMITS, **rule)
     everything = tuple((name, "host") for name in ("qkv", "attn_out", "lse", "resid", "gate_up"))
     inner = range(1, cfg.n_units - 1)
-    half_units = tuple(replace(u, saved=everything if i in inner and i % 2 else ()) for i, u in enumerate(plan.units))
-    half = replace(
-        plan,
-        units=tuple(replace(u, saved=everything if i in inner and i % 2 else ()) for i, u in enumerate(plan.units)),
-    )
-    assert bench_choice.away(geo, half) == pytest.approx(0.5)
+    units = tuple(replace(u, saved=everything if i in inner and i % 2 else ()) for i, u in enumerate(plan.units))
+    assert bench_choice.away(geo, replace(plan, units=units)) == pytest.approx(0.5)
 
 
 def test_the_picture_shows_every_point():

@@ -1,0 +1,204 @@
+"""How fast this machine is: measured once, in well under a minute, and known again while the machine is the same.
+
+What was measured is kept as JSON in the user's cache folder, one file for processor and GPU, one for each drive;
+deleting a file measures again. A drive is tried with a file that has lost its name by the time it is written, so it
+is gone however this process ends. Twelve seconds do not fill a consumer drive's fast cache; the first steps of a run
+tell the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trireme.engine.memory import DTYPE
+from trireme.kernels.host_adamw import Workers
+from trireme.storage.aio import arena
+from trireme.storage.devices import open_device
+from trireme.storage.scratch import Scratch
+
+VERSION = 1  # of what is measured
+CHUNK, DEPTH = 64 << 20, 3  # bytes of a request to a drive, requests of a kind in flight
+COPY = 256 << 20  # bytes of a copy to and from a GPU
+
+
+def kept(identity: dict, measure: Callable[[], dict[str, float]]) -> tuple[dict[str, float], str]:
+    """(what `measure` finds, or found before on what has the same identity; how it is known, in words)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
+    identity = identity | {"version": VERSION}
+    path = cache / f"machine-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.json"
+    try:
+        found = json.loads(path.read_text())
+        if found["identity"] == identity:
+            return {name: float(value) for name, value in found["rates"].items()}, "measured before"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # nothing there, or not ours: measured anew
+    start = time.monotonic()
+    rates = measure()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(f".{os.getpid()}").write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
+        os.replace(path.with_suffix(f".{os.getpid()}"), path)
+    except OSError:
+        pass  # a home that cannot be written: the next run measures again
+    return rates, f"measured, {time.monotonic() - start:.0f} s"
+
+
+# ---------------------------------------------------------------- processor and GPU
+
+
+def processor(device: torch.device, dtype: str) -> dict:
+    """What the rates of processor and GPU depend on."""
+    found = {"cpu": _first("/proc/cpuinfo", "model name"), "ram": _first("/proc/meminfo", "MemTotal"),
+             "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__, "dtype": dtype}  # fmt: skip
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "driver": _first("/proc/driver/nvidia/version", "NVRM")}
+    return found
+
+
+def _first(path: str, key: str) -> str:
+    """The first line of a file that begins with `key`; nothing where there is none."""
+    try:
+        return next((line for line in Path(path).read_text().splitlines() if line.startswith(key)), "").strip()
+    except OSError:
+        return ""
+
+
+def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
+    """Rates by their names in rates.py, all but the matrix product's and a drive's, in about three seconds."""
+    found = {"copy": _copy_rate(device)}
+    with Workers() as workers:
+        update, n = _update(workers, dtype, 1 << 25 if device.type == "cuda" else 1 << 22)
+        found["adam"] = n / min(timed(update, torch.device("cpu")) for _ in range(3))
+        if device.type == "cuda":
+            found |= _bus(device, update, n)
+        else:
+            found |= {"h2d": found["copy"], "d2h": found["copy"], "dram": max(28 * found["adam"], found["copy"])}
+    return found
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes/s read plus written by a large copy within the device's memory."""
+    n = 64 << 20 if device.type == "cuda" else 16 << 20
+    a, b = (torch.ones(n, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * n / min(timed(lambda: b.copy_(a), device) for _ in range(3))
+
+
+def _update(workers: Workers, dtype: str, n: int) -> tuple[Callable[[], object], int]:
+    """An AdamW update of n parameters by all of the CPU's workers, out of cache; and n."""
+    w, grad = torch.ones(n, dtype=DTYPE[dtype]), torch.ones(n, dtype=DTYPE[dtype])
+    lo = torch.zeros(n, dtype=torch.int16) if dtype == "BF16" else None
+    m, v, clip = torch.zeros(n), torch.ones(n), torch.ones(1)
+    hyper = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
+    return lambda: workers.adamw_(w, lo, m, v, grad, clip, **hyper), n
+
+
+def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str, float]:
+    """Each direction of the bus alone; what is left of both together; the CPU's memory under updates and copies."""
+    gpu = [torch.empty(COPY, dtype=torch.uint8, device=device) for _ in range(2)]
+    host = [torch.empty(COPY, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def copy(way: int) -> torch.cuda.Event:
+        with torch.cuda.stream(streams[way]):
+            (gpu if way == 0 else host)[way].copy_((host if way == 0 else gpu)[way], non_blocking=True)
+            return streams[way].record_event()
+
+    def seconds(*ways: int) -> float:
+        start = time.perf_counter()
+        for event in [copy(way) for _ in range(4) for way in ways]:
+            event.synchronize()
+        return time.perf_counter() - start
+
+    seconds(0, 1)
+    up, down, both = seconds(0), seconds(1), seconds(0, 1)
+    start, updates, flying, moved = time.perf_counter(), 0, deque([copy(0), copy(1)] * 2), 0
+    while time.perf_counter() - start < 0.5:
+        update()
+        updates += 1
+        while flying and flying[0].query():  # copies go on while the CPU updates; an update takes several of them
+            flying.popleft()
+            moved += COPY
+        flying += [copy(way) for way in (0, 1) for _ in range(4) if len(flying) < 16]
+    took = time.perf_counter() - start
+    for event in flying:
+        event.synchronize()
+    return {"h2d": 4 * COPY / up, "d2h": 4 * COPY / down, "duplex": min(1.0, max(up, down) / both),
+            "dram": (28 * n * updates + moved) / took}  # fmt: skip
+
+
+def timed(fn: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call and of the GPU's work that it starts."""
+    start = _now(device)
+    fn()
+    return _now(device) - start
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()
+
+
+# ---------------------------------------------------------------- drives
+
+
+def drive(folder: Path) -> dict:
+    """What tells one drive from another."""
+    number = folder.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    models = [f for f in (block / "device/model", block / "../device/model") if f.exists()]
+    return {"device": number, "model": models[0].read_text().strip() if models else "",
+            "bytes": shutil.disk_usage(folder).total}  # fmt: skip
+
+
+def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict[str, float]:
+    """Bytes/s that the drive under `folder` reads and writes, each alone, and `mixed`, the share that is left of both
+    when they happen at once. Takes three times `seconds`. Raises OSError where there is no room or no right to try.
+    """
+    nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".trireme-") as own:
+        device = open_device(own, 0)
+        scratch = Scratch(device, max(nbytes, 2 * CHUNK))
+        scratch.path.unlink()
+        try:
+            written, took = _flow(scratch, {"write": (0, nbytes)}, seconds)
+            write = written["write"] / took
+            moved, took = _flow(scratch, {"read": (0, min(nbytes, written["write"]))}, seconds)
+            read = moved["read"] / took
+            moved, took = _flow(scratch, {"read": (0, nbytes // 2), "write": (nbytes // 2, nbytes)}, seconds)
+        finally:
+            scratch.close()
+            device.io.close()
+    return {"ssd_read": read, "ssd_write": write, "mixed": (moved["read"] / read + moved["write"] / write) / took}
+
+
+def _flow(scratch: Scratch, ways: dict[str, tuple[int, int]], seconds: float) -> tuple[dict[str, int], float]:
+    """(bytes moved each way, seconds): each way goes round its part of the file, some requests in flight at a time."""
+    at, moved = {way: first for way, (first, _) in ways.items()}, dict.fromkeys(ways, 0)
+    start, flying = time.perf_counter(), deque()
+
+    def go(way: str, buffer) -> None:
+        flying.append((getattr(scratch, way)(at[way], buffer), way, buffer))
+        first, last = ways[way]
+        at[way] = at[way] + CHUNK if at[way] + 2 * CHUNK <= last else first
+
+    for _ in range(DEPTH):
+        for way in ways:
+            go(way, arena(CHUNK))
+    while flying:
+        future, way, buffer = flying.popleft()
+        future.result()
+        moved[way] += CHUNK
+        if time.perf_counter() - start < seconds:
+            go(way, buffer)
+    return moved, time.perf_counter() - start
