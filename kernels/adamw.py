@@ -76,11 +76,21 @@ def _halve(x, HALVINGS: tl.constexpr):
 
 @launcher
 @triton.jit
-def _sum_squares(p_x, p_out, p_sums, n, ROUND: tl.constexpr, HALVINGS: tl.constexpr, LANE_ROWS: tl.constexpr):
+def _sum_squares(
+    p_x,
+    p_out,
+    p_sums,
+    n,
+    ROUND: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    LANE_ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     LANES: tl.constexpr = 1 << HALVINGS
     o = tl.program_id(0).to(tl.int64) * (LANES * LANE_ROWS) + tl.arange(0, LANES)
     b_sum = tl.zeros((LANES,), tl.float32)
-    for _ in tl.range(0, LANE_ROWS, loop_unroll_factor=8):
+    for _ in tl.range(0, LANE_ROWS, loop_unroll_factor=UNROLL, num_stages=STAGES):
         b_x = tl.load(p_x + o, o < n, 0.0)
         if ROUND:
             b_x = b_x.to(p_out.dtype.element_ty)
@@ -134,11 +144,13 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
     n = grad.numel()
     n_blocks = cdiv(n, LANE_ROWS << HALVINGS)
     sums = torch.empty(n_blocks, dtype=torch.float32, device=grad.device)
+    unroll, stages, warps = (8, 1, 8) if out is None else (1, 8, 4)  # a stream that only reads, one that writes too
     _sum_squares[(n_blocks,)](
-        grad, out, sums, n, out is not None, HALVINGS, LANE_ROWS, num_warps=8, enable_fp_fusion=False
-    )
+        grad, out, sums, n, out is not None, HALVINGS, LANE_ROWS, unroll, stages,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
     total = torch.empty(1, dtype=torch.float32, device=grad.device)
-    _sum_blocks[(1,)](sums, total, n_blocks, (n_blocks - 1).bit_length(), num_warps=8)
+    _sum_blocks[(1,)](sums, total, n_blocks, (n_blocks - 1).bit_length(), num_warps=4)
     return total
 
 

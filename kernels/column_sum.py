@@ -19,7 +19,9 @@ BLOCK_P, BLOCK_D = 64, 16
 
 @launcher
 @triton.jit(do_not_specialize=["P"])
-def _add_rows(p_out, p_parts, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+def _add_rows(p_out, p_parts, p_out2, p_parts2, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    if tl.program_id(1) == 1:
+        p_out, p_parts = p_out2, p_parts2
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_p = tl.arange(0, BLOCK_P)
     m_d = o_d < D
@@ -31,8 +33,12 @@ def _add_rows(p_out, p_parts, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D
     tl.store(p_out + o_d, b_out.to(p_out.dtype.element_ty), m_d)
 
 
-def add_rows(out_: Tensor, parts: Tensor) -> None:
-    """out_ (D,) += sum of parts (P, D) fp32 over its rows, rounded once."""
+def add_rows(out_: Tensor, parts: Tensor, out2_: Tensor | None = None, parts2: Tensor | None = None) -> None:
+    """out_ (D,) += sum of parts (P, D) fp32 over its rows, rounded once; a second pair may ride along."""
     P, D = parts.shape
     assert out_.shape == (D,) and out_.is_contiguous() and parts.is_contiguous() and parts.dtype == torch.float32
-    _add_rows[(cdiv(D, BLOCK_D),)](out_, parts, P, D, BLOCK_P, BLOCK_D, num_warps=8)
+    pairs = 1 if out2_ is None else 2
+    if pairs == 1:
+        out2_, parts2 = out_, parts
+    assert out2_.shape == (D,) and out2_.dtype == out_.dtype and parts2.shape == parts.shape
+    _add_rows[(cdiv(D, BLOCK_D), pairs)](out_, parts, out2_, parts2, P, D, BLOCK_P, BLOCK_D, num_warps=8)

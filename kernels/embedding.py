@@ -1,6 +1,7 @@
 """Embedding: rows gathered by token, and their gradients summed per token in a fixed order.
 
-The backward sorts the tokens once; the program at the first place of a run of equal tokens sums the whole run.
+The backward sorts the tokens once, so that equal ones form runs, and cuts the places into chunks: a program sums the
+part of a run that lies in one chunk. A run that crosses chunks, of a frequent token, is added up by a second kernel.
 Legend: N tokens, D width, V vocabulary.
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import launcher
 
-ROWS = 8  # rows of a run that are read at once
+CHUNK, ROWS = 64, 8  # places of a chunk; rows of a run that are read at once
 
 
 @launcher
@@ -26,32 +27,76 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     tl.store(p_out + i_n * D + o_d, tl.load(p_w + i_v * D + o_d, o_d < D), o_d < D)
 
 
+@triton.jit
+def _add_row(p_dw, i_v, o_d, b_sum, D: tl.constexpr):
+    """Adds b_sum to row i_v of the gradient, rounded once."""
+    p_dw += i_v * D + o_d
+    b_dw = tl.load(p_dw, o_d < D).to(tl.float32) + b_sum
+    tl.store(p_dw, b_dw.to(p_dw.dtype.element_ty), o_d < D)
+
+
 @launcher
 @triton.jit(do_not_specialize=["N"])
-def _embedding_bwd(p_dw, p_dy, p_sorted, p_order, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _embedding_bwd(
+    p_dw,
+    p_dy,
+    p_sorted,
+    p_order,
+    p_parts,
+    N,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The part of a run that begins at place i, if one does: a run begins there, or a chunk."""
     i = tl.program_id(0)
     i_v = tl.load(p_sorted + i).to(tl.int64)
-    if i > 0:
-        if tl.load(p_sorted + i - 1).to(tl.int64) == i_v:
-            return
+    run_begins = tl.load(p_sorted + i - 1, i > 0, -1) != i_v
+    if (i % CHUNK != 0) & (run_begins == 0):
+        return
+    stop = tl.minimum((i // CHUNK + 1) * CHUNK, N)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < D
     b_sum = tl.zeros((BLOCK_D,), tl.float32)
     o_i = i + tl.arange(0, ROWS)
-    b_token = tl.load(p_sorted + o_i, o_i < N, -1)
-    b_n = tl.load(p_order + o_i, o_i < N, 0)
+    b_token = tl.load(p_sorted + o_i, o_i < stop, -1)
+    b_n = tl.load(p_order + o_i, o_i < stop, 0)
     more = True
     while more:
         m_run = b_token == i_v
         b_dy = tl.load(p_dy + b_n[:, None] * D + o_d[None, :], m_run[:, None] & m_d[None, :], 0.0)
         more = tl.sum(m_run.to(tl.int32), 0) == ROWS
         o_i += ROWS  # the next places are read before these rows arrive: a run costs one latency a turn, not three
-        b_token = tl.load(p_sorted + o_i, o_i < N, -1)
-        b_n = tl.load(p_order + o_i, o_i < N, 0)
+        b_token = tl.load(p_sorted + o_i, o_i < stop, -1)
+        b_n = tl.load(p_order + o_i, o_i < stop, 0)
         b_sum += tl.sum(b_dy.to(tl.float32), 0)
-    p_dw += i_v * D + o_d
-    b_dw = tl.load(p_dw, m_d).to(tl.float32) + b_sum
-    tl.store(p_dw, b_dw.to(p_dw.dtype.element_ty), m_d)
+    if run_begins & (tl.load(p_sorted + stop, stop < N, -1) != i_v):
+        _add_row(p_dw, i_v, o_d, b_sum, D)
+    else:  # two places a chunk: for the run that is there when it begins, and for one that goes on beyond it
+        i_part = 2 * (i // CHUNK) + (i % CHUNK != 0).to(tl.int32)
+        tl.store(p_parts + tl.cast(i_part, tl.int64) * D + o_d, b_sum, m_d)
+
+
+@launcher
+@triton.jit(do_not_specialize=["N"])
+def _embedding_add(p_dw, p_sorted, p_parts, N, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The run that crosses the end of chunk i, if it begins in that chunk: its parts, one after the other."""
+    i = tl.program_id(0)
+    end = (i + 1) * CHUNK
+    i_v = tl.load(p_sorted + end - 1).to(tl.int64)
+    here = tl.load(p_sorted + i * CHUNK) == i_v  # from the chunk's first place on
+    before = tl.load(p_sorted + i * CHUNK - 1, i > 0, -1) == i_v
+    if before | (tl.load(p_sorted + end) != i_v):
+        return
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    i_part = tl.cast(2 * i + (here == 0).to(tl.int32), tl.int64)
+    b_sum = tl.load(p_parts + i_part * D + o_d, m_d, 0.0)
+    while tl.load(p_sorted + end, end < N, -1) == i_v:
+        b_sum += tl.load(p_parts + tl.cast(2 * (end // CHUNK), tl.int64) * D + o_d, m_d, 0.0)
+        end += CHUNK
+    _add_row(p_dw, i_v, o_d, b_sum, D)
 
 
 def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -69,6 +114,11 @@ def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     N, D = dy.shape
     assert ids.shape == (N,) and dy.is_contiguous() and dweight_.is_contiguous() and dweight_.shape[1] == D
     tokens, order = torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64
-    block = min(4096, power2(D))
-    warps = max(4, block // 256)
-    _embedding_bwd[(N, cdiv(D, block))](dweight_, dy, tokens, order, N, D, ROWS, block, num_warps=warps)
+    chunks, block = cdiv(N, CHUNK), min(4096, power2(D))
+    parts = torch.empty((2 * chunks, D), dtype=torch.float32, device=dy.device)
+    grid, warps = (N, cdiv(D, block)), max(4, block // 256)
+    _embedding_bwd[grid](dweight_, dy, tokens, order, parts, N, D, CHUNK, ROWS, block, num_warps=warps)
+    if chunks > 1:
+        block = min(1024, power2(D))
+        grid = (chunks - 1, cdiv(D, block))
+        _embedding_add[grid](dweight_, tokens, parts, N, D, CHUNK, block, num_warps=4)

@@ -71,7 +71,8 @@ def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
     values, each = (4096, 2) if arch < 90 else (8192, 1)  # of a tile; programs on a multiprocessor
     rows = max(1, values // columns)
     programs = min(cdiv(N, rows), each * sms)
-    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), 3 if rows * columns <= values else 2, programs)
+    stages = 2 if rows * columns > values else 4 if arch >= 90 and rows == 1 else 3
+    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), stages, programs)
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
@@ -124,7 +125,7 @@ def hopper_dq(block_d: int) -> Tile:
 
 def hopper_dkv(block_d: int) -> Tile:
     """Tile of attention_hopper.py's kernel for (dk, dv)."""
-    return Tile(64, 128, 8, 2) if block_d == 128 else Tile(64, 64, 4, 3)
+    return Tile(64, 128, 8, 2) if block_d == 128 else Tile(32, 64, 4, 3)
 
 
 def cross_entropy(V: int) -> tuple[int, int]:

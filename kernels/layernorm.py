@@ -143,6 +143,5 @@ def layernorm_bwd(
         dy, h, weight, mean, rstd, dresidual, dh, dw, db, N, D, tile.rows, tile.columns, tile.stages,
         dresidual is not None, num_warps=tile.warps,
     )  # fmt: skip
-    add_rows(dweight_, dw)
-    add_rows(dbias_, db)
+    add_rows(dweight_, dw, dbias_, db)
     return dh

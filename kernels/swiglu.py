@@ -29,8 +29,9 @@ def silu(x):
 @launcher
 @triton.jit
 def _glu_fwd(p_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
-    i_n = tl.program_id(0).to(tl.int64)
-    o_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    o_f = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)  # neighbours lie side by side in memory
     p_gate = p_gate_up + i_n * 2 * F + o_f
     b_gate = tl.load(p_gate, o_f < F, 0.0).to(tl.float32)
     b_up = tl.load(p_gate + F, o_f < F, 0.0).to(tl.float32)
@@ -40,8 +41,9 @@ def _glu_fwd(p_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.const
 @launcher
 @triton.jit
 def _glu_bwd(p_dy, p_gate_up, p_d_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
-    i_n = tl.program_id(0).to(tl.int64)
-    o_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    o_f = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     o = i_n * 2 * F + o_f
     b_gate = tl.load(p_gate_up + o, o_f < F, 0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + o + F, o_f < F, 0.0).to(tl.float32)
@@ -78,7 +80,7 @@ def _fwd(act, gate_up: Tensor) -> Tensor:
     F = F2 // 2
     assert gate_up.is_contiguous() and F2 % 2 == 0
     y = torch.empty((N, F), dtype=gate_up.dtype, device=gate_up.device)
-    _glu_fwd[(N, cdiv(F, BLOCK))](gate_up, y, act, F, BLOCK, num_warps=4)
+    _glu_fwd[(N * cdiv(F, BLOCK),)](gate_up, y, act, F, BLOCK, num_warps=4)
     return y
 
 
@@ -86,5 +88,5 @@ def _bwd(act, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     N, F = dy.shape
     assert gate_up.shape == (N, 2 * F) and gate_up.is_contiguous() and dy.is_contiguous()
     d_gate_up, y = torch.empty_like(gate_up), torch.empty_like(dy)
-    _glu_bwd[(N, cdiv(F, BLOCK))](dy, gate_up, d_gate_up, y, act, F, BLOCK, num_warps=4)
+    _glu_bwd[(N * cdiv(F, BLOCK),)](dy, gate_up, d_gate_up, y, act, F, BLOCK, num_warps=4)
     return d_gate_up, y

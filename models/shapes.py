@@ -200,7 +200,8 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
     dy, dx, weights, gradients, saved tensors) is not counted, nor is cuBLAS's workspace.
     """
     if u == 0:
-        return (tokens * cfg.width * itemsize if cfg.is_gpt else 0) + 80 * tokens + SLACK  # the gradient sorts the ids
+        sums = (tokens // 8 + 8) * cfg.width  # the gradient sorts the ids; fp32 sums of those that are frequent
+        return (tokens * cfg.width * itemsize if cfg.is_gpt else 0) + sums + 80 * tokens + SLACK
     partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
     if u == cfg.n_layers + 1:
         return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials

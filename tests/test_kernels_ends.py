@@ -28,6 +28,23 @@ def test_embedding(device, dtype, N, D, V):
     assert torch.equal(dw[untouched], before[untouched])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "runs", [[64], [65], [63, 2], [64, 64], [1, 63, 64, 65, 1], [30, 200], [200, 1, 5], [10, 54, 130], [40, 40, 40, 8]]
+)
+def test_embedding_gradient_of_frequent_tokens(device, runs):
+    """Runs of equal tokens that end on, cross and skip the chunks in which they are summed."""
+    torch.manual_seed(0)
+    ids = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs))
+    ids = ids[torch.randperm(len(ids))].to(device)
+    dy, dw = randn(len(ids), 24, device=device, dtype=torch.float32), torch.ones(len(runs) + 1, 24, device=device)
+    dw64 = dw.double()
+    reference.embedding_bwd_(dw64, dy.double(), ids)
+    embedding.embedding_bwd_(dw, dy, ids)
+    check(dw, dw64, 1e-6)
+    assert (dw[-1] == 1).all()
+
+
 def _loss_case(N, D, V, M, dtype, device, dw_dtype):
     x = randn(N, D, device=device, dtype=dtype)
     w = randn(V, D, device=device, dtype=dtype, scale=D**-0.5)
@@ -85,7 +102,7 @@ def test_linear_cross_entropy_of_a_real_vocabulary(N, D, V, M, chunk, dw_dtype):
 def test_embedding_gradient_repeats_bit_by_bit():
     torch.manual_seed(0)
     dy = randn(6000, 1000, device="cuda", dtype=torch.bfloat16)
-    ids = (torch.rand(6000, device="cuda") ** 8 * 30000).long()  # a few tokens are most of them
+    ids = (torch.rand(6000, device="cuda") ** 8 * 30000).long()  # a few tokens are most of them, and cross chunks
     runs = [torch.zeros(30000, 1000, device="cuda") for _ in range(2)]
     for dw in runs:
         embedding.embedding_bwd_(dw, dy, ids)
