@@ -278,9 +278,10 @@ class Optimizer:
         work = [(*ranges[r], self._adamw(u, *ranges[r], part=part), state) for r, state in records]
 
         def update():
-            for a, b, adamw, state in work:
-                state = views(self.geo.state_layout(b - a), state)
-                adamw(flat(hi, dtype, b)[a:], state, flat(grad.buffer, dtype, b)[a:])
+            with self.workers.together():
+                for a, b, adamw, state in work:
+                    state = views(self.geo.state_layout(b - a), state)
+                    adamw(flat(hi, dtype, b)[a:], state, flat(grad.buffer, dtype, b)[a:])
 
         name, nbytes = PARTS[part]
         name = f"{name} {self.geo.names[u]}" + (f" {records[0][0]}" if len(records) < len(ranges) else "")

@@ -274,7 +274,7 @@ class Team {
     }
 };
 
-// Arguments of the two functions below, as host_adamw.py's _Sums and bench_adamw.py's Scale mirror them.
+// Arguments of the functions below, as host_adamw.py's _Sums and _List and bench_adamw.py's Scale mirror them.
 struct Sums {
     const void *x;
     int64_t is_bf16, n;
@@ -285,6 +285,12 @@ struct Scale {
     int64_t n, places;
     float factor;
     int64_t record;
+};
+struct List {
+    Work *const *work;
+    const void *const *job;
+    int64_t *next;  // a counter for each, 0 at first
+    int64_t count;
 };
 
 }  // namespace
@@ -319,6 +325,12 @@ void trireme_scale(const void *job, int64_t *next) {
             for (int64_t i = begin; i < end; ++i) a[i] *= factor, b[i] *= factor, c[i] *= factor, d[i] *= factor;
         }
     }
+}
+
+// Several jobs in turn. A thread that finds nothing left of one goes on with the next: nobody waits between them.
+void trireme_list(const void *job, int64_t *) {
+    const List &list = *static_cast<const List *>(job);
+    for (int64_t i = 0; i < list.count; ++i) list.work[i](list.job[i], list.next + i);
 }
 
 void *trireme_team_open(int64_t others) { return new Team(others); }

@@ -13,8 +13,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_float, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
@@ -89,7 +91,7 @@ def library() -> ctypes.CDLL | None:
         reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(f"CPU AdamW runs in torch, several times slower: {reason}", stacklevel=2)
         return None
-    for work in (lib.trireme_adamw, lib.trireme_block_sums, lib.trireme_scale):
+    for work in (lib.trireme_adamw, lib.trireme_block_sums, lib.trireme_scale, lib.trireme_list):
         work.argtypes, work.restype = [c_void_p, POINTER(c_int64)], None
     lib.trireme_team_open.argtypes, lib.trireme_team_open.restype = [c_int64], c_void_p
     lib.trireme_team_run.argtypes, lib.trireme_team_run.restype = [c_void_p, c_void_p, c_void_p], None
@@ -118,6 +120,12 @@ class _Sums(ctypes.Structure):
     """Mirrors Sums in host_adamw.cpp."""
 
     _fields_ = (("x", c_void_p), ("is_bf16", c_int64), ("n", c_int64), ("sums", c_void_p))
+
+
+class _List(ctypes.Structure):
+    """Mirrors List in host_adamw.cpp."""
+
+    _fields_ = (("work", c_void_p), ("job", c_void_p), ("next", c_void_p), ("count", c_int64))
 
 
 def _alone(work: Callable, job: ctypes.Structure) -> None:
@@ -213,7 +221,7 @@ class Workers:
     """Threads of C++ that update one unit together: adamw_ and sum_squares as above, returning when all is done.
 
     The calling thread is one of them; it lets the GIL go for the whole call, and the others never have it. Records are
-    disjoint and fixed: the thread count never changes a number. One call at a time.
+    disjoint and fixed: the thread count never changes a number. Calls from several threads take turns.
     """
 
     def __init__(self, threads: int | None = None):
@@ -221,6 +229,8 @@ class Workers:
         self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
         lib = library()  # a build belongs to the set-up, not to the first step
         self._team = None if lib is None else lib.trireme_team_open(self.threads - 1)
+        self._listed: list[tuple[Callable, ctypes.Structure]] | None = None  # inside `together`
+        self._turn = threading.RLock()
 
     def __enter__(self) -> Workers:
         return self
@@ -237,7 +247,34 @@ class Workers:
     def spread(self, work: Callable, job: ctypes.Structure) -> None:
         """Runs `work`, a function of the library, on `job` on every thread, this one included, and waits for all."""
         assert self._team is not None, "these workers are closed"
-        library().trireme_team_run(self._team, ctypes.cast(work, c_void_p), byref(job))
+        with self._turn:
+            if self._listed is not None:
+                self._listed.append((work, job))
+            else:
+                library().trireme_team_run(self._team, ctypes.cast(work, c_void_p), byref(job))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """The updates that are called inside run when it ends, in one call: the GIL is not needed between them.
+
+        Their tensors must live until then, and none may need another's result.
+        """
+        with self._turn:
+            self._listed = []
+            try:
+                yield
+                listed = self._listed
+            finally:
+                self._listed = None
+            if listed:
+                self._run_list(*zip(*listed, strict=True))
+
+    def _run_list(self, works: Sequence[Callable], jobs: Sequence[ctypes.Structure]) -> None:
+        n = len(jobs)
+        functions = (c_void_p * n)(*(ctypes.cast(work, c_void_p).value for work in works))
+        addresses, counters = (c_void_p * n)(*map(ctypes.addressof, jobs)), (c_int64 * n)()
+        arrays = (ctypes.addressof(array) for array in (functions, addresses, counters))
+        self.spread(library().trireme_list, _List(*arrays, n))
 
     def adamw_(self, *tensors: Tensor | None, **hyper) -> None:
         """adamw_ of this module over all threads."""

@@ -276,6 +276,48 @@ def test_a_team_works_off_many_short_jobs_and_then_ends():
         workers.adamw_(*got, torch.ones(1), **HYPER, n_decay=7, step=1)
 
 
+def test_calls_from_several_threads_take_turns():
+    units = [state(5 * host_adamw.RECORD, True, BF16, seed=k) for k in range(3)]
+    got = [copies(t) for t in units]
+
+    def train(tensors):
+        for step in range(1, 20):
+            with workers.together():
+                workers.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=step)
+
+    with host_adamw.Workers(3) as workers:
+        threads = [threading.Thread(target=train, args=(tensors,)) for tensors in got]
+        for action in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                action(thread)
+    for tensors, after in zip(units, got, strict=True):
+        want = copies(tensors)
+        for step in range(1, 20):
+            host_adamw.adamw_(*want, torch.ones(1), **HYPER, n_decay=3, step=step)
+        assert_same_bits(after, want)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_updates_together(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(host_adamw, "library", lambda: None)
+    units = [state(n, True, BF16, seed=n) for n in (host_adamw.RECORD + 5, 0, 17, 3 * host_adamw.RECORD)]
+    want, got = [copies(t) for t in units], [copies(t) for t in units]
+    with host_adamw.Workers(3) as workers:
+        with workers.together():
+            for tensors in got:
+                workers.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=2)
+        with workers.together():
+            pass
+        with pytest.raises(KeyError), workers.together():
+            raise KeyError
+        assert_same_bits([workers.sum_squares(got[0][4])], [reference.sum_squares(got[0][4])])
+    for tensors in want:
+        reference.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=2)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
+
+
 @pytest.fixture
 def switch_often():
     """Threads hand the GIL over at once, so that a turn between two calls is not taken for one during a call."""
