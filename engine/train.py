@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import signal
@@ -10,23 +11,29 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from trireme.engine import job as jobs
 from trireme.engine.build import build, inputs
 from trireme.engine.command import write_config
+from trireme.engine.correct import better, corrected
 from trireme.engine.exchange import Exchange
 from trireme.engine.job import Job
-from trireme.engine.lanes import RealLanes, busy, write_perfetto
+from trireme.engine.lanes import RealLanes, Span, busy, write_perfetto
 from trireme.engine.log import RunLog
 from trireme.engine.machine import memory_in_use
 from trireme.engine.optimizer import AdamW, StepStats
 from trireme.engine.options import Options
+from trireme.engine.plan import Plan
+from trireme.engine.predict import Batch, predict
 from trireme.engine.sample import prompts, sample
 from trireme.engine.schedule import learning_rate
-from trireme.engine.step import Engine, evaluate, train_step
+from trireme.engine.screen import duration
+from trireme.engine.step import Engine, Inputs, evaluate, train_step
 from trireme.engine.verify import check_free, reopen, swept_on_failure
 from trireme.models import shapes
 from trireme.models.config import InputError
@@ -109,7 +116,7 @@ class Run:
 
     def __init__(self, job: Job, store: Store, extra: dict | None):
         self.job, self.store, self.options = job, store, job.options
-        self.step = extra["step"] if extra else 0
+        self.step = self.begun = extra["step"] if extra else 0
         self.best, self.best_step = extra["best"] if extra else (None, None)
         self.first_loss: float | None = extra["first_loss"] if extra else None
         self.log = RunLog(job.out, job.options, job.total_steps, self.step)
@@ -121,6 +128,8 @@ class Run:
         self.moved = self.lanes.moved.copy()
         self.written = extra["written"] if extra else 0  # bytes written to SSD before this process
         self.e = self._engine(resumed=extra is not None)
+        if extra:
+            self.log.say(f"resumed at step {self.step}")
         self.saved_at, self.saved_step = time.monotonic(), self.step
         self.evaluated_at, self.evaluated_step = time.monotonic(), -1
 
@@ -134,7 +143,6 @@ class Run:
             e.activations.scratch = Scratch(self.store.devices[0], e.activations.scratch_bytes)
         if resumed:
             e.homes.load_from_store()
-            self.log.say(f"resumed at step {self.step}")
             return e
         for name, layout in e.homes.shards():
             self.store.add(name, layout, weights=name.startswith("weights"))
@@ -168,7 +176,8 @@ class Run:
     def _one_step(self) -> None:
         job, o = self.job, self.options
         began = time.perf_counter()
-        self.lanes.tracing = o.trace or self.step == 1 or self.step % BOUND_EVERY == 0
+        warm = self.step == self.begun + 1  # the second step of this process
+        self.lanes.tracing = o.trace or warm or self.step % BOUND_EVERY == 0
         batch = job.data.step(self.step, o.batch_size, job.micro_rows)
         rate = learning_rate(self.step + 1, job.total_steps, job.lr, o.schedule, o.warmup_steps(job.total_steps))
         micro = [inputs(job.cfg, mb, self.tables, job.device) for mb in batch]
@@ -178,9 +187,10 @@ class Run:
         self.step += 1
         self.first_loss = self.first_loss or stats.loss
         seconds = time.perf_counter() - began
-        if self.lanes.tracing:
-            self._trace()
+        spans = self._trace() if self.lanes.tracing else []
         self._log_step(stats, rate, micro, seconds)
+        if warm:
+            self._correct(spans, micro, seconds)
         if o.save_every.due(self.step, job.total_steps, time.monotonic() - self.saved_at):
             self._save()
         if job.data.held_out and o.eval_every.due(self.step, job.total_steps, time.monotonic() - self.evaluated_at):
@@ -301,7 +311,7 @@ class Run:
             os.rename(job.out / "store", job.out / SPENT)  # in one step: killed while removing it, the run is finished
             shutil.rmtree(job.out / SPENT)
 
-    def _trace(self) -> None:
+    def _trace(self) -> list[Span]:
         """Finds out which lane was busiest in this step, and writes the step's timeline where asked for."""
         self.lanes.drain()
         spans = self.lanes.trace()
@@ -310,6 +320,32 @@ class Run:
         if self.options.trace:
             write_perfetto(self.job.out / "trace.json", spans)
             self.log.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in at_work.items()))
+        return spans
+
+    # ------------------------------------------------ what a step has told about the machine
+
+    def _correct(self, spans: list[Span], micro: list[Inputs], seconds: float) -> None:
+        """Says how a traced step compares with its prediction; goes on by another plan where that is worth a move."""
+        job, left = self.job, self.job.total_steps - self.step
+        batch = Batch(max(mb.tokens for mb in micro), job.seq_len, len(micro))
+        found = predict(job.cfg, job.plan, job.machine.rates, batch)
+        rates = corrected(job.machine.rates, found, spans, seconds)
+        then = predict(job.cfg, job.plan, rates, batch).step_s
+        self.log.say(
+            f"warm-up  predicted {found.step_s:.3g} s a step, measured {seconds:.3g} s; by the times of its tasks "
+            f"{then:.3g} s, and {left:,} more steps {duration(left * then)}"
+        )
+        self.job = replace(job, machine=replace(job.machine, rates=rates))
+        if left and (choice := better(self.job, left)):
+            self.log.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))
+            self._move(choice.plan)
+
+    def _move(self, plan: Plan) -> None:
+        """Goes on by `plan`, through a snapshot: memory does not hold everything twice, and nothing can be lost."""
+        self._save()
+        self._let_go()
+        self.job = replace(self.job, plan=plan)
+        self.e = self._engine(resumed=True)
 
     # ------------------------------------------------ the end
 
@@ -340,11 +376,18 @@ class Run:
                 signal.signal(n, handler)
 
     def _close(self) -> None:
-        if self.e is None:
-            return
+        if self.e is not None:
+            self.lanes.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Gives back the engine's memory."""
         e, self.e = self.e, None
-        self.lanes.close()
         e.optimizer.close()
         if e.activations.scratch is not None:
             e.activations.scratch.close()
         e.memory.close()
+        del e
+        gc.collect()
+        if self.job.device.type == "cuda":
+            torch.cuda.empty_cache()

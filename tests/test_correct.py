@@ -1,0 +1,79 @@
+"""After two steps: rates that explain what was measured, and a move to another plan that changes no bit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_predict import RATES, SMALL, plan
+from test_resume import checkpoint, losses, options  # noqa: F401
+
+from trireme.engine import train
+from trireme.engine.choose import Choice
+from trireme.engine.correct import BY_LANE, corrected, measured
+from trireme.engine.lanes import Span
+from trireme.engine.plan import Geometry, Plan, UnitPlan, fits
+from trireme.engine.predict import Batch, predict
+
+BATCH = Batch(16384, 256, 2)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(sorted(BY_LANE)), st.floats(0.3, 3), min_size=1),
+    st.sampled_from((("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
+)
+def test_corrected_rates_predict_what_was_measured(changes, homes):
+    p = plan(SMALL, UnitPlan(*homes), keep=2, tokens=16384, record=1 << 22)
+    times = {name: getattr(RATES, name) * times for lane, times in changes.items() for name in BY_LANE[lane]}
+    true = replace(RATES, **times)
+    real, found = predict(SMALL, p, true, BATCH), predict(SMALL, p, RATES, BATCH)
+    known = corrected(RATES, found, real.spans, real.step_s)
+    assert predict(SMALL, p, known, BATCH).step_s == pytest.approx(real.step_s, rel=0.05)
+
+
+def test_a_lane_that_hardly_works_says_nothing():
+    p = plan(SMALL, UnitPlan("host", "host"), tokens=16384)
+    found = predict(SMALL, p, RATES, BATCH)
+    assert corrected(RATES, found, [Span("h2d", "x", 0.0, 1e-9, 1e9, 0)], 1.0) == RATES
+
+
+def test_a_drive_is_at_work_while_anything_is_in_flight():
+    spans = [Span("ssd_read", "a", 0, 4, 1, 0), Span("ssd_write", "b", 2, 3, 1, 0), Span("ssd_write", "c", 6, 9, 1, 0)]
+    assert measured(spans)["ssd"] == 7
+
+
+def another(now: Plan) -> Plan:
+    """Everything elsewhere than in `now`: state on the SSD, inputs in RAM, something kept, a wider window."""
+    kept = tuple((name, "host") for name in ("resid", "lse"))
+    units = [UnitPlan("ssd" if u % 2 else "host", "ssd", x="host" if 0 < u < len(now.units) - 1 else "gpu")
+             for u in range(len(now.units))]  # fmt: skip
+    units[1] = replace(units[1], saved=kept)
+    return replace(now, units=tuple(units), window=3)
+
+
+@pytest.mark.parametrize("where", ["gpu", "host", "ssd"], ids="at home on {}".format)
+def test_a_move_to_another_plan_changes_no_bit(checkpoint, where, monkeypatch, capsys):  # noqa: F811
+    before, after, moves = checkpoint / f"stayed-{where}", checkpoint / f"moved-{where}", []
+    train.finetune(options(checkpoint, before, where))
+
+    def better(job, steps):
+        to = another(job.plan)
+        if not fits(Geometry(job.cfg, to.dtype), to, job.limits):
+            to = replace(job.plan, window=1, state_slots=2)
+        moves.append(to)
+        return Choice(to, predict(job.cfg, to, job.machine.rates, Batch(to.tokens, job.seq_len, to.n_micro)), ())
+
+    monkeypatch.setattr(train, "better", better)
+    train.finetune(options(checkpoint, after, where))
+    assert len(moves) == 1 and moves[0].units != () and "plan     changed" in capsys.readouterr().out
+    assert losses(before) == losses(after)
+    assert (before / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
+
+
+def test_what_a_run_says_after_two_steps(checkpoint, capsys):  # noqa: F811
+    train.finetune(replace(options(checkpoint, checkpoint / "said", "gpu"), max_steps=3))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warm-up")]
+    assert "predicted" in line and "measured" in line and "1 more steps" in line
+    assert json.loads((checkpoint / "said" / "config.json").read_text())
