@@ -13,7 +13,7 @@ import torch
 
 from trireme.engine import probe
 from trireme.engine.memory import DTYPE
-from trireme.engine.rates import DRIVES, GB, Machine, rates_of
+from trireme.engine.rates import CODE, DRIVES, GB, Machine, rates_of
 from trireme.models.config import InputError
 
 RAM_SHARE = 0.85  # of what this process may use
@@ -82,7 +82,7 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None)
             f"--gpu-memory: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB."
         )
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-    return {"gpu": limit - GPU_RESERVE, "host": host}
+    return {"gpu": limit - GPU_RESERVE, "host": max(0, host - CODE)}
 
 
 def memory_in_use(device: torch.device) -> tuple[float, float]:

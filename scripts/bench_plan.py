@@ -24,7 +24,7 @@ from bench_step import MODELS
 
 from trireme.engine.plan import Geometry, Plan, usage
 from trireme.engine.predict import Batch, predict
-from trireme.engine.rates import rates_of
+from trireme.engine.rates import CODE, rates_of
 
 GIB = 1 << 30
 GRID = (
@@ -78,7 +78,7 @@ def compare(name: str, result: dict) -> dict:
         "bound": found.bound, "predicted_s": found.step_s, "measured_s": result["step_s"],
         "ratio": found.step_s / result["step_s"],
         "gpu_predicted_gib": promised["gpu"] / GIB, "gpu_measured_gib": peaks["gpu_gib"],
-        "ram_predicted_gib": promised["host"] / GIB,
+        "ram_predicted_gib": (promised["host"] + (CODE if peaks["gpu_gib"] else 0)) / GIB,
         "ram_measured_gib": peaks["ram_gib"] - peaks["rss_start_gib"] if "rss_start_gib" in peaks else None,
         "busy_s": found.busy, "ssd_read": found.ssd_read, "ssd_written": found.ssd_written,
     }  # fmt: skip

@@ -34,7 +34,7 @@ from trireme.engine.optimizer import AdamW
 from trireme.engine.options import size
 from trireme.engine.plan import DoesNotFit, Plan, usage
 from trireme.engine.predict import Batch, predict
-from trireme.engine.rates import rates_of
+from trireme.engine.rates import CODE, rates_of
 from trireme.engine.rule import simple_plan
 from trireme.engine.step import Engine, train_step
 from trireme.kernels.host_adamw import Workers
@@ -331,6 +331,7 @@ def summary(a, e: Engine, c: Ceilings, at_start: float, times: list[float], loss
     flops = shapes.model_flops(cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq), cfg.window))
     gpu, ram = memory_in_use(device)
     promised = {tier: nbytes / 2**30 for tier, nbytes in usage(e.geo, e.plan).items()}
+    promised["host"] += CODE / 2**30 if device.type == "cuda" else 0.0
     predicted = predict(cfg, e.plan, rates_of(vars(c)), Batch(e.plan.tokens, a.seq, e.plan.n_micro)).step_s
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
     for lane in floor:
