@@ -46,11 +46,18 @@ class Choice:
 
 
 def choose(
-    cfg: ModelConfig, limits: dict[str, int], rates: Rates, seq_len: int, like: Plan | None = None, **rule
+    cfg: ModelConfig,
+    limits: dict[str, int],
+    rates: Rates,
+    seq_len: int,
+    like: Plan | None = None,
+    leans: Sequence[Lean] = LEANS,
+    **rule,
 ) -> Choice:
     """The fastest of the variants of simple_plan(cfg, limits, **rule). Deterministic. Raises DoesNotFit.
 
-    `like`: the plan of a run that has begun. Where updates run then stays as it is, if that fits.
+    `like`: the plan of a run that has begun. Where updates run then stays as it is, if that fits. `leans`: fewer of
+    them are quicker.
     """
     first = simple_plan(cfg, limits, **rule)
     if first.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
@@ -61,7 +68,7 @@ def choose(
     geo = Geometry(cfg, first.dtype, first.adam_bits)
     judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro))  # noqa: E731
     before = judge(first)
-    plans, best, found = list(dict.fromkeys(_variants(geo, limits, first, rule, seq_len))), first, before
+    plans, best, found = list(dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))), first, before
     if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
         plans, best = alike, alike[0]
         found = judge(best)
@@ -84,11 +91,13 @@ def choose(
     return Choice(best, found, because)
 
 
-def _variants(geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int) -> Iterable[Plan]:
+def _variants(
+    geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int, leans: Sequence[Lean]
+) -> Iterable[Plan]:
     """Plans that fit, the rule's first: its micro-batch and smaller ones, each way to lean, activations in RAM."""
     sizes = [size for size in rule["batch_tokens"] if size[0] <= first.tokens][:MICRO_BATCHES]
     for size in sizes:
-        for lean in LEANS:
+        for lean in leans:
             try:
                 plan = simple_plan(geo.cfg, limits, **{**rule, "batch_tokens": [size]}, lean=lean)
             except DoesNotFit:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from trireme.engine.choose import LEANS, choose
 from trireme.engine.plan import TIERS, DoesNotFit, Geometry, Plan, buffers, usage, workspace
 from trireme.engine.predict import Batch, Prediction, predict
 from trireme.engine.rates import ENDURANCE, TB, Machine
@@ -30,6 +31,7 @@ BINDS = {
     "cpu": "updates on the CPU",
     "ssd": "the SSD",
 }
+SHORT = 4  # ways to lean of a search for what would be faster
 WORTH = 1.1  # times more tokens a second, from which a change is worth mentioning
 
 
@@ -199,13 +201,14 @@ class Forecast:
         yield "a GPU twice as fast", lambda: replace(self, machine=replace(m, rates=quick))
 
     def again(self, limits: dict[str, int] | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
-        """Planned anew by the same rule, with something changed. Raises DoesNotFit."""
+        """Planned anew, by a short search, with something changed. Raises DoesNotFit."""
         p, limits = self.plan, limits or self.limits
-        plan = simple_plan(
-            self.cfg, limits, batch_tokens=[(p.tokens, n_micro or p.n_micro)], dtype=p.dtype, mode=p.mode,
-            record=p.record, adam_bits=adam_bits or p.adam_bits,
+        rule = dict(
+            batch_tokens=[(p.tokens, n_micro or p.n_micro)], dtype=p.dtype, mode=p.mode, record=p.record,
+            adam_bits=adam_bits or p.adam_bits,
         )  # fmt: skip
-        return replace(self, plan=plan, limits=limits)
+        choice = choose(self.cfg, limits, self.machine.rates, self.seq_len, leans=LEANS[:SHORT], **rule)
+        return replace(self, plan=choice.plan, limits=limits)
 
 
 def check_drive(cfg: ModelConfig, plan: Plan, machine: Machine, need: int) -> None:

@@ -32,7 +32,7 @@ GRID = (
     "llama-1.3b --gpu-memory 80GiB --ram 60GiB --seq 8192",
     "llama-1.3b --gpu-memory 12GiB --ram 40GiB --seq 512",
     "llama-1.3b --gpu-memory 16GiB --ram 60GiB --homes host --tokens 4096",
-    "llama-1.3b --gpu-memory 12GiB --ram 12GiB --clip 0 --warmup 1 --steps 2 --store",
+    "llama-1.3b --gpu-memory 12GiB --ram 10GiB --warmup 1 --steps 2 --store",
     "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --adam-bits 8 --warmup 1 --steps 2 --store",
     "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --tokens 65536 --warmup 1 --steps 2 --store",
     "llama-3b --gpu-memory 24GiB --ram 100GiB",

@@ -22,10 +22,14 @@ MAY_IMPORT = {
     "engine": {"engine", "models", "storage", "kernels"},
     "scripts": {"engine", "models", "storage", "kernels"},
 }
-TORCH_FREE = [f"trireme.storage.{p.stem}" for p in sorted((ROOT / "storage").glob("*.py"))] + [
-    f"trireme.{name}"
-    for name in "models.config models.shapes models.hf engine.plan engine.rule engine.options engine.command "
-    "engine.curve engine.screen engine.log engine.verify".split()
+ENGINE_FREE = (
+    "cache chat command conversations curve data demo documents encode examples formats log options pack plan prepare "
+    "rates report rows rule schedule screen sources template tokens verify"
+).split()
+TORCH_FREE = [
+    *(f"trireme.storage.{p.stem}" for p in sorted((ROOT / "storage").glob("*.py"))),
+    *(f"trireme.models.{name}" for name in ("config", "shapes", "hf")),
+    *(f"trireme.engine.{name}" for name in ENGINE_FREE),
 ]
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml"}
 PAGES = ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md", "docs/transcripts.md"]
