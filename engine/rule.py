@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -165,7 +166,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
     for tier, option in (("gpu", "--gpu-memory"), ("host", "--ram")):
         if need[tier] > limits[tier]:
             what = {"gpu": "GPU memory", "host": "RAM"}[tier]
-            out = f"Raise {option} to {_size(need[tier])}"
+            out = f"Raise {option} by {_size(need[tier] - limits[tier])}"  # the limit is what a reserve leaves of it
             if tier == "gpu":
                 out += f", or lower --seq-len (a micro-batch is {plan.tokens} tokens)"
             elif plan.mode != "backward":
@@ -176,4 +177,5 @@ def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"
+    unit, name = (2**30, "GiB") if nbytes >= 2**28 else (2**20, "MiB")
+    return f"{math.ceil(100 * nbytes / unit) / 100:.2f} {name}"
