@@ -15,7 +15,7 @@ from torch import Tensor
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import launcher
 
-CHUNK, ROWS = 64, 8  # places of a chunk; rows of a run that are read at once
+CHUNK, ROWS = 64, 4  # places of a chunk; rows of a run that are read at once
 
 
 @launcher

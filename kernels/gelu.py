@@ -17,9 +17,8 @@ from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, column_splits
 from trireme.kernels.launcher import launcher
 
-FWD_ROWS, FWD_COLUMNS = 8, 512  # tile of the forward: its rows share the bias
+FWD_ROWS, FWD_COLUMNS = 4, 512  # tile of the forward: its rows share the bias
 ROWS, BIAS_ROWS, COLUMNS = 8, 32, 128  # tiles of the backward, and of the bias gradient alone
-STAGES = 1  # of the loads of both
 
 
 @triton.jit
@@ -45,23 +44,13 @@ def _gelu_bias_fwd(p_h, p_bias, p_y, N, F: tl.constexpr, ROWS: tl.constexpr, COL
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _gelu_bias_bwd(
-    p_dy,
-    p_h,
-    p_bias,
-    p_dh,
-    p_y,
-    p_parts,
-    N,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    p_dy, p_h, p_bias, p_dh, p_y, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     i_part = tl.program_id(1)
     b_bias = tl.load(p_bias + o_f, o_f < F, 0.0).to(tl.float32)[None, :]
     b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i_tile in tl.range(i_part, tl.cdiv(N, ROWS), tl.num_programs(1), num_stages=STAGES):
+    for i_tile in range(i_part, tl.cdiv(N, ROWS), tl.num_programs(1)):
         i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i_row < N)[:, None] & (o_f < F)[None, :]
         o = i_row[:, None] * F + o_f[None, :]
@@ -75,11 +64,11 @@ def _gelu_bias_bwd(
 
 @launcher
 @triton.jit(do_not_specialize=["N"])
-def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     i_part = tl.program_id(1)
     b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i_tile in tl.range(i_part, tl.cdiv(N, ROWS), tl.num_programs(1), num_stages=STAGES):
+    for i_tile in range(i_part, tl.cdiv(N, ROWS), tl.num_programs(1)):
         i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i_row < N)[:, None] & (o_f < F)[None, :]
         b_sum += tl.load(p_dy + i_row[:, None] * F + o_f[None, :], mask, 0.0).to(tl.float32)
@@ -92,7 +81,7 @@ def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
     assert h.is_contiguous() and bias.shape == (F,)
     y = torch.empty_like(h)
     grid = (cdiv(N, FWD_ROWS) * cdiv(F, FWD_COLUMNS),)
-    _gelu_bias_fwd[grid](h, bias, y, N, F, FWD_ROWS, FWD_COLUMNS, num_warps=8)
+    _gelu_bias_fwd[grid](h, bias, y, N, F, FWD_ROWS, FWD_COLUMNS, num_warps=4)
     return y
 
 
@@ -103,7 +92,7 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[
     dh, y = torch.empty_like(h), torch.empty_like(h)
     grid = _column_grid(h, ROWS)
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=h.device)
-    _gelu_bias_bwd[grid](dy, h, bias, dh, y, parts, N, F, ROWS, COLUMNS, STAGES, num_warps=4)
+    _gelu_bias_bwd[grid](dy, h, bias, dh, y, parts, N, F, ROWS, COLUMNS, num_warps=4)
     add_rows(dbias_, parts)
     return dh, y
 
@@ -114,7 +103,7 @@ def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
     assert dy.is_contiguous() and dbias_.shape == (F,)
     grid = _column_grid(dy, BIAS_ROWS)
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=dy.device)
-    _bias_bwd[grid](dy, parts, N, F, BIAS_ROWS, COLUMNS, STAGES, num_warps=8)
+    _bias_bwd[grid](dy, parts, N, F, BIAS_ROWS, COLUMNS, num_warps=8)
     add_rows(dbias_, parts)
 
 

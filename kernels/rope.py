@@ -30,8 +30,9 @@ def _rope(
     BLOCK_D: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    i_n = tl.program_id(0).to(tl.int64)
-    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    o_h = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)  # neighbours lie side by side in memory
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HALF
     mask = (o_h < H)[:, None] & m_d[None, :]
@@ -54,6 +55,6 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
     assert x_.stride(2) == 1 and d % 2 == 0 and positions.shape == (N,)
     assert cos.shape[1] == sin.shape[1] == half and cos.is_contiguous() and sin.is_contiguous()
     block_d = power2(half)
-    block_h = min(power2(H), max(1, 4096 // block_d))
-    grid = (N, cdiv(H, block_h))
+    block_h = min(power2(H), max(1, 1024 // block_d))
+    grid = (N * cdiv(H, block_h),)
     _rope[grid](x_, cos, sin, positions, x_.stride(0), x_.stride(1), H, half, block_h, block_d, inverse, num_warps=4)
