@@ -8,16 +8,15 @@ as predicted, the lane's rates are halved. The step that is measured trains, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from trireme.engine.choose import Choice, choose, pinned
 from trireme.engine.job import Job
 from trireme.engine.lanes import Span, busy
 from trireme.engine.predict import Batch, Prediction, predict
-from trireme.engine.rates import Rates
+from trireme.engine.rates import COMPUTATION, Rates
 
 BY_LANE = {  # what a lane's tasks are timed by
-    "compute": ("gemm", "attention", "attention_backward", "copy"),
+    "compute": COMPUTATION,
     "h2d": ("h2d",),
     "d2h": ("d2h",),
     "cpu": ("adam", "dram"),
@@ -39,11 +38,10 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
 
 def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
     """The rates by which `found`, the prediction of a step of `seconds`, would have had each lane's measured time."""
-    change = {}
     for lane, took in measured(spans).items():
         if min(took, found.busy[lane]) > SHARE * seconds:
-            change |= {name: getattr(rates, name) * found.busy[lane] / took for name in BY_LANE[lane]}
-    return replace(rates, **change)
+            rates = rates.times(found.busy[lane] / took, BY_LANE[lane])
+    return rates
 
 
 def better(job: Job, steps: int) -> Choice | None:

@@ -11,7 +11,7 @@ import torch
 from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
-from trireme.engine.machine import choose_device, memory_limits, this_machine, with_drives
+from trireme.engine.machine import at_shape, choose_device, memory_limits, this_machine, with_drives
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
 from trireme.engine.plan import Plan
@@ -79,7 +79,9 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     device = torch.device("cuda") if assumed else choose_device(options.device)
     dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
-    machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
+    machine = assumed or at_shape(
+        this_machine(device, dtype, limits, options.store or (options.out,)), cfg, seq_len, dtype, device
+    )
     plan, because, machine = _plan(options, cfg, seq_len, dtype, device, limits, machine, like)
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
     per_epoch = data.steps_per_epoch(options.batch_size)

@@ -6,17 +6,21 @@ import os
 import resource
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 from trireme.engine import probe
 from trireme.engine.memory import DTYPE
-from trireme.engine.rates import CODE, DRIVES, GB, Machine, rates_of
-from trireme.models.config import InputError
+from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.predict import Batch, unit_seconds
+from trireme.engine.rates import CODE, COMPUTATION, DRIVES, GB, Machine, rates_of
+from trireme.models import shapes
+from trireme.models.config import InputError, ModelConfig
 
 RAM_SHARE = 0.85  # of what this process may use
+BLOCK_TOKENS = {"cuda": 8192, "cpu": 512}  # on which a block is timed
 GPU_RESERVE = 512 << 20  # bytes for kernels loaded late, library workspaces and fragmentation
 
 
@@ -114,6 +118,27 @@ def this_machine(device: torch.device, dtype: str, limits: dict[str, int], folde
     rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
     return Machine(name, limits["gpu"], limits["host"], rates, room, drives=drives, how=how)
+
+
+def at_shape(machine: Machine, cfg: ModelConfig, seq_len: int, dtype: str, device: torch.device) -> Machine:
+    """The machine with what its computations reach on this model's blocks, measured on one of them."""
+    count = max(1, BLOCK_TOKENS[device.type] // seq_len)
+    shape = [getattr(cfg, f.name) for f in fields(cfg) if f.name not in ("vocab", "n_layers", "rope")]
+    measure = lambda: {"block": probe.block_seconds(cfg, dtype, device, seq_len, count)}  # noqa: E731
+    try:
+        if device.type == "cuda":
+            identity = probe.processor(device, dtype) | {"shape": [*shape, seq_len, count]}
+            found = probe.kept(identity, measure)[0]
+            torch.cuda.empty_cache()
+        else:
+            found = measure()
+    except torch.cuda.OutOfMemoryError:
+        return machine
+    alone = Plan((UnitPlan(),) * cfg.n_units, count * seq_len, 1, dtype)
+    known = unit_seconds(cfg, alone, machine.rates, Batch(count * seq_len, seq_len, 1))
+    name = shapes.unit_names(cfg)[1]
+    share = (known[f"forward {name}"] + known[f"backward {name}"]) / found["block"]
+    return replace(machine, rates=machine.rates.times(share, COMPUTATION))
 
 
 def with_drives(machine: Machine, folders: Sequence[str]) -> Machine:

@@ -20,10 +20,14 @@ from pathlib import Path
 
 import torch
 
-from trireme.engine.memory import DTYPE
+from trireme.engine.memory import DTYPE, flat, views
 from trireme.kernels.host_adamw import Workers
+from trireme.models import model, shapes
+from trireme.models.config import ModelConfig
+from trireme.models.rows import make_rows, rope_tables
 from trireme.storage.aio import arena
 from trireme.storage.devices import open_device
+from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
 
 VERSION = 1  # of what is measured
@@ -147,6 +151,22 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
+
+
+def block_seconds(cfg: ModelConfig, dtype: str, device: torch.device, seq_len: int, count: int) -> float:
+    """Seconds of one block's forward, and its backward with everything recomputed, over `count` sequences."""
+    layout, n, real = pack(shapes.weight_groups(cfg, 1), dtype), count * seq_len, DTYPE[dtype]
+    buffers = [torch.zeros(layout.span, dtype=torch.uint8, device=device) for _ in range(2)]
+    flat(buffers[0], dtype, layout.nbytes // real.itemsize).normal_(std=0.02)
+    w, g = (model.weights(cfg, 1, views(layout, buffer)) for buffer in buffers)
+    x, y, dy, dx = (torch.randn(n, cfg.width, dtype=real, device=device) for _ in range(4))
+    rows, block = make_rows([seq_len] * count, rope_tables(cfg, seq_len, device), device), model.block(cfg)
+
+    def both():
+        block.forward(cfg, 0, w, x, rows, {}, y)
+        block.backward(cfg, 0, w, g, x, {}, dy, rows, dx)
+
+    return min(timed(both, device) for _ in range(3))  # the first may compile kernels
 
 
 # ---------------------------------------------------------------- drives

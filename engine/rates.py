@@ -45,6 +45,13 @@ class Rates:
     attention: float = 0.40
     attention_backward: float = 0.32
 
+    def times(self, share: float, names: tuple[str, ...]) -> Rates:
+        """These rates with those of `names` multiplied by `share`."""
+        return replace(self, **{name: getattr(self, name) * share for name in names})
+
+
+COMPUTATION = ("gemm", "attention", "attention_backward", "copy")  # what the time of computations depends on
+
 
 @dataclass(frozen=True)
 class Gpu:

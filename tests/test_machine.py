@@ -2,15 +2,23 @@
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
 import torch
+from engines import LLAMA
 
-from trireme.engine import machine, probe
-from trireme.engine.machine import this_machine, with_drives
+from trireme.engine import probe
+from trireme.engine.machine import at_shape, this_machine, with_drives
+from trireme.engine.rates import Machine, rates_of
+from trireme.models.config import ModelConfig
 
+GPT = ModelConfig("gpt2", 61, 16, 3, 4, 4, 4, 64, 64, 1e-5, True, qkv_bias=True, o_bias=True, mlp_bias=True)
+CPU = torch.device("cpu")
 RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "mixed": 0.8}
+
+
+def known() -> Machine:
+    return Machine("x", 1 << 30, 1 << 30, rates_of(dict(matmul=1e12, adam=1e9, ssd_read=1e9)), ssd=10**9)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +70,7 @@ def test_a_drive_that_fails_leaves_nothing_either(tmp_path, monkeypatch):
 
 
 def test_this_machine_and_its_drives(tmp_path, monkeypatch):
-    made = this_machine(torch.device("cpu"), "F32", {"gpu": 1 << 30, "host": 1 << 30}, [str(tmp_path / "not" / "yet")])
+    made = this_machine(CPU, "F32", {"gpu": 1 << 30, "host": 1 << 30}, [str(tmp_path / "not" / "yet")])
     assert min(made.rates.matmul, made.rates.copy, made.rates.adam, made.rates.ssd_read) > 0 and made.ssd > 0
     assert "assumed" in made.drives and "(measured)" in made.describe()
     monkeypatch.setattr(probe, "drive_rates", lambda folder: RATES)
@@ -72,14 +80,29 @@ def test_this_machine_and_its_drives(tmp_path, monkeypatch):
     assert "(measured before)" in with_drives(made, [str(tmp_path)]).drives
 
 
+def test_computations_are_as_fast_as_a_block_was(monkeypatch):
+    """Where a block takes longer than predicted, so do all computations of the plan."""
+    slow, quick = (
+        (monkeypatch.setattr(probe, "block_seconds", lambda *_, s=s: s), at_shape(known(), LLAMA, 32, "F32", CPU))[1]
+        for s in (2.0, 1.0)
+    )
+    assert slow.rates.gemm == pytest.approx(quick.rates.gemm / 2) and slow.rates.matmul == quick.rates.matmul
+    for cfg in (LLAMA, GPT):
+        monkeypatch.undo()
+        assert probe.block_seconds(cfg, "F32", CPU, 32, 2) > 0
+
+
+def test_a_block_that_does_not_fit_beside_the_rest_changes_nothing(monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(probe, "block_seconds", full)
+    assert at_shape(known(), LLAMA, 32, "F32", CPU) == known()
+
+
 def test_a_drive_that_cannot_be_tried_stays_a_usual_one(tmp_path, monkeypatch):
     def fail(folder):
         raise PermissionError(folder)
 
     monkeypatch.setattr(probe, "drive_rates", fail)
-    made = machine.Machine("x", 1, 1, replace(probe_rates(), ssd_read=1e9), ssd=10**9)
-    assert with_drives(made, [str(tmp_path)]) == made
-
-
-def probe_rates():
-    return machine.rates_of(dict(matmul=1e12, adam=1e9))
+    assert with_drives(known(), [str(tmp_path)]) == known()

@@ -44,10 +44,17 @@ def test_more_drives_help_where_the_drive_binds(tables):
     assert len({f.sequences for f, _ in found}) == 1 and seconds == sorted(seconds, reverse=True)
 
 
+def test_a_wider_window_helps_until_it_does_not(tables):
+    """STRONGHOLD, figure 9."""
+    for row in tables.windows():
+        assert row["share"][0] < 0.95 and row["share"] == pytest.approx(sorted(row["share"]), abs=0.01)
+        assert min(row["share"][3:]) > 0.98
+
+
 def test_the_page_shows_what_is_computed(tables):
     text = tables.PAGE.read_text()
     for p in tables.THROUGHPUT:
         assert f"| {p.system} | {p.model} |" in text
-    made = {"throughput": [], "sizes": [], "buyers": []}
+    made = {"throughput": [], "sizes": [], "windows": [], "buyers": []}
     frame = [line for line in tables.page(made).splitlines() if line]
     assert all(line in text for line in frame), "renew it: python scripts/paper_tables.py --write"
