@@ -48,6 +48,7 @@ class Forecast:
     steps: int
     keep: int = 1  # snapshots kept beside the best
     used: float = 1.0  # share of a sequence's room that holds tokens
+    document: int = 0  # tokens of a usual document in a sequence; 0: it fills the sequence
     cuda: bool = True  # else both tiers are RAM
     bits_open: bool = True  # whether --adam-bits may still be chosen
 
@@ -74,7 +75,7 @@ class Forecast:
     def predict(self) -> Prediction:
         """The steady state of this plan on this machine."""
         n_micro = min(self.plan.n_micro, math.ceil(self.sequences * self.seq_len / self.plan.tokens))
-        batch = Batch(math.ceil(self.tokens / n_micro), self.seq_len, n_micro)
+        batch = Batch(math.ceil(self.tokens / n_micro), self.document or self.seq_len, n_micro)
         return predict(self.cfg, self.plan, self.machine.rates, batch)
 
     # ------------------------------------------------ memory and disk
@@ -89,7 +90,7 @@ class Forecast:
         for u, unit in enumerate(plan.units):
             held["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
             held["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")
-            held["activations"]["ssd"] += plan.n_micro * self._swapped(geo, u)
+        held["activations"]["ssd"] = self._scratch()
         total = usage(geo, plan)
         lines = [f"plan     {'':18}{'GPU' if self.cuda else 'gpu tier':>10}{'RAM':>10}{'SSD':>10}"]
         for row, tiers in held.items():
@@ -130,8 +131,12 @@ class Forecast:
         return sum(geo.weights[u].span + geo.state_span(u, self.plan.record) for u in range(geo.n_units))
 
     def disk(self) -> int:
-        """Bytes that the store and the exported checkpoint need at most: what is current, and each snapshot's copy."""
-        return self.stored() * (1 + self.keep) + self._export()
+        """Bytes that the drive needs at most: what is current, each snapshot's copy, the export, activations on it."""
+        return self.stored() * (1 + self.keep) + self._export() + self._scratch()
+
+    def _scratch(self) -> int:
+        geo = self.geo
+        return self.plan.n_micro * sum(self._swapped(geo, u) for u in range(geo.n_units))
 
     def _export(self) -> int:
         return shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
@@ -139,6 +144,7 @@ class Forecast:
     def disk_line(self) -> str:
         copies = f"as much again for {self.keep} snapshot{'s' * (self.keep > 1)}"
         parts = f"store {_bytes(self.stored())}, {copies}, export {_bytes(self._export())}"
+        parts += f", activations {_bytes(self._scratch())}" if self._scratch() else ""
         need, room = self.disk(), self.machine.ssd
         if not room:
             return f"{parts}: {_bytes(need)}"
@@ -148,17 +154,18 @@ class Forecast:
     # ------------------------------------------------ time
 
     def time_line(self, found: Prediction) -> str:
-        step, least = found.step_s, "" if self.cuda else "at least "  # small products are slow in ways not modelled
+        step, about = found.step_s, "" if self.cuda else "about "  # others may be using the CPU too
         return (
-            f"{least}{_seconds(step)} a step ({self.sequences} sequences, {compact(self.tokens)} tokens: "
+            f"{about}{_seconds(step)} a step ({self.sequences} sequences, {compact(self.tokens)} tokens: "
             f"{compact(self.tokens / step)} tok/s, {self.tflops(found):.3g} TFLOP/s); "
-            f"{self.steps:,} steps = {least}{duration(self.steps * step)}; "
+            f"{self.steps:,} steps = {about}{duration(self.steps * step)}; "
             f"limited by {BINDS[found.bound]} ({_seconds(found.busy[found.bound])} of {_seconds(step)})"
         )
 
     def tflops(self, found: Prediction) -> float:
         """10^12 model FLOPs a second: three times forward's, recomputation not counted."""
-        pairs = shapes.attended_pairs([self.seq_len] * self.sequences, self.cfg.window)
+        whole, rest = divmod(self.tokens, self.document or self.seq_len)
+        pairs = shapes.attended_pairs([self.document or self.seq_len] * whole + [rest], self.cfg.window)
         return shapes.model_flops(self.cfg, self.tokens, pairs) / found.step_s / 1e12
 
     def wear_line(self, found: Prediction) -> str:

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from trireme.engine.choose import choose
@@ -111,9 +112,12 @@ def _assumed(options: Options) -> Machine | None:
 def forecast(job: Job) -> Forecast:
     """What the run will take."""
     rows = min(job.options.batch_size, job.data.n_sequences)
+    lengths = np.minimum(job.data.report.rows["length"].astype(float), job.seq_len)
+    document = round((lengths**2).sum() / lengths.sum())  # of this length a token attends to as many as on average
     return Forecast(
         job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
-        used=job.data.report.used, cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
+        used=job.data.report.used, document=document, cuda=job.device.type == "cuda",
+        bits_open=job.options.resume is None,
     )  # fmt: skip
 
 

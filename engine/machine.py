@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
@@ -15,7 +16,7 @@ from trireme.engine import probe
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.predict import Batch, unit_seconds
-from trireme.engine.rates import CODE, COMPUTATION, DRIVES, GB, Machine, rates_of
+from trireme.engine.rates import ATTENTION, CODE, DRIVES, GB, Machine, Rates, rates_of
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig
 
@@ -121,12 +122,13 @@ def this_machine(device: torch.device, dtype: str, limits: dict[str, int], folde
 
 
 def at_shape(machine: Machine, cfg: ModelConfig, seq_len: int, dtype: str, device: torch.device) -> Machine:
-    """The machine with what its computations reach on this model's blocks, measured on one of them."""
+    """The machine with what its computations reach on this model's blocks: one is timed on long and short documents."""
     count = max(1, BLOCK_TOKENS[device.type] // seq_len)
-    shape = [getattr(cfg, f.name) for f in fields(cfg) if f.name not in ("vocab", "n_layers", "rope")]
-    measure = lambda: {"block": probe.block_seconds(cfg, dtype, device, seq_len, count)}  # noqa: E731
+    cut = {"long": [seq_len] * count, "short": [max(1, seq_len // 4)] * 4 * count}
+    measure = lambda: {how: probe.block_seconds(cfg, dtype, device, lengths) for how, lengths in cut.items()}  # noqa: E731
     try:
         if device.type == "cuda":
+            shape = [getattr(cfg, f.name) for f in fields(cfg) if f.name not in ("vocab", "n_layers", "rope")]
             identity = probe.processor(device, dtype) | {"shape": [*shape, seq_len, count]}
             found = probe.kept(identity, measure)[0]
             torch.cuda.empty_cache()
@@ -134,11 +136,27 @@ def at_shape(machine: Machine, cfg: ModelConfig, seq_len: int, dtype: str, devic
             found = measure()
     except torch.cuda.OutOfMemoryError:
         return machine
-    alone = Plan((UnitPlan(),) * cfg.n_units, count * seq_len, 1, dtype)
-    known = unit_seconds(cfg, alone, machine.rates, Batch(count * seq_len, seq_len, 1))
-    name = shapes.unit_names(cfg)[1]
-    share = (known[f"forward {name}"] + known[f"backward {name}"]) / found["block"]
-    return replace(machine, rates=machine.rates.times(share, COMPUTATION))
+    return replace(machine, rates=as_timed(machine.rates, cfg, dtype, cut, found))
+
+
+def as_timed(rates: Rates, cfg: ModelConfig, dtype: str, cut: dict[str, list[int]], found: dict[str, float]) -> Rates:
+    """The rates by which a block takes the `found` seconds on the documents that `cut` has by the same keys.
+
+    What differs between long and short documents is attention; the rest is products and passes over memory.
+    """
+    name, alone = shapes.unit_names(cfg)[1], Plan((UnitPlan(),) * cfg.n_units, 1, 1, dtype)
+
+    def known(rates: Rates, lengths: list[int]) -> float:
+        seconds = unit_seconds(cfg, alone, rates, Batch(sum(lengths), lengths[0], 1))
+        return seconds[f"forward {name}"] + seconds[f"backward {name}"]
+
+    rest = known(rates.times(math.inf, ATTENTION), cut["long"])
+    long, short = (known(rates, cut[how]) - rest for how in ("long", "short"))
+    times = (found["long"] - found["short"]) / (long - short) if long > short else 0.0
+    others = (found["long"] - times * long) / rest
+    if min(times, others) <= 0:  # too little of either to be told from noise
+        times = others = found["long"] / (long + rest)
+    return rates.times(1 / times, ATTENTION).times(1 / others, ("gemm", "copy"))
 
 
 def with_drives(machine: Machine, folders: Sequence[str]) -> Machine:

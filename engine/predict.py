@@ -204,12 +204,12 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     for u in range(1, cfg.n_units - 1):
         kept = frozenset(name for name, _ in plan.units[u].saved)
         missing = shapes.saved_shapes(cfg, 1).keys() - kept
-        again = forward_attention if missing & {"attn_out", "lse"} else 0.0
+        again = bool(missing & {"attn_out", "lse"})
         once = shapes.forward_flops(cfg, u, N, pairs) - attended
-        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs) - (attended if again else 0)
+        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs) - again * attended
         known[f"forward {names[u]}"] = once / gemm + forward_attention + small
         known[f"backward {names[u]}"] = (
-            (2 * once + rebuilt) / gemm + backward_attention + again + small * (3 if missing else 2)
+            (2 * once + rebuilt) / gemm + backward_attention + again * forward_attention + small * (3 if missing else 2)
         )
     return known
 

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -86,8 +86,8 @@ def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
         if device.type == "cuda":
             found |= _bus(device, update, n)
         else:
-            found |= {"h2d": found["copy"], "d2h": found["copy"], "dram": max(28 * found["adam"], found["copy"])}
-    return found
+            found |= {"h2d": found["copy"], "d2h": found["copy"], "dram": found["copy"]}
+    return found | {"dram": max(found["dram"], 28 * found["adam"])}
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -153,20 +153,20 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def block_seconds(cfg: ModelConfig, dtype: str, device: torch.device, seq_len: int, count: int) -> float:
-    """Seconds of one block's forward, and its backward with everything recomputed, over `count` sequences."""
-    layout, n, real = pack(shapes.weight_groups(cfg, 1), dtype), count * seq_len, DTYPE[dtype]
+def block_seconds(cfg: ModelConfig, dtype: str, device: torch.device, lengths: Sequence[int]) -> float:
+    """Seconds of one block's forward, and its backward with everything recomputed, over documents of these lengths."""
+    layout, n, real = pack(shapes.weight_groups(cfg, 1), dtype), sum(lengths), DTYPE[dtype]
     buffers = [torch.zeros(layout.span, dtype=torch.uint8, device=device) for _ in range(2)]
     flat(buffers[0], dtype, layout.nbytes // real.itemsize).normal_(std=0.02)
     w, g = (model.weights(cfg, 1, views(layout, buffer)) for buffer in buffers)
     x, y, dy, dx = (torch.randn(n, cfg.width, dtype=real, device=device) for _ in range(4))
-    rows, block = make_rows([seq_len] * count, rope_tables(cfg, seq_len, device), device), model.block(cfg)
+    rows, block = make_rows(lengths, rope_tables(cfg, max(lengths), device), device), model.block(cfg)
 
     def both():
         block.forward(cfg, 0, w, x, rows, {}, y)
         block.backward(cfg, 0, w, g, x, {}, dy, rows, dx)
 
-    return min(timed(both, device) for _ in range(3))  # the first may compile kernels
+    return min(timed(both, device) for _ in range(4))  # the first may compile kernels
 
 
 # ---------------------------------------------------------------- drives

@@ -50,7 +50,8 @@ class Rates:
         return replace(self, **{name: getattr(self, name) * share for name in names})
 
 
-COMPUTATION = ("gemm", "attention", "attention_backward", "copy")  # what the time of computations depends on
+ATTENTION = ("attention", "attention_backward")
+COMPUTATION = ("gemm", *ATTENTION, "copy")  # what the time of computations depends on
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,8 @@ class Run:
     def _correct(self, spans: list[Span], micro: list[Inputs], seconds: float) -> None:
         """Says how a traced step compares with its prediction; goes on by another plan where that is worth a move."""
         job, left = self.job, self.job.total_steps - self.step
-        batch = Batch(max(mb.tokens for mb in micro), job.seq_len, len(micro))
+        most = max(micro, key=lambda mb: mb.tokens)
+        batch = Batch(most.tokens, max(1, round(2 * most.pairs / most.tokens) - 1), len(micro))
         found = predict(job.cfg, job.plan, job.machine.rates, batch)
         rates = corrected(job.machine.rates, found, spans, seconds)
         then = predict(job.cfg, job.plan, rates, batch).step_s
