@@ -15,7 +15,7 @@ from torch import Tensor
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import launcher
 
-CHUNK, ROWS = 64, 4  # places of a chunk; rows of a run that are read at once
+CHUNK, ROWS = 64, 2  # places of a chunk; rows of a run that are read at once
 
 
 @launcher
@@ -116,7 +116,7 @@ def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     tokens, order = torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64
     chunks, block = cdiv(N, CHUNK), min(4096, power2(D))
     parts = torch.empty((2 * chunks, D), dtype=torch.float32, device=dy.device)
-    grid, warps = (N, cdiv(D, block)), max(4, block // 256)
+    grid, warps = (N, cdiv(D, block)), max(4, block // 512)
     _embedding_bwd[grid](dweight_, dy, tokens, order, parts, N, D, CHUNK, ROWS, block, num_warps=warps)
     if chunks > 1:
         block = min(1024, power2(D))

@@ -104,7 +104,7 @@ def attention_dq(q: torch.Tensor) -> Tile:
     if arch == 0 or q.dtype == torch.float32:
         return Tile(64, 32, 4, 1)
     if arch >= 90:
-        return Tile(64, 32, 8, 2) if D == 256 else Tile(128, 64, 8, 3) if D == 128 else Tile(64, 64, 4, 3)
+        return Tile(128, 32, 8, 2) if D == 256 else Tile(128, 64, 8, 3) if D == 128 else Tile(64, 64, 4, 3)
     return Tile(64, 32, 8, 1) if D == 256 else Tile(128, 32, 8, 2)
 
 
