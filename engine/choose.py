@@ -24,7 +24,7 @@ from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 MICRO_BATCHES = 2  # sizes tried, from the largest that fits
-SHARES = (1.0, 0.5)  # of the blocks whose activations RAM has room for
+SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations RAM has room for
 LEANS = (
     *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
     *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
@@ -33,7 +33,7 @@ LEANS = (
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
 WINDOWS = (2, 3, 4)
 WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
-UNITS_SIMULATED = 800  # of all simulations together: planning takes seconds, whatever the model
+UNITS_SIMULATED = 1200  # of all simulations together: planning takes seconds, whatever the model
 
 
 @dataclass(frozen=True)

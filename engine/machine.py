@@ -132,6 +132,7 @@ def at_shape(machine: Machine, cfg: ModelConfig, seq_len: int, dtype: str, devic
             identity = probe.processor(device, dtype) | {"shape": [*shape, seq_len, count]}
             found = probe.kept(identity, measure)[0]
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
         else:
             found = measure()
     except torch.cuda.OutOfMemoryError:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from trireme.engine.memory import DTYPE, flat, views
+from trireme.engine.memory import DTYPE, Memory, flat, views
 from trireme.kernels.host_adamw import Workers
 from trireme.models import model, shapes
 from trireme.models.config import ModelConfig
@@ -108,8 +108,8 @@ def _update(workers: Workers, dtype: str, n: int) -> tuple[Callable[[], object],
 
 def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str, float]:
     """Each direction of the bus alone; what is left of both together; the CPU's memory under updates and copies."""
-    gpu = [torch.empty(COPY, dtype=torch.uint8, device=device) for _ in range(2)]
-    host = [torch.empty(COPY, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    memory = Memory(device, 1 << 40, 1 << 40)  # torch's own pinned memory would never be given back
+    gpu, host = memory.alloc("gpu", "probe", COPY, 2), memory.alloc("host", "probe", COPY, 2)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def copy(way: int) -> torch.cuda.Event:
@@ -132,10 +132,11 @@ def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str
         while flying and flying[0].query():  # copies go on while the CPU updates; an update takes several of them
             flying.popleft()
             moved += COPY
-        flying += [copy(way) for way in (0, 1) for _ in range(4) if len(flying) < 16]
-    took = time.perf_counter() - start
+        flying += [copy(way) for _ in range(8 - len(flying) // 2) for way in (0, 1)]
+    took, moved = time.perf_counter() - start, moved + COPY * sum(event.query() for event in flying)
     for event in flying:
         event.synchronize()
+    memory.close()
     return {"h2d": 4 * COPY / up, "d2h": 4 * COPY / down, "duplex": min(1.0, max(up, down) / both),
             "dram": (28 * n * updates + moved) / took}  # fmt: skip
 
