@@ -18,7 +18,7 @@ class Kernel:
 
     def __init__(self, fn: JITFunction):
         self.fn = fn
-        self.forms: dict[tuple, tuple] = {}  # key -> (launch, function, metadata) of the compiled kernel
+        self.forms: dict[tuple, tuple] = {}  # key -> (launch, function, metadata) and the compiled kernel they are of
         self.varying = [(i, not p.do_not_specialize) for i, p in enumerate(fn.params) if not p.is_constexpr]
         assert [i for i, _ in self.varying] == list(range(len(self.varying)))
 
@@ -27,12 +27,13 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args, **options) -> None:
         key, values = self.key(args, options)
-        if key not in self.forms:
+        form = self.forms.get(key)
+        if form is None:
             compiled = self.fn[grid](*args, **options)  # Triton's own launch
-            if compiled is not None:
-                self.forms[key] = compiled.run, compiled.function, compiled.packed_metadata
+            if compiled is not None:  # kept, since it unloads its function when it is let go of
+                self.forms[key] = compiled.run, compiled.function, compiled.packed_metadata, compiled
             return
-        launch, function, metadata = self.forms[key]
+        launch, function, metadata, _ = form
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(key[0])
         launch(x, y, z, stream, function, metadata, None, None, None, *values)

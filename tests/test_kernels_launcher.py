@@ -1,6 +1,7 @@
 """The launcher's memory of compiled kernels: no form is ever called with arguments it was not compiled for."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,21 @@ def test_calls_of_one_key_are_one_specialisation_to_triton():
             assert found.setdefault(key, (form, options)) == (form, options)
             assert values[0] == args[0].data_ptr() and values[2:] == list(args[2:])
     assert len(found) == 3 * 4 * 5 * 2 * len(counts) * 2  # alignments and dtypes, 32 or 64 bits, strides, constants
+
+
+def test_the_first_launch_is_tritons_and_the_next_calls_what_it_compiled(monkeypatch):
+    calls = []
+    compiled = SimpleNamespace(run=lambda *args: calls.append(args), function="function", packed_metadata="metadata")
+    monkeypatch.setattr(JITFunction, "run", lambda fn, *args, grid, warmup, **options: calls.append(args) or compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    kernel, x = Kernel(JITFunction(_scaled)), torch.zeros(64)
+    for factor in (0.5, 0.25):
+        kernel[(3,)](x, x, 7, 1, factor, 32, num_warps=4)
+    kernel[(3,)](x[1:], x, 7, 1, 0.5, 32, num_warps=4)  # not aligned: another form
+    p = x.data_ptr()
+    assert calls[0][2:] == (7, 1, 0.5, 32)
+    assert calls[1] == (3, 1, 1, "stream", "function", "metadata", None, None, None, p, p, 7, 1, 0.25, 32)
+    assert calls[2][0].data_ptr() == p + 4 and len(kernel.forms) == 2
 
 
 @pytest.mark.gpu
