@@ -12,7 +12,7 @@ from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
 GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 19 B of DRAM
-LATE_TOKENS = 4_000  # from here on a step has time to write the moments apart from the weights
+LATE_TOKENS = 12_000  # from here on a step has time to write the moments apart from the weights
 
 
 @dataclass(frozen=True)

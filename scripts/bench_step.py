@@ -14,8 +14,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +29,16 @@ from trireme.engine.data import MicroBatch
 from trireme.engine.homes import Homes, Staged
 from trireme.engine.job import record_size
 from trireme.engine.lanes import InlineLanes, RealLanes, Span, busy, write_perfetto
-from trireme.engine.machine import choose_device, matmul_rate, memory_in_use, memory_limits
-from trireme.engine.memory import DTYPE, Memory, flat, memory_of, views
+from trireme.engine.machine import at_shape, choose_device, matmul_rate, memory_in_use, memory_limits
+from trireme.engine.memory import DTYPE, flat, views
 from trireme.engine.optimizer import AdamW
 from trireme.engine.options import size
 from trireme.engine.plan import DoesNotFit, Plan, usage
 from trireme.engine.predict import Batch, predict
-from trireme.engine.rates import CODE, rates_of
+from trireme.engine.probe import drive_rates, processor_rates
+from trireme.engine.rates import CODE, Machine, Rates, rates_of
 from trireme.engine.rule import simple_plan
 from trireme.engine.step import Engine, train_step
-from trireme.kernels.host_adamw import Workers
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
@@ -74,90 +75,38 @@ SWITCHES = ("overlap", "prefetch", "vertical", "pinning")
 # ---------------------------------------------------------------- the machine's ceilings
 
 
-@dataclass
-class Ceilings:
-    """Measured rates: FLOP/s, bytes/s, parameters/s."""
-
-    matmul: float
-    h2d: float = math.inf
-    d2h: float = math.inf
-    ssd_read: float = math.inf
-    ssd_write: float = math.inf
-    adam: float = math.inf
-
-
-def rate(fn, nbytes: float, device: torch.device, repeats: int = 4) -> float:
-    """nbytes a call over the best time of a call."""
-    best = math.inf
-    for _ in range(repeats):
-        start = time.perf_counter()
-        fn()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        best = min(best, time.perf_counter() - start)
-    return nbytes / best
-
-
-def measure_ceilings(device: torch.device, dtype: str, store: Store | None) -> Ceilings:
-    """Every ceiling on random data, one at a time, before the engine takes its memory."""
-    found = Ceilings(matmul_rate(device, DTYPE[dtype]))
-    memory = Memory(device, 1 << 40, 1 << 40)
-    nbytes = (256 << 20) if device.type == "cuda" else (32 << 20)
-    host, other = memory.alloc("host", "probe", nbytes, 2)
-    for buffer in (host, other):
-        buffer.copy_(torch.randint(0, 255, (nbytes,), dtype=torch.uint8))
-    if device.type == "cuda":
-        gpu = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        found.h2d = rate(lambda: gpu.copy_(host, non_blocking=True), nbytes, device)
-        found.d2h = rate(lambda: host.copy_(gpu, non_blocking=True), nbytes, device)
-    found.adam = _adam_rate(nbytes // 4, dtype)
+def measure_rates(cfg: ModelConfig, device: torch.device, dtype: str, seq: int, store: str | None) -> Rates:
+    """The ceilings of this machine, each alone, as a run's own probe finds them, before the engine takes its memory."""
+    found = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
     if store is not None:
-        probe = Scratch(store.devices[0], 8 * nbytes)
-        write = lambda: [f.result() for f in [probe.write(i * nbytes, memory_of(host, nbytes)) for i in range(8)]]  # noqa: E731
-        read = lambda: [f.result() for f in [probe.read(i * nbytes, memory_of(other, nbytes)) for i in range(8)]]  # noqa: E731
-        found.ssd_write = rate(write, 8 * nbytes, device, 2)
-        found.ssd_read = rate(read, 8 * nbytes, device, 2)
-        probe.close()
-    memory.close()
-    return found
+        found |= drive_rates(Path(store), 2.0, 2 << 30)
+    return at_shape(Machine(str(device), 0, 0, rates_of(found)), cfg, seq, dtype, device).rates
 
 
-def _adam_rate(n: int, dtype: str) -> float:
-    """Parameters a second of the CPU update on all its threads, out of cache."""
-    w, grad = torch.randn(n), torch.randn(n).to(DTYPE[dtype])
-    lo = torch.zeros(n, dtype=torch.int16) if dtype == "BF16" else None
-    w = w.to(DTYPE[dtype])
-    m, v, clip = torch.zeros(n), torch.rand(n), torch.ones(1)
-    hyper = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, n_decay=n, step=10)
-    with Workers() as workers:
-        return rate(lambda: workers.adamw_(w, lo, m, v, grad, clip, **hyper), n, torch.device("cpu"))
-
-
-def forget_peaks(device: torch.device) -> float:
-    """Starts the counting of memory peaks anew; GiB resident in RAM now: interpreter, libraries, CUDA."""
+def forget_peaks(device: torch.device) -> None:
+    """Starts the counting of memory peaks anew."""
     gc.collect()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return memory_in_use(device)[1]
 
 
 # ---------------------------------------------------------------- what a step has to do
 
 
-def floors(spans: list[Span], c: Ceilings, adam_params: float) -> dict[str, float]:
+def floors(spans: list[Span], c: Rates, adam_params: float) -> dict[str, float]:
     """Seconds that each lane needs at its ceiling for the tasks of one step. An SSD reads or writes, not both."""
-    flops, moved = {}, {}
+    flops, moved = Counter(), Counter()
     for s in spans:
-        flops[s.lane] = flops.get(s.lane, 0) + s.flops
-        moved[s.lane] = moved.get(s.lane, 0) + s.nbytes
+        flops[s.lane] += s.flops
+        moved[s.lane] += s.nbytes
     return {
-        "compute": flops.get("compute", 0) / c.matmul,
-        "h2d": moved.get("h2d", 0) / c.h2d,
-        "d2h": moved.get("d2h", 0) / c.d2h,
-        "ssd": moved.get("ssd_read", 0) / c.ssd_read + moved.get("ssd_write", 0) / c.ssd_write,
+        "compute": flops["compute"] / c.matmul,
+        "h2d": moved["h2d"] / c.h2d,
+        "d2h": moved["d2h"] / c.d2h,
+        "ssd": moved["ssd_read"] / c.ssd_read + moved["ssd_write"] / c.ssd_write if c.ssd_read else 0.0,
         "cpu": adam_params / c.adam,
     }
 
@@ -197,7 +146,7 @@ def make_batch(cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, t
     return batch
 
 
-def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], ceilings: Ceilings) -> Plan:
+def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], rates: Rates) -> Plan:
     """The plan of a file; with --homes or --rule the plain rule's; else what a run on such a machine would choose.
 
     Ideas that are switched off are taken out of that plan.
@@ -216,7 +165,7 @@ def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], ceilings:
     elif a.rule or a.homes != "auto":
         plan = simple_plan(cfg, limits, homes=a.homes, **rule)
     else:
-        choice = choose(cfg, limits, rates_of(vars(ceilings)), a.seq, **rule)
+        choice = choose(cfg, limits, rates, a.seq, **rule)
         for line in choice.because:
             print(f"because {line}")
         plan = choice.plan
@@ -276,16 +225,17 @@ def main(argv: list[str]) -> int:
     dtype = "BF16" if device.type == "cuda" or a.bf16 else "F32"
     cfg = MODELS[a.model]
     limits = memory_limits(device, a.gpu_memory, a.ram)
+    at_start = memory_in_use(device)[1]
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
+    rates = measure_rates(cfg, device, dtype, a.seq, a.store)
     store = Store.create([open_device(folder.name)]) if folder else None
-    ceilings = measure_ceilings(device, dtype, store)
     size_b = shapes.parameters(cfg) / 1e9
     print(f"{a.model}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
-    print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(ceilings).items()))
-    plan = make_plan(a, cfg, dtype, limits, ceilings)
-    at_start = forget_peaks(device)
+    print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
+    plan = make_plan(a, cfg, dtype, limits, rates)
+    forget_peaks(device)
     lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device)
     start = time.perf_counter()
     adamw = AdamW(max_grad_norm=a.clip)
@@ -304,7 +254,7 @@ def main(argv: list[str]) -> int:
           f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)  # fmt: skip
     text = Path(a.text).read_bytes() if a.text else None
     times, losses, spans = run_steps(a, e, device, text)
-    result = summary(a, e, ceilings, at_start, times, losses, spans)
+    result = summary(a, e, rates, at_start, times, losses, spans)
     if a.trace:
         write_perfetto(Path(a.trace), spans)
     if a.json:
@@ -318,7 +268,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def summary(a, e: Engine, c: Ceilings, at_start: float, times: list[float], losses: list[float], spans) -> dict:
+def summary(a, e: Engine, c: Rates, at_start: float, times: list[float], losses: list[float], spans) -> dict:
     """Prints the table and returns it. `at_start`: GiB of RAM resident before the engine was built."""
     cfg, device = e.cfg, e.memory.device
     on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
@@ -332,7 +282,7 @@ def summary(a, e: Engine, c: Ceilings, at_start: float, times: list[float], loss
     gpu, ram = memory_in_use(device)
     promised = {tier: nbytes / 2**30 for tier, nbytes in usage(e.geo, e.plan).items()}
     promised["host"] += CODE / 2**30 if device.type == "cuda" else 0.0
-    predicted = predict(cfg, e.plan, rates_of(vars(c)), Batch(e.plan.tokens, a.seq, e.plan.n_micro)).step_s
+    predicted = predict(cfg, e.plan, c, Batch(e.plan.tokens, a.seq, e.plan.n_micro)).step_s
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
     for lane in floor:
         took = at_work.get("ssd_read", 0) + at_work.get("ssd_write", 0) if lane == "ssd" else at_work.get(lane, 0)
