@@ -26,7 +26,7 @@ from trireme.engine.choose import LEANS, choose, front, swapped
 from trireme.engine.job import record_size
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, fits
 from trireme.engine.predict import Batch, predict
-from trireme.engine.rates import Rates, assume, rates_of
+from trireme.engine.rates import CODE, Rates, assume, rates_of
 from trireme.engine.rule import largest, simple_plan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -113,7 +113,7 @@ def _best_of_each_kind(line: str, chosen: dict) -> list[tuple[float, str, Plan]]
     """(predicted seconds, kind, plan) of the best alternative of each kind to a run's plan, the best first."""
     cfg, given, rule = rule_of(line)
     rates = rates_of(chosen["ceilings"])
-    limits = chosen.get("limits") or {"gpu": given.gpu_memory - CONTEXT, "host": given.ram}
+    limits = chosen.get("limits") or {"gpu": given.gpu_memory - CONTEXT, "host": given.ram - CODE}
     best: dict[str, tuple[float, str, Plan]] = {}
     for kind, plan in alternatives(cfg, limits, given.seq, rule):
         seconds = predict(cfg, plan, rates, Batch(plan.tokens, given.seq, plan.n_micro)).step_s
@@ -178,7 +178,7 @@ def _this_box(a: argparse.Namespace, keep: Path, sequences: int) -> tuple[Rates,
     if failed := run(f"{a.model} --tokens {sequences * a.seq} --seq {a.seq} --clip 0 {a.box}", path, a.store, a.limit):
         sys.exit(f"error: {failed}")
     result, given = json.loads(path.read_text()), bench_step.arguments([a.model, *a.box.split()])
-    limits = result.get("limits") or {"gpu": given.gpu_memory - CONTEXT, "host": given.ram}
+    limits = result.get("limits") or {"gpu": given.gpu_memory - CONTEXT, "host": given.ram - CODE}
     return rates_of(result["ceilings"]), limits
 
 

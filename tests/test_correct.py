@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,10 @@ from trireme.engine import train
 from trireme.engine.choose import Choice
 from trireme.engine.correct import BY_LANE, corrected, measured
 from trireme.engine.lanes import Span
+from trireme.engine.options import Options
 from trireme.engine.plan import Geometry, Plan, UnitPlan, fits
 from trireme.engine.predict import Batch, predict
+from trireme.models.config import read_config
 
 BATCH = Batch(16384, 256, 2)
 
@@ -53,10 +56,10 @@ def another(now: Plan) -> Plan:
     return replace(now, units=tuple(units), window=3)
 
 
-@pytest.mark.parametrize("where", ["gpu", "host", "ssd"], ids="at home on {}".format)
-def test_a_move_to_another_plan_changes_no_bit(checkpoint, where, monkeypatch, capsys):  # noqa: F811
-    before, after, moves = checkpoint / f"stayed-{where}", checkpoint / f"moved-{where}", []
-    train.finetune(options(checkpoint, before, where))
+def moved(stay: Options, monkeypatch, capsys) -> None:
+    """Runs as it is and with a move after two steps, and compares the bits."""
+    before, after, moves = Path(stay.out), Path(stay.out + "-moved"), []
+    train.finetune(stay)
 
     def better(job, steps):
         to = another(job.plan)
@@ -66,10 +69,24 @@ def test_a_move_to_another_plan_changes_no_bit(checkpoint, where, monkeypatch, c
         return Choice(to, predict(job.cfg, to, job.machine.rates, Batch(to.tokens, job.seq_len, to.n_micro)), ())
 
     monkeypatch.setattr(train, "better", better)
-    train.finetune(options(checkpoint, after, where))
+    train.finetune(replace(stay, out=str(after)))
     assert len(moves) == 1 and moves[0].units != () and "plan     changed" in capsys.readouterr().out
     assert losses(before) == losses(after)
     assert (before / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("where", ["gpu", "host", "ssd"], ids="at home on {}".format)
+def test_a_move_to_another_plan_changes_no_bit(checkpoint, where, monkeypatch, capsys):  # noqa: F811
+    moved(options(checkpoint, checkpoint / f"from-{where}", where), monkeypatch, capsys)
+
+
+@pytest.mark.gpu
+def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):  # noqa: F811
+    n_units = read_config(checkpoint / "checkpoint").n_units
+    plan = Plan((UnitPlan("host", "host"),) * n_units, 256, 1, record=1 << 16)
+    plan.save(checkpoint / "plan.json")
+    room = dict(device="cuda", gpu_memory=4 << 30, ram=4 << 30, plan=str(checkpoint / "plan.json"))
+    moved(replace(options(checkpoint, checkpoint / "on-gpu", "host"), **room), monkeypatch, capsys)
 
 
 def test_what_a_run_says_after_two_steps(checkpoint, capsys):  # noqa: F811
