@@ -32,15 +32,15 @@ GRID = (
     "llama-1.3b --gpu-memory 80GiB --ram 60GiB --seq 8192",
     "llama-1.3b --gpu-memory 12GiB --ram 40GiB --seq 512",
     "llama-1.3b --gpu-memory 16GiB --ram 60GiB --homes host --tokens 4096",
-    "llama-1.3b --gpu-memory 12GiB --ram 10GiB --warmup 1 --steps 3 --store",
-    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --adam-bits 8 --warmup 1 --steps 3 --store",
-    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --tokens 65536 --warmup 1 --steps 3 --store",
+    "llama-1.3b --gpu-memory 12GiB --ram 10GiB --warmup 2 --steps 3 --store",
+    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --adam-bits 8 --warmup 2 --steps 3 --store",
+    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --tokens 65536 --warmup 2 --steps 3 --store",
     "llama-3b --gpu-memory 24GiB --ram 100GiB",
     "llama-3b --gpu-memory 12GiB --ram 60GiB --clip 0 --seq 2048 --tokens 8192",
-    "llama-3b --gpu-memory 16GiB --ram 30GiB --clip 0 --warmup 1 --steps 3 --store",
+    "llama-3b --gpu-memory 16GiB --ram 30GiB --clip 0 --warmup 2 --steps 3 --store",
     "llama-7b --gpu-memory 24GiB --ram 110GiB",
-    "llama-7b --gpu-memory 80GiB --ram 60GiB --seq 4096 --warmup 1",
-    "llama-13b --gpu-memory 80GiB --ram 110GiB --clip 0 --warmup 1 --steps 3 --store",
+    "llama-7b --gpu-memory 80GiB --ram 60GiB --seq 4096",
+    "llama-13b --gpu-memory 80GiB --ram 110GiB --clip 0 --warmup 2 --steps 3 --store",
 )
 
 
