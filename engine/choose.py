@@ -230,7 +230,7 @@ def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: 
         names = ", ".join(plan.units[away[0]].names("host"))
         said.append(f"{names} of {len(away)} of {n - 2} blocks wait in RAM ({_gib(nbytes)}): computation takes "
                     f"{found.busy['compute']:.3g} s of a step rather than {before.busy['compute']:.3g} s")  # fmt: skip
-    inputs = sum(unit.x != "gpu" for unit in plan.units)
+    inputs = sum(unit.x != "gpu" for unit in plan.units[1:])
     if inputs:
         nbytes = plan.n_micro * inputs * geo.x_bytes(plan.tokens)
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)

@@ -130,21 +130,24 @@ class Forecast:
         geo = self.geo
         return sum(geo.weights[u].span + geo.state_span(u, self.plan.record) for u in range(geo.n_units))
 
-    def disk(self) -> int:
+    def disk_parts(self) -> dict[str, int]:
         """Bytes that the drive needs at most: what is current, each snapshot's copy, the export, activations on it."""
-        return self.stored() * (1 + self.keep) + self._export() + self._scratch()
+        stored = self.stored()
+        export = shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
+        return {"store": stored, "snapshots": self.keep * stored, "export": export, "activations": self._scratch()}
+
+    def disk(self) -> int:
+        return sum(self.disk_parts().values())
 
     def _scratch(self) -> int:
         geo = self.geo
         return self.plan.n_micro * sum(self._swapped(geo, u) for u in range(geo.n_units))
 
-    def _export(self) -> int:
-        return shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
-
     def disk_line(self) -> str:
         copies = f"as much again for {self.keep} snapshot{'s' * (self.keep > 1)}"
-        parts = f"store {_bytes(self.stored())}, {copies}, export {_bytes(self._export())}"
-        parts += f", activations {_bytes(self._scratch())}" if self._scratch() else ""
+        part = self.disk_parts()
+        parts = f"store {_bytes(part['store'])}, {copies}, export {_bytes(part['export'])}"
+        parts += f", activations {_bytes(part['activations'])}" if part["activations"] else ""
         need, room = self.disk(), self.machine.ssd
         if not room:
             return f"{parts}: {_bytes(need)}"

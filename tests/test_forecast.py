@@ -58,6 +58,21 @@ def test_a_step_of_less_takes_less():
     assert few.predict().step_s < forecast("gpu=rtx4090,ram=128GiB").predict().step_s
 
 
+def test_inputs_that_nothing_else_holds_go_to_the_drive_and_are_counted_there():
+    m = assume("gpu=rtx4090,ram=24GiB,ssd=2TB@7/5")
+    plan = simple_plan(SEVEN_B, m.limits, batch_tokens=[(8192, 16)], dtype="BF16", mode="backward", record=1 << 25)
+    f = Forecast(SEVEN_B, plan, m, m.limits, 2048, 64, 1000)
+    inputs = 16 * 8192 * 4096 * 2 * sum(unit.x == "ssd" for unit in plan.units[1:])
+    assert inputs > 30e9 and f.disk() == 2 * f.stored() + f.disk_parts()["export"] + inputs
+    assert "activations" in f.disk_line() and f.predict().ssd_written > inputs
+
+
+def test_short_documents_are_predicted_to_take_less():
+    f = forecast("gpu=rtx4090,ram=128GiB")
+    short = replace(f, document=128)
+    assert short.predict().step_s < f.predict().step_s and f.predict() == replace(f, document=2048).predict()
+
+
 def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     with pytest.raises(DoesNotFit, match=r"Add ssd=1TB, or raise ram to \d+GiB"):
