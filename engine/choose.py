@@ -4,9 +4,9 @@ The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it
 time: whether activations should rather travel to RAM and back than be computed again, whether GPU memory serves better
 as a home of states, of weights, of inputs or of what blocks save, where updates run, how wide the window of weights and
 how large a micro-batch should be. Here variants that fit are made without a look at the rates, ranked by a floor in
-closed form, and simulated for as long as one could still be faster than the best so far; the best one's updates and
-window are then varied. The rule's plan is the first of them, so the choice is never predicted to be slower. Of all that
-a plan decides, only where updates run and the size of a micro-batch can change a rounding.
+closed form, and simulated for as long as one could still be faster than the best so far; updates and window of the best
+are then varied. The rule's plan is the first of them, so the choice is never predicted to be slower. Of all that a plan
+decides, only where updates run and the size of a micro-batch can change a rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ LEANS = (
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
 WINDOWS = (2, 3, 4)
 WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
-UNITS_SIMULATED = 1200  # of all simulations together: planning takes seconds, whatever the model
+REFINED = 4  # of the best plans, around which others are tried
+UNITS_SIMULATED = 1000  # of all simulations together: planning takes seconds, whatever the model
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def choose(
     `like`: the plan of a run that has begun. Where updates run then stays as it is, if that fits. `leans`: fewer of
     them are quicker.
     """
-    first = simple_plan(cfg, limits, **rule)
-    if first.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
+    first, drive = simple_plan(cfg, limits, **rule), rates.ssd_read and rates.ssd_write
+    if first.uses("ssd") and not drive:
         raise DoesNotFit(
             f"RAM of {_gib(limits['host'])} and GPU memory of {_gib(limits['gpu'])} do not hold everything, and there "
             "is no drive for the rest."
@@ -68,27 +69,27 @@ def choose(
     geo = Geometry(cfg, first.dtype, first.adam_bits)
     judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro))  # noqa: E731
     before = judge(first)
-    plans, best, found = list(dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))), first, before
+    plans = dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))
+    plans, judged = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
     if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
-        plans, best = alike, alike[0]
-        found = judge(best)
+        plans, judged = alike, {alike[0]: judge(alike[0])}
     per_token = lambda plan, seconds: seconds / (plan.tokens * plan.n_micro)  # noqa: E731
     floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len).values()))  # noqa: E731
-    ranked = sorted((floor(plan), i) for i, plan in enumerate(plans) if plan not in (first, best))
-    for least, i in ranked[: UNITS_SIMULATED // geo.n_units]:
-        if least >= WORTH * per_token(best, found.step_s):
+    taken = lambda plan: per_token(plan, judged[plan].step_s)  # noqa: E731
+    most = UNITS_SIMULATED // geo.n_units
+    for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans) if plan not in judged)[:most]:
+        if least >= WORTH * min(map(taken, judged)):
             break
-        then = judge(plans[i])
-        if per_token(plans[i], then.step_s) < per_token(best, found.step_s):
-            best, found = plans[i], then
-    for plan in _refined(geo, best, limits, may_move=like is None):
-        then = judge(plan)
-        if then.step_s < found.step_s:
-            best, found = plan, then
-    because = _because(geo, first, before, best, found)
+        judged[plans[i]] = judge(plans[i])
+    for rank, base in enumerate(sorted(judged, key=taken)[:REFINED]):
+        for plan in _refined(geo, base, limits, may_move=like is None):
+            if plan not in judged and (rank == 0 or len(judged) < most):
+                judged[plan] = judge(plan)
+    best = min(judged, key=taken)
+    because = _because(geo, first, before, best, judged[best])
     if like and pinned(best, like) != best:
         because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
-    return Choice(best, found, because)
+    return Choice(best, judged[best], because)
 
 
 def _variants(

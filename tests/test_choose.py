@@ -93,6 +93,16 @@ def test_without_a_drive_what_memory_does_not_hold_is_refused():
         choose(SMALL, {"gpu": 80 * MIB, "host": 120 * MIB}, replace(RATES, ssd_read=0.0, ssd_write=0.0), 256, **RULE)
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.integers(60, 600), st.integers(60, 2000))
+def test_without_a_drive_nothing_is_put_on_one(gpu, host):
+    rates = replace(RATES, ssd_read=0.0, ssd_write=0.0)
+    try:
+        assert not choose(SMALL, {"gpu": gpu * MIB, "host": host * MIB}, rates, 256, **RULE).plan.uses("ssd")
+    except DoesNotFit:
+        return
+
+
 def test_floors_are_below_what_is_simulated():
     limits = {"gpu": 200 * MIB, "host": 400 * MIB}
     choice = choose(SMALL, limits, RATES, 256, **RULE)
