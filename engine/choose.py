@@ -32,6 +32,7 @@ LEANS = (
 )
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
 WINDOWS = (2, 3, 4)
+LATE = ((), ("host",), ("host", "ssd"))  # tiers whose moments are written under backward
 WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
 REFINED = 4  # of the best plans, around which others are tried
 UNITS_SIMULATED = 1000  # of all simulations together: planning takes seconds, whatever the model
@@ -114,7 +115,9 @@ def _refined(geo: Geometry, plan: Plan, limits: dict[str, int], may_move: bool) 
         if window != plan.window and fits(geo, wider, limits):
             yield wider
     if plan.mode == "forward" and plan.adam_bits == 32:
-        yield replace(plan, late_moments=not plan.late_moments)
+        for late in LATE:
+            if late != plan.late_moments:
+                yield replace(plan, late_moments=late)
     if may_move and any(unit.update == "gpu" for unit in plan.units):
         yield from dict.fromkeys(share_updates(geo, plan, limits, share) for share in UPDATES)
 
@@ -199,11 +202,12 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int) -> dict[str, f
         up += swapped + (weights if unit.weights != "gpu" else 0) + (state if streamed else 0)
         down += swapped + (weights if unit.state != "gpu" else 0) + (state if streamed else 0)
         if unit.state != "gpu" and not streamed:
-            late = plan.late_moments and unit.state == "host"
+            late = unit.state in plan.late_moments
             under_forward += geo.numel[u] * PARTS["weights" if late else "all"][1]
             on_cpu += geo.numel[u] * (PARTS["weights"][1] + PARTS["moments"][1] if late else PARTS["all"][1])
         moved = (state if unit.state == "ssd" else 0) + (weights if unit.weights == "ssd" else 0)
-        read, written = read + moved, written + moved
+        again = 8 * geo.numel[u] if unit.state == "ssd" and "ssd" in plan.late_moments else 0  # moments, under backward
+        read, written = read + moved + again, written + moved
         if streamed:
             state_up, state_down = state_up + state + 2 * weights, state_down + state + weights
     updates = max(under_forward / 28 / rates.adam, (under_forward + state_up + state_down) / rates.dram)

@@ -7,6 +7,7 @@ of equal size, so that the ring it streams through has equal slots whatever the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ from trireme.engine.plan import Geometry, Plan, buffers
 from trireme.kernels.reference import join_master, split_master
 from trireme.models.config import InputError
 from trireme.storage.layout import Layout
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A span of the store by name, and where it begins in a buffer that holds the whole piece."""
+
+    name: str
+    first: int  # byte
+    layout: Layout
 
 
 class Homes:
@@ -78,35 +88,52 @@ class Homes:
     # ------------------------------------------------ traffic with the store
 
     def read_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("read", weights_shard(u), buffer, self.geo.weights[u], after)
+        return self._io("read", self.shards_of("weights", u), buffer, after)
 
     def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("write", weights_shard(u), buffer, self.geo.weights[u], after)
+        return self._io("write", self.shards_of("weights", u), buffer, after)
 
-    def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("read", state_shard(u, r), buffer, self._record_layout(u, r), after)
+    def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
+        """Reads a record, or some parts of it (Geometry.state_parts), to where they are in the whole."""
+        return self._io("read", self.shards_of("state", u, r, *parts), buffer, after)
 
-    def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("write", state_shard(u, r), buffer, self._record_layout(u, r), after)
+    def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
+        """Writes a record, or some parts of it."""
+        return self._io("write", self.shards_of("state", u, r, *parts), buffer, after)
+
+    def shards_of(self, kind: str, u: int, r: int = 0, *parts: str) -> list[Shard]:
+        """What a unit's weights, or one of its records of state or some parts of it, consist of in the store."""
+        if kind == "weights":
+            return [Shard(f"weights-{u:05d}", 0, self.geo.weights[u])]
+        a, b = self.geo.records(u, self.plan.record)[r]
+        found = self.geo.state_parts(b - a)
+        return [Shard(f"{part}-{u:05d}-{r:04d}", *found[part]) for part in parts or found]
 
     def _record_layout(self, u: int, r: int) -> Layout:
         a, b = self.geo.records(u, self.plan.record)[r]
         return self.geo.state_layout(b - a)
 
-    def _io(self, way: str, shard: str, buffer: Tensor, layout: Layout, after: Sequence[Task]) -> Task:
-        def move():
-            getattr(self.store, way)(shard, memory_of(buffer, layout.span)).result()
+    def _io(self, way: str, shards: Sequence[Shard], buffer: Tensor, after: Sequence[Task]) -> Task:
+        nbytes = sum(shard.layout.span for shard in shards)
+        return self.lanes.run(
+            f"ssd_{way}", shards[0].name, lambda: self.move(way, shards, buffer), after, nbytes=nbytes
+        )
 
-        return self.lanes.run(f"ssd_{way}", shard, move, after, nbytes=layout.span)
+    def move(self, way: str, shards: Sequence[Shard], buffer: Tensor) -> None:
+        """Reads or writes shards, from or to their places in `buffer`, and waits for it."""
+        move = getattr(self.store, way)
+        moving = [move(s.name, memory_of(buffer[s.first :], s.layout.span)) for s in shards]
+        for future in moving:
+            future.result()
 
     # ------------------------------------------------ from a checkpoint, and back
 
     def shards(self) -> Iterable[tuple[str, Layout]]:
         """(name, layout) of every shard that a snapshot of this run consists of."""
         for u in range(self.geo.n_units):
-            yield weights_shard(u), self.geo.weights[u]
-            for r in range(len(self.geo.records(u, self.plan.record))):
-                yield state_shard(u, r), self._record_layout(u, r)
+            pieces = [("weights", u), *(("state", u, r) for r in range(len(self.geo.records(u, self.plan.record))))]
+            for piece in pieces:
+                yield from ((shard.name, shard.layout) for shard in self.shards_of(*piece))
 
     def load(self, read_fp32, exact_in_bf16=lambda name: False, progress=lambda u: None) -> None:
         """Fills every home from a checkpoint: weights as read, moments zero.
@@ -154,24 +181,22 @@ class Homes:
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
             first, last = max(a, start), min(b, start + t.numel)
             if first < last:
-                with Staged(self, "state", u, r, write=False, reuse=True) as buffer:
+                with Staged(self, "state", u, r, "low", write=False, reuse=True) as buffer:
                     part = views(self._record_layout(u, r), buffer)["lo"]
                     lo[first - start : last - start] = part[first - a : last - a]
         return join_master(hi, lo)
 
     def save_to_store(self) -> None:
-        """Writes every piece whose home is the GPU or RAM into its shard, so that the store is whole."""
+        """Writes every piece whose home is the GPU or RAM into its shards, so that the store is whole."""
         for piece in self._off_the_ssd():
-            name, layout = self._shard(*piece)
             with Staged(self, *piece, write=False) as buffer:
-                self.store.write(name, memory_of(buffer, layout.span)).result()
+                self.move("write", self.shards_of(*piece), buffer)
 
     def load_from_store(self) -> None:
-        """Reads every piece whose home is the GPU or RAM from its shard: the way back of save_to_store."""
+        """Reads every piece whose home is the GPU or RAM from its shards: the way back of save_to_store."""
         for piece in self._off_the_ssd():
-            name, layout = self._shard(*piece)
             with Staged(self, *piece) as buffer:
-                self.store.read(name, memory_of(buffer, layout.span)).result()
+                self.move("read", self.shards_of(*piece), buffer)
 
     def _off_the_ssd(self) -> Iterable[tuple[str, int, int]]:
         """(kind, unit, record) of every piece whose home is the GPU or RAM."""
@@ -181,54 +206,41 @@ class Homes:
             if unit.state != "ssd":
                 yield from (("state", u, r) for r in range(len(self.state[u])))
 
-    def _shard(self, kind: str, u: int, r: int) -> tuple[str, Layout]:
-        return (
-            (weights_shard(u), self.geo.weights[u])
-            if kind == "weights"
-            else (state_shard(u, r), self._record_layout(u, r))
-        )
-
 
 class Staged:
-    """A piece of state as a host buffer for the time of a `with`: the home itself in RAM, else a copy.
+    """A piece of state, or some parts of one, as a host buffer for the time of a `with`: the home in RAM, else a copy.
 
     On entry the piece is there to be read (unless it is about to be written whole: `write`); with `write` it is in its
     home on exit. With `reuse` the copy that the last one left may serve again, for many tensors of a piece in a row.
     Used between steps, when all lanes are idle.
     """
 
-    def __init__(self, homes: Homes, kind: str, u: int, r: int = 0, write: bool = True, reuse: bool = False):
+    def __init__(self, homes: Homes, kind: str, u: int, r: int = 0, *parts: str, write=True, reuse=False):
         self.homes, self.write, self.reuse = homes, write, reuse
         unit = homes.plan.units[u]
         self.tier = unit.weights if kind == "weights" else unit.state
         self.home = homes.weights[u] if kind == "weights" else homes.state[u][r]
-        self.name, self.layout = homes._shard(kind, u, r)
+        self.shards = homes.shards_of(kind, u, r, *parts)
+        self.span = self.shards[-1].first + self.shards[-1].layout.span
 
     def __enter__(self) -> Tensor:
         if self.home is not None and self.home.device.type == "cpu":
             self.buffer = self.home
             return self.buffer
-        self.buffer = self.homes.one("host", "staging")[: self.layout.span]
-        staged, self.homes.staged = self.homes.staged, self.name if self.reuse else None
-        if not self.write and not (self.reuse and staged == self.name):
+        name = self.shards[0].name
+        self.buffer = self.homes.one("host", "staging")[: self.span]
+        staged, self.homes.staged = self.homes.staged, name if self.reuse else None
+        if not self.write and not (self.reuse and staged == name):
             if self.tier == "gpu":
-                self.buffer.copy_(self.home[: self.layout.span])
+                self.buffer.copy_(self.home[: self.span])
             else:
-                self.homes.store.read(self.name, memory_of(self.buffer, self.layout.span)).result()
+                self.homes.move("read", self.shards, self.buffer)
         return self.buffer
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None and self.write and self.buffer is not self.home:
             if self.tier == "gpu":
-                self.home[: self.layout.span].copy_(self.buffer)
+                self.home[: self.span].copy_(self.buffer)
             else:
-                self.homes.store.write(self.name, memory_of(self.buffer, self.layout.span)).result()
+                self.homes.move("write", self.shards, self.buffer)
         self.buffer = None
-
-
-def weights_shard(u: int) -> str:
-    return f"weights-{u:05d}"
-
-
-def state_shard(u: int, r: int) -> str:
-    return f"state-{u:05d}-{r:04d}"

@@ -6,10 +6,11 @@ in, first out. Units whose state is on the GPU are updated there; so are some wh
 back, since PCIe and the CPU's memory together are faster than either. When:
 
 - `forward`: all updates wait until backward has ended and the global norm is known; each runs just ahead of its unit's
-  next forward. Clipping is exact, and nothing is serial. A forward of few tokens is shorter than the updates, which
-  the RAM's bandwidth limits. With `late_moments` an update is cut in two where the state is in RAM: under forward the
-  new weights alone are written (18 of 26 bytes a parameter are moved), and the moments follow under backward, computed
-  once more from the same gradient (18 bytes), before the next one lands in its place.
+  next forward. Clipping is exact, and nothing is serial. But forward is a quarter of a step, and in it the updates of
+  few tokens take longer, by the bandwidth of the RAM or of the SSD. So an update may be cut in two (`late_moments`):
+  under forward the new weights alone are written (of 26 bytes of RAM a parameter 18 are moved; of 10 bytes each way on
+  the SSD 10 and 2), and the moments follow under backward, computed once more from the same gradient (18; 8 and 8)
+  before the next one lands in its place. The bits are those of one update.
 - `backward`: a unit is updated as soon as its gradient lands, under the rest of backward. No clipping is possible.
 - `serial`: all updates after backward, each read, update and write in turn; the baseline.
 
@@ -21,7 +22,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from trireme.storage.layout import ITEMSIZE
 # What a task on the CPU stores: its name, and bytes of RAM a parameter, scaled so that "all" is the 28 of a rate. The
 # parts as they were measured on a Xeon: 9.9 and 9.1 G parameters/s beside 7.1 in one.
 PARTS = {"all": ("adamw", 28), "weights": ("adamw weights", 20), "moments": ("adamw moments", 22)}
+
+MOMENTS_AHEAD = 2  # units by which late moments are handed over before the gradient that takes the place of theirs
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,10 @@ class Optimizer:
         self.record_order = [
             (u, r) for u in order if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))
         ]
-        self.late: list[tuple[Slot, Callable, Task]] = []  # of each unit whose moments are due: gradient, work, weights
+        self.late: list[tuple[int, Slot, Callable, Task]] = []  # moments that are due: unit, gradient, work, weights
         self.norm_known: tuple[Task, ...] = ()  # what updates wait for where they are clipped
         self.cursor = 0  # next of record_order to be read ahead
+        self.readable = len(self.record_order)  # how many may be read: in a record of late moments, until they are due
         self.sums = self.stats = self.clip = self.clip_host = None
         if not lanes.simulated:
             self.sums = torch.zeros(geo.n_units, dtype=torch.float32, device=self.device)
@@ -93,7 +96,7 @@ class Optimizer:
     def begin(self, step: int, lr: float) -> None:
         """Opens the backward of step `step` (from 1) with its learning rate; what it updates uses these."""
         assert not self.landed, "the last step's gradients are not consumed"
-        self.update_moments()
+        self._update_moments(self.geo.head - MOMENTS_AHEAD)
         self.step, self.lr = step, lr
 
     def gradient(self, u: int) -> tuple[dict[str, Tensor], Task]:
@@ -111,6 +114,7 @@ class Optimizer:
 
     def finish(self, u: int, after: Task) -> None:
         """Unit u's gradient is complete: takes its norm, rounds it, and sends it to where its update runs."""
+        self._update_moments(u - 1 - MOMENTS_AHEAD)
         accumulator, kind = self.holding.pop(u), self.geo.size_class(u)
         name, n, nbytes = self.geo.names[u], self.geo.numel[u], self.geo.weights[u].span
         on_gpu = self.plan.units[u].state == "gpu"
@@ -184,15 +188,19 @@ class Optimizer:
             return
         hi, hi_slot, come = self._weights_for_update(u)
         come = (*come, landed, *self.norm_known)
+        late = self.plan.units[u].state in self.plan.late_moments
+        work = self._on_cpu(u, hi, slot, "weights" if late else "all")
         if self.plan.units[u].state == "ssd":
-            done = [self._update_record(u, r, hi, slot, come) for r in range(len(self.homes.state[u]))]
+            done = [self._update_record(u, r, work, come, late) for r in range(len(self.homes.state[u]))]
             final = done[-1]  # one lane, first in first out: the last record's update comes after the others
-            slot.ring.release(slot, (final,))
-        elif self.plan.late_moments:
-            final = self._on_cpu(u, hi, slot, "weights")(come)
-            self.late.append((slot, self._on_cpu(u, hi, slot, "moments"), final))
         else:
-            final = self._on_cpu(u, hi, slot, "all")(come)
+            final = work(come)
+        if late:
+            moments = self._on_cpu(
+                u, slot.buffer, slot, "moments"
+            )  # which leave the weights alone, whatever stands there
+            self.late.append((u, slot, moments, final))
+        else:
             slot.ring.release(slot, (final,))
         if hi_slot is None:
             self.weights.publish(u, final)
@@ -226,22 +234,37 @@ class Optimizer:
             self.weights.settle()
             if self.plan.units[u].update == "gpu" and u in self.weights.held:
                 self.weights.drop(u)
-        self.update_moments()
+        self._update_moments(0)
 
-    def update_moments(self) -> None:
-        """Hands over the moments that are due, last unit first: so backward needs the slots of their gradients."""
-        for slot, moments, weights in reversed(self.late):
-            slot.ring.release(slot, (moments((weights,)),))
-        self.late.clear()
+    def _update_moments(self, first: int) -> None:
+        """Hands over the moments that are due, the last unit's first, down to unit `first`: as backward comes by."""
+        while self.late and self.late[-1][0] >= first:
+            u, slot, work, weights = self.late.pop()
+            if self.plan.units[u].state == "ssd":
+                done = [self._moments_record(u, r, work, weights) for r in range(len(self.homes.state[u]))]
+                self.readable += len(done)
+            else:
+                done = [work((weights,))]
+            slot.ring.release(slot, done[-1:])
+
+    def _moments_record(self, u: int, r: int, work: Callable, weights: Task) -> Task:
+        """The moments of one record, once more from the SSD and back."""
+        slot = self.state_ring.acquire(f"{self.geo.names[u]} moments {r}")
+        read = self.homes.read_state(u, r, slot.buffer, (*slot.ready, *self._written(u, r)), "moments")
+        task = work((weights, read), [(r, slot.buffer)])
+        self.written[u, r] = self.homes.write_state(u, r, slot.buffer, (task,), "moments")
+        self.state_ring.release(slot, (self.written[u, r],))
+        return task
 
     def read_ahead(self) -> None:
         """Starts reading the next SSD-home records for as long as the ring has free slots."""
-        while self.record_order and self.state_ring.free and len(self.ahead) < len(self.record_order):
+        while self.readable and self.state_ring.free and len(self.ahead) < len(self.record_order):
             self._read_next()
 
     def _read_next(self) -> None:
         u, r = self.record_order[self.cursor]
         self.cursor = (self.cursor + 1) % len(self.record_order)
+        self.readable -= 1
         slot = self.state_ring.acquire(f"{self.geo.names[u]} state {r}")
         task = self.homes.read_state(u, r, slot.buffer, (*slot.ready, *self._written(u, r)))
         self.ahead.append((u, r, slot, task))
@@ -255,39 +278,47 @@ class Optimizer:
         task = self.homes.read_weights(u, slot.buffer, (*slot.ready, *before))
         return slot.buffer, slot, (task,)
 
-    def _update_record(self, u: int, r: int, hi, grad: Slot, come: tuple[Task, ...]) -> Task:
-        """Updates one record of unit u on the CPU; its state comes from the SSD and goes back."""
+    def _update_record(self, u: int, r: int, work: Callable, come: tuple[Task, ...], late: bool) -> Task:
+        """Updates one record of unit u on the CPU; its state comes from the SSD and goes back: if late, lo alone."""
         if not self.ahead:
             self._read_next()
         got_u, got_r, slot, read = self.ahead.popleft()
         assert (got_u, got_r) == (u, r), "optimizer records are read in the order of their updates"
-        task = self._on_cpu(u, hi, grad, "all", [(r, slot.buffer)])((*come, read))
-        self.written[u, r] = self.homes.write_state(u, r, slot.buffer, (task,))
-        self.state_ring.release(slot, (self.written[u, r],))
+        last = task = work((*come, read), [(r, slot.buffer)])
+        if not late or self.geo.dtype == "BF16":
+            last = self.written[u, r] = self.homes.write_state(u, r, slot.buffer, (task,), *(("low",) if late else ()))
+        self.readable += not late
+        self.state_ring.release(slot, (last,))
         if self.plan.mode == "serial":
             self.lanes.drain()
         else:
             self.read_ahead()
         return task
 
-    def _on_cpu(self, u: int, hi, grad: Slot, part: str, records: Sequence[tuple[int, Tensor]] = ()) -> Callable:
-        """A function of what to wait for that hands over the update of unit u on the CPU, or a part of it, with the
-        hyper-parameters of this step. `records`: numbers and states; default all, from their homes in RAM.
+    def _on_cpu(self, u: int, hi, grad: Slot, part: str) -> Callable:
+        """A function that hands over the update of unit u on the CPU, or a part of it, with this step's
+        hyper-parameters: of what to wait for, and of numbers and states of records (default all, at home in RAM).
         """
         dtype, ranges = self.geo.dtype, self.geo.records(u, self.plan.record)
-        records = records or list(enumerate(self.homes.state[u]))
-        work = [(*ranges[r], self._adamw(u, *ranges[r], part=part), state) for r, state in records]
+        updates = [self._adamw(u, a, b, part=part) for a, b in ranges]
 
-        def update():
-            with self.workers.together():
-                for a, b, adamw, state in work:
-                    state = views(self.geo.state_layout(b - a), state)
-                    adamw(flat(hi, dtype, b)[a:], state, flat(grad.buffer, dtype, b)[a:])
+        def hand_over(after: tuple[Task, ...], records: Sequence[tuple[int, Tensor]] = ()) -> Task:
+            whole = not records
+            records = records or list(enumerate(self.homes.state[u]))
 
-        name, nbytes = PARTS[part]
-        name = f"{name} {self.geo.names[u]}" + (f" {records[0][0]}" if len(records) < len(ranges) else "")
-        n = sum(b - a for a, b, _, _ in work)
-        return partial(self.lanes.run, "cpu", name, update, nbytes=nbytes * n)
+            def update():
+                with self.workers.together():
+                    for r, state in records:
+                        a, b = ranges[r]
+                        state = views(self.geo.state_layout(b - a), state)
+                        updates[r](flat(hi, dtype, b)[a:], state, flat(grad.buffer, dtype, b)[a:])
+
+            name, nbytes = PARTS[part]
+            name = f"{name} {self.geo.names[u]}" + ("" if whole else f" {records[0][0]}")
+            n = sum(b - a for a, b in (ranges[r] for r, _ in records))
+            return self.lanes.run("cpu", name, update, after, nbytes=nbytes * n)
+
+        return hand_over
 
     def _update_on_gpu(self, u: int, landed: Task) -> None:
         hi, grad, states, dtype = self.homes.weights[u], self.homes.gradients[u], self.homes.state[u], self.geo.dtype

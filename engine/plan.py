@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class Plan:
     dtype: str = "BF16"  # compute dtype: BF16 or F32
     mode: str = "forward"  # when a unit on the CPU is updated: see optimizer.py
     adam_bits: int = 32  # of each moment: 32, 16 or 8
-    late_moments: bool = False  # in mode forward: moments in RAM are written under backward: see optimizer.py
+    late_moments: tuple[str, ...] = ()  # tiers whose moments are written under backward: see optimizer.py
     window: int = 2  # slots of the weight ring on the GPU: one in use, the others prefetched
     host_window: int = 2  # slots of the host ring that SSD-home weights pass through
     state_slots: int = 4  # host slots that SSD-home optimizer records pass through
@@ -72,6 +72,8 @@ class Plan:
             raise InputError("plan: updates streamed through the gpu need mode forward or serial")
         if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
             raise InputError("plan: late_moments needs mode forward and adam_bits 32")
+        if not {"host", "ssd"} >= set(self.late_moments):
+            raise InputError(f"plan: late_moments {', '.join(self.late_moments)}: there are host and ssd")
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
@@ -86,7 +88,7 @@ class Plan:
     def of(data: dict) -> Plan:
         """A plan from what `asdict` makes of one."""
         units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
-        return Plan(**{**data, "units": tuple(units)})
+        return Plan(**{**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))})
 
     @staticmethod
     def load(path: Path) -> Plan:
@@ -154,21 +156,26 @@ class Geometry:
         return [b - a for a, b in self.records(u, record)]
 
     def state_layout(self, n: int) -> Layout:
-        """Optimizer state of one record of n parameters: m, v, and lo where the master is split.
+        """Optimizer state of one record of n parameters: its parts, one after another."""
+        if n not in self._state:
+            parts = self.state_parts(n).values()
+            tensors = (replace(t, offset=first + t.offset) for first, layout in parts for t in layout.tensors)
+            self._state[n] = Layout(tuple(tensors))
+        return self._state[n]
+
+    def state_parts(self, n: int) -> dict[str, tuple[int, Layout]]:
+        """part -> (its first byte, its layout): m and v; and lo where the master is split, a shard of its own.
 
         8-bit moments have a floor for each 256 of them (kernels/moments.py).
         """
-        if n not in self._state:
-            self._state[n] = self._state_layout(n)
-        return self._state[n]
-
-    def _state_layout(self, n: int) -> Layout:
-        lo = [("lo", "I16", (n,))] if self.dtype == "BF16" else []
         if self.adam_bits == 8:
             floors = [(name, "I16", (-(-n // 256),)) for name in ("m_floor", "v_floor")]
-            return sequential([*lo, *floors, ("m", "U8", (n,)), ("v", "U8", (n,))])
-        dtype = {32: "F32", 16: "BF16"}[self.adam_bits]
-        return sequential([("m", dtype, (n,)), ("v", dtype, (n,)), *lo])
+            moments = sequential([*floors, ("m", "U8", (n,)), ("v", "U8", (n,))])
+        else:
+            dtype = {32: "F32", 16: "BF16"}[self.adam_bits]
+            moments = sequential([("m", dtype, (n,)), ("v", dtype, (n,))])
+        low = {"low": (moments.span, sequential([("lo", "I16", (n,))]))} if self.dtype == "BF16" else {}
+        return {"moments": (0, moments)} | low
 
     def state_span(self, u: int, record: int) -> int:
         """Bytes of a unit's whole optimizer state, each record rounded up to 4,096."""

@@ -67,7 +67,8 @@ def simple_plan(
         for x in inputs:
             low = UnitPlan(weights, state, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
-            late = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
+            apart = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
+            late = ("host",) if apart else ()
             plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, record=record)
             if fits(geo, plan, limits):
                 return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)

@@ -254,7 +254,7 @@ def main(argv: list[str]) -> int:
           f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)  # fmt: skip
     text = Path(a.text).read_bytes() if a.text else None
     times, losses, spans = run_steps(a, e, device, text)
-    result = summary(a, e, rates, at_start, times, losses, spans)
+    result = summary(a, e, rates, at_start, times, losses, spans) | {"limits": limits}
     if a.trace:
         write_perfetto(Path(a.trace), spans)
     if a.json:
