@@ -30,7 +30,7 @@ from trireme.storage.devices import open_device
 from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
 
-VERSION = 1  # of what is measured
+VERSION = 2  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a request to a drive, requests of a kind in flight
 COPY = 256 << 20  # bytes of a copy to and from a GPU
 
@@ -92,7 +92,7 @@ def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
 
 def _copy_rate(device: torch.device) -> float:
     """Bytes/s read plus written by a large copy within the device's memory."""
-    n = 64 << 20 if device.type == "cuda" else 16 << 20
+    n = 256 << 20 if device.type == "cuda" else 16 << 20
     a, b = (torch.ones(n, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * n / min(timed(lambda: b.copy_(a), device) for _ in range(3))
 
@@ -188,7 +188,7 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict
     """
     nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
     with tempfile.TemporaryDirectory(dir=folder, prefix=".trireme-") as own:
-        device = open_device(own, 0)
+        device = open_device(own)  # tried out, as the store's own is
         scratch = Scratch(device, max(nbytes, 2 * CHUNK))
         scratch.path.unlink()
         try:

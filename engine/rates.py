@@ -39,19 +39,18 @@ class Rates:
     launch: float = 3e-6  # of a kernel
     latency: float = 5e-5  # of handing a task to another lane
     mixed: float = 1.0  # share of ssd_read and ssd_write that is left while a drive does both
-    # Share of `matmul` that a block's matrix products and attention reach. Medians of task times on an H200 over LLaMA
-    # shapes of 1.3B to 13B: products 0.87-0.92 whatever the shape; attention by its own benchmark (d 128, 8 x 1,024).
+    # Share of `matmul` that a block's matrix products reach, and attention over long documents (d 128). Medians of task
+    # times on an H200 over LLaMA shapes of 1.3B to 13B, and attention's own benchmark.
     gemm: float = 0.885
-    attention: float = 0.40
-    attention_backward: float = 0.32
+    attention: float = 0.76
+    attention_backward: float = 0.50
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
         """These rates with those of `names` multiplied by `share`."""
         return replace(self, **{name: getattr(self, name) * share for name in names})
 
 
-ATTENTION = ("attention", "attention_backward")
-COMPUTATION = ("gemm", *ATTENTION, "copy")  # what the time of computations depends on
+COMPUTATION = ("gemm", "attention", "attention_backward", "copy")  # what the time of computations depends on
 
 
 @dataclass(frozen=True)
