@@ -82,7 +82,7 @@ class Optimizer:
         self.late: list[tuple[int, Slot, Callable, Task]] = []  # moments that are due: unit, gradient, work, weights
         self.norm_known: tuple[Task, ...] = ()  # what updates wait for where they are clipped
         self.cursor = 0  # next of record_order to be read ahead
-        self.readable = len(self.record_order)  # how many may be read: in a record of late moments, until they are due
+        self.readable = len(self.record_order)  # how many may be read by now: what has late moments, when they are due
         self.sums = self.stats = self.clip = self.clip_host = None
         if not lanes.simulated:
             self.sums = torch.zeros(geo.n_units, dtype=torch.float32, device=self.device)
@@ -196,10 +196,8 @@ class Optimizer:
         else:
             final = work(come)
         if late:
-            moments = self._on_cpu(
-                u, slot.buffer, slot, "moments"
-            )  # which leave the weights alone, whatever stands there
-            self.late.append((u, slot, moments, final))
+            # The moments leave the weights alone, whatever stands in their place: those of the SSD have gone by then.
+            self.late.append((u, slot, self._on_cpu(u, slot.buffer, slot, "moments"), final))
         else:
             slot.ring.release(slot, (final,))
         if hi_slot is None:
@@ -287,7 +285,8 @@ class Optimizer:
         last = task = work((*come, read), [(r, slot.buffer)])
         if not late or self.geo.dtype == "BF16":
             last = self.written[u, r] = self.homes.write_state(u, r, slot.buffer, (task,), *(("low",) if late else ()))
-        self.readable += not late
+        if not late:
+            self.readable += 1
         self.state_ring.release(slot, (last,))
         if self.plan.mode == "serial":
             self.lanes.drain()

@@ -300,7 +300,7 @@ OURS = (
     "Trireme's columns are without clipping, as in the papers: first as it would place things, then with all optimizer",
     "state on the SSD and weights in RAM (–: RAM is too small for them). Where it is below a published figure:",
     "",
-    "- its rate is lower: 0.885 of a large product's for GEMMs and 0.53 for attention, as measured on an H200, in place",
+    "- its rate is lower: 0.885 of a large product's for GEMMs, 0.53 for attention, as measured on an H200, in place",
     "  of the paper's benchmarked block;",
     "- it recomputes activations for which RAM has no room, where the paper's system has the SSD (8 products a",
     "  parameter in place of 6);",

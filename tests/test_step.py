@@ -9,10 +9,13 @@ from engines import LLAMA, JitterLanes, batches, final_weights, gpu_plan, make, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trireme.engine.build import inputs
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import TIERS, UnitPlan
+from trireme.engine.step import evaluate, train_step
 from trireme.models import shapes
+from trireme.models.rows import rope_tables
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True)}
@@ -59,6 +62,29 @@ def test_moments_after_the_weights(dtype):
     plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=("host", "ssd"), record=700)
     check(plan, RealLanes("cpu", extra=("poison",)))
     check(plan, JitterLanes(5))
+
+
+@pytest.mark.parametrize("late", [(), ("host",), ("host", "ssd")])
+def test_flushes_and_evaluations_between_steps_change_nothing(late):
+    units = (UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("ssd", "ssd"), *(UnitPlan("host", "ssd"),) * 2)
+    plan = gpu_plan(LLAMA, units=units, dtype="BF16", late_moments=late, record=700, state_slots=2)
+    e = make(LLAMA, plan, RealLanes("cpu", extra=("poison",)), AdamW())
+    tables = rope_tables(LLAMA, 64, "cpu")
+    for i, step in enumerate(batches(LLAMA, 3, 2, 24), 1):
+        micro = [inputs(LLAMA, mb, tables, e.memory.device) for mb in step]
+        evaluate(e, micro)
+        train_step(e, micro, i, 1e-2)
+        if i == 1:
+            e.optimizer.flush()
+            e.lanes.drain()
+        evaluate(e, micro)
+    e.optimizer.flush()
+    e.lanes.drain()
+    _, weights = in_one_memory("untied", "BF16", 2, 1.0, 32)
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
+    e.lanes.close()
+    e.optimizer.close()
 
 
 LATE = st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)
