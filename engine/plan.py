@@ -55,6 +55,7 @@ class Plan:
     state_slots: int = 4  # host slots that SSD-home optimizer records pass through
     record: int = 1 << 24  # parameters of one optimizer record
     stream_slots: int = 3  # slots of the GPU ring that records updated there pass through
+    out_slots: int = 2  # slots of each GPU ring through which rounded gradients leave
     swap_slots: int = 2  # slots of each ring that swapped activations pass through
 
     def __post_init__(self):
@@ -253,7 +254,7 @@ def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
             yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record))
     on_cpu = [u for u in everyone if plan.units[u].state != "gpu"]
     for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
-        yield Buffer("gpu", f"gradient out {kind}", size, min(2, count))
+        yield Buffer("gpu", f"gradient out {kind}", size, min(plan.out_slots, count))
         yield Buffer("host", f"gradient {kind}", size, min(2, count) if plan.mode == "backward" else count)
     streamed = [n for u in everyone if plan.units[u].update == "gpu" for n in geo.record_sizes(u, plan.record)]
     if streamed:

@@ -63,15 +63,21 @@ def simple_plan(
     gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
     weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
-    for tokens, n_micro in batch_tokens:
-        for x in inputs:
-            low = UnitPlan(weights, state, x=x)
-            units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
+    for window, out_slots in (
+        (2, 2),
+        (2, 1),
+        (1, 1),
+    ):  # one slot where blocks are large: it waits, but trains
+        for tokens, n_micro in batch_tokens:
             apart = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
             late = ("host",) if apart else ()
-            plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, record=record)
-            if fits(geo, plan, limits):
-                return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
+            for x in inputs:
+                low = UnitPlan(weights, state, x=x)
+                units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
+                plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, window, record=record)
+                plan = replace(plan, out_slots=out_slots)
+                if fits(geo, plan, limits):
+                    return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
     raise DoesNotFit(_why_not(geo, plan, limits))
 
 

@@ -114,6 +114,7 @@ def plans(draw):
         state_slots=draw(st.integers(1, 6)),
         record=draw(st.sampled_from((256, 768, 1 << 20))),
         stream_slots=draw(st.integers(1, 3)),
+        out_slots=draw(st.integers(1, 2)),
         adam_bits=bits,
         late_moments=draw(LATE) if mode == "forward" and bits == 32 else (),
         swap_slots=draw(st.integers(2, 4)),
