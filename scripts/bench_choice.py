@@ -218,9 +218,8 @@ def picture(rows: list[dict], title: str) -> str:
             if r["choice"]:
                 ring = f'cx="{x:.1f}" cy="{to_y(r["predicted_s"]):.1f}" r="8" fill="none"'
                 parts.append(f'<circle {ring} stroke="{colour}" stroke-width="2"/>')
-        last = [r for r in mine if not r["choice"]][-1]
-        place = f'x="{to_x(last["share"]) - 4:.1f}" y="{to_y(last["predicted_s"]) - 8:.1f}"'
-        parts.append(f'<text {place} text-anchor="end" fill="{colour}">{sequences} sequences</text>')
+        y = to_y(mine[0]["predicted_s"]) - 8
+        parts.append(f'<text x="{LEFT + 8}" y="{y:.1f}" fill="{colour}">{sequences} sequences</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="system-ui, sans-serif" font-size="12" fill="{INK}">\n'

@@ -310,7 +310,7 @@ OURS = (
 )
 SIZES = (
     "Of the models of each paper's own table, with one sequence of 1,024 tokens and no clipping, in 85 % of the RAM.",
-    "Trireme needs room for whole units on the GPU: two of weights, one of gradients, two on their way out; Fuyou",
+    "Trireme needs room for whole units on the GPU: one of weights, one of gradients, one on its way out; Fuyou",
     "moves smaller pieces, so that 24 GB hold larger blocks. A V100 has no bf16: its rows are sizes, nothing more.",
 )
 
