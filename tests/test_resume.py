@@ -6,12 +6,15 @@ import random
 import signal
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from engines import fork
 
 from trireme.engine import demo
+from trireme.engine.job import prepare
 from trireme.engine.options import Options, every
 from trireme.engine.train import Interrupted, finetune
 
@@ -75,18 +78,30 @@ def uninterrupted(checkpoint):
     return (out / "model.safetensors").read_bytes(), losses(out), time.monotonic() - start
 
 
-@pytest.mark.parametrize("where, kills", [("ssd", 20), ("host", 6), ("gpu", 6)])
-def test_killed_at_random_instants(checkpoint, uninterrupted, where, kills):
+@pytest.fixture(scope="module")
+def late_plan(checkpoint) -> str:
+    """The file of a plan that writes the moments apart from the weights."""
+    plan = prepare(options(checkpoint, checkpoint / "planned", "ssd")).plan
+    assert plan.uses("ssd")
+    replace(plan, late_moments=("host", "ssd")).save(checkpoint / "late.json")
+    return str(checkpoint / "late.json")
+
+
+@pytest.mark.parametrize(
+    "where, kills, late", [("ssd", 20, False), ("ssd", 8, True), ("host", 6, False), ("gpu", 6, False)]
+)
+def test_killed_at_random_instants(checkpoint, uninterrupted, late_plan, where, kills, late):
     weights, seen, seconds = uninterrupted
-    dice, out = random.Random(where), checkpoint / f"killed-{where}"
+    dice, out = random.Random(where), checkpoint / f"killed-{where}-{late}"
+    given = partial(options, checkpoint, out, where, plan=late_plan if late else None)
     for _ in range(kills):
-        pid = child(options(checkpoint, out, where, resume=str(out) if (out / "config.yaml").exists() else None))
+        pid = child(given(resume=str(out) if (out / "config.yaml").exists() else None))
         time.sleep(dice.uniform(0.2, 0.9) * seconds)
         os.kill(pid, signal.SIGKILL)
         if ended(pid) == 0 or finished(out):
             break
     else:
-        assert ended(child(options(checkpoint, out, where, resume=str(out)))) == 0
+        assert ended(child(given(resume=str(out)))) == 0
     assert losses(out) == seen
     assert (out / "model.safetensors").read_bytes() == weights
 
