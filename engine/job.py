@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import torch
 from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
-from trireme.engine.machine import at_shape, choose_device, memory_limits, this_machine, with_drives
+from trireme.engine.machine import at_shape, choose_device, drive, existing, memory_limits, this_machine, with_drives
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
-from trireme.engine.plan import Plan
+from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.rates import Machine, assume
 from trireme.engine.rule import simple_plan
 from trireme.engine.screen import compact
@@ -80,10 +81,10 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     device = torch.device("cuda") if assumed else choose_device(options.device)
     dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
-    machine = assumed or at_shape(
-        this_machine(device, dtype, limits, options.store or (options.out,)), cfg, seq_len, dtype, device
-    )
+    machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
     plan, because, machine = _plan(options, cfg, seq_len, dtype, device, limits, machine, like)
+    if not assumed:
+        machine = at_shape(machine, cfg, seq_len, dtype, device)
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
@@ -119,6 +120,26 @@ def forecast(job: Job) -> Forecast:
         used=job.data.report.used, document=document, cuda=job.device.type == "cuda",
         bits_open=job.options.resume is None,
     )  # fmt: skip
+
+
+def check_room(job: Job) -> None:
+    """Raises DoesNotFit where a drive has no room for what the run cannot do without: a disk full at its end is late.
+
+    Snapshots may be had or not; the report says what they would take.
+    """
+    part = forecast(job).disk_parts()
+    wanted = [(job.out, part["export"], "--out")]
+    if job.plan.uses("ssd"):
+        wanted += [(d, (part["store"] + part["activations"]) // len(job.store_dirs), "--store") for d in job.store_dirs]
+    for place in {drive(folder): folder for folder, _, _ in wanted}.values():
+        here = [(need, option) for folder, need, option in wanted if drive(folder) == drive(place)]
+        need, room = sum(need for need, _ in here), shutil.disk_usage(existing(place)).free
+        if need > room:
+            options = " or ".join(dict.fromkeys(option for _, option in here))
+            raise DoesNotFit(
+                f"{place}: what the run writes there takes {gib(need)}, {gib(room)} are free. "
+                f"Make room, or name another drive with {options}."
+            )
 
 
 def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptions:

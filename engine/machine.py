@@ -148,7 +148,16 @@ def with_drives(machine: Machine, folders: Sequence[str]) -> Machine:
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({tried[0][1]})")
 
 
+def existing(folder: str | Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.exists())
+
+
+def drive(folder: str | Path) -> int:
+    """The number of the device that the folder is or will be on."""
+    return existing(folder).stat().st_dev
+
+
 def _places(folders: Sequence[str]) -> list[Path]:
     """One existing folder on each of the drives that the folders are or will be on."""
-    found = [next(p for p in (Path(f), *Path(f).absolute().parents) if p.exists()) for f in folders]
-    return list({place.stat().st_dev: place for place in found}.values())
+    return list({drive(folder): existing(folder) for folder in folders}.values())

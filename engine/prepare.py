@@ -185,7 +185,7 @@ def _judge(source: Source, tally: _Tally) -> None:
     """Stops the run where the file has bad rows, or no good one."""
     rows = f"{tally.rows:,} rows" if tally.rows != 1 else "1 row"
     if tally.rows == 0:
-        raise InputError(f"{source.path} holds no rows.")
+        raise InputError(f"{source.path} holds no rows. Name another file with --data.")
     first = f"{source.path} {tally.first_bad.rstrip('.')}"
     if tally.bad == tally.rows:
         raise InputError(f"{first}. " + ("It is the only row." if tally.rows == 1 else f"All {rows} are bad."))

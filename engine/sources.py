@@ -52,9 +52,9 @@ def parse_source(text: str) -> Source:
         with source.path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}.") from None
+        raise InputError(f"{path}: {error.strerror}. Correct --data.") from None
     if not head:
-        raise InputError(f"{path} is empty.")
+        raise InputError(f"{path} is empty. Name another file with --data.")
     if head.startswith(b"version https://git-lfs"):
         raise InputError(f"{path} is a Git LFS pointer, not the data. Run git lfs pull, or download it again.")
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):

@@ -72,6 +72,8 @@ def _train(options: Options) -> None:
         job = jobs.prepare(options, like=extra and extra["cut"])
         for line in jobs.report(job):
             print(line)
+        if not (extra or options.assume):
+            jobs.check_room(job)
         if options.dry_run:
             print("Dry run: nothing written.")
             return

@@ -394,7 +394,7 @@ def test_errors_of_whole_files(tokenizer, tmp_path):
     write(path, [{"question": "q", "answer": "a"}])
     assert error_of(str(path), tokenizer).endswith("--map prompt=question,completion=answer. It is the only row.")
     path.write_text("\n\n")
-    assert error_of(str(path), tokenizer).endswith("holds no rows.")
+    assert error_of(str(path), tokenizer).endswith("holds no rows. Name another file with --data.")
     write(path, [{"input_ids": [0, 1], "labels": [-100, -100]}] * 3)
     message = error_of(str(path), tokenizer)
     assert message.startswith("no row of 3 has a trained token after masking: no text is marked")
