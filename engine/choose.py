@@ -241,6 +241,10 @@ def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: 
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)
         said.append(f"the inputs of {inputs} blocks wait outside the GPU ({_gib(nbytes)}), which holds the state of "
                     f"{on_gpu} of {n} units")  # fmt: skip
+    late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
+    if late:
+        where = " and ".join({"host": "in RAM", "ssd": "on the SSD"}[tier] for tier in late)
+        said.append(f"of state {where} the moments are written under backward: forward is too short for all of it")
     if plan != first:
         per = plan.tokens * plan.n_micro / (first.tokens * first.n_micro)
         said.append(
