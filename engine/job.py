@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
-from trireme.engine.machine import at_shape, choose_device, drive, existing, memory_limits, this_machine, with_drives
+from trireme.engine.machine import at_shape, choose_device, drive, memory_limits, this_machine, with_drives
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit, Plan
@@ -24,6 +25,7 @@ from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
+from trireme.storage.files import existing
 
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
 MICRO_TOKENS = {"cuda": 16384, "cpu": 4096}  # beyond this a larger micro-batch is no faster
@@ -131,14 +133,16 @@ def check_room(job: Job) -> None:
     wanted = [(job.out, part["export"], "--out")]
     if job.plan.uses("ssd"):
         wanted += [(d, (part["store"] + part["activations"]) // len(job.store_dirs), "--store") for d in job.store_dirs]
-    for place in {drive(folder): folder for folder, _, _ in wanted}.values():
-        here = [(need, option) for folder, need, option in wanted if drive(folder) == drive(place)]
-        need, room = sum(need for need, _ in here), shutil.disk_usage(existing(place)).free
-        if need > room:
-            options = " or ".join(dict.fromkeys(option for _, option in here))
+    by_drive = defaultdict(list)
+    for folder, need, option in wanted:
+        by_drive[drive(folder)].append((folder, need, option))
+    for here in by_drive.values():
+        folders, needs, options = zip(*here, strict=True)
+        room = shutil.disk_usage(existing(folders[0])).free
+        if sum(needs) > room:
             raise DoesNotFit(
-                f"{place}: what the run writes there takes {gib(need)}, {gib(room)} are free. "
-                f"Make room, or name another drive with {options}."
+                f"{folders[-1]}: what the run writes there takes {gib(sum(needs))}, {gib(room)} are free. "
+                f"Make room, or name another drive with {' or '.join(dict.fromkeys(options))}."
             )
 
 

@@ -18,6 +18,7 @@ from trireme.engine.predict import Batch, unit_seconds
 from trireme.engine.rates import CODE, COMPUTATION, DRIVES, GB, Machine, rates_of
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig
+from trireme.storage.files import existing
 
 RAM_SHARE = 0.85  # of what this process may use
 BLOCK_TOKENS = 512  # on which a block is timed
@@ -146,11 +147,6 @@ def with_drives(machine: Machine, folders: Sequence[str]) -> Machine:
     rates = replace(machine.rates, ssd_read=read, ssd_write=write, mixed=min(found["mixed"] for found, _ in tried))
     each = f"read {read / GB:.1f}, write {write / GB:.1f} GB/s" + f", {rates.mixed:.2f} of it both at once"
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({tried[0][1]})")
-
-
-def existing(folder: str | Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.exists())
 
 
 def drive(folder: str | Path) -> int:

@@ -12,6 +12,11 @@ from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
 GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 19 B of DRAM
+SLOTS = (
+    (2, 2),
+    (2, 1),
+    (1, 1),
+)  # for weights, for gradients on their way out: where blocks are large one waits, but fits
 LATE_TOKENS = 12_000  # from here on a step has time to write the moments apart from the weights
 
 
@@ -63,19 +68,15 @@ def simple_plan(
     gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
     weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
-    for window, out_slots in (
-        (2, 2),
-        (2, 1),
-        (1, 1),
-    ):  # one slot where blocks are large: it waits, but trains
+    for window, out_slots in SLOTS:
         for tokens, n_micro in batch_tokens:
             apart = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
             late = ("host",) if apart else ()
             for x in inputs:
                 low = UnitPlan(weights, state, x=x)
                 units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
-                plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, window, record=record)
-                plan = replace(plan, out_slots=out_slots)
+                slots = dict(window=window, out_slots=out_slots)
+                plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, record=record, **slots)
                 if fits(geo, plan, limits):
                     return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
     raise DoesNotFit(_why_not(geo, plan, limits))

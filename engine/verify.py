@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trireme.models.config import InputError
 from trireme.storage.checkpoint import INDEX, Source, companions, open_source
-from trireme.storage.files import StoreError
+from trireme.storage.files import StoreError, existing
 
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "config.yaml", "trace.json")
 
@@ -22,7 +22,7 @@ def check_free(out: Path, source: Path) -> None:
         raise InputError(f"--out {out} is the checkpoint itself. Name another folder.")
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file. Name a folder.")
-    place = next(p for p in (out, *out.absolute().parents) if p.exists())
+    place = existing(out)
     if not place.is_dir():
         raise InputError(f"--out {out}: {place} is a file. Name a folder.")
     if not os.access(place, os.W_OK | os.X_OK):

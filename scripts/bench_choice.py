@@ -12,14 +12,13 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import bench_step
-from bench_plan import run
+from bench_plan import folders, leave, run, run_arguments
 from bench_step import MODELS
 
 from trireme.engine.choose import LEANS, choose, front, swapped
@@ -229,28 +228,19 @@ def picture(rows: list[dict], title: str) -> str:
 
 def main(argv: list[str]) -> int:
     a = arguments(argv)
-    keep = Path(a.keep or tempfile.mkdtemp())
-    keep.mkdir(parents=True, exist_ok=True)
-    if a.store:
-        Path(a.store).mkdir(parents=True, exist_ok=True)
+    keep = folders(a)
     rows = brute(a, keep) if a.what == "brute" else sweep(a, keep)
     if not rows:
         sys.exit("error: nothing fits, or nothing could be run")
     if a.what == "sweep":
         (keep / "sweep.svg").write_text(picture(rows, f"{a.model}, {a.box if a.measure else a.assume}"))
-    (keep / f"{a.what}.json").write_text(json.dumps(rows, indent=1))
-    print(f"written to {keep}")
+    leave(rows, a.what, keep)
     return 0
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("what", choices=("brute", "sweep"))
-    p.add_argument("--store", help="a folder on the SSD, for the runs that need one")
-    p.add_argument("--keep", help="a folder for the results; default: a temporary one")
-    p.add_argument("--only", type=lambda t: {int(i) for i in t.split(",")}, help="numbers of brute's lines, from 0")
-    p.add_argument("--limit", type=float, default=150, help="seconds that a run may take")
-    p.add_argument("--minutes", type=float, default=9, help="no run is begun that would end later")
+    p = run_arguments(("brute", "sweep"))
+    p.description = __doc__.splitlines()[0]
     p.add_argument("--model", choices=MODELS, default="gpt3-13b")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--sequences", type=lambda t: [int(i) for i in t.split(",")], default=[32, 64, 80])

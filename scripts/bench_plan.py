@@ -138,12 +138,35 @@ def grid(a: argparse.Namespace, keep: Path) -> list[dict]:
     return rows
 
 
+def folders(a: argparse.Namespace) -> Path:
+    """Makes the folders that the arguments name; the one for the results."""
+    keep = Path(a.keep or tempfile.mkdtemp())
+    for folder in filter(None, (keep, a.store)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return keep
+
+
+def leave(rows: list[dict], what: str, keep: Path) -> None:
+    """Writes the results as JSON and says where."""
+    (keep / f"{what}.json").write_text(json.dumps(rows, indent=1))
+    print(f"written to {keep}")
+
+
+def run_arguments(kinds: tuple[str, ...]) -> argparse.ArgumentParser:
+    """A parser with what every benchmark of many runs is told."""
+    p = argparse.ArgumentParser()
+    p.add_argument("what", choices=kinds)
+    p.add_argument("--store", help="a folder on the SSD, for the runs that need one")
+    p.add_argument("--keep", help="a folder for the results; default: a temporary one")
+    p.add_argument("--only", type=lambda t: {int(i) for i in t.split(",")}, help="numbers of lines, from 0: 0,3,5")
+    p.add_argument("--limit", type=float, default=150, help="seconds that a run may take")
+    p.add_argument("--minutes", type=float, default=9, help="no run goes on for longer than this in all")
+    return p
+
+
 def main(argv: list[str]) -> int:
     a = arguments(argv)
-    keep = Path(a.keep or tempfile.mkdtemp())
-    keep.mkdir(parents=True, exist_ok=True)
-    if a.store:
-        Path(a.store).mkdir(parents=True, exist_ok=True)
+    keep = folders(a)
     if a.what == "grid":
         rows = grid(a, keep)
     else:
@@ -152,20 +175,14 @@ def main(argv: list[str]) -> int:
     if not rows:
         sys.exit("error: nothing to compare. Results need the plan that bench_step.py --json writes.")
     print("\n" + verdict(rows))
-    (keep / f"{a.what}.json").write_text(json.dumps(rows, indent=1))
-    print(f"written to {keep}")
+    leave(rows, a.what, keep)
     return 0
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("what", choices=("grid", "compare"))
+    p = run_arguments(("grid", "compare"))
+    p.description = __doc__.splitlines()[0]
     p.add_argument("files", nargs="*", help="for compare: results of bench_step.py --json, or folders of them")
-    p.add_argument("--store", help="a folder on the SSD, for the runs that need one")
-    p.add_argument("--keep", help="a folder for the results; default: a temporary one")
-    p.add_argument("--only", type=lambda t: {int(i) for i in t.split(",")}, help="numbers of lines, from 0: 0,3,5")
-    p.add_argument("--limit", type=float, default=150, help="seconds that a run may take")
-    p.add_argument("--minutes", type=float, default=9, help="no run goes on for longer than this in all")
     p.add_argument("--more", default="", help="further words for each run")
     return p.parse_args(argv)
 

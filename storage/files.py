@@ -88,3 +88,8 @@ def lock_folder(path: Path, stack: ExitStack) -> None:
         raise StoreError(e.errno, f"is in use by process {owner}", str(path)) from e
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
+
+
+def existing(folder: str | Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.exists())

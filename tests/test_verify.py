@@ -1,12 +1,16 @@
 """The output folder: refused before the run where it must not be written, compared with its source after it."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from trireme.engine import demo
+from trireme.engine import job as jobs
+from trireme.engine.options import Options
+from trireme.engine.plan import DoesNotFit
 from trireme.engine.verify import check_free, reopen
 from trireme.models.config import InputError
 from trireme.storage.checkpoint import export, open_source
@@ -85,3 +89,22 @@ def test_a_companion_that_differs_is_named(source, tmp_path):
         file.write(" ")
     with pytest.raises(StoreError, match="tokenizer.json is not the one of"):
         reopen(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "free, ram, option", [(1 << 30, 1 << 30, ""), (9, 1 << 30, "--out"), (4 << 20, 7 << 20, "--store")]
+)
+def test_a_drive_without_room_is_refused_before_the_start(tmp_path, monkeypatch, free, ram, option):
+    """The export always, and the state where it lives there."""
+    demo.make_text(tmp_path / "text.txt", 20, seed=1)
+    demo.make_checkpoint(tmp_path / "checkpoint", tmp_path / "text.txt", seed=1)
+    job = jobs.prepare(Options(
+        model=str(tmp_path / "checkpoint"), data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "out"), seq_len=64,
+        batch_size=4, gpu_memory=16 << 20 if ram < 1 << 30 else 1 << 30, ram=ram, device="cpu",
+    ))  # fmt: skip
+    assert job.plan.uses("ssd") == (option == "--store")
+    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    if not option:
+        return jobs.check_room(job)
+    with pytest.raises(DoesNotFit, match=f"name another drive with .*{option}"):
+        jobs.check_room(job)
