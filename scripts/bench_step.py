@@ -33,7 +33,7 @@ from trireme.engine.machine import at_shape, choose_device, matmul_rate, memory_
 from trireme.engine.memory import DTYPE, flat, views
 from trireme.engine.optimizer import AdamW
 from trireme.engine.options import size
-from trireme.engine.plan import DoesNotFit, Plan, usage
+from trireme.engine.plan import DoesNotFit, Geometry, Plan, usage
 from trireme.engine.predict import Batch, predict
 from trireme.engine.probe import drive_rates, processor_rates
 from trireme.engine.rates import CODE, Machine, Rates, rates_of
@@ -43,6 +43,7 @@ from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
+from trireme.storage.layout import sequential
 from trireme.storage.scratch import Scratch
 from trireme.storage.shards import Store
 
@@ -69,7 +70,7 @@ MODELS = {
     "gpt3-13b": gpt3(5120, 40, 40),
     "gpt3-175b": gpt3(12288, 96, 96),
 }
-SWITCHES = ("overlap", "prefetch", "vertical", "pinning")
+SWITCHES = ("overlap", "prefetch", "vertical", "split", "pinning")
 
 
 # ---------------------------------------------------------------- the machine's ceilings
@@ -79,7 +80,7 @@ def measure_rates(cfg: ModelConfig, device: torch.device, dtype: str, seq: int, 
     """The ceilings of this machine, each alone, as a run's own probe finds them, before the engine takes its memory."""
     found = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
     if store is not None:
-        found |= drive_rates(Path(store), 2.0, 2 << 30)
+        found |= drive_rates(Path(store))
     return at_shape(Machine(str(device), 0, 0, rates_of(found)), cfg, seq, dtype, device).rates
 
 
@@ -172,6 +173,21 @@ def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], rates: Ra
     return replace(plan, window=1) if "prefetch" in a.off else plan
 
 
+def without_split_master() -> None:
+    """Makes every record of state carry a whole fp32 master, as other trainers' do: its high halves too.
+
+    For the comparison only: they travel and take room, and the update goes on using the copy that is computed with.
+    """
+    parts = Geometry.state_parts
+
+    def state_parts(geo: Geometry, n: int):
+        found = parts(geo, n)
+        first, low = found["low"]
+        return found | {"high": (first + low.span, sequential([("high", "I16", (n,))]))}
+
+    Geometry.state_parts = state_parts
+
+
 # ---------------------------------------------------------------- the run
 
 
@@ -224,6 +240,8 @@ def main(argv: list[str]) -> int:
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.bf16 else "F32"
     cfg = MODELS[a.model]
+    if "split" in a.off and dtype == "BF16":
+        without_split_master()
     limits = memory_limits(device, a.gpu_memory, a.ram)
     at_start = memory_in_use(device)[1]
     if a.store:
