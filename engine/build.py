@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from trireme.engine.activations import ActivationSwap
+from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Memory, Slot
@@ -43,8 +44,9 @@ def build(
     rings = homes.rings("gpu", "weight ring"), homes.rings("host", "weight ring")
     weights = WeightStream(geo, plan, homes, lanes, *rings)
     swap = ActivationSwap(geo, plan, homes, lanes, scratch)
-    optimizer = Optimizer(geo, plan, homes, weights, lanes, memory, adamw or AdamW())
-    return Engine(cfg, geo, plan, lanes, memory, homes, weights, swap, optimizer, store)
+    gradients = Gradients(geo, plan, homes, lanes)
+    optimizer = Optimizer(geo, plan, homes, weights, gradients, lanes, adamw or AdamW())
+    return Engine(cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer, store)
 
 
 def _poison(lanes, slot: Slot) -> Task:

@@ -67,16 +67,6 @@ class Homes:
         """Rings by size class."""
         return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", "embed", "head", "ends")}
 
-    def gradient_rings(self):
-        """Rings: accumulators, rounded gradients, their landing places in RAM; records from the SSD, and on the GPU."""
-        return (
-            self.rings("gpu", "gradient"),
-            self.rings("gpu", "gradient out"),
-            self.rings("host", "gradient"),
-            self.ring("host", "state ring"),
-            self.ring("gpu", "stream ring"),
-        )
-
     def _split_records(self, u: int, buffer: Tensor | None) -> list[Tensor | None]:
         parts, start = [], 0
         for a, b in self.geo.records(u, self.plan.record):

@@ -1,9 +1,8 @@
 """Out-of-core AdamW, hidden under the GPU's work (Fuyou, section 4.3), with exact global-norm clipping.
 
-A unit's gradient leaves the GPU once a step, in the compute dtype, and waits in a host slot; it never touches the SSD.
-An update runs on the CPU, record by record: read i+1, update i, write i-1 follow from three lanes that each work first
-in, first out. Units whose state is on the GPU are updated there; so are some whose state is in RAM, streamed there and
-back, since PCIe and the CPU's memory together are faster than either. When:
+An update runs on the CPU, from a gradient that waits in RAM, record by record: read i+1, update i, write i-1 follow
+from three lanes that each work first in, first out. Units whose state is on the GPU are updated there; so are some
+whose state is in RAM, streamed there and back, since PCIe and the CPU's memory together are faster than either. When:
 
 - `forward`: all updates wait until backward has ended and the global norm is known; each runs just ahead of its unit's
   next forward. Clipping is exact, and nothing is serial. But forward is a quarter of a step, and in it the updates of
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Slot, flat, views
@@ -63,16 +63,15 @@ class StepStats:
 
 
 class Optimizer:
-    """Owns gradients from the moment backward has made them until they are consumed."""
+    """Brings each unit's update and its turn together: when it may run, where, and what travels for it."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, weights: WeightStream, lanes, memory, adamw: AdamW):
-        self.geo, self.plan, self.homes, self.weights = geo, plan, homes, weights
-        self.lanes, self.device, self.adamw = lanes, memory.device, adamw
-        self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # layout of the accumulators
-        self.accumulators, self.outs, self.landings, self.state_ring, self.stream_ring = homes.gradient_rings()
+    def __init__(
+        self, geo: Geometry, plan: Plan, homes: Homes, weights: WeightStream, gradients: Gradients, lanes, adamw: AdamW
+    ):
+        self.geo, self.plan, self.homes, self.weights, self.gradients = geo, plan, homes, weights, gradients
+        self.lanes, self.device, self.adamw = lanes, lanes.device, adamw
+        self.state_ring, self.stream_ring = homes.ring("host", "state ring"), homes.ring("gpu", "stream ring")
         self.step, self.lr = 0, 0.0
-        self.holding: dict[int, Slot] = {}  # accumulators in use
-        self.landed: dict[int, tuple[Slot | None, Task]] = {}  # gradients that wait for their update
         self.written: dict[tuple[int, int], Task] = {}  # last write of each SSD-home record
         self.ahead: deque[tuple[int, int, Slot, Task]] = deque()  # records read before they are asked for
         order = range(geo.n_units) if plan.mode != "backward" else reversed(range(geo.n_units))
@@ -83,62 +82,25 @@ class Optimizer:
         self.norm_known: tuple[Task, ...] = ()  # what updates wait for where they are clipped
         self.cursor = 0  # next of record_order to be read ahead
         self.readable = len(self.record_order)  # how many may be read by now: what has late moments, when they are due
-        self.sums = self.stats = self.clip = self.clip_host = None
+        self.stats = self.clip = self.clip_host = None
         if not lanes.simulated:
-            self.sums = torch.zeros(geo.n_units, dtype=torch.float32, device=self.device)
             self.stats = torch.zeros(3, dtype=torch.float64, device=self.device)
             self.clip = torch.ones(1, dtype=torch.float32, device=self.device)
             self.clip_host = torch.ones(1, dtype=torch.float32)
         self.workers = None if lanes.simulated else Workers()
 
-    # ------------------------------------------------ gradients
+    # ------------------------------------------------ a step
 
     def begin(self, step: int, lr: float) -> None:
         """Opens the backward of step `step` (from 1) with its learning rate; what it updates uses these."""
-        assert not self.landed, "the last step's gradients are not consumed"
+        assert not self.gradients.landed, "the last step's gradients are not consumed"
         self._update_moments(self.geo.head - MOMENTS_AHEAD)
         self.step, self.lr = step, lr
 
-    def gradient(self, u: int) -> tuple[dict[str, Tensor], Task]:
-        """The zeroed gradient of unit u by tensor name, to be added to, and the task that zeroes it."""
-        if u not in self.holding:
-            slot = self.accumulators[self.geo.size_class(u)].acquire(self.geo.names[u])
-            nbytes = self.wide[u].span
-            task = self.lanes.run(
-                "compute", f"zero {self.geo.names[u]}", lambda: slot.buffer[:nbytes].zero_(), slot.ready, nbytes=nbytes
-            )
-            self.holding[u] = slot
-            slot.ready = (task,)
-        slot = self.holding[u]
-        return {} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready[0]
-
     def finish(self, u: int, after: Task) -> None:
-        """Unit u's gradient is complete: takes its norm, rounds it, and sends it to where its update runs."""
+        """Unit u's gradient is complete: sends it on its way; in mode `backward` its update follows."""
         self._update_moments(u - 1 - MOMENTS_AHEAD)
-        accumulator, kind = self.holding.pop(u), self.geo.size_class(u)
-        name, n, nbytes = self.geo.names[u], self.geo.numel[u], self.geo.weights[u].span
-        on_gpu = self.plan.units[u].state == "gpu"
-        out_slot = None if on_gpu else self.outs[kind].acquire(name)
-        out = self.homes.gradients[u] if on_gpu else out_slot.buffer
-
-        def finish():
-            wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, n)
-            self.sums[u] = ops.grad_finish(wide, out=flat(out, self.geo.dtype, n))[0]
-
-        before = (after, *(out_slot.ready if out_slot else ()))
-        task = self.lanes.run("compute", f"finish {name}", finish, before, nbytes=3 * nbytes)
-        accumulator.ring.release(accumulator, (task,))
-        if on_gpu:
-            self.landed[u] = (None, task)
-        else:
-            host = self.landings[kind].acquire(name)
-
-            def land():
-                host.buffer[:nbytes].copy_(out[:nbytes], non_blocking=True)
-
-            landed = self.lanes.run("d2h", f"gradient {name}", land, (task, *host.ready), nbytes=nbytes)
-            out_slot.ring.release(out_slot, (landed,))
-            self.landed[u] = (host, landed)
+        self.gradients.finish(u, after)
         if self.plan.mode == "backward":
             self.update(u)
             self.weights.settle()  # its next forward is far off
@@ -148,7 +110,7 @@ class Optimizer:
         limit = self.adamw.max_grad_norm
 
         def conclude():
-            norm = self.sums.double().sum().sqrt()
+            norm = self.gradients.norm()
             self.stats[0] = sum(part.double().sum() for part in losses) / trained
             self.stats[1] = norm
             self.stats[2] = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit else 1.0
@@ -166,20 +128,13 @@ class Optimizer:
             self.clip_host = torch.tensor([clip], dtype=torch.float32)  # the last one may still be in use
         return StepStats(loss, norm, clip)
 
-    def discard(self) -> None:
-        """Drops the gradients that wait for their update: the step is skipped, and nothing of it is applied."""
-        for slot, task in self.landed.values():
-            if slot is not None:
-                slot.ring.release(slot, (task,))
-        self.landed.clear()
-
     # ------------------------------------------------ updates
 
     def update(self, u: int) -> None:
         """Hands over unit u's update, if one is due, and publishes its new weights."""
-        if u not in self.landed:
+        if u not in self.gradients.landed:
             return
-        slot, landed = self.landed.pop(u)
+        slot, landed = self.gradients.landed.pop(u)
         if self.plan.units[u].state == "gpu":
             self._update_on_gpu(u, landed)
             return
@@ -220,7 +175,7 @@ class Optimizer:
         host slot on their way, so what lies behind such a unit waits for its turn.
         """
         for u, unit in enumerate(self.plan.units):
-            if u in self.landed and unit.weights == "ssd":
+            if u in self.gradients.landed and unit.weights == "ssd":
                 return
             if unit.weights == "host" and unit.update == "cpu":
                 self.update(u)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trireme.engine.activations import ActivationSwap, Here
+from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Memory, Slot, flat, views
@@ -50,6 +51,7 @@ class Engine:
     homes: Homes
     weights: WeightStream
     activations: ActivationSwap
+    gradients: Gradients
     optimizer: Optimizer
     store: object = None
 
@@ -147,7 +149,7 @@ def _turn(e: Engine, batch: Sequence[Inputs], scale: float | None) -> tuple[list
     losses: list[Tensor] = []
     dx: list[Dx] = []
     held = {v: e.weights.get(v) for v in ((u, 0) if tied else (u,))}
-    grads = {v: e.optimizer.gradient(v) for v in held} if train else {}
+    grads = {v: e.gradients.get(v) for v in held} if train else {}
     for b, mb in enumerate(batch):
         x = e.activations.get(u, b, "x")
         slot = e.activations.dx_ring.acquire(f"dx {b}") if train else None
@@ -196,7 +198,7 @@ def _down(e: Engine, batch: Sequence[Inputs], dx: list[Dx]) -> None:
         if b == 0:
             for v in range(u, max(0, u - ahead - 1), -1):
                 e.weights.prefetch(v)
-            w, (grads, zeroed) = e.weights.get(u), e.optimizer.gradient(u)
+            w, (grads, zeroed) = e.weights.get(u), e.gradients.get(u)
         if i + reach < len(order):
             _fetch(e, *order[i + reach], batch[order[i + reach][1]])
         dx[b] = _block_down(e, u, b, w, grads, zeroed, batch[b], dx[b])
@@ -235,7 +237,7 @@ def _block_down(e: Engine, u: int, b: int, w: Held, grads, zeroed: Task, mb: Inp
 
 
 def _embed_down(e: Engine, batch: Sequence[Inputs], dx: list[Dx]) -> None:
-    grads, zeroed = e.optimizer.gradient(0)
+    grads, zeroed = e.gradients.get(0)
     for mb, dy in zip(batch, dx, strict=True):
 
         def backward(mb=mb, dy=dy):

@@ -225,7 +225,7 @@ class Run:
 
     def _diverged(self, stats: StepStats) -> None:
         """A step that is not a number is not applied; with updates that run under backward only a snapshot helps."""
-        self.e.optimizer.discard()
+        self.e.gradients.discard()
         raise Diverged(
             f"step {self.step + 1}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of this step was "
             f"saved; snapshot {self.saved_step} stands. Lower --lr, or look at the data of this step."

@@ -22,7 +22,7 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
         if e.plan.units[u].saved
         else {}
     )
-    block, wide = model.block(cfg), e.optimizer.wide
+    block, wide = model.block(cfg), e.gradients.wide
     for b, mb in enumerate(batch):
         head.embed_forward(cfg, w[0], mb.ids, mb.rows, x(1, b))
     for u in range(1, geo.head):
@@ -32,7 +32,7 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
     sums = torch.zeros(geo.n_units, device=e.memory.device)
 
     def gradient(u: int):
-        buffer = e.optimizer.accumulators[geo.size_class(u)].slots[0].buffer
+        buffer = e.gradients.accumulators[geo.size_class(u)].slots[0].buffer
         buffer.zero_()
         return buffer, model.weights(cfg, u, views(wide[u], buffer))
 

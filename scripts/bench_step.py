@@ -230,7 +230,7 @@ def _horizontal(e: Engine, batch, tables, device, step: int, lr: float):
     for k, mb in enumerate(batch):
         stats = train_step(e, [inputs(e.cfg, mb, tables, device)], step, lr)
         if k + 1 < len(batch):
-            e.optimizer.discard()
+            e.gradients.discard()
     return stats
 
 
