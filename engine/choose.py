@@ -54,12 +54,13 @@ def choose(
     seq_len: int,
     like: Plan | None = None,
     leans: Sequence[Lean] = LEANS,
+    trained: float = 1.0,
     **rule,
 ) -> Choice:
     """The fastest of the variants of simple_plan(cfg, limits, **rule). Deterministic. Raises DoesNotFit.
 
-    `like`: the plan of a run that has begun. Where updates run then stays as it is, if that fits. `leans`: fewer of
-    them are quicker.
+    `seq_len`: tokens of a usual document. `like`: the plan of a run that has begun. Where updates run then stays as it
+    is, if that fits. `leans`: fewer of them are quicker. `trained`: share of the tokens whose label counts.
     """
     first, drive = simple_plan(cfg, limits, **rule), rates.ssd_read and rates.ssd_write
     if first.uses("ssd") and not drive:
@@ -68,14 +69,14 @@ def choose(
             "is no drive for the rest."
         )
     geo = Geometry(cfg, first.dtype, first.adam_bits)
-    judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro))  # noqa: E731
+    judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))  # noqa: E731
     before = judge(first)
     plans = dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))
     plans, judged = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
     if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
         plans, judged = alike, {alike[0]: judge(alike[0])}
     per_token = lambda plan, seconds: seconds / (plan.tokens * plan.n_micro)  # noqa: E731
-    floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len).values()))  # noqa: E731
+    floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))  # noqa: E731
     taken = lambda plan: per_token(plan, judged[plan].step_s)  # noqa: E731
     most = UNITS_SIMULATED // geo.n_units
     for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans) if plan not in judged)[:most]:
@@ -184,12 +185,12 @@ def swapped(plan: Plan, n: int, names: Sequence[str], k: int, everything: Sequen
 # ---------------------------------------------------------------- a floor in closed form
 
 
-def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int) -> dict[str, float]:
+def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float = 1.0) -> dict[str, float]:
     """Seconds that each resource needs at least for a step of this plan, if it were never kept waiting.
 
     `turn`: where updates wait for the norm, all of them lie between one backward and the next, beside forward alone.
     """
-    seconds = unit_seconds(geo.cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro))
+    seconds = unit_seconds(geo.cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))
     forward = plan.n_micro * sum(s for name, s in seconds.items() if name.startswith("forward"))
     compute = plan.n_micro * sum(seconds.values())
     up = down = state_up = state_down = read = written = 0

@@ -7,6 +7,7 @@ as predicted, the lane's rates are halved. The step that is measured trains, as 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from trireme.engine.choose import Choice, choose, pinned
@@ -15,32 +16,35 @@ from trireme.engine.lanes import Span, busy
 from trireme.engine.predict import Batch, Prediction, predict
 from trireme.engine.rates import COMPUTATION, Rates
 
-BY_LANE = {  # what a lane's tasks are timed by
-    "compute": COMPUTATION,
+TIMED_BY = {  # rates by which the tasks of each kind are timed
+    **{kind: (kind,) for kind in COMPUTATION},
     "h2d": ("h2d",),
     "d2h": ("d2h",),
     "cpu": ("adam", "dram"),
     "ssd": ("ssd_read", "ssd_write"),
 }
-SHARE = 0.05  # of a step: lanes that work less than that say nothing
+SHARE = 0.05  # of a step: a lane that works less than that says nothing
 WORTH = 0.9  # of a step: what another plan must come down to
 
 
 def measured(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds that each of BY_LANE was at work. The drive is, while any request to it is in flight."""
-    found, end = busy(spans), 0.0
-    found["ssd"] = 0.0
+    """Seconds that each of TIMED_BY was at work. The drive is, while any request to it is in flight."""
+    found, end = Counter(busy(spans)), 0.0
+    for span in spans:
+        if span.lane == "compute":
+            found[span.name.split()[0]] += span.end - span.start
     for span in sorted((s for s in spans if s.lane in ("ssd_read", "ssd_write")), key=lambda s: s.start):
         found["ssd"] += max(0.0, span.end - max(end, span.start))
         end = max(end, span.end)
-    return {lane: found.get(lane, 0.0) for lane in BY_LANE}
+    return {kind: found[kind] for kind in TIMED_BY}
 
 
 def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
-    """The rates by which `found`, the prediction of a step of `seconds`, would have had each lane's measured time."""
-    for lane, took in measured(spans).items():
-        if min(took, found.busy[lane]) > SHARE * seconds:
-            rates = rates.times(found.busy[lane] / took, BY_LANE[lane])
+    """The rates by which `found`, the prediction of a step of `seconds`, would have had each kind's measured time."""
+    said = measured(found.spans) | {"ssd": found.busy["ssd"]}
+    for kind, took in measured(spans).items():
+        if min(took, said[kind]) > (0 if kind in COMPUTATION else SHARE * seconds):
+            rates = rates.times(said[kind] / took, TIMED_BY[kind])
     return rates
 
 
@@ -53,8 +57,10 @@ def better(job: Job, steps: int) -> Choice | None:
         return None
     p, rates = job.plan, job.machine.rates
     rule = dict(dtype=p.dtype, mode=p.mode, record=p.record, adam_bits=p.adam_bits)
-    choice = choose(job.cfg, job.limits, rates, job.seq_len, p, batch_tokens=[(p.tokens, p.n_micro)], **rule)
-    now = predict(job.cfg, p, rates, Batch(p.tokens, job.seq_len, p.n_micro)).step_s
+    document, trained = job.data.document, job.data.trained
+    rule |= dict(batch_tokens=[(p.tokens, p.n_micro)], trained=trained)
+    choice = choose(job.cfg, job.limits, rates, document, p, **rule)
+    now = predict(job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained)).step_s
     move = 14 * job.parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)
     worth = choice.found.step_s < WORTH * now and steps * (now - choice.found.step_s) > 2 * move
     needs_room = choice.plan.uses("ssd") and not p.uses("ssd")  # which nobody has set aside

@@ -91,6 +91,18 @@ class Dataset:
         return int(self.pieces["length"].sum())
 
     @property
+    def document(self) -> int:
+        """Tokens of a usual document: in one of this length a token attends to as many as it does here on average."""
+        lengths = self.pieces["length"].astype(float)
+        return round((lengths**2).sum() / lengths.sum())
+
+    @property
+    def trained(self) -> float:
+        """Share of the tokens that are learned, before anything is cut."""
+        rows = self.report.rows
+        return float(rows["trained"].sum() / rows["length"].sum())
+
+    @property
     def fingerprint(self) -> str:
         """Of all that decides every step: equal fingerprints give equal micro-batches."""
         keys = "".join(file.meta["key"] for file in self.files)

@@ -49,6 +49,7 @@ class Forecast:
     keep: int = 1  # snapshots kept beside the best
     used: float = 1.0  # share of a sequence's room that holds tokens
     document: int = 0  # tokens of a usual document in a sequence; 0: it fills the sequence
+    trained: float = 1.0  # share of the tokens whose label counts
     cuda: bool = True  # else both tiers are RAM
     bits_open: bool = True  # whether --adam-bits may still be chosen
 
@@ -72,11 +73,15 @@ class Forecast:
             *(f"faster   {line}" for line in self.faster_lines(found)),
         ]
 
+    @property
+    def batch(self) -> Batch:
+        """What a usual step computes on."""
+        n_micro = min(self.plan.n_micro, math.ceil(self.sequences * self.seq_len / self.plan.tokens))
+        return Batch(math.ceil(self.tokens / n_micro), self.document or self.seq_len, n_micro, self.trained)
+
     def predict(self) -> Prediction:
         """The steady state of this plan on this machine."""
-        n_micro = min(self.plan.n_micro, math.ceil(self.sequences * self.seq_len / self.plan.tokens))
-        batch = Batch(math.ceil(self.tokens / n_micro), self.document or self.seq_len, n_micro)
-        return predict(self.cfg, self.plan, self.machine.rates, batch)
+        return predict(self.cfg, self.plan, self.machine.rates, self.batch)
 
     # ------------------------------------------------ memory and disk
 
@@ -217,7 +222,8 @@ class Forecast:
             batch_tokens=[(p.tokens, n_micro or p.n_micro)], dtype=p.dtype, mode=p.mode, record=p.record,
             adam_bits=adam_bits or p.adam_bits,
         )  # fmt: skip
-        choice = choose(self.cfg, limits, self.machine.rates, self.seq_len, leans=LEANS[:SHORT], **rule)
+        usual = dict(seq_len=self.batch.seq_len, trained=self.trained)
+        choice = choose(self.cfg, limits, self.machine.rates, leans=LEANS[:SHORT], **usual, **rule)
         return replace(self, plan=choice.plan, limits=limits)
 
 

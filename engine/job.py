@@ -8,13 +8,12 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
-from trireme.engine.machine import at_shape, choose_device, drive, memory_limits, this_machine, with_drives
+from trireme.engine.machine import as_planned, choose_device, drive, memory_limits, this_machine, with_drives
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit, Plan
@@ -84,18 +83,26 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
     machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
-    plan, because, machine = _plan(options, cfg, seq_len, dtype, device, limits, machine, like)
-    if not assumed:
-        machine = at_shape(machine, cfg, seq_len, dtype, device)
+    rule = _rule(options, cfg, seq_len, dtype, device, limits, like)
+    plan = _first_plan(options, cfg, seq_len, limits, machine, rule)
+    because = (f"read from {options.plan}",) if options.plan else ()
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
+    if device.type == "cuda" and not options.plan:
+        if plan.uses("ssd") and not assumed:
+            machine = with_drives(machine, options.store or (options.out,))
+        begun = Plan.of(like["plan"]) if like and "plan" in like else None
+        begun = begun if begun and begun.mode == plan.mode else None
+        choice = choose(cfg, limits, machine.rates, data.document, begun, trained=data.trained, **rule)
+        plan, because = choice.plan, choice.because
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
-    return Job(
+    job = Job(
         options, cfg, source, stored, tokenizer, data, device, plan, because, limits, machine, seq_len,
         micro_rows=plan.tokens // seq_len,
         total_steps=options.max_steps or max(1, math.ceil(per_epoch * epochs)),
         lr=options.lr or (2e-5 if shapes.parameters(cfg) < SMALL else 1e-5),
     )  # fmt: skip
+    return replace(job, machine=as_planned(machine, cfg, plan, forecast(job).batch, device))
 
 
 def _assumed(options: Options) -> Machine | None:
@@ -115,12 +122,10 @@ def _assumed(options: Options) -> Machine | None:
 def forecast(job: Job) -> Forecast:
     """What the run will take."""
     rows = min(job.options.batch_size, job.data.n_sequences)
-    lengths = np.minimum(job.data.report.rows["length"].astype(float), job.seq_len)
-    document = round((lengths**2).sum() / lengths.sum())  # of this length a token attends to as many as on average
     return Forecast(
         job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
-        used=job.data.report.used, document=document, cuda=job.device.type == "cuda",
-        bits_open=job.options.resume is None,
+        used=job.data.report.used, document=job.data.document, trained=job.data.trained,
+        cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
     )  # fmt: skip
 
 
@@ -171,15 +176,8 @@ def cut(job: Job) -> dict:
     return {key: getattr(p, key) for key in keys} | {"rows": job.micro_rows, "plan": asdict(p)}
 
 
-def _plan(
-    options: Options, cfg, seq_len: int, dtype: str, device, limits, machine: Machine, like: dict | None
-) -> tuple[Plan, tuple[str, ...], Machine]:
-    """(plan, why it is what it is, the machine, with its drives measured where the plan uses them)."""
-    if options.plan:
-        plan = Plan.load(Path(options.plan))
-        if len(plan.units) != cfg.n_units or plan.tokens % seq_len:
-            raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
-        return plan, (f"read from {options.plan}",), machine
+def _rule(options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, limits, like: dict | None) -> dict:
+    """What simple_plan is told."""
     if like is None:
         most = max(1, MICRO_TOKENS[device.type] // seq_len)
         if options.micro_batch == "auto":
@@ -196,18 +194,21 @@ def _plan(
     if mode == "backward" and options.max_grad_norm:
         raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
     bits = like["adam_bits"] if like else options.adam_bits
-    cuda = device.type == "cuda"
-    rule = dict(batch_tokens=candidates, dtype=dtype, mode=mode, record=record, adam_bits=bits, on_cuda=cuda)
+    on_cuda = device.type == "cuda"
+    return dict(batch_tokens=candidates, dtype=dtype, mode=mode, record=record, adam_bits=bits, on_cuda=on_cuda)
+
+
+def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machine: Machine, rule: dict) -> Plan:
+    """The plan that was given, or the plain rule's: what cannot fit is refused before the data are read."""
+    if options.plan:
+        plan = Plan.load(Path(options.plan))
+        if len(plan.units) != cfg.n_units or plan.tokens % seq_len:
+            raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
+        return plan
     plan = simple_plan(cfg, limits, **rule)
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
-    if not cuda:
-        return plan, (), machine
-    if plan.uses("ssd") and not options.assume:
-        machine = with_drives(machine, options.store or (options.out,))
-    begun = Plan.of(like["plan"]) if like and "plan" in like else None
-    choice = choose(cfg, limits, machine.rates, seq_len, begun if begun and begun.mode == mode else None, **rule)
-    return choice.plan, choice.because, machine
+    return plan
 
 
 def record_size(parameters: int, ram: int) -> int:

@@ -14,14 +14,15 @@ import torch
 from trireme.engine import probe
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan, UnitPlan
-from trireme.engine.predict import Batch, unit_seconds
-from trireme.engine.rates import CODE, COMPUTATION, DRIVES, GB, Machine, rates_of
+from trireme.engine.predict import PASSES, Batch, unit_seconds
+from trireme.engine.rates import CODE, DRIVES, GB, Machine, rates_of
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.files import existing
 
 RAM_SHARE = 0.85  # of what this process may use
-BLOCK_TOKENS = 512  # on which a block is timed
+TRIED_SECONDS, TRIED_TOKENS = 1.0, 512  # of a block on which it is timed: about so long, but so many tokens
+TRIED_VOCAB, TRIED_GRADIENT = 1 << 14, 1 << 24  # most rows of the output matrix, and parameters, that are timed
 GPU_RESERVE = 512 << 20  # bytes for kernels loaded late, library workspaces and fragmentation
 
 
@@ -121,19 +122,54 @@ def this_machine(device: torch.device, dtype: str, limits: dict[str, int], folde
     return Machine(name, limits["gpu"], limits["host"], rates, room, drives=drives, how=how)
 
 
-def at_shape(machine: Machine, cfg: ModelConfig, seq_len: int, dtype: str, device: torch.device) -> Machine:
-    """The machine with what the CPU's computations reach on this model's blocks, one of which is timed.
+def as_planned(machine: Machine, cfg: ModelConfig, plan: Plan, batch: Batch, device: torch.device) -> Machine:
+    """The machine with what the CPU's computations reach in a step by this plan: blocks and the head are timed.
 
+    On a CPU all depends on shapes: how long documents are, how many labels count, what is saved, what its caches hold.
+    So what is timed is what is predicted: a micro-batch of usual documents, or a part of it where that takes long.
     Not on a GPU. For the moments of a test it holds a clock that it cannot hold in a run: on an H200 predictions by a
     timed block were 10 to 18 % too fast, those by the shares in rates.py within 7 %. The first steps correct them.
     """
     if device.type == "cuda":
         return machine
-    lengths = [seq_len] * max(1, BLOCK_TOKENS // seq_len)
-    name, plan = shapes.unit_names(cfg)[1], Plan((UnitPlan(),) * cfg.n_units, 1, 1, dtype)
-    known = unit_seconds(cfg, plan, machine.rates, Batch(sum(lengths), seq_len, 1))
-    share = (known[f"forward {name}"] + known[f"backward {name}"]) / probe.block_seconds(cfg, dtype, device, lengths)
-    return replace(machine, rates=machine.rates.times(share, COMPUTATION))
+    cfg = replace(cfg, vocab=min(cfg.vocab, TRIED_VOCAB))  # the loss takes as long as the vocabulary is large
+    batch, names = _tried(cfg, plan, machine, batch), shapes.unit_names(cfg)
+    known = unit_seconds(cfg, plan, machine.rates, batch)
+    n = min(TRIED_GRADIENT, max(shapes.parameters(cfg, u) for u in range(cfg.n_units)))
+    finish = 3 * 4 * n * PASSES["finish"] / machine.rates.copy
+    said = {"forward": 0.0, "backward": 0.0, "loss": known["loss"], "finish": finish}
+    took = said | {"loss": probe.loss_seconds(cfg, plan.dtype, device, batch.tokens, batch.learned),
+                   "finish": probe.finish_seconds(device, n)}  # fmt: skip
+    for kept, units in _alike(plan).items():
+        each = probe.block_seconds(cfg, plan.dtype, device, batch.lengths, kept)
+        for kind, seconds in zip(("forward", "backward"), each, strict=True):
+            said[kind] += len(units) * known[f"{kind} {names[units[0]]}"]
+            took[kind] += len(units) * seconds
+    shares = {kind: getattr(machine.rates, kind) * said[kind] / took[kind] for kind in said}
+    return replace(machine, rates=replace(machine.rates, **shares))
+
+
+def _tried(cfg: ModelConfig, plan: Plan, machine: Machine, batch: Batch) -> Batch:
+    """A micro-batch, or as much of it as a block should be through with in TRIED_SECONDS."""
+    seconds = unit_seconds(cfg, plan, machine.rates, batch)
+    name = shapes.unit_names(cfg)[1]
+    share = TRIED_SECONDS / (seconds[f"forward {name}"] + seconds[f"backward {name}"])
+    tokens = min(batch.tokens, max(TRIED_TOKENS, int(share * batch.tokens)))
+    return replace(batch, tokens=tokens, seq_len=min(batch.seq_len, tokens))
+
+
+def _alike(plan: Plan) -> dict[tuple[str, ...], list[int]]:
+    """What blocks save -> the blocks that save that."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for u, unit in enumerate(plan.units[1:-1], 1):
+        found.setdefault(tuple(name for name, _ in unit.saved), []).append(u)
+    return found
+
+
+def at_shape(machine: Machine, cfg: ModelConfig, seq_len: int, dtype: str, device: torch.device) -> Machine:
+    """As as_planned, of a plan that keeps nothing and documents that fill their sequences."""
+    batch = Batch(max(seq_len, TRIED_TOKENS), seq_len, 1)
+    return as_planned(machine, cfg, Plan((UnitPlan(),) * cfg.n_units, batch.tokens, 1, dtype), batch, device)
 
 
 def with_drives(machine: Machine, folders: Sequence[str]) -> Machine:

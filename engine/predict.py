@@ -51,20 +51,31 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step computes on: `n_micro` micro-batches of `tokens` in documents of `seq_len` tokens, all trained on."""
+    """What a step computes on: `n_micro` micro-batches of `tokens` in documents of `seq_len` tokens."""
 
     tokens: int
     seq_len: int
     n_micro: int
+    trained: float = 1.0  # share of the tokens whose label counts
+
+    @property
+    def learned(self) -> int:
+        """Labels of a micro-batch that count."""
+        return max(1, round(self.trained * self.tokens))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of a micro-batch's documents."""
+        whole, rest = divmod(self.tokens, self.seq_len)
+        return [self.seq_len] * whole + [rest] * (rest > 0)
 
     @property
     def total(self) -> int:
         return self.tokens * self.n_micro
 
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
-        whole, rest = divmod(self.tokens, self.seq_len)
-        pairs = shapes.attended_pairs([self.seq_len] * whole + [rest], cfg.window)
-        return [Inputs(None, None, None, None, self.tokens, self.tokens, pairs)] * self.n_micro
+        pairs = shapes.attended_pairs(self.lengths, cfg.window)
+        return [Inputs(None, None, None, None, self.tokens, self.learned, pairs)] * self.n_micro
 
 
 class PredictedLanes(SimulatedLanes):
@@ -173,12 +184,13 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Callable[[Task], float]:
     """A function from a task to its seconds when it has its resources to itself."""
     known = unit_seconds(cfg, plan, rates, batch)
+    passes = PASSES | {"finish": PASSES["finish"] / rates.finish}
 
     def duration(task: Task) -> float:
         kind = task.name.split()[0]
         if task.lane in ("compute", "update"):
             launches = KERNELS.get(kind, 1) * rates.launch
-            return launches + known.get(task.name, task.nbytes * PASSES.get(kind, 1.0) / rates.copy)
+            return launches + known.get(task.name, task.nbytes * passes.get(kind, 1.0) / rates.copy)
         if task.lane == "cpu":
             return rates.latency + task.nbytes / 28 / (rates.adam * BESIDE)
         return rates.latency + task.nbytes / getattr(rates, task.lane)
@@ -202,7 +214,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     known = {
         f"forward {names[0]}": 2 * row * cfg.width / rates.copy,
         f"backward {names[0]}": 7 * row * cfg.width / rates.copy,  # sorts the ids, adds in place
-        "loss": _loss_seconds(cfg, rates, N, row, gemm),
+        "loss": _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
     }
     # A weight's gradient is read, added to and written once for each micro-batch, in fp32 where there are several.
     summed = (8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]) * shapes.parameters(cfg, 1) / rates.copy
@@ -212,19 +224,19 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         again = bool(missing & {"attn_out", "lse"})
         once = shapes.forward_flops(cfg, u, N, pairs) - attended
         rebuilt = shapes.recompute_flops(cfg, kept, N, pairs) - again * attended
-        known[f"forward {names[u]}"] = once / gemm + forward_attention + small
+        known[f"forward {names[u]}"] = (once / gemm + forward_attention + small) / rates.forward
         known[f"backward {names[u]}"] = (
             (2 * once + rebuilt) / gemm
             + backward_attention
             + again * forward_attention
             + small * (3 if missing else 2)
             + summed
-        )
+        ) / rates.backward
     return known
 
 
-def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, row: int, gemm: float) -> float:
+def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> float:
     """Logits, their gradient and two products: five passes over the logits, and over the fp32 gradient each chunk."""
     chunks = -(-tokens // shapes.LOSS_CHUNK)
-    moved = 5 * row * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width
+    moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width
     return 3 * shapes.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy

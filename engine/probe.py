@@ -16,13 +16,16 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from trireme.engine.memory import DTYPE, Memory, flat, views
+from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
-from trireme.models import model, shapes
+from trireme.models import head, model, shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import make_rows, rope_tables
 from trireme.storage.aio import arena
@@ -33,6 +36,7 @@ from trireme.storage.scratch import Scratch
 VERSION = 2  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a request to a drive, requests of a kind in flight
 COPY = 256 << 20  # bytes of a copy to and from a GPU
+TURNS, SECONDS = 6, 1.5  # in which a computation is timed: at most so many; after so long no third begins
 
 
 def kept(identity: dict, measure: Callable[[], dict[str, float]]) -> tuple[dict[str, float], str]:
@@ -86,13 +90,13 @@ def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
         if device.type == "cuda":
             found |= _bus(device, update, n)
         else:
-            found |= {"h2d": found["copy"], "d2h": found["copy"], "dram": found["copy"]}
+            found |= {"h2d": found["copy"] / 2, "d2h": found["copy"] / 2, "dram": found["copy"]}
     return found | {"dram": max(found["dram"], 28 * found["adam"])}
 
 
 def _copy_rate(device: torch.device) -> float:
     """Bytes/s read plus written by a large copy within the device's memory."""
-    n = 256 << 20 if device.type == "cuda" else 16 << 20
+    n = 256 << 20 if device.type == "cuda" else 64 << 20  # more than caches hold
     a, b = (torch.ones(n, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * n / min(timed(lambda: b.copy_(a), device) for _ in range(3))
 
@@ -154,21 +158,51 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def block_seconds(cfg: ModelConfig, dtype: str, device: torch.device, lengths: Sequence[int]) -> float:
-    """Seconds of one block's forward, and its backward with everything recomputed, over documents of these lengths."""
-    layout, n, real = pack(shapes.weight_groups(cfg, 1), dtype), sum(lengths), DTYPE[dtype]
-    buffers = [torch.zeros(layout.span, dtype=torch.uint8, device=device) for _ in range(2)]
-    flat(buffers[0], dtype, layout.nbytes // real.itemsize).normal_(std=0.02)
-    w, g = (model.weights(cfg, 1, views(layout, buffer)) for buffer in buffers)
+def block_seconds(
+    cfg: ModelConfig, dtype: str, device: torch.device, lengths: Sequence[int], kept: Sequence[str] = ()
+) -> tuple[float, ...]:
+    """Seconds of a block's forward over documents of these lengths, which saves `kept`, and of its backward."""
+    n, real = sum(lengths), DTYPE[dtype]
+    w, g = (model.weights(cfg, 1, unit) for unit in _unit(cfg, 1, dtype, device))
     x, y, dy, dx = (torch.randn(n, cfg.width, dtype=real, device=device) for _ in range(4))
+    saved = {name: torch.empty(shape, dtype=torch.float32 if of == "F32" else real, device=device)
+             for name, (shape, of) in shapes.saved_shapes(cfg, n).items() if name in kept}  # fmt: skip
     rows, block = make_rows(lengths, rope_tables(cfg, max(lengths), device), device), model.block(cfg)
+    forward = lambda: block.forward(cfg, 0, w, x, rows, saved, y)  # noqa: E731
+    backward = lambda: block.backward(cfg, 0, w, g, x, saved, dy, rows, dx)  # noqa: E731
+    return _seconds((forward, backward), device)
 
-    def both():
-        block.forward(cfg, 0, w, x, rows, {}, y)
-        block.backward(cfg, 0, w, g, x, {}, dy, rows, dx)
 
-    first = timed(both, device)  # may compile kernels
-    return min(first, *(timed(both, device) for _ in range(3))) if first < 1 else first
+def loss_seconds(cfg: ModelConfig, dtype: str, device: torch.device, tokens: int, learned: int) -> float:
+    """Seconds of the head on so many tokens, of which `learned` have a label: the loss and all its gradients."""
+    cfg, real = replace(cfg, tied=False), DTYPE[dtype]
+    w, g = (model.weights(cfg, cfg.n_units - 1, unit) for unit in _unit(cfg, cfg.n_units - 1, dtype, device))
+    x, dx = (torch.randn(tokens, cfg.width, dtype=real, device=device) for _ in range(2))
+    labels, rows = torch.zeros(tokens, dtype=torch.int64, device=device), torch.arange(learned, device=device)
+    loss = lambda: head.head_loss(cfg, w, w.output, x, labels, rows, 1.0, g, g.output, dx)  # noqa: E731
+    return _seconds((loss,), device)[0]
+
+
+def finish_seconds(device: torch.device, n: int) -> float:
+    """Seconds of making an fp32 gradient of n elements ready for its update."""
+    wide, out = (torch.ones(n, device=device) for _ in range(2))
+    return _seconds((lambda: ops.grad_finish(wide, out=out),), device)[0]
+
+
+def _unit(cfg: ModelConfig, u: int, dtype: str, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A unit's weights, drawn at random, and zeros for its gradients, by tensor name."""
+    layout = pack(shapes.weight_groups(cfg, u), dtype)
+    buffers = [torch.zeros(layout.span, dtype=torch.uint8, device=device) for _ in range(2)]
+    flat(buffers[0], dtype, layout.nbytes // DTYPE[dtype].itemsize).normal_(std=0.02)
+    return views(layout, buffers[0]), views(layout, buffers[1])
+
+
+def _seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, ...]:
+    """The least time of each of `calls`, made in turn: the first turn warms up, and others may be using the CPU."""
+    turns: list[list[float]] = []
+    while len(turns) < 2 or (len(turns) < TURNS and sum(map(sum, turns)) < SECONDS):
+        turns.append([timed(call, device) for call in calls])
+    return tuple(map(min, zip(*turns, strict=True)))
 
 
 # ---------------------------------------------------------------- drives

@@ -44,13 +44,18 @@ class Rates:
     gemm: float = 0.885
     attention: float = 0.76
     attention_backward: float = 0.50
+    # Share of all these that tasks reach, by their names: timed on a CPU, and corrected in a run.
+    forward: float = 1.0
+    backward: float = 1.0
+    loss: float = 1.0
+    finish: float = 1.0  # of a gradient: its norm and its rounding
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
         """These rates with those of `names` multiplied by `share`."""
         return replace(self, **{name: getattr(self, name) * share for name in names})
 
 
-COMPUTATION = ("gemm", "attention", "attention_backward", "copy")  # what the time of computations depends on
+COMPUTATION = ("forward", "backward", "loss", "finish")
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,14 @@ RESERVE = {"gpu": 5 << 28, "host": 0.85}  # bytes for the driver's context and l
 def rates_of(measured: Mapping[str, float]) -> Rates:
     """Rates from measured numbers by their names here; what is infinite or missing was not measured.
 
-    `matmul` and `adam` are needed. Without a bus (on a CPU) copies are the CPU's own; without a drive there is none.
+    `matmul` and `adam` are needed. Without a bus (on a CPU) copies are the CPU's own, which read and write what they
+    move; without a drive there is none.
     """
     known = {f.name for f in fields(Rates)}
     found = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
     dram = found.setdefault("dram", 28 * found["adam"] * SHARED)
     found.setdefault("copy", GPUS["h200"].copy if "h2d" in found else dram)
-    return Rates(**{"h2d": dram, "d2h": dram} | found)
+    return Rates(**{"h2d": dram / 2, "d2h": dram / 2} | found)
 
 
 @dataclass(frozen=True)

@@ -330,15 +330,16 @@ class Run:
         """Says how a traced step compares with its prediction; goes on by another plan where that is worth a move."""
         job, left = self.job, self.job.total_steps - self.step
         most = max(micro, key=lambda mb: mb.tokens)
-        batch = Batch(most.tokens, max(1, round(2 * most.pairs / most.tokens) - 1), len(micro))
+        document = max(1, round(2 * most.pairs / most.tokens) - 1)
+        batch = Batch(most.tokens, document, len(micro), most.trained / most.tokens)
         found = predict(job.cfg, job.plan, job.machine.rates, batch)
         rates = corrected(job.machine.rates, found, spans, seconds)
-        then = predict(job.cfg, job.plan, rates, batch).step_s
-        self.log.say(
-            f"warm-up  predicted {found.step_s:.3g} s a step, measured {seconds:.3g} s; by the times of its tasks "
-            f"{then:.3g} s, and {left:,} more steps {duration(left * then)}"
-        )
         self.job = replace(job, machine=replace(job.machine, rates=rates))
+        then = jobs.forecast(self.job).predict().step_s  # not every step is as large as this one
+        self.log.say(
+            f"warm-up  predicted {found.step_s:.3g} s, measured {seconds:.3g} s; by the times of its tasks "
+            f"{then:.3g} s a step as a rule, and {left:,} more steps {duration(left * then)}"
+        )
         if left and (choice := better(self.job, left)):
             self.log.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))
             self._move(choice.plan)

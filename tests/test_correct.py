@@ -12,7 +12,7 @@ from test_resume import checkpoint, losses, options  # noqa: F401
 
 from trireme.engine import train
 from trireme.engine.choose import Choice
-from trireme.engine.correct import BY_LANE, corrected, measured
+from trireme.engine.correct import TIMED_BY, corrected, measured
 from trireme.engine.lanes import Span
 from trireme.engine.options import Options
 from trireme.engine.plan import Geometry, Plan, UnitPlan, fits
@@ -24,12 +24,12 @@ BATCH = Batch(16384, 256, 2)
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.dictionaries(st.sampled_from(sorted(BY_LANE)), st.floats(0.3, 3), min_size=1),
+    st.dictionaries(st.sampled_from(sorted(TIMED_BY)), st.floats(0.3, 3), min_size=1),
     st.sampled_from((("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
 )
 def test_corrected_rates_predict_what_was_measured(changes, homes):
     p = plan(SMALL, UnitPlan(*homes), keep=2, tokens=16384, record=1 << 22)
-    times = {name: getattr(RATES, name) * times for lane, times in changes.items() for name in BY_LANE[lane]}
+    times = {name: getattr(RATES, name) * times for lane, times in changes.items() for name in TIMED_BY[lane]}
     true = replace(RATES, **times)
     real, found = predict(SMALL, p, true, BATCH), predict(SMALL, p, RATES, BATCH)
     known = corrected(RATES, found, real.spans, real.step_s)

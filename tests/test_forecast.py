@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from trireme.engine import demo
+from trireme.engine import demo, probe
 from trireme.engine.forecast import Forecast, check_drive
+from trireme.engine.job import forecast as of_job
+from trireme.engine.job import prepare
+from trireme.engine.options import Options
 from trireme.engine.plan import TIERS, DoesNotFit, buffers, usage, workspace
 from trireme.engine.rates import assume
 from trireme.engine.rule import simple_plan
@@ -137,6 +140,27 @@ def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine
     assert dry_run(checkpoint, "--assume", machine) == 3
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
+
+
+def test_documents_and_labels_are_predicted_as_they_are(tmp_path, monkeypatch):
+    """The data are known before the plan: short documents and masked prompts are what is timed and predicted."""
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    rows = [{"prompt": f"{i} " * (8 + i), "completion": "yes"} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = []
+    monkeypatch.setattr(probe, "block_seconds", lambda *given: asked.append(given[3]) or (1.0, 2.0))
+    monkeypatch.setattr(probe, "loss_seconds", lambda *given: asked.append(given[3:]) or 4.0)
+    model, rows, out = (str(tmp_path / name) for name in ("model", "rows.jsonl", "out"))
+    job = prepare(Options(model=model, data=(rows,), out=out, seq_len=256, batch_size=4, device="cpu"))
+    f, data = of_job(job), job.data
+    lengths = data.pieces["length"]
+    assert lengths.mean() < data.document < lengths.max() < 256 and 0 < data.trained < 0.2
+    (tokens, learned), documents = asked
+    assert set(documents[:-1]) == {data.document} and sum(documents) == tokens == f.batch.tokens < 4 * 256
+    assert learned == round(data.trained * tokens)
+    forward = [s.end - s.start for s in f.predict().spans if s.name.startswith("forward block")]
+    assert forward == pytest.approx([1.0] * 4, rel=0.01)
 
 
 def test_another_machine_is_for_dry_runs(checkpoint, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from engines import LLAMA
 from test_predict import SMALL
 
 from trireme.engine import probe
-from trireme.engine.machine import at_shape, this_machine, with_drives
+from trireme.engine.lanes import Task
+from trireme.engine.machine import as_planned, this_machine, with_drives
 from trireme.engine.plan import Plan, UnitPlan
-from trireme.engine.predict import Batch, unit_seconds
-from trireme.engine.rates import Machine, rates_of
+from trireme.engine.predict import Batch, durations, unit_seconds
+from trireme.engine.rates import COMPUTATION, Machine, rates_of
+from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 GPT = ModelConfig("gpt2", 61, 16, 3, 4, 4, 4, 64, 64, 1e-5, True, qkv_bias=True, o_bias=True, mlp_bias=True)
@@ -83,23 +86,59 @@ def test_this_machine_and_its_drives(tmp_path, monkeypatch):
     assert "(measured before)" in with_drives(made, [str(tmp_path)]).drives
 
 
-def test_computations_are_as_fast_as_a_block_was(monkeypatch):
-    rates = known().rates
-    seconds = unit_seconds(SMALL, Plan((UnitPlan(),) * SMALL.n_units, 1, 1), rates, Batch(512, 128, 1))
-    took = 2 * (seconds["forward block000"] + seconds["backward block000"])
-    monkeypatch.setattr(probe, "block_seconds", lambda *_: took)
-    timed = at_shape(known(), SMALL, 128, "BF16", CPU).rates
-    assert (timed.gemm, timed.attention, timed.copy) == pytest.approx(
-        (rates.gemm / 2, rates.attention / 2, rates.copy / 2)
-    )
-    assert at_shape(known(), SMALL, 128, "BF16", torch.device("cuda")) == known()
+def like(cfg: ModelConfig, *kept: int) -> Plan:
+    """A plan in memory in which the blocks `kept` save everything, in fp32."""
+    saved = tuple((name, "gpu") for name in shapes.saved_shapes(cfg, 1))
+    units = tuple(UnitPlan(saved=saved if u in kept else ()) for u in range(cfg.n_units))
+    return Plan(units, 512, 2, "F32")
+
+
+def test_what_is_timed_is_what_is_predicted(monkeypatch):
+    """Usual documents, the labels that count, and as many blocks that save something as the plan has."""
+    p, batch, asked = like(SMALL, 1, 2), Batch(512, 100, 2, trained=0.25), []
+    seconds = {(): (1.0, 5.0), tuple(shapes.saved_shapes(SMALL, 1)): (2.0, 3.0)}
+
+    def block_seconds(cfg, dtype, device, lengths, kept):
+        asked.append((dtype, lengths))
+        return seconds[kept]
+
+    def loss_seconds(cfg, dtype, device, tokens, learned):
+        assert (tokens, learned) == (512, 128)
+        return 7.0
+
+    monkeypatch.setattr(probe, "block_seconds", block_seconds)
+    monkeypatch.setattr(probe, "loss_seconds", loss_seconds)
+    monkeypatch.setattr(probe, "finish_seconds", lambda device, n: 0.5)
+    rates = as_planned(known(), SMALL, p, batch, CPU).rates
+    assert asked == [("F32", [100] * 5 + [12])] * 2
+    found = unit_seconds(SMALL, p, rates, batch)
+    sums = {
+        kind: sum(s for name, s in found.items() if name.startswith(f"{kind} block"))
+        for kind in ("forward", "backward")
+    }
+    assert sums == pytest.approx({"forward": 2 * 2.0 + 4 * 1.0, "backward": 2 * 3.0 + 4 * 5.0}) and found["loss"] == 7.0
+    n = max(shapes.parameters(SMALL, u) for u in range(SMALL.n_units))
+    finish = durations(SMALL, p, rates, batch)(Task("compute", "finish x", 3 * 4 * n, 0))
+    assert finish == pytest.approx(0.5, rel=1e-3)
+    assert as_planned(known(), SMALL, p, batch, torch.device("cuda")) == known()
+
+
+def test_long_micro_batches_are_timed_in_part(monkeypatch):
+    slow, asked = replace(known(), rates=replace(known().rates, matmul=1e10)), []
+    monkeypatch.setattr(probe, "block_seconds", lambda *given: asked.append(sum(given[3])) or (1.0, 2.0))
+    monkeypatch.setattr(probe, "loss_seconds", lambda *_: 1.0)
+    p, batch = like(SMALL), Batch(4096, 2048, 1)
+    whole = unit_seconds(SMALL, p, as_planned(known(), SMALL, p, batch, CPU).rates, batch)
+    part = unit_seconds(SMALL, p, as_planned(slow, SMALL, p, batch, CPU).rates, batch)
+    assert asked[0] == 4096 and 512 <= asked[1] < 2048
+    assert part["forward block000"] > 2 * whole["forward block000"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("cfg", [LLAMA, GPT])
-def test_a_block_is_timed(cfg):
-    assert probe.block_seconds(cfg, "F32", CPU, [32, 32]) > 0
-    timed = at_shape(known(), cfg, 32, "F32", CPU).rates
-    assert min(timed.gemm, timed.attention, timed.copy) > 0 and timed.matmul == known().rates.matmul
+def test_computations_are_timed(cfg):
+    timed = as_planned(known(), cfg, like(cfg, 1), Batch(64, 30, 1, trained=0.5), CPU).rates
+    assert min(getattr(timed, kind) for kind in COMPUTATION) > 0 and timed.matmul == known().rates.matmul
+    assert timed.forward != timed.backward != timed.loss
 
 
 def test_a_drive_that_cannot_be_tried_stays_a_usual_one(tmp_path, monkeypatch):
