@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from trireme.engine.choose import Choice, choose, pinned
 from trireme.engine.job import Job
-from trireme.engine.lanes import Span, busy
+from trireme.engine.lanes import READS, WRITES, Span, busy
 from trireme.engine.predict import Batch, Prediction, predict
 from trireme.engine.rates import COMPUTATION, Rates
 
@@ -33,7 +33,7 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
     for span in spans:
         if span.lane == "compute":
             found[span.name.split()[0]] += span.end - span.start
-    for span in sorted((s for s in spans if s.lane in ("ssd_read", "ssd_write")), key=lambda s: s.start):
+    for span in sorted((s for s in spans if s.lane in READS + WRITES), key=lambda s: s.start):
         found["ssd"] += max(0.0, span.end - max(end, span.start))
         end = max(end, span.end)
     return {kind: found[kind] for kind in TIMED_BY}

@@ -78,18 +78,18 @@ class Homes:
     # ------------------------------------------------ traffic with the store
 
     def read_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("read", self.shards_of("weights", u), buffer, after)
+        return self._io("ssd_read", self.shards_of("weights", u), buffer, after)
 
     def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("write", self.shards_of("weights", u), buffer, after)
+        return self._io("ssd_write", self.shards_of("weights", u), buffer, after)
 
     def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
         """Reads a record, or some parts of it (Geometry.state_parts), to where they are in the whole."""
-        return self._io("read", self.shards_of("state", u, r, *parts), buffer, after)
+        return self._io("state_read", self.shards_of("state", u, r, *parts), buffer, after)
 
     def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
         """Writes a record, or some parts of it."""
-        return self._io("write", self.shards_of("state", u, r, *parts), buffer, after)
+        return self._io("state_write", self.shards_of("state", u, r, *parts), buffer, after)
 
     def shards_of(self, kind: str, u: int, r: int = 0, *parts: str) -> list[Shard]:
         """What a unit's weights, or one of its records of state or some parts of it, consist of in the store."""
@@ -103,11 +103,9 @@ class Homes:
         a, b = self.geo.records(u, self.plan.record)[r]
         return self.geo.state_layout(b - a)
 
-    def _io(self, way: str, shards: Sequence[Shard], buffer: Tensor, after: Sequence[Task]) -> Task:
-        nbytes = sum(shard.layout.span for shard in shards)
-        return self.lanes.run(
-            f"ssd_{way}", shards[0].name, lambda: self.move(way, shards, buffer), after, nbytes=nbytes
-        )
+    def _io(self, lane: str, shards: Sequence[Shard], buffer: Tensor, after: Sequence[Task]) -> Task:
+        nbytes, way = sum(shard.layout.span for shard in shards), lane.rpartition("_")[2]
+        return self.lanes.run(lane, shards[0].name, lambda: self.move(way, shards, buffer), after, nbytes=nbytes)
 
     def move(self, way: str, shards: Sequence[Shard], buffer: Tensor) -> None:
         """Reads or writes shards, from or to their places in `buffer`, and waits for it."""

@@ -26,7 +26,10 @@ from typing import Any
 
 import torch
 
-LANES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu", "update")  # update: optimizer kernels on the GPU
+# To and from the SSD: what a step waits for; and the optimizer's records, which wait for slots and for updates. With
+# queues of their own they never stand in its way.
+READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
+LANES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer kernels on the GPU
 
 
 class Task:

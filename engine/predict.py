@@ -3,9 +3,9 @@
 The simulation hands over exactly the tasks that a run hands over; this file says how long each takes, and what lanes
 take from each other:
 
-- **one drive**: `ssd_read` and `ssd_write` are queues of one half-duplex device. It serves one request at a time; a
-  request uses whatever moments of the device are left by those handed over before it, in pieces if need be. Several
-  drives are one of their summed rate.
+- **one drive**: all lanes to and from the SSD are queues of one half-duplex device. A request uses whatever moments of
+  the device are left by those handed over before it, in pieces if need be; but what the step itself waits for shares
+  the drive with the optimizer's records, rather than wait behind them. Several drives are one of their summed rate.
 - **one memory**: CPU AdamW shares the CPU's memory with all that is copied in the same half of a step, the way up or
   the way down, as if all of it ran beside the updates; what both directions of the bus carry in a half, they carry
   beside each other. Both are bytes of a half, not moments: a faster part never makes another one slower.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trireme.engine.build import build
-from trireme.engine.lanes import LANES, OVER, SimulatedLanes, Span, Task
+from trireme.engine.lanes import LANES, OVER, READS, WRITES, SimulatedLanes, Span, Task
 from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import Plan
 from trireme.engine.rates import Rates
@@ -91,9 +91,9 @@ class PredictedLanes(SimulatedLanes):
 
     def share(self, rates: Rates) -> None:
         """Slows the steps to come by what the lanes take from each other in a step like the last one."""
-        read, written = (sum(moved[lane] for moved in self.moved.values()) for lane in ("ssd_read", "ssd_write"))
+        read, written = (sum(moved[lane] for moved in self.moved.values() for lane in way) for way in (READS, WRITES))
         alone = drive_seconds(read, written, replace(rates, mixed=1.0)) or 1.0
-        drive = dict.fromkeys(("ssd_read", "ssd_write"), drive_seconds(read, written, rates) / alone or 1.0)
+        drive = dict.fromkeys((*READS, *WRITES), drive_seconds(read, written, rates) / alone or 1.0)
         for half, moved in self.moved.items():
             self.slow[half] |= _sharing(moved, rates) | drive
             self.moved[half] = dict.fromkeys(LANES, 0.0)
@@ -104,7 +104,11 @@ class PredictedLanes(SimulatedLanes):
         self.half = "down" if name == "loss" or name.startswith(PARTS["moments"][0]) else self.half
         self.moved[self.half][lane] += nbytes
         seconds = self.duration(task) * self.slow[self.half][lane]
-        task.end = self.drive.take(task.start, seconds) if lane.startswith("ssd") else task.start + seconds
+        task.end = task.start + seconds
+        if lane in READS + WRITES:
+            task.end = self.drive.take(task.start, seconds)
+            if lane.startswith("ssd"):  # at most the two queues of records beside it, which share the drive with it
+                task.end = min(task.end, task.start + 3 * seconds)
         self.free[lane] = task.end
         if name == "statistics":
             self.waited, self.half = task.end, "up"
@@ -161,8 +165,8 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
     busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
     for s in spans:
-        if s.lane in moved:
-            moved[s.lane] += int(s.nbytes)
+        if s.lane in READS + WRITES:
+            moved["ssd_read" if s.lane in READS else "ssd_write"] += int(s.nbytes)
         else:
             busy[s.lane] += s.end - s.start
     busy["ssd"] = drive_seconds(*moved.values(), rates)  # spans are longer where both queues wait for the drive
@@ -172,7 +176,7 @@ def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """How many times longer each lane's tasks take for what the others move, from the bytes that each lane moves."""
-    beside = sum(moved[lane] for lane in ("h2d", "d2h", "ssd_read", "ssd_write"))
+    beside = sum(moved[lane] for lane in ("h2d", "d2h", *READS, *WRITES))
     crowd = 28 * rates.adam / rates.dram * (1 + beside / moved["cpu"]) if moved["cpu"] else 1.0
     lost = (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"])
     return {lane: 1 + lost / moved[lane] if moved[lane] else 1.0 for lane in ("h2d", "d2h")} | {"cpu": max(1.0, crowd)}
@@ -193,7 +197,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Calla
             return launches + known.get(task.name, task.nbytes * passes.get(kind, 1.0) / rates.copy)
         if task.lane == "cpu":
             return rates.latency + task.nbytes / 28 / (rates.adam * BESIDE)
-        return rates.latency + task.nbytes / getattr(rates, task.lane)
+        return rates.latency + task.nbytes / getattr(rates, task.lane.replace("state", "ssd"))
 
     return duration
 

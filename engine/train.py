@@ -23,7 +23,7 @@ from trireme.engine.command import write_config
 from trireme.engine.correct import better, corrected
 from trireme.engine.exchange import Exchange
 from trireme.engine.job import Job
-from trireme.engine.lanes import RealLanes, Span, busy, write_perfetto
+from trireme.engine.lanes import READS, WRITES, RealLanes, Span, busy, write_perfetto
 from trireme.engine.log import RunLog
 from trireme.engine.machine import memory_in_use
 from trireme.engine.optimizer import AdamW, StepStats
@@ -204,7 +204,7 @@ class Run:
         flops = sum(shapes.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
         gpu, ram = memory_in_use(job.device)
         per_epoch = job.data.steps_per_epoch(self.options.batch_size)
-        read = self.lanes.moved["ssd_read"] - self.moved["ssd_read"]
+        read = sum(self.lanes.moved[lane] - self.moved[lane] for lane in READS)
         self.moved = self.lanes.moved.copy()
         record = {
             "step": self.step,
@@ -218,7 +218,7 @@ class Run:
             "step_time_s": round(seconds, 4),
             "ram_gib": round(ram, 3),
             "ssd_read_gbs": round(read / seconds / 1e9, 3),
-            "ssd_written_tb": round((self.written + self.moved["ssd_write"]) / 1e12, 6),
+            "ssd_written_tb": round((self.written + sum(self.moved[lane] for lane in WRITES)) / 1e12, 6),
             "bound": self.bound,
         }
         self.log.step(record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {}))
@@ -287,7 +287,7 @@ class Run:
             | {
                 "best": [self.best, self.best_step],
                 "first_loss": self.first_loss,
-                "written": self.written + self.lanes.moved["ssd_write"],
+                "written": self.written + sum(self.lanes.moved[lane] for lane in WRITES),
             },
         )
         self.saved_at, self.saved_step = time.monotonic(), self.step

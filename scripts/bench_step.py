@@ -28,7 +28,7 @@ from trireme.engine.choose import choose
 from trireme.engine.data import MicroBatch
 from trireme.engine.homes import Homes, Staged
 from trireme.engine.job import record_size
-from trireme.engine.lanes import InlineLanes, RealLanes, Span, busy, write_perfetto
+from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, Span, busy, write_perfetto
 from trireme.engine.machine import at_shape, choose_device, matmul_rate, memory_in_use, memory_limits
 from trireme.engine.memory import DTYPE, flat, views
 from trireme.engine.optimizer import AdamW
@@ -107,7 +107,9 @@ def floors(spans: list[Span], c: Rates, adam_params: float) -> dict[str, float]:
         "compute": flops["compute"] / c.matmul,
         "h2d": moved["h2d"] / c.h2d,
         "d2h": moved["d2h"] / c.d2h,
-        "ssd": moved["ssd_read"] / c.ssd_read + moved["ssd_write"] / c.ssd_write if c.ssd_read else 0.0,
+        "ssd": sum(moved[lane] / c.ssd_read for lane in READS) + sum(moved[lane] / c.ssd_write for lane in WRITES)
+        if c.ssd_read
+        else 0.0,
         "cpu": adam_params / c.adam,
     }
 
@@ -303,7 +305,7 @@ def summary(a, e: Engine, c: Rates, at_start: float, times: list[float], losses:
     predicted = predict(cfg, e.plan, c, Batch(e.plan.tokens, a.seq, e.plan.n_micro)).step_s
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
     for lane in floor:
-        took = at_work.get("ssd_read", 0) + at_work.get("ssd_write", 0) if lane == "ssd" else at_work.get(lane, 0)
+        took = sum(at_work.get(name, 0) for name in (READS + WRITES if lane == "ssd" else (lane,)))
         print(f"{lane:10} {floor[lane]:9.3f} {took:9.3f}")
     print(f"step {step_s:.3f} s, floor {floor[bound]:.3f} s ({bound}), ratio {step_s / floor[bound]:.3f}; "
           f"{flops / step_s / 1e12:.1f} model TFLOP/s, {a.tokens / step_s:.0f} tokens/s; "

@@ -2,7 +2,8 @@
 
 A request is cut into pieces of `block` bytes. At most `depth` pieces are in flight in one direction while the other is
 idle, and `mixed` pieces in each direction while both have work: drives differ widely there, so all three are measured
-(tune.py). Back ends differ in how one piece is moved: the kernel's asynchronous I/O (AIO), threads, or memory (a fake
+(devices.py). Requests in the same direction take turns, a piece each: a small one does not wait for a large one that
+came before. Back ends differ in how one piece is moved: the kernel's asynchronous I/O (AIO), threads, or memory (a fake
 with injected faults, for tests). Every result is checked. A future ends only when no piece of its request is in flight
 any more, also after an error, so its buffer is free for use.
 """
@@ -84,10 +85,13 @@ def _open(path: str, flags: int) -> int:
 
 
 class _Request:
-    __slots__ = ("file", "write", "end", "future", "left", "error")
+    __slots__ = ("file", "write", "end", "future", "waiting", "left", "error")
 
-    def __init__(self, file: File, write: bool, end: int, pieces: int):
-        self.file, self.write, self.end, self.left = file, write, end, pieces
+    def __init__(self, file: File, write: bool, offset: int, view: memoryview, block: int, need: int):
+        self.file, self.write, self.end = file, write, offset + need
+        cuts = range(0, len(view), block)
+        self.waiting = deque(Piece(self, offset + i, view[i : i + block]) for i in cuts)  # not begun
+        self.left = len(cuts)  # not over
         self.error: StoreError | None = None
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # what the kernel has begun cannot be cancelled
@@ -120,7 +124,7 @@ class IO:
         self.block, self.depth, self.mixed = block, depth, mixed
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._waiting: tuple[deque[Piece], deque[Piece]] = (deque(), deque())  # reads, writes
+        self._waiting: tuple[deque[_Request], deque[_Request]] = (deque(), deque())  # reads, writes; whose turn is next
         self._flying = [0, 0]
         self._closed = False
 
@@ -139,11 +143,11 @@ class IO:
         """Waits for what is in flight and fails what has not begun."""
         with self._lock:
             already, self._closed = self._closed, True
-            dropped = [piece for waiting in self._waiting for piece in waiting]
+            dropped = [request for waiting in self._waiting for request in waiting]
             for waiting in self._waiting:
                 waiting.clear()
-        for piece in dropped:
-            self._end(piece, StoreError(errno.ECANCELED, "the store was closed", piece.file.path))
+        for request in dropped:
+            self._end(request, StoreError(errno.ECANCELED, "the store was closed", request.file.path), 0)
         with self._lock:
             self._idle.wait_for(lambda: not any(self._flying))
         if not already:
@@ -155,12 +159,11 @@ class IO:
     def _request(self, file: File, write: bool, offset: int, buffer, need: int | None) -> Future[None]:
         view = memoryview(buffer).cast("B")
         assert view and not (file.direct and (address_of(view) | offset | len(view)) % ALIGN), (file.path, offset)
-        cuts = range(0, len(view), self.block)
-        request = _Request(file, write, offset + (len(view) if need is None else need), len(cuts))
+        request = _Request(file, write, offset, view, self.block, len(view) if need is None else need)
         with self._lock:
             closed = self._closed
             if not closed:
-                self._waiting[write].extend(Piece(request, offset + i, view[i : i + self.block]) for i in cuts)
+                self._waiting[write].append(request)
         if closed:
             request.future.set_exception(StoreError(errno.EBADF, "the store is closed", file.path))
         self._pump()
@@ -175,8 +178,11 @@ class IO:
                 batch = []
                 for write in (False, True):
                     while self._waiting[write] and self._flying[write] < limit:
-                        batch.append(self._waiting[write].popleft())
+                        request = self._waiting[write].popleft()
+                        batch.append(request.waiting.popleft())
                         self._flying[write] += 1
+                        if request.waiting:
+                            self._waiting[write].append(request)
             if not batch:
                 return
             self._start(batch)
@@ -204,7 +210,7 @@ class IO:
         if again and not self._put_back(piece):
             again, error = False, StoreError(errno.ECANCELED, "the store was closed", path)
         if not again:
-            self._end(piece, error)
+            self._end(request, error, 1)
         with self._lock:
             self._flying[piece.write] -= 1
             self._idle.notify_all()
@@ -212,23 +218,24 @@ class IO:
     def _put_back(self, piece: Piece) -> bool:
         """Queues the rest of a piece again, unless its request is lost anyway."""
         with self._lock:
-            if self._closed or piece.request.error:
+            request = piece.request
+            if self._closed or request.error:
                 return False
-            self._waiting[piece.write].appendleft(piece)
+            if not request.waiting:
+                self._waiting[piece.write].append(request)
+            request.waiting.appendleft(piece)
             return True
 
-    def _end(self, piece: Piece, error: StoreError | None) -> None:
-        """A piece is over. After an error the rest of its request is not begun; the last piece ends the future."""
-        request = piece.request
+    def _end(self, request: _Request, error: StoreError | None, pieces: int) -> None:
+        """So many pieces are over. After an error the rest is not begun; the last piece ends the request's future."""
         with self._lock:
-            request.left -= 1
+            request.left -= pieces
             if error and not request.error:
                 request.error = error
-                waiting = self._waiting[request.write]
-                kept = [p for p in waiting if p.request is not request]
-                request.left -= len(waiting) - len(kept)
-                waiting.clear()
-                waiting.extend(kept)
+                if request in self._waiting[request.write]:
+                    self._waiting[request.write].remove(request)
+                request.left -= len(request.waiting)
+                request.waiting.clear()
             over = request.left == 0
         if over and request.error:
             request.future.set_exception(request.error)

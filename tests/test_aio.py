@@ -183,6 +183,23 @@ def test_the_depth_is_never_exceeded(file: File):
     io.close()
 
 
+def test_a_small_request_does_not_wait_for_a_large_one(file: File):
+    """Requests take turns: of one piece in flight at a time, the small one is the third at the latest."""
+    begun, asked = [], threading.Event()
+
+    def fault(piece: Piece):
+        begun.append(piece.offset)
+        assert asked.wait(10)
+
+    io = MemoryIO(fault, block=16 * K, depth=1, mixed=1)
+    large, small = io.write(file, 0, noise(256 * K)), io.write(file, 512 * K, noise(16 * K))
+    asked.set()
+    small.result(10)
+    large.result(10)
+    assert begun.index(512 * K) <= 2 and sorted(begun) == [*range(0, 256 * K, 16 * K), 512 * K]
+    io.close()
+
+
 def test_futures_cannot_be_cancelled_and_callbacks_may_start_more(file: File):
     io = MemoryIO(**LIMITS)
     out, done = arena(64 * K), threading.Event()

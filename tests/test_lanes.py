@@ -104,9 +104,9 @@ def simulate(plan, rates):
 
 def test_a_simulated_step_is_as_long_as_its_slowest_lane():
     plan = gpu_plan(LLAMA, units=(ALL_SSD,) * 5, record=768, state_slots=20)
-    seconds, spans = simulate(plan, {"ssd_read": 1e3, "ssd_write": 1e9})
-    assert seconds == pytest.approx(busy(spans)["ssd_read"], rel=0.3)
-    faster, _ = simulate(plan, {"ssd_read": 2e3, "ssd_write": 1e9})
+    seconds, spans = simulate(plan, {"state_read": 1e3, "ssd_read": 1e9, "state_write": 1e9, "ssd_write": 1e9})
+    assert seconds == pytest.approx(busy(spans)["state_read"], rel=0.3)
+    faster, _ = simulate(plan, {"state_read": 2e3, "ssd_read": 1e9, "state_write": 1e9, "ssd_write": 1e9})
     assert faster < 0.6 * seconds
 
 
