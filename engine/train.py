@@ -126,6 +126,8 @@ class Run:
         self.tables = rope_tables(job.cfg, job.seq_len, job.device)
         self.peak = job.machine.rates.matmul
         self.stop: str | None = None
+        self.doing = self.step  # the step that is begun or, between two, the last: what a run asked to stop finishes
+        self.last = job.total_steps  # the last step that is done
         self.bound: str | None = None  # the lane that was busiest when last traced
         self.moved = self.lanes.moved.copy()
         self.written = extra["written"] if extra else 0  # bytes written to SSD before this process
@@ -161,7 +163,7 @@ class Run:
             with self._signals():
                 if job.data.held_out and self.step == 0:
                     self._evaluate()
-                while self.step < job.total_steps and not self.stop:
+                while self._goes_on():
                     self._one_step()
                 if self.stop and self.step < job.total_steps:
                     self._save()
@@ -174,6 +176,11 @@ class Run:
         finally:
             self.log.close()
             self._close()
+
+    def _goes_on(self) -> bool:
+        """Whether another step is to be done; it has begun then, for whoever asks to stop from now on."""
+        self.doing = min(self.step + 1, self.job.total_steps)
+        return self.step < self.last
 
     def _one_step(self) -> None:
         job, o = self.job, self.options
@@ -364,7 +371,8 @@ class Run:
 
         def first(number, frame):
             self.stop = "^C " if number == signal.SIGINT else "asked to stop:"
-            tell(f"\n  finishing step {self.step + 1} and saving; again: leave at once")
+            self.last = self.doing
+            tell(f"\n  finishing step {self.doing} and saving; again: leave at once")
             for n in caught:
                 signal.signal(n, second)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from engines import fork
 
-from trireme.engine import demo
+from trireme.engine import demo, train
 from trireme.engine.job import prepare
 from trireme.engine.options import Options, every
 from trireme.engine.train import Interrupted, finetune
@@ -104,6 +104,27 @@ def test_killed_at_random_instants(checkpoint, uninterrupted, late_plan, where, 
         assert ended(child(given(resume=str(out)))) == 0
     assert losses(out) == seen
     assert (out / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("where", ["in a step", "in an evaluation", "in the first evaluation"])
+def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsys):
+    """Asked to stop in step 3, or in the evaluation after it."""
+    run = options(checkpoint, checkpoint / where.replace(" ", "-"), "gpu", val="0.1", eval_every=every("3"))
+    at = {"in a step": (train, "train_step", 3), "in an evaluation": (train.Run, "_evaluate", 2)}
+    of, name, due = at.get(where, (train.Run, "_evaluate", 1))
+    real, made = getattr(of, name), []
+
+    def asked(*args):
+        made.append(name)
+        if len(made) == due:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(of, name, asked)
+    with pytest.raises(Interrupted):
+        finetune(run)
+    said, step = capsys.readouterr(), 0 if "first" in where else 3
+    assert f"finishing step {step} and saving" in said.err and f"at step {step}. Resume" in said.out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
