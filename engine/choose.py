@@ -18,7 +18,7 @@ from itertools import combinations
 from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits
 from trireme.engine.predict import Batch, Prediction, drive_seconds, predict, unit_seconds
-from trireme.engine.rates import Rates
+from trireme.engine.rates import ADAM_BYTES, Rates
 from trireme.engine.rule import Lean, largest, share_updates, simple_plan, spread
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -211,9 +211,9 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
         read, written = read + moved + again, written + moved
         if streamed:
             state_up, state_down = state_up + state + 2 * weights, state_down + state + weights
-    updates = max(under_forward / 28 / rates.adam, (under_forward + state_up + state_down) / rates.dram)
+    updates = max(under_forward / ADAM_BYTES / rates.adam, (under_forward + state_up + state_down) / rates.dram)
     turn = max(forward, updates, state_up / rates.h2d) if plan.mode == "forward" else forward
-    return {"compute": compute, "h2d": up / rates.h2d, "d2h": down / rates.d2h, "cpu": on_cpu / 28 / rates.adam,
+    return {"compute": compute, "h2d": up / rates.h2d, "d2h": down / rates.d2h, "cpu": on_cpu / ADAM_BYTES / rates.adam,
             "ssd": drive_seconds(read, written, rates), "turn": compute - forward + turn}  # fmt: skip
 
 

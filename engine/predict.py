@@ -22,7 +22,7 @@ from trireme.engine.build import build
 from trireme.engine.lanes import LANES, OVER, READS, WRITES, SimulatedLanes, Span, Task
 from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import Plan
-from trireme.engine.rates import Rates
+from trireme.engine.rates import ADAM_BYTES, Rates
 from trireme.engine.step import Inputs, train_step
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -177,7 +177,7 @@ def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """How many times longer each lane's tasks take for what the others move, from the bytes that each lane moves."""
     beside = sum(moved[lane] for lane in ("h2d", "d2h", *READS, *WRITES))
-    crowd = 28 * rates.adam / rates.dram * (1 + beside / moved["cpu"]) if moved["cpu"] else 1.0
+    crowd = ADAM_BYTES * rates.adam / rates.dram * (1 + beside / moved["cpu"]) if moved["cpu"] else 1.0
     lost = (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"])
     return {lane: 1 + lost / moved[lane] if moved[lane] else 1.0 for lane in ("h2d", "d2h")} | {"cpu": max(1.0, crowd)}
 
@@ -196,7 +196,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Calla
             launches = KERNELS.get(kind, 1) * rates.launch
             return launches + known.get(task.name, task.nbytes * passes.get(kind, 1.0) / rates.copy)
         if task.lane == "cpu":
-            return rates.latency + task.nbytes / 28 / (rates.adam * BESIDE)
+            return rates.latency + task.nbytes / ADAM_BYTES / (rates.adam * BESIDE)
         return rates.latency + task.nbytes / getattr(rates, task.lane.replace("state", "ssd"))
 
     return duration

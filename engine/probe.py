@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.memory import DTYPE, Memory, flat, views
+from trireme.engine.rates import ADAM_BYTES
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
 from trireme.models import head, model, shapes
@@ -91,7 +92,7 @@ def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
             found |= _bus(device, update, n)
         else:
             found |= {"h2d": found["copy"] / 2, "d2h": found["copy"] / 2, "dram": found["copy"]}
-    return found | {"dram": max(found["dram"], 28 * found["adam"])}
+    return found | {"dram": max(found["dram"], ADAM_BYTES * found["adam"])}
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -142,7 +143,7 @@ def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str
         event.synchronize()
     memory.close()
     return {"h2d": 4 * COPY / up, "d2h": 4 * COPY / down, "duplex": min(1.0, max(up, down) / both),
-            "dram": (28 * n * updates + moved) / took}  # fmt: skip
+            "dram": (ADAM_BYTES * n * updates + moved) / took}  # fmt: skip
 
 
 def timed(fn: Callable[[], object], device: torch.device) -> float:

@@ -16,6 +16,7 @@ from trireme.engine.options import size
 from trireme.models.config import InputError
 
 GB, TB = 10**9, 10**12
+ADAM_BYTES = 28  # of the CPU's memory that an fp32 AdamW update moves a parameter: gradient, master, moments, weights
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Rates:
     """What each resource reaches, one at a time: FLOP/s, bytes/s, parameters/s, seconds.
 
     `matmul` is what a large square matrix product of the compute dtype reaches on random data. `dram` is what the CPU's
-    memory gives to all its users together; an AdamW update moves 28 bytes of it a parameter. A drive reads or writes,
+    memory gives to all its users together; an AdamW update moves ADAM_BYTES of it a parameter. A drive reads or writes,
     not both: `ssd_read` and `ssd_write` are each alone, of all drives together, past any fast cache.
     """
 
@@ -126,7 +127,7 @@ def rates_of(measured: Mapping[str, float]) -> Rates:
     """
     known = {f.name for f in fields(Rates)}
     found = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
-    dram = found.setdefault("dram", 28 * found["adam"] * SHARED)
+    dram = found.setdefault("dram", ADAM_BYTES * found["adam"] * SHARED)
     found.setdefault("copy", GPUS["h200"].copy if "h2d" in found else dram)
     return Rates(**{"h2d": dram / 2, "d2h": dram / 2} | found)
 
@@ -162,7 +163,7 @@ def machine(
     gpu: Gpu, ram: int, drive: Drive | None = None, drives: int = 1, dram: float = CONSUMER_DRAM, name: str = ""
 ) -> Machine:
     """A machine from its parts. `dram`: bytes/s of the CPU's memory, of which AdamW reaches what it needs."""
-    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam=dram / 28, dram=dram)
+    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam=dram / ADAM_BYTES, dram=dram)
     made = Machine(name or gpu.name, gpu.memory, ram, rates)
     if drive is None:
         return made
