@@ -18,7 +18,7 @@ from trireme.engine.memory import gib
 from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.rates import Machine, assume
-from trireme.engine.rule import simple_plan
+from trireme.engine.rule import amount, simple_plan
 from trireme.engine.screen import compact
 from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes
@@ -27,6 +27,7 @@ from trireme.storage.checkpoint import Source, open_source
 from trireme.storage.files import existing
 
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
+MARGIN = 1.03  # for the larger records of state that more RAM brings
 MICRO_TOKENS = {"cuda": 16384, "cpu": 4096}  # beyond this a larger micro-batch is no faster
 
 
@@ -84,6 +85,8 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
     machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
     rule = _rule(options, cfg, seq_len, dtype, device, limits, like)
+    if device.type == "cpu" and not (options.gpu_memory or options.plan):
+        limits = _shared(cfg, limits, rule)
     plan = _first_plan(options, cfg, seq_len, limits, machine, rule)
     because = (f"read from {options.plan}",) if options.plan else ()
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
@@ -209,6 +212,25 @@ def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machin
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
     return plan
+
+
+def _shared(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, int]:
+    """`limits`, or where both tiers are RAM and halves do not do, a cut by which a plan fits. Raises DoesNotFit."""
+    try:
+        simple_plan(cfg, limits, **rule)
+        return limits
+    except DoesNotFit as error:
+        need, room = error.need, sum(limits.values())
+    spare = room - sum(need.values())
+    if spare >= 0:
+        return {"gpu": need["gpu"] + spare // 2, "host": need["host"] + spare - spare // 2}
+    out = f"Raise --ram by {amount(-spare * MARGIN)}, or lower --seq-len"
+    if rule["mode"] != "backward":
+        out += ", or --max-grad-norm 0, which needs no room for all gradients"
+    raise DoesNotFit(
+        f"even the smallest plan needs {amount(sum(need.values()))} of RAM, {amount(need['gpu'])} of it to compute in; "
+        f"the limit is {amount(room)}. {out}."
+    )
 
 
 def record_size(parameters: int, ram: int) -> int:

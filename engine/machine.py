@@ -72,13 +72,15 @@ def _meminfo(key: str) -> int:
 def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None) -> dict[str, int]:
     """Bytes that the plan may use in gpu and host. What is given is a hard limit; else what is free, less a reserve.
 
-    On a CUDA device the GPU's limit counts the driver's context too. On the CPU the gpu tier is RAM of its own limit.
+    On a CUDA device the GPU's limit counts the driver's context too. On the CPU the gpu tier is RAM as well: half of
+    it, unless it is given a limit of its own.
     """
     free = available_ram()
     host = ram if ram is not None else int(free * RAM_SHARE)
     if device.type != "cuda":
-        gpu = gpu_memory if gpu_memory is not None else host // 2
-        return {"gpu": gpu, "host": host if ram is not None or gpu_memory is not None else host - gpu}
+        if gpu_memory is not None:
+            return {"gpu": gpu_memory, "host": host}
+        return {"gpu": host // 2, "host": host - host // 2}
     torch.zeros(1, device=device)  # makes the context, so that its size is seen
     gpu_free, total = torch.cuda.mem_get_info(device)
     context = min(total - gpu_free, 1 << 30)

@@ -21,7 +21,14 @@ MODES = ("forward", "backward", "serial")
 
 
 class DoesNotFit(Exception):
-    """The run cannot fit in the given limits; the message has the numbers and the way out. Exit code 3."""
+    """The run cannot fit in the given limits; the message has the numbers and the way out. Exit code 3.
+
+    `need`: bytes of gpu and host that the smallest plan takes, where that is what does not fit.
+    """
+
+    def __init__(self, message: str, need: dict[str, int] | None = None):
+        super().__init__(message)
+        self.need = need or {}
 
 
 @dataclass(frozen=True)

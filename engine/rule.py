@@ -79,7 +79,7 @@ def simple_plan(
                 plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, record=record, **slots)
                 if fits(geo, plan, limits):
                     return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
-    raise DoesNotFit(_why_not(geo, plan, limits))
+    raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan))
 
 
 def _fill(
@@ -170,20 +170,20 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan
 
 
 def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
-    need = usage(geo, plan)
-    for tier, option in (("gpu", "--gpu-memory"), ("host", "--ram")):
-        if need[tier] > limits[tier]:
-            what = {"gpu": "GPU memory", "host": "RAM"}[tier]
-            out = f"Raise {option} by {_size(need[tier] - limits[tier])}"  # the limit is what a reserve leaves of it
-            if tier == "gpu":
-                out += f", or lower --seq-len (a micro-batch is {plan.tokens} tokens)"
-            elif plan.mode != "backward":
-                out += ", or --max-grad-norm 0, which needs no room for all gradients"
-            numbers = f"{_size(need[tier])} of {what}, the limit is {_size(limits[tier])}"
-            return f"even the smallest plan needs {numbers}. {out}."
-    raise AssertionError("a plan that fits was refused")
+    need, named = usage(geo, plan), {"gpu": ("GPU memory", "--gpu-memory"), "host": ("RAM", "--ram")}
+    short = [tier for tier in named if need[tier] > limits[tier]]
+    assert short, "a plan that fits was refused"
+    numbers = [f"{amount(need[t])} of {named[t][0]}, the limit is {amount(limits[t])}" for t in short]
+    raises = [f"{named[t][1]} by {amount(need[t] - limits[t])}" for t in short]  # the limit is what a reserve leaves
+    out = [f"Raise {' and '.join(raises)}"]
+    if "gpu" in short:
+        out.append(f"lower --seq-len (a micro-batch is {plan.tokens} tokens)")
+    if short == ["host"] and plan.mode != "backward":
+        out.append("--max-grad-norm 0, which needs no room for all gradients")
+    return f"even the smallest plan needs {' and '.join(numbers)}. {', or '.join(out)}."
 
 
-def _size(nbytes: int) -> str:
+def amount(nbytes: float) -> str:
+    """Bytes to ask for, rounded up."""
     unit, name = (2**30, "GiB") if nbytes >= 2**28 else (2**20, "MiB")
     return f"{math.ceil(100 * nbytes / unit) / 100:.2f} {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ LOGS = ("log.jsonl", "log.csv", "loss.svg", "config.yaml", "trace.json")
 
 
 def check_free(out: Path, source: Path) -> None:
-    """Raises InputError unless a new run may write to `out`: empty or not there, and not the source. Writes nothing."""
+    """Raises InputError unless a new run may write to `out`: empty or not there, and not the source. Leaves nothing."""
     if out.exists() and source.exists() and out.samefile(source):
         raise InputError(f"--out {out} is the checkpoint itself. Name another folder.")
     if out.exists() and not out.is_dir():
@@ -25,8 +26,14 @@ def check_free(out: Path, source: Path) -> None:
     place = existing(out)
     if not place.is_dir():
         raise InputError(f"--out {out}: {place} is a file. Name a folder.")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"--out {out}: no permission to write to {place}. Name another folder.")
+    try:  # permission alone does not tell: root may do anything in /proc, and can make no folder there
+        os.rmdir(tempfile.mkdtemp(prefix=".trireme-", dir=place))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InputError(
+            f"--out {out}: no folder can be made in {place} ({error.strerror}). Name another folder."
+        ) from error
     held = len(list(out.iterdir())) if out.exists() else 0
     if held and (out / "config.yaml").is_file():
         raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")

@@ -43,7 +43,10 @@ def read_header(path: Path) -> Header:
                 raise CheckpointError(f"{path} is a {status.st_size}-byte Git LFS pointer. Run `git lfs pull`.")
             length = int.from_bytes(start[:8], "little")
             if status.st_size < 8 or length > status.st_size - 8:
-                raise CheckpointError(f"{path} is truncated or not a safetensors file ({status.st_size} bytes).")
+                raise CheckpointError(
+                    f"{path} is truncated or not a safetensors file: it has {status.st_size} bytes, its header would "
+                    f"end at byte {8 + length}. Download or copy it again."
+                )
             if length > MAX_HEADER:
                 raise CheckpointError(f"{path}: its header claims {length} bytes; {MAX_HEADER} is the most accepted.")
             f.seek(8)
@@ -63,8 +66,13 @@ def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
     metadata = fields.pop("__metadata__", {})
     if type(metadata) is not dict or any(type(v) is not str for v in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
-    tensors = [_tensor(name, entry, data_bytes) for name, entry in fields.items()]
-    tensors.sort(key=lambda t: (t.offset, t.nbytes))
+    entries = {name: _entry(name, entry) for name, entry in fields.items()}
+    if (last := max((offsets[1] for _, _, offsets in entries.values()), default=0)) > data_bytes:
+        raise ValueError(
+            f"the file is truncated: its tensors take {_short(last)} bytes, {data_bytes} are there. "
+            "Download or copy it again"
+        )
+    tensors = sorted((_tensor(name, *entry) for name, entry in entries.items()), key=lambda t: (t.offset, t.nbytes))
     end = 0
     for t in tensors:
         if t.offset != end:
@@ -95,8 +103,8 @@ def parse_json(text: bytes, what: str) -> dict:
     return fields
 
 
-def _tensor(name: str, entry: object, data_bytes: int) -> TensorSpec:
-    """One header entry, checked against the bytes that are there."""
+def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
+    """(dtype, shape, data_offsets) of one header entry, each of the right kind."""
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} lacks dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -107,12 +115,15 @@ def _tensor(name: str, entry: object, data_bytes: int) -> TensorSpec:
             raise ValueError(f"{name!r}: shape and data_offsets must be lists of whole numbers")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{name!r}: data_offsets must be [begin, end]")
-    if offsets[1] > data_bytes:
-        raise ValueError(f"{name!r} ends at byte {_short(offsets[1])} of {data_bytes}: the file is truncated")
+    return dtype, shape, offsets
+
+
+def _tensor(name: str, dtype: str, shape: list[int], offsets: list[int]) -> TensorSpec:
+    """A tensor whose bytes are there, checked against its shape."""
     nbytes = 0 if 0 in shape else ITEMSIZE[dtype]
     for n in shape:  # stops early: a product of a million numbers is itself an attack
         nbytes *= n
-        if nbytes > data_bytes:
+        if nbytes > offsets[1]:
             break
     if nbytes != offsets[1] - offsets[0]:
         raise ValueError(f"{name!r} takes {offsets[1] - offsets[0]} bytes, its shape and dtype say otherwise")

@@ -114,7 +114,7 @@ CHECKPOINTS = {
     "git lfs": (lambda: write("model/model.safetensors", LFS), ["LFS"]),
     "truncated": (
         lambda: write("model/model.safetensors", Path("model/model.safetensors").read_bytes()[:-9]),
-        ["model.s"],
+        ["model.safetensors", "truncated", "again"],
     ),
     "empty file": (lambda: write("model/model.safetensors", b""), ["model.safetensors"]),
     "header of gigabytes": (lambda: header(b"{}", 1 << 33), ["header"]),
@@ -209,9 +209,11 @@ REQUESTS = {
     "output is the checkpoint": (["--out", "model"], 2, ["checkpoint itself"]),
     "output is a file": (["--out", "stories.txt"], 2, ["is a file"]),
     "output is not empty": (["--out", "."], 2, ["not empty"]),
+    "output where nothing can be made": (["--out", "/proc/x"], 2, ["--out /proc/x", "/proc", "another folder"]),
     "no run to resume": (["--resume", "none"], 2, ["--resume none"]),
     "a tracker that is not known": (["--log", "mlflow"], 2, ["mlflow"]),
-    "too little memory": (["--ram", "1MiB", "--gpu-memory", "1MiB"], 3, ["--gpu-memory"]),
+    "too little memory": (["--ram", "1MiB", "--gpu-memory", "1MiB"], 3, ["--gpu-memory by", "and --ram by"]),
+    "too little RAM": (["--ram", "1MiB"], 3, ["--ram by", "to compute in"]),
     "store in a file": (["--store", "stories.txt"], 4, ["stories.txt"]),
 }
 
@@ -223,6 +225,24 @@ def test_a_request_that_cannot_be_met(here, capsys, name):
         pytest.skip("there is a GPU")
     err = fails(capsys, here, *TRAIN, *argv, code=code)
     assert all(word in err for word in says), err
+
+
+@pytest.mark.parametrize(
+    "given, option", [(["--ram", "8MiB"], "--ram"), (["--ram", "8MiB", "--max-grad-norm", "0"], "--ram"),
+                      (["--ram", "1GiB", "--gpu-memory", "2MiB"], "--gpu-memory"),
+                      (["--ram", "3MiB", "--gpu-memory", "1GiB"], "--ram")]
+)  # fmt: skip
+def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, given, option):
+    """On a CPU both tiers are RAM: the option to raise is the one that was given too little."""
+    said = fails(capsys, here, *TRAIN, *given, "--dry-run", code=3)
+    ((named, more),) = re.findall(r"Raise (--\S+) by ([\d.]+) MiB", said)
+    assert named == option and "and --" not in said
+    at = given.index(option) + 1
+    now = re.fullmatch(r"(\d+)MiB", given[at])[1]
+    enough = [*given[:at], f"{float(now) + float(more)}MiB", *given[at + 1 :]]
+    assert finetune.main([*TRAIN, *enough, "--dry-run"]) == 0
+    total, limit = re.findall(r"(?:total|limit) .*", capsys.readouterr().out)[:2]
+    assert "MiB" in total and "MiB" in limit
 
 
 @pytest.mark.parametrize("limit", [100, 5_000, 100_000, 3_000_000])

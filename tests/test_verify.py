@@ -1,6 +1,8 @@
 """The output folder: refused before the run where it must not be written, compared with its source after it."""
 
-import os
+import errno
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,8 +51,17 @@ def test_where_it_may_not(tmp_path, monkeypatch):
     assert f"holds a run. Go on with it: --resume {run}" in refused(run, tmp_path)
     assert "is a file" in refused(file, tmp_path)
     assert f"{file} is a file" in refused(file / "below", tmp_path)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    assert "no permission to write" in refused(tmp_path / "new", tmp_path)
+    assert "no folder can be made in /proc (" in refused(Path("/proc/x"), tmp_path)  # root may, and cannot
+    before = sorted(tmp_path.iterdir())
+    check_free(tmp_path / "new", tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+    def full_drive(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full_drive)
+    with pytest.raises(OSError, match="No space"):  # no wrong input
+        check_free(tmp_path / "new", tmp_path)
 
 
 def test_a_faithful_export_passes(source, tmp_path):
