@@ -32,6 +32,7 @@ BINDS = {
     "ssd": "the SSD",
 }
 SHORT = 4  # ways to lean of a search for what would be faster
+LONG = 5  # seconds of a start that are worth a line
 WORTH = 1.1  # times more tokens a second, from which a change is worth mentioning
 
 
@@ -68,6 +69,7 @@ class Forecast:
         return [
             *self.memory_lines(),
             f"time     {self.time_line(found)}",
+            *([f"start    {self.start_line()}"] if self.start_s() >= LONG else []),
             *([f"ssd      {self.wear_line(found)}"] if found.ssd_written else []),
             f"disk     {self.disk_line()}",
             *(f"faster   {line}" for line in self.faster_lines(found)),
@@ -169,6 +171,14 @@ class Forecast:
             f"{self.steps:,} steps = {about}{duration(self.steps * step)}; "
             f"limited by {BINDS[found.bound]} ({_seconds(found.busy[found.bound])} of {_seconds(step)})"
         )
+
+    def start_s(self) -> float:
+        """Seconds before the first step in which RAM is made ready for copies to and from the GPU."""
+        return usage(self.geo, self.plan)["host"] / self.machine.rates.pin if self.cuda else 0.0
+
+    def start_line(self) -> str:
+        held = usage(self.geo, self.plan)["host"]
+        return f"{duration(self.start_s())} before the first step, to pin {held / 2**30:.1f} GiB of RAM for the bus"
 
     def tflops(self, found: Prediction) -> float:
         """10^12 model FLOPs a second: three times forward's, recomputation not counted."""

@@ -106,7 +106,8 @@ class Memory:
     ram_limit: int
     simulated: bool = False
     poison: object = None
-    pinned: bool = True  # whether host memory could be registered with CUDA
+    pinned: bool = True  # whether host memory is to be registered with CUDA: no more once that was refused
+    refused: int = 0  # bytes of host memory that CUDA did not register, although they were to be
     table: list[tuple[str, str, int, int]] = field(default_factory=list)  # tier, name, bytes each, count
     rings: list[Ring] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
@@ -160,10 +161,12 @@ class Memory:
         _advise(room, "MADV_HUGEPAGE", skip, whole)
         _advise(room, "MADV_DONTFORK", 0, len(room))
         address = base + skip
-        if pin and self.pinned and self.device.type == "cuda":
-            self.pinned = registered = _register(address, nbytes, self.device)
-            if registered:  # CUDA must forget the pages before they go, however the memory is let go of
-                self._pins.append(weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address))
+        if pin and (self.pinned or self.refused) and self.device.type == "cuda":
+            self.pinned = self.pinned and _register(address, nbytes, self.device)
+            if self.pinned:  # CUDA must forget the pages before they go, however the memory is let go of
+                self._pins.append(weakref.finalize(self, _unregister, address))
+            else:
+                self.refused += nbytes
         self._maps.append(room)
         return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
 
@@ -197,7 +200,10 @@ def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
 
 
 def _register(address: int, nbytes: int, device: torch.device) -> bool:
-    """Pins host memory for CUDA; False where a limit forbids it."""
+    """Pins host memory for CUDA; False where the driver refuses.
+
+    RLIMIT_MEMLOCK does not bind it. Under WSL2 the driver has a limit of its own, which nothing tells but a refusal.
+    """
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
         return True
     try:  # CUDA keeps the error for whoever asks next; take it here, so that no later call reports it
@@ -205,6 +211,10 @@ def _register(address: int, nbytes: int, device: torch.device) -> bool:
     except RuntimeError:
         pass
     return False
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def gib(nbytes: float) -> str:

@@ -34,7 +34,7 @@ from trireme.storage.devices import open_device
 from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
 
-VERSION = 2  # of what is measured
+VERSION = 3  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a request to a drive, requests of a kind in flight
 COPY = 256 << 20  # bytes of a copy to and from a GPU
 TURNS, SECONDS = 6, 1.5  # in which a computation is timed: at most so many; after so long no third begins
@@ -114,7 +114,9 @@ def _update(workers: Workers, dtype: str, n: int) -> tuple[Callable[[], object],
 def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str, float]:
     """Each direction of the bus alone; what is left of both together; the CPU's memory under updates and copies."""
     memory = Memory(device, 1 << 40, 1 << 40)  # torch's own pinned memory would never be given back
-    gpu, host = memory.alloc("gpu", "probe", COPY, 2), memory.alloc("host", "probe", COPY, 2)
+    gpu, start = memory.alloc("gpu", "probe", COPY, 2), time.perf_counter()
+    host = memory.alloc("host", "probe", COPY, 2)
+    pin = 2 * COPY / (time.perf_counter() - start)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def copy(way: int) -> torch.cuda.Event:
@@ -142,8 +144,8 @@ def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str
     for event in flying:
         event.synchronize()
     memory.close()
-    return {"h2d": 4 * COPY / up, "d2h": 4 * COPY / down, "duplex": min(1.0, max(up, down) / both),
-            "dram": (ADAM_BYTES * n * updates + moved) / took}  # fmt: skip
+    return {"pin": pin, "h2d": 4 * COPY / up, "d2h": 4 * COPY / down,
+            "duplex": min(1.0, max(up, down) / both), "dram": (ADAM_BYTES * n * updates + moved) / took}  # fmt: skip
 
 
 def timed(fn: Callable[[], object], device: torch.device) -> float:

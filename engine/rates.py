@@ -39,6 +39,7 @@ class Rates:
     duplex: float = 0.92  # share of h2d and d2h that is left when both directions are busy
     launch: float = 3e-6  # of a kernel
     latency: float = 5e-5  # of handing a task to another lane
+    pin: float = 3e9  # bytes of RAM that are made ready for copies to and from a GPU, before the first step
     mixed: float = 1.0  # share of ssd_read and ssd_write that is left while a drive does both
     # Share of `matmul` that a block's matrix products reach, and attention over long documents (d 128). Medians of task
     # times on an H200 over LLaMA shapes of 1.3B to 13B, and attention's own benchmark.

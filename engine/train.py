@@ -26,6 +26,7 @@ from trireme.engine.job import Job
 from trireme.engine.lanes import READS, WRITES, RealLanes, Span, busy, write_perfetto
 from trireme.engine.log import RunLog
 from trireme.engine.machine import memory_in_use
+from trireme.engine.memory import gib
 from trireme.engine.optimizer import AdamW, StepStats
 from trireme.engine.options import Options
 from trireme.engine.plan import Plan
@@ -143,6 +144,11 @@ class Run:
         job, o = self.job, self.options
         adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
         e = build(job.cfg, job.plan, job.limits, self.lanes, adamw=adamw, store=self.store)
+        if e.memory.refused:
+            self.log.say(
+                f"warning: CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
+                f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
+            )
         if e.activations.scratch_bytes:
             e.activations.scratch = Scratch(self.store.devices[0], e.activations.scratch_bytes)
         if resumed:

@@ -70,6 +70,16 @@ def test_inputs_that_nothing_else_holds_go_to_the_drive_and_are_counted_there():
     assert "activations" in f.disk_line() and f.predict().ssd_written > inputs
 
 
+def test_a_long_start_is_said():
+    f = forecast("gpu=rtx4090,ram=128GiB")
+    held = usage(f.geo, f.plan)["host"]
+    half = replace(f, machine=replace(f.machine, rates=replace(f.machine.rates, pin=f.machine.rates.pin / 2)))
+    assert f.start_s() == held / f.machine.rates.pin > 10 and half.start_s() == 2 * f.start_s()
+    assert f"to pin {held / 2**30:.1f} GiB of RAM" in "\n".join(f.lines())
+    assert not any(line.startswith("start") for line in forecast("gpu=h200,ram=64GiB").lines()), "little is in RAM"
+    assert replace(f, cuda=False).start_s() == 0.0
+
+
 def test_short_documents_are_predicted_to_take_less():
     f = forecast("gpu=rtx4090,ram=128GiB")
     short = replace(f, document=128)

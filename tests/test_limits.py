@@ -8,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engines import LLAMA, batches, fork, gpu_plan, make, random_weights, train
 
+from trireme.engine import demo, memory
+from trireme.engine import train as finetune
 from trireme.engine.build import build, inputs
 from trireme.engine.lanes import RealLanes
+from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.rule import simple_plan
 from trireme.engine.step import train_step
@@ -80,3 +84,36 @@ def test_what_cannot_fit_is_refused_with_numbers_and_a_way_out():
         simple_plan(BIG, {"gpu": 1 << 30, "host": 16 * MIB}, batch_tokens=[(64, 2)], dtype="F32")
     with pytest.raises(DoesNotFit, match=r"needs .* of GPU memory, the limit is .*--gpu-memory"):
         simple_plan(BIG, {"gpu": 8 * MIB, "host": 1 << 30}, batch_tokens=[(64, 2)], dtype="F32")
+
+
+def test_ram_that_cuda_does_not_pin_is_counted(monkeypatch):
+    asked, forgotten = [], []
+    monkeypatch.setattr(memory, "_register", lambda address, nbytes, device: asked.append(nbytes) or len(asked) < 2)
+    monkeypatch.setattr(memory, "_unregister", forgotten.append)
+    held = memory.Memory(torch.device("cuda"), MIB, 64 * MIB)
+    for k in (1, 2, 4):
+        held.alloc("host", f"buffer {k}", k * MIB)
+    assert asked == [MIB, 2 * MIB] and held.refused == 6 * MIB  # refused once, it is not asked again
+    held.close()
+    assert len(forgotten) == 1
+    plain = memory.Memory(torch.device("cuda"), MIB, 64 * MIB, pinned=False)
+    plain.alloc("host", "buffer", MIB)
+    assert len(asked) == 2 and plain.refused == 0  # nobody asked
+
+
+def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
+    def build(*given, **more):
+        e = real(*given, **more)
+        e.memory.refused = e.memory.used("host") // 2
+        return e
+
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    real = finetune.build
+    monkeypatch.setattr(finetune, "build", build)
+    where = dict(model=str(tmp_path / "model"), data=(str(tmp_path / "stories.txt"),), out=str(tmp_path / "out"))
+    limits = dict(gpu_memory=16 * MIB, ram=64 * MIB, device="cpu", seq_len=64, batch_size=4, max_steps=1)
+    finetune.finetune(Options(**where, **limits))
+    assert re.search(
+        r"warning: CUDA pins [\d.]+ MiB of RAM, the plan uses [\d.]+ MiB: .* Lower --ram", capsys.readouterr().out
+    )
