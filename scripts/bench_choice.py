@@ -1,7 +1,7 @@
 """Is the planner's choice the best? python scripts/bench_choice.py brute --store DIR --keep DIR, or sweep
 
 - `brute`: for some models and limits, many other plans are simulated; the best of each kind is measured beside the
-  planner's choice, each in a process of its own.
+  planner's choice.
 - `sweep`: step time over the share of activations that travel to RAM, the choice marked (Fuyou, figure 9); predicted
   for the machine of --assume without a GPU, with --measure run on this one. Table, JSON and a picture.
 """
@@ -9,23 +9,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import bench_step
-from bench_plan import folders, leave, run, run_arguments
+from bench_plan import folders, leave, run_arguments
 from bench_step import MODELS
 
 from trireme.engine.choose import LEANS, choose, front, swapped
 from trireme.engine.job import record_size
+from trireme.engine.machine import choose_device, memory_limits
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, fits
 from trireme.engine.predict import Batch, predict
-from trireme.engine.rates import CODE, Rates, assume, rates_of
+from trireme.engine.rates import Rates, assume
 from trireme.engine.rule import largest, simple_plan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -36,8 +37,6 @@ BRUTE = (
     "llama-3b --gpu-memory 12GiB --ram 60GiB --clip 0",
     "llama-3b --gpu-memory 24GiB --ram 60GiB",
 )
-BEST_OF = 5  # kinds of plans that are measured beside the choice
-CONTEXT = 1536 << 20  # bytes of --gpu-memory that a plan may not use, where a result does not say
 
 
 # ---------------------------------------------------------------- other plans than the choice
@@ -80,43 +79,57 @@ def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict)
                     yield f"{kind}, {'+'.join(names) if away(geo, plan) else 'nothing'} away", plan
 
 
+class Box:
+    """This machine: its ceilings, measured once, and how long a step takes by one plan after another."""
+
+    def __init__(self, model: str, seq: int, store: str | None):
+        self.device = choose_device("auto")
+        self.rates = bench_step.measure_rates(MODELS[model], self.device, "BF16", seq, store)
+
+    def limits(self, given: argparse.Namespace) -> dict[str, int]:
+        """Bytes that a plan may use by the arguments of bench_step.py."""
+        bench_step.forget_peaks(self.device)
+        return memory_limits(self.device, given.gpu_memory, given.ram)
+
+    def seconds(self, given: argparse.Namespace, plan: Plan, log: Path) -> float:
+        """A step's median time; what bench_step.py prints goes to `log`."""
+        limits = self.limits(given)
+        with log.open("w") as out, redirect_stdout(out):
+            return bench_step.measure(given, MODELS[given.model], plan, limits, self.rates, self.device, 0.0)["step_s"]
+
+
 def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
     """For each line the measured choice over the best that was measured, the choice among them."""
-    rows, ends = [], time.monotonic() + 60 * a.minutes
+    rows, ends, box = [], time.monotonic() + 60 * a.minutes, Box("llama-1.3b", 1024, a.store)
     for i, line in enumerate(BRUTE):
         if a.only and i not in a.only:
             continue
-        path = keep / f"brute-{i}-choice.json"
-        if failed := run(line, path, a.store, a.limit):
-            print(f"{line}: {failed}", flush=True)
-            continue
-        chosen = json.loads(path.read_text())
-        print(f"{line}: the choice takes {chosen['step_s']:.3f} s", flush=True)
-        measured = [chosen["step_s"]]
-        for k, (predicted, kind, plan) in enumerate(_best_of_each_kind(line, chosen)[:BEST_OF]):
-            path = keep / f"brute-{i}-{k}.json"
-            plan.save(path.with_suffix(".plan"))
-            if time.monotonic() + 30 > ends:
-                failed = "no time left"
-            else:
-                failed = run(line, path, a.store, a.limit, ("--plan", str(path.with_suffix(".plan"))))
-            step_s = math.inf if failed else json.loads(path.read_text())["step_s"]
-            measured.append(step_s)
-            print(f"  {kind}: predicted {predicted:.3f} s, {failed or f'measured {step_s:.3f} s'}", flush=True)
-        rows.append({"name": line, "measured": measured, "choice_over_best": measured[0] / min(measured)})
-        print(f"  the choice takes {rows[-1]['choice_over_best']:.3f} of the best measured", flush=True)
+        cfg, given, rule = rule_of(line)
+        limits = box.limits(given)
+        choice = choose(cfg, limits, box.rates, given.seq, **rule)
+        plans = [(choice.found.step_s, "the choice", choice.plan)]
+        plans += _best_of_each_kind(cfg, given, rule, limits, box.rates, choice.plan)[: a.best_of]
+        print(line, flush=True)
+        measured = []
+        for predicted, kind, plan in plans:
+            if time.monotonic() + 10 > ends:
+                break
+            measured.append(box.seconds(given, plan, keep / f"brute-{i}-{len(measured)}.log"))
+            print(f"  {kind}: predicted {predicted:.3f} s, measured {measured[-1]:.3f} s", flush=True)
+        if len(measured) > 1:
+            rows.append({"name": line, "measured": measured, "choice_over_best": measured[0] / min(measured)})
+            print(f"  the choice takes {rows[-1]['choice_over_best']:.3f} of the best measured", flush=True)
     return rows
 
 
-def _best_of_each_kind(line: str, chosen: dict) -> list[tuple[float, str, Plan]]:
-    """(predicted seconds, kind, plan) of the best alternative of each kind to a run's plan, the best first."""
-    cfg, given, rule = rule_of(line)
-    rates = rates_of(chosen["ceilings"])
-    limits = chosen.get("limits") or {"gpu": given.gpu_memory - CONTEXT, "host": given.ram - CODE}
+def _best_of_each_kind(
+    cfg: ModelConfig, given: argparse.Namespace, rule: dict, limits: dict[str, int], rates: Rates, chosen: Plan
+) -> list[tuple[float, str, Plan]]:
+    """(predicted seconds, kind, plan) of the best alternative of each kind to the chosen plan, the best first."""
     best: dict[str, tuple[float, str, Plan]] = {}
     for kind, plan in alternatives(cfg, limits, given.seq, rule):
         seconds = predict(cfg, plan, rates, Batch(plan.tokens, given.seq, plan.n_micro)).step_s
-        if plan != Plan.of(chosen["plan"]) and seconds < best.get(kind, (math.inf,))[0]:
+        if plan != chosen and seconds < best.get(kind, (math.inf,))[0]:
             best[kind] = (seconds, kind, plan)
     different = {plan: (seconds, kind, plan) for seconds, kind, plan in best.values()}
     return sorted(different.values(), key=lambda found: found[0])
@@ -128,26 +141,33 @@ def _best_of_each_kind(line: str, chosen: dict) -> list[tuple[float, str, Plan]]
 def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
     """Step time over the share of activations that travel to RAM, for each of --sequences; the choice beside it."""
     cfg, rows = MODELS[a.model], []
+    box = Box(a.model, a.seq, a.store) if a.measure else None
     for sequences in a.sequences:
-        if a.measure:
-            rates, limits = _this_box(a, keep, sequences)
-        else:
-            m = assume(a.assume)
-            rates, limits = m.rates, m.limits
+        line = [a.model, "--tokens", str(sequences * a.seq), "--seq", str(a.seq), "--clip", "0", *a.box.split()]
+        given = bench_step.arguments(line)
+        m = assume(a.assume)
+        rates, limits = (box.rates, box.limits(given)) if box else (m.rates, m.limits)
         tokens = min(sequences, 16384 // a.seq or 1) * a.seq
         rule = dict(
             batch_tokens=[(tokens >> k, math.ceil(sequences * a.seq / (tokens >> k))) for k in range(3)],
             dtype="BF16", mode="backward", record=record_size(shapes.parameters(cfg), limits["host"]),
         )  # fmt: skip
         try:
-            rows += _points(a, keep, cfg, rates, limits, sequences, rule)
+            for i, point in enumerate(_points(a, cfg, rates, limits, sequences, rule)):
+                plan = point.pop("plan")
+                if box:
+                    point["measured_s"] = box.seconds(given, plan, keep / f"sweep-{sequences}-{i}.log")
+                rows.append(point)
+                print(f"{sequences:4} sequences, {point['share']:6.1%} away: " + ", ".join(
+                    f"{k.removesuffix('_s')} {point[k]:.3f} s" for k in ("predicted_s", "measured_s") if k in point
+                ) + f" ({point['bound']}){' <- the choice' if point['choice'] else ''}", flush=True)  # fmt: skip
         except DoesNotFit as error:
             print(f"{sequences} sequences: {error}", flush=True)
     return rows
 
 
-def _points(a, keep: Path, cfg: ModelConfig, rates: Rates, limits: dict[str, int], sequences: int, rule: dict):
-    """The curve of one size of a step, and the choice, each predicted and, with --measure, measured."""
+def _points(a, cfg: ModelConfig, rates: Rates, limits: dict[str, int], sequences: int, rule: dict):
+    """The curve of one size of a step, and the choice, each with its prediction and its plan."""
     geo = Geometry(cfg, "BF16")
     choice = choose(cfg, limits, rates, a.seq, **rule).plan
     size = (choice.tokens, choice.n_micro)
@@ -157,28 +177,8 @@ def _points(a, keep: Path, cfg: ModelConfig, rates: Rates, limits: dict[str, int
     )
     for i, (share, plan) in enumerate([*points, (away(geo, choice), choice)]):
         found = predict(cfg, plan, rates, Batch(plan.tokens, a.seq, plan.n_micro))
-        point = {"sequences": sequences, "share": share, "predicted_s": found.step_s, "bound": found.bound,
-                 "choice": i == len(points)}  # fmt: skip
-        if a.measure:
-            path = keep / f"sweep-{sequences}-{i}.json"
-            plan.save(path.with_suffix(".plan"))
-            line = f"{a.model} --tokens {sequences * a.seq} --seq {a.seq} --clip 0 {a.box} --plan"
-            failed = run(line, path, a.store, a.limit, (str(path.with_suffix(".plan")),))
-            point |= {"failed": failed} if failed else {"measured_s": json.loads(path.read_text())["step_s"]}
-        print(f"{sequences:4} sequences, {share:6.1%} away: " + ", ".join(
-            f"{k.removesuffix('_s')} {point[k]:.3f} s" for k in ("predicted_s", "measured_s") if k in point
-        ) + f" ({found.bound}){' <- the choice' if point['choice'] else ''}", flush=True)  # fmt: skip
-        yield point
-
-
-def _this_box(a: argparse.Namespace, keep: Path, sequences: int) -> tuple[Rates, dict[str, int]]:
-    """Rates and limits of this machine, from a run of bench_step.py."""
-    path = keep / f"sweep-{sequences}-rates.json"
-    if failed := run(f"{a.model} --tokens {sequences * a.seq} --seq {a.seq} --clip 0 {a.box}", path, a.store, a.limit):
-        sys.exit(f"error: {failed}")
-    result, given = json.loads(path.read_text()), bench_step.arguments([a.model, *a.box.split()])
-    limits = result.get("limits") or {"gpu": given.gpu_memory - CONTEXT, "host": given.ram - CODE}
-    return rates_of(result["ceilings"]), limits
+        yield {"sequences": sequences, "share": share, "predicted_s": found.step_s, "bound": found.bound,
+               "choice": i == len(points), "plan": plan}  # fmt: skip
 
 
 def away(geo: Geometry, plan: Plan) -> float:
@@ -241,13 +241,14 @@ def main(argv: list[str]) -> int:
 def arguments(argv: list[str]) -> argparse.Namespace:
     p = run_arguments(("brute", "sweep"))
     p.description = __doc__.splitlines()[0]
+    p.add_argument("--best-of", type=int, default=5, help="for brute: plans that are measured beside the choice")
     p.add_argument("--model", choices=MODELS, default="gpt3-13b")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--sequences", type=lambda t: [int(i) for i in t.split(",")], default=[32, 64, 80])
     p.add_argument("--points", type=int, default=8, help="shares, beside none")
     p.add_argument("--lean", type=int, default=0, help="the way to lean of the curve's plans, by its number in LEANS")
     p.add_argument("--assume", default="gpu=a100-80g,ram=700GiB,ssd=12x3840GB@6.5/3.4,dram=150", help="a machine")
-    p.add_argument("--measure", action="store_true", help="on this machine's GPU rather than for --assume")
+    p.add_argument("--measure", action="store_true", help="on this machine rather than for --assume")
     p.add_argument("--box", default="--gpu-memory 24GiB --ram 100GiB", help="limits of the measured sweep")
     return p.parse_args(argv)
 

@@ -238,7 +238,6 @@ def _horizontal(e: Engine, batch, tables, device, step: int, lr: float):
 
 def main(argv: list[str]) -> int:
     a = arguments(argv)
-    torch.manual_seed(0)
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.bf16 else "F32"
     cfg = MODELS[a.model]
@@ -248,14 +247,28 @@ def main(argv: list[str]) -> int:
     at_start = memory_in_use(device)[1]
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
-    folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
     rates = measure_rates(cfg, device, dtype, a.seq, a.store)
-    store = Store.create([open_device(folder.name)]) if folder else None
     size_b = shapes.parameters(cfg) / 1e9
     print(f"{a.model}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
     plan = make_plan(a, cfg, dtype, limits, rates)
     forget_peaks(device)
+    result = measure(a, cfg, plan, limits, rates, device, at_start)
+    if a.json:
+        Path(a.json).write_text(json.dumps(result, indent=1))
+    return 0
+
+
+def measure(
+    a, cfg: ModelConfig, plan: Plan, limits: dict[str, int], rates: Rates, device: torch.device, at_start: float
+) -> dict:
+    """Trains by a plan as long as the arguments say, on random weights; prints and returns what it took.
+
+    `at_start`: GiB of RAM resident before. All memory is given back.
+    """
+    torch.manual_seed(0)
+    folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
+    store = Store.create([open_device(folder.name)]) if folder else None
     lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device)
     start = time.perf_counter()
     adamw = AdamW(max_grad_norm=a.clip)
@@ -277,15 +290,13 @@ def main(argv: list[str]) -> int:
     result = summary(a, e, rates, at_start, times, losses, spans) | {"limits": limits}
     if a.trace:
         write_perfetto(Path(a.trace), spans)
-    if a.json:
-        Path(a.json).write_text(json.dumps(result, indent=1))
     lanes.close()
     e.optimizer.close()
     e.memory.close()
     if store is not None:
         store.close()
         folder.cleanup()
-    return 0
+    return result
 
 
 def summary(a, e: Engine, c: Rates, at_start: float, times: list[float], losses: list[float], spans) -> dict:
