@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import Geometry, Plan, UnitPlan
-from trireme.engine.predict import Batch, Intervals, predict, unit_seconds
+from trireme.engine.predict import READING, Batch, Intervals, predict, unit_seconds
 from trireme.engine.rates import ADAM_BYTES, GPUS, Rates, assume, rates_of
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig, Rope
@@ -70,6 +70,17 @@ def test_what_a_step_waits_for_does_not_wait_behind_records():
     rates = replace(RATES, ssd_read=2.8e10, ssd_write=5.6e9, matmul=8e14)
     found = predict(ONE_B, p, rates, Batch(16384, 1024, 8))
     assert found.bound == "ssd" and found.step_s < 1.25 * found.busy["ssd"]
+
+
+def test_updates_delay_copies_to_the_gpu():
+    """As long as both run: not those back, and none where the GPU updates; slower updates delay no more than all."""
+    h2d = lambda update, adam, way="h2d": predict(  # noqa: E731
+        SMALL, plan(SMALL, UnitPlan("host", "host", update), tokens=512), replace(RATES, adam=adam), Batch(512, 256, 2)
+    ).busy[way]
+    alone, beside, slower = h2d("cpu", 1e14), h2d("cpu", 2e9), h2d("cpu", 1e8)
+    assert 1.05 * alone < beside < slower * 1.001 < alone / READING * 1.01
+    assert h2d("cpu", 2e9, "d2h") == pytest.approx(h2d("cpu", 1e14, "d2h"))
+    assert h2d("gpu", 2e9) == pytest.approx(h2d("gpu", 1e14))
 
 
 def test_a_plan_that_uses_a_drive_needs_one():
