@@ -350,8 +350,8 @@ class Run:
         self.job = replace(job, machine=replace(job.machine, rates=rates))
         then = jobs.forecast(self.job).predict().step_s  # not every step is as large as this one
         self.log.say(
-            f"warm-up  predicted {found.step_s:.3g} s, measured {seconds:.3g} s; by the times of its tasks "
-            f"{then:.3g} s a step as a rule, and {left:,} more steps {duration(left * then)}"
+            f"warm-up  predicted {found.step_s:.3g} s a step, measured {seconds:.3g} s; by the times of its tasks "
+            f"{then:.3g} s, and {left:,} more steps {duration(left * then)}"
         )
         if left and (choice := better(self.job, left)):
             self.log.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))
