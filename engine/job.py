@@ -83,20 +83,15 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     device = torch.device("cuda") if assumed else choose_device(options.device)
     dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
-    machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
     rule = _rule(options, cfg, seq_len, dtype, device, limits, like)
     if device.type == "cpu" and not (options.gpu_memory or options.plan):
         limits = _shared(cfg, limits, rule)
+    machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
     plan = _first_plan(options, cfg, seq_len, limits, machine, rule)
     because = (f"read from {options.plan}",) if options.plan else ()
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
     if device.type == "cuda" and not options.plan:
-        if plan.uses("ssd") and not assumed:
-            machine = with_drives(machine, options.store or (options.out,))
-        begun = Plan.of(like["plan"]) if like and "plan" in like else None
-        begun = begun if begun and begun.mode == plan.mode else None
-        choice = choose(cfg, limits, machine.rates, data.document, begun, trained=data.trained, **rule)
-        plan, because = choice.plan, choice.because
+        plan, because, machine = _searched(options, cfg, data, limits, machine, like, plan, rule)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
     job = Job(
@@ -212,6 +207,18 @@ def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machin
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
     return plan
+
+
+def _searched(
+    options: Options, cfg: ModelConfig, data: Dataset, limits, machine: Machine, like: dict | None, first: Plan, rule
+) -> tuple[Plan, tuple[str, ...], Machine]:
+    """(a fast plan for such data, why it is so, the machine, with its drives measured where `first` uses them)."""
+    if first.uses("ssd") and not options.assume:
+        machine = with_drives(machine, options.store or (options.out,))
+    begun = Plan.of(like["plan"]) if like and "plan" in like else None
+    begun = begun if begun and begun.mode == first.mode else None
+    choice = choose(cfg, limits, machine.rates, data.document, begun, trained=data.trained, **rule)
+    return choice.plan, choice.because, machine
 
 
 def _shared(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, int]:
