@@ -1,12 +1,12 @@
 """The fastest plan that a short search around the plain rule finds, and why.
 
 The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it does not keep. What it cannot weigh is
-time: whether activations should rather travel to RAM and back than be computed again, whether GPU memory serves better
-as a home of states, of weights, of inputs or of what blocks save, where updates run, how wide the window of weights and
-how large a micro-batch should be. Here variants that fit are made without a look at the rates, ranked by a floor in
-closed form, and simulated for as long as one could still be faster than the best so far; updates and window of the best
-are then varied. The rule's plan is the first of them, so the choice is never predicted to be slower. Of all that a plan
-decides, only where updates run and the size of a micro-batch can change a rounding.
+time: whether activations should rather travel to RAM or the SSD and back than be computed again, whether GPU memory
+serves better as a home of states, of weights, of inputs or of what blocks save, where updates run, how wide the window
+of weights and how large a micro-batch should be. Here variants that fit are made without a look at the rates, ranked by
+a floor in closed form, and simulated for as long as one could still be faster than the best so far; updates and window
+of the best are then varied. The rule's plan is the first of them, so the choice is never predicted to be slower. Of all
+that a plan decides, only where updates run and the size of a micro-batch can change a rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 MICRO_BATCHES = 2  # sizes tried, from the largest that fits
-SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations RAM has room for
+SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations RAM has room for, or that there are for the SSD
+DRIVE_LEAN, DRIVE_RAM = Lean("host", 0.0, updates=0.0), 0.85  # where the SSD takes them; RAM has slots on their way
 LEANS = (
     *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
     *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
@@ -72,6 +73,8 @@ def choose(
     judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))  # noqa: E731
     before = judge(first)
     plans = dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))
+    if first.uses("ssd") and not like:  # a run that has begun has set aside what it needs of the drive
+        plans |= dict.fromkeys(_through_the_drive(geo, limits, first, rule, seq_len))
     plans, judged = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
     if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
         plans, judged = alike, {alike[0]: judge(alike[0])}
@@ -98,8 +101,7 @@ def _variants(
     geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int, leans: Sequence[Lean]
 ) -> Iterable[Plan]:
     """Plans that fit, the rule's first: its micro-batch and smaller ones, each way to lean, activations in RAM."""
-    sizes = [size for size in rule["batch_tokens"] if size[0] <= first.tokens][:MICRO_BATCHES]
-    for size in sizes:
+    for size in _sizes(first, rule):
         for lean in leans:
             try:
                 plan = simple_plan(geo.cfg, limits, **{**rule, "batch_tokens": [size]}, lean=lean)
@@ -107,6 +109,11 @@ def _variants(
                 continue
             yield plan
             yield from _swapping(geo, plan, limits, seq_len)
+
+
+def _sizes(first: Plan, rule: dict) -> list[tuple[int, int]]:
+    """The micro-batches that are tried: the rule's and smaller ones."""
+    return [size for size in rule["batch_tokens"] if size[0] <= first.tokens][:MICRO_BATCHES]
 
 
 def _refined(geo: Geometry, plan: Plan, limits: dict[str, int], may_move: bool) -> Iterable[Plan]:
@@ -170,14 +177,34 @@ def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int) -
                 yield with_(k, largest(n, lambda j: fits(geo, with_(k, j), limits)))  # noqa: B023
 
 
-def swapped(plan: Plan, n: int, names: Sequence[str], k: int, everything: Sequence[str], keep: int) -> Plan:
-    """`plan` with `names` of k evenly spread blocks in RAM, everything of the last `keep` of n blocks on the GPU."""
+def _through_the_drive(geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int) -> Iterable[Plan]:
+    """Variants that send saved tensors of some blocks to the SSD (Fuyou, section 4.4): worth it where it is fast."""
+    n, everything = geo.cfg.n_layers, tuple(shapes.saved_shapes(geo.cfg, 1))
+    less = limits | {"host": int(DRIVE_RAM * limits["host"])}
+    for size in _sizes(first, rule):
+        try:
+            plan = simple_plan(geo.cfg, less, **{**rule, "batch_tokens": [size]}, lean=DRIVE_LEAN)
+        except DoesNotFit:
+            continue
+        plain = replace(plan, units=tuple(replace(u, saved=()) for u in plan.units))
+        for names in front(geo.cfg, seq_len):
+            for share in SHARES:
+                k = int(n * share)
+                with_ = lambda j, k=k, names=names: swapped(plain, n, names, k, everything, j, "ssd")  # noqa: B023,E731
+                if fits(geo, with_(0), limits):
+                    yield with_(largest(n, lambda j: fits(geo, with_(j), limits)))  # noqa: B023
+
+
+def swapped(
+    plan: Plan, n: int, names: Sequence[str], k: int, everything: Sequence[str], keep: int, tier: str = "host"
+) -> Plan:
+    """`plan` with `names` of k evenly spread blocks in `tier`, everything of the last `keep` of n blocks on the GPU."""
     away = spread(max(n - keep, 0), min(k, n - keep))
 
     def unit(u: int, old: UnitPlan) -> UnitPlan:
         if n - keep < u <= n:
             return replace(old, saved=tuple((name, "gpu") for name in everything))
-        return replace(old, saved=tuple((name, "host") for name in names)) if u - 1 in away else old
+        return replace(old, saved=tuple((name, tier) for name in names)) if u - 1 in away else old
 
     return replace(plan, units=tuple(unit(u, old) for u, old in enumerate(plan.units)))
 
@@ -208,7 +235,9 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
             on_cpu += geo.numel[u] * (PARTS["weights"][1] + PARTS["moments"][1] if late else PARTS["all"][1])
         moved = (state if unit.state == "ssd" else 0) + (weights if unit.weights == "ssd" else 0)
         again = 8 * geo.numel[u] if unit.state == "ssd" and "ssd" in plan.late_moments else 0  # moments, under backward
-        read, written = read + moved + again, written + moved
+        scratch = plan.n_micro * geo.saved_layout(unit.names("ssd"), plan.tokens).span
+        scratch += plan.n_micro * geo.x_bytes(plan.tokens) * (u > 0 and unit.x == "ssd")
+        read, written = read + moved + again + scratch, written + moved + scratch
         if streamed:
             state_up, state_down = state_up + state + 2 * weights, state_down + state + weights
     updates = max(under_forward / ADAM_BYTES / rates.adam, (under_forward + state_up + state_down) / rates.dram)
@@ -230,12 +259,13 @@ def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: 
         )
     if plan.tokens != first.tokens:
         said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} leave room on the GPU")
-    away = [u for u in range(1, n - 1) if plan.units[u].names("host")]
-    if away:
-        nbytes = plan.n_micro * sum(geo.saved_layout(plan.units[u].names("host"), plan.tokens).span for u in away)
-        names = ", ".join(plan.units[away[0]].names("host"))
-        said.append(f"{names} of {len(away)} of {n - 2} blocks wait in RAM ({_gib(nbytes)}): computation takes "
-                    f"{found.busy['compute']:.3g} s of a step rather than {before.busy['compute']:.3g} s")  # fmt: skip
+    for tier, where in (("host", "in RAM"), ("ssd", "on the SSD")):
+        away = [u for u in range(1, n - 1) if plan.units[u].names(tier)]
+        if away:
+            nbytes = plan.n_micro * sum(geo.saved_layout(plan.units[u].names(tier), plan.tokens).span for u in away)
+            names, seconds = ", ".join(plan.units[away[0]].names(tier)), found.busy["compute"]
+            said.append(f"{names} of {len(away)} of {n - 2} blocks wait {where} ({_gib(nbytes)}): computation takes "
+                        f"{seconds:.3g} s of a step rather than {before.busy['compute']:.3g} s")  # fmt: skip
     inputs = sum(unit.x != "gpu" for unit in plan.units[1:])
     if inputs:
         nbytes = plan.n_micro * inputs * geo.x_bytes(plan.tokens)

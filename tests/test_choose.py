@@ -103,6 +103,21 @@ def test_without_a_drive_nothing_is_put_on_one(gpu, host):
         return
 
 
+def test_fast_drives_take_activations_that_ram_does_not_hold():
+    """Fuyou's own case (section 4.4): much to recompute, little RAM, many drives."""
+    limits, rule = {"gpu": 120 * MIB, "host": 140 * MIB}, RULE | dict(batch_tokens=[(1024, 8), (512, 16)])
+    rates = replace(RATES, matmul=2e12, ssd_read=8e10, ssd_write=4e10)
+    choice = choose(SMALL, limits, rates, 256, mode="backward", **rule)
+    away = [unit for unit in choice.plan.units if unit.names("ssd")]
+    assert len(away) >= SMALL.n_layers // 2
+    assert any("blocks wait on the SSD" in line for line in choice.because)
+    computed = replace(choice.plan, units=tuple(replace(u, saved=()) for u in choice.plan.units))
+    batch = Batch(choice.plan.tokens, 256, choice.plan.n_micro)
+    assert choice.found.step_s < 0.95 * predict(SMALL, computed, rates, batch).step_s
+    slow = choose(SMALL, limits, replace(rates, ssd_write=2e8), 256, mode="backward", **rule)
+    assert not any(unit.names("ssd") for unit in slow.plan.units)
+
+
 def test_floors_are_below_what_is_simulated():
     limits = {"gpu": 200 * MIB, "host": 400 * MIB}
     choice = choose(SMALL, limits, RATES, 256, **RULE)
