@@ -25,6 +25,7 @@ from bare_step import bare_step
 
 from trireme.engine.build import build, inputs
 from trireme.engine.choose import choose
+from trireme.engine.correct import measured
 from trireme.engine.data import MicroBatch
 from trireme.engine.homes import Homes, Staged
 from trireme.engine.job import record_size
@@ -307,7 +308,7 @@ def summary(a, e: Engine, c: Rates, at_start: float, times: list[float], losses:
     if a.bare:
         print(f"step {step_s:.3f} s without the engine's machinery; loss {losses[0]:.4f} -> {losses[-1]:.4f}")
         return {"step_s": step_s, "losses": losses}
-    floor, at_work = floors(spans, c, on_cpu), busy(spans)
+    floor, at_work = floors(spans, c, on_cpu), busy(spans) | {"ssd": measured(spans)["ssd"]}
     bound = max(floor, key=floor.get)
     flops = shapes.model_flops(cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq), cfg.window))
     gpu, ram = memory_in_use(device)
@@ -316,8 +317,7 @@ def summary(a, e: Engine, c: Rates, at_start: float, times: list[float], losses:
     predicted = predict(cfg, e.plan, c, Batch(e.plan.tokens, a.seq, e.plan.n_micro)).step_s
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
     for lane in floor:
-        took = sum(at_work.get(name, 0) for name in (READS + WRITES if lane == "ssd" else (lane,)))
-        print(f"{lane:10} {floor[lane]:9.3f} {took:9.3f}")
+        print(f"{lane:10} {floor[lane]:9.3f} {at_work.get(lane, 0):9.3f}")
     print(f"step {step_s:.3f} s, floor {floor[bound]:.3f} s ({bound}), ratio {step_s / floor[bound]:.3f}; "
           f"{flops / step_s / 1e12:.1f} model TFLOP/s, {a.tokens / step_s:.0f} tokens/s; "
           f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")  # fmt: skip
