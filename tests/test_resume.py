@@ -117,7 +117,7 @@ def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsy
     def asked(*args):
         made.append(name)
         if len(made) == due:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
     monkeypatch.setattr(of, name, asked)
