@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,9 @@ def check_free(out: Path, source: Path) -> None:
     if not place.is_dir():
         raise InputError(f"--out {out}: {place} is a file. Name a folder.")
     try:  # permission alone does not tell: root may do anything in /proc, and can make no folder there
-        os.rmdir(tempfile.mkdtemp(prefix=".trireme-", dir=place))
+        trial = place / f".trireme-{os.getpid()}"
+        trial.mkdir()
+        trial.rmdir()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -1,7 +1,6 @@
 """The output folder: refused before the run where it must not be written, compared with its source after it."""
 
 import errno
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,10 +55,10 @@ def test_where_it_may_not(tmp_path, monkeypatch):
     check_free(tmp_path / "new", tmp_path)
     assert sorted(tmp_path.iterdir()) == before
 
-    def full_drive(**_):
+    def full_drive(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tempfile, "mkdtemp", full_drive)
+    monkeypatch.setattr(Path, "mkdir", full_drive)
     with pytest.raises(OSError, match="No space"):  # no wrong input
         check_free(tmp_path / "new", tmp_path)
 
