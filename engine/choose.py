@@ -34,6 +34,7 @@ LEANS = (
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
 WINDOWS = (2, 3, 4)
 LATE = ((), ("host",), ("host", "ssd"))  # tiers whose moments are written under backward
+WEAR = 1.05  # how many times faster a plan has to be that sends activations to the SSD, which wears it
 WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
 REFINED = 4  # of the best plans, around which others are tried
 UNITS_SIMULATED = 1000  # of all simulations together: planning takes seconds, whatever the model
@@ -78,7 +79,8 @@ def choose(
     plans, judged = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
     if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
         plans, judged = alike, {alike[0]: judge(alike[0])}
-    per_token = lambda plan, seconds: seconds / (plan.tokens * plan.n_micro)  # noqa: E731
+    wear = lambda plan: WEAR if any(unit.names("ssd") for unit in plan.units) else 1.0  # noqa: E731
+    per_token = lambda plan, seconds: wear(plan) * seconds / (plan.tokens * plan.n_micro)  # noqa: E731
     floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))  # noqa: E731
     taken = lambda plan: per_token(plan, judged[plan].step_s)  # noqa: E731
     most = UNITS_SIMULATED // geo.n_units
