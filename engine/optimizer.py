@@ -30,14 +30,15 @@ from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Slot, flat, views
 from trireme.engine.plan import Geometry, Plan
+from trireme.engine.rates import ADAM_BYTES
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
 from trireme.storage.layout import ITEMSIZE
 
-# What a task on the CPU stores: its name, and bytes of RAM a parameter, scaled so that "all" is the 28 of a rate. The
+# What a task on the CPU stores: its name, and bytes of RAM a parameter, scaled so that "all" is that of a rate. The
 # parts as they were measured on a Xeon: 9.9 and 9.1 G parameters/s beside 7.1 in one.
-PARTS = {"all": ("adamw", 28), "weights": ("adamw weights", 20), "moments": ("adamw moments", 22)}
+PARTS = {"all": ("adamw", ADAM_BYTES), "weights": ("adamw weights", 20), "moments": ("adamw moments", 22)}
 
 MOMENTS_AHEAD = 2  # units by which late moments are handed over before the gradient that takes the place of theirs
 

@@ -91,9 +91,9 @@ class Box:
         bench_step.forget_peaks(self.device)
         return memory_limits(self.device, given.gpu_memory, given.ram)
 
-    def seconds(self, given: argparse.Namespace, plan: Plan, log: Path) -> float:
-        """A step's median time; what bench_step.py prints goes to `log`."""
-        limits = self.limits(given)
+    def seconds(self, given: argparse.Namespace, plan: Plan, limits: dict[str, int], log: Path) -> float:
+        """A step's median time within the limits that it was planned for; what bench_step.py prints goes to `log`."""
+        bench_step.forget_peaks(self.device)
         with log.open("w") as out, redirect_stdout(out):
             return bench_step.measure(given, MODELS[given.model], plan, limits, self.rates, self.device, 0.0)["step_s"]
 
@@ -114,7 +114,7 @@ def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
         for predicted, kind, plan in plans:
             if time.monotonic() + 10 > ends:
                 break
-            measured.append(box.seconds(given, plan, keep / f"brute-{i}-{len(measured)}.log"))
+            measured.append(box.seconds(given, plan, limits, keep / f"brute-{i}-{len(measured)}.log"))
             print(f"  {kind}: predicted {predicted:.3f} s, measured {measured[-1]:.3f} s", flush=True)
         if len(measured) > 1:
             rows.append({"name": line, "measured": measured, "choice_over_best": measured[0] / min(measured)})
@@ -156,7 +156,7 @@ def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
             for i, point in enumerate(_points(a, cfg, rates, limits, sequences, rule)):
                 plan = point.pop("plan")
                 if box:
-                    point["measured_s"] = box.seconds(given, plan, keep / f"sweep-{sequences}-{i}.log")
+                    point["measured_s"] = box.seconds(given, plan, limits, keep / f"sweep-{sequences}-{i}.log")
                 rows.append(point)
                 print(f"{sequences:4} sequences, {point['share']:6.1%} away: " + ", ".join(
                     f"{k.removesuffix('_s')} {point[k]:.3f} s" for k in ("predicted_s", "measured_s") if k in point

@@ -297,17 +297,14 @@ def page(made: dict[str, list[dict]]) -> str:
 
 
 OURS = (
-    "Trireme's columns are without clipping, as in the papers: first as it would place things, then with all optimizer",
-    "state on the SSD and weights in RAM (–: RAM is too small for them). Where it is below a published figure:",
-    "",
-    "- its rate is lower: 0.885 of a large product's for GEMMs, 0.53 for attention, as measured on an H200, in place",
-    "  of the paper's benchmarked block;",
-    "- it recomputes activations for which RAM has no room, where the paper's system has the SSD (8 products a",
-    "  parameter in place of 6);",
-    "- its sequences are fewer, since gradients over several micro-batches are summed in fp32 on the GPU.",
-    "",
-    "Where it is above one: state moves 10 + 10 bytes a parameter, not 16 + 14, and stays in RAM while there is room.",
+    "Trireme's columns are without clipping, as in the papers: first as it would place things, then with all",
+    "optimizer state on the SSD and weights in RAM (–: RAM is too small for them). Where it is below a published",
+    "figure, with 13B, nothing is computed again and the GPU is never idle; its rate is lower: 0.885 of a large",
+    "product's for GEMMs, 0.53 for attention, as measured on an H200, in place of the paper's benchmarked block.",
+    "Where it is above one, state moves 10 + 10 bytes a parameter, not 16 + 14, and stays in RAM while there is",
+    "room, which leaves the drives to activations.",
 )
+
 SIZES = (
     "Of the models of each paper's own table, with one sequence of 1,024 tokens and no clipping, in 85 % of the RAM.",
     "Trireme needs room for whole units on the GPU: one of weights, one of gradients, one on its way out; Fuyou",
