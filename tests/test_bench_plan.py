@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from trireme.engine.plan import Geometry, fits
+from trireme.engine.predict import predict
 from trireme.engine.rule import simple_plan
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -25,7 +26,7 @@ def script(name: str):
         sys.path.remove(str(SCRIPTS))
 
 
-bench_plan, bench_choice = script("bench_plan"), script("bench_choice")
+bench_plan, bench_choice, draw_step = script("bench_plan"), script("bench_choice"), script("draw_step")
 LINE = "llama-1.3b --gpu-memory 16GiB --ram 60GiB"
 LIMITS = {"gpu": 15 << 30, "host": 60 << 30}
 
@@ -83,3 +84,12 @@ def test_the_picture_shows_every_point():
     tree = ElementTree.fromstring(bench_choice.picture(rows, "a model"))
     assert len([e for e in tree.iter() if e.tag.endswith("circle")]) == 8 + 2
     assert len([e for e in tree.iter() if e.tag.endswith("polyline")]) == 2
+
+
+def test_the_picture_of_a_step_shows_every_kind_of_task():
+    found = predict(draw_step.MODEL, draw_step.plan(), draw_step.RATES, draw_step.BATCH)
+    tree = ElementTree.fromstring(draw_step.picture(found))
+    boxes = [e for e in tree.iter() if e.tag.endswith("rect") and float(e.get("y", 0)) >= draw_step.TOP]
+    assert {e.get("fill") for e in boxes} == set(draw_step.KINDS.values())
+    assert all(draw_step.LEFT <= float(e.get("x")) <= draw_step.WIDTH for e in boxes)
+    assert all({draw_step.kind(s) for s in found.spans if s.lane == lane} - {""} for lane in draw_step.ROWS)
