@@ -1,9 +1,12 @@
 """Activations between forward and backward: kept on the GPU, or swapped to RAM or SSD and fetched back in time.
 
-Each block and micro-batch has up to three spans of saved tensors, one per tier, and its input `x`, which is a span too.
-Names that the plan gives to no tier are not saved; backward recomputes them. A swapped span passes through a ring of
-GPU slots, and on the way to the SSD through a ring of host slots (Fuyou, section 4.4: full pipelining, first in first
-out, bounded by the slots that the plan found room for).
+Each block and micro-batch has up to three spans of saved tensors, one per tier, its input `x`, which is a span too, and
+on the way down the gradient `dx` of that. Names that the plan gives to no tier are not saved; backward recomputes them.
+A swapped span passes through a ring of GPU slots, and on the way to the SSD through a ring of host slots (Fuyou,
+section 4.4: full pipelining, first in first out, bounded by the slots that the plan found room for).
+
+What a unit leaves for the next, `x` or `dx` of every micro-batch, stays on the GPU until that has used it. In a step of
+very many micro-batches it waits outside instead: `x` where it waits for backward too, `dx` in RAM.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from trireme.engine.lanes import Task
 from trireme.engine.memory import Ring, Slot, memory_of, views
 from trireme.engine.plan import TIERS, Geometry, Plan
 
-Key = tuple[int, int, str]  # unit, micro-batch, part: "x", or the tier of a span of saved tensors
+Key = tuple[int, int, str]  # unit, micro-batch, part: "x", "dx", or the tier of a span of saved tensors
 
 
 @dataclass
@@ -65,16 +68,18 @@ class ActivationSwap:
                         self.offset[u, b, part] = end
                         end += self._nbytes(u, part, self.plan.tokens)
         self.scratch_bytes = end
+        for b, buffer in enumerate(homes.many("host", "dx")):
+            self.host[_home((0, b, "dx"))] = buffer
 
     def tier(self, u: int, part: str) -> str:
-        return self.plan.units[u].x if part == "x" else part
+        return {"x": self.plan.units[u].x, "dx": self.plan.between}.get(part, part)
 
     def parts(self, u: int) -> list[str]:
         """The spans of saved tensors that unit u has."""
         return [tier for tier in TIERS if self.names[u, tier]] if 0 < u < self.geo.head else []
 
     def _nbytes(self, u: int, part: str, tokens: int) -> int:
-        if part == "x":
+        if part in ("x", "dx"):
             return self.geo.x_bytes(tokens)
         return self.geo.saved_layout(self.names[u, part], tokens).span
 
@@ -101,13 +106,13 @@ class ActivationSwap:
     def send(self, u: int, b: int, part: str, tokens: int, after: Task) -> None:
         """The span is filled once `after` is over: starts it on its way out where it is swapped."""
         key, nbytes = (u, b, part), self._nbytes(u, part, tokens)
-        here, name = self.here[key], f"{self.geo.names[u]} {part} {b}"
+        here, name, home = self.here[key], f"{self.geo.names[u]} {part} {b}", _home(key)
         here.ready = (after,)
-        tier = self.tier(u, part)
-        if tier == "gpu" or (part == "x" and u == self.geo.head):
+        tier, passing = self.tier(u, part), part in ("x", "dx") and self.plan.between == "host"
+        if tier == "gpu" or (part == "x" and u == self.geo.head and not passing):
             return
         slot = self.host_ring.acquire(name) if tier == "ssd" else None
-        target, before = (slot.buffer, slot.ready) if slot else (self.host[key], self._gone(key))
+        target, before = (slot.buffer, slot.ready) if slot else (self.host[home], self._gone(home))
 
         def out():
             target[:nbytes].copy_(here.buffer[:nbytes], non_blocking=True)
@@ -115,9 +120,11 @@ class ActivationSwap:
         task = self.lanes.run("d2h", f"swap {name}", out, (after, *before), nbytes=nbytes)
         here.ready = (after, task)
         if slot is not None:
-            task = self._scratch("write", key, target, nbytes, (task, *self._gone(key)))
+            task = self._scratch("write", key, target, nbytes, (task, *self._gone(home)))
             slot.ring.release(slot, (task,))
-        self.away[key] = task
+        self.away[home] = task
+        if passing:
+            self.release(u, b, part, after)
 
     def _gone(self, key: Key) -> tuple[Task, ...]:
         return (self.away[key],) if key in self.away else ()
@@ -129,9 +136,9 @@ class ActivationSwap:
         key = (u, b, part)
         if key in self.here:
             return
-        nbytes, name = self._nbytes(u, part, tokens), f"{self.geo.names[u]} {part} {b}"
+        nbytes, name, home = self._nbytes(u, part, tokens), f"{self.geo.names[u]} {part} {b}", _home(key)
         gpu = self._ring(u, part).acquire(name)
-        slot, source, come = None, self.host.get(key), (self.away[key],)
+        slot, source, come = None, self.host.get(home), (self.away[home],)
         if source is None and key in self.offset:
             slot = self.host_ring.acquire(name)
             source = slot.buffer
@@ -143,7 +150,7 @@ class ActivationSwap:
         task = self.lanes.run("h2d", f"fetch {name}", back, (*gpu.ready, *come), nbytes=nbytes)
         if slot is not None:
             slot.ring.release(slot, (task,))
-        self.away[key] = task  # the next writer of the host copy comes after this reader
+        self.away[home] = task  # the next writer of the host copy comes after this reader
         self.here[key] = Here(gpu.buffer, gpu, (task,))
 
     def get(self, u: int, b: int, part: str) -> Here:
@@ -157,7 +164,7 @@ class ActivationSwap:
             here.slot.ring.release(here.slot, (*here.ready, after))
 
     def _ring(self, u: int, part: str) -> Ring:
-        return self.x_ring if part == "x" else self.swap_rings[part]
+        return {"x": self.x_ring, "dx": self.dx_ring}.get(part) or self.swap_rings[part]
 
     def _scratch(self, way: str, key: Key, buffer: Tensor, nbytes: int, after: Sequence[Task]) -> Task:
         def move():
@@ -166,3 +173,8 @@ class ActivationSwap:
         return self.lanes.run(
             f"ssd_{way}", f"swap {self.geo.names[key[0]]} {key[2]} {key[1]}", move, after, nbytes=nbytes
         )
+
+
+def _home(key: Key) -> Key:
+    """Where a span waits outside the GPU: `dx` of a unit takes the place of the next one's, which has been used."""
+    return (0, key[1], "dx") if key[2] == "dx" else key

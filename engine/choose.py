@@ -37,7 +37,9 @@ LATE = ((), ("host",), ("host", "ssd"))  # tiers whose moments are written under
 WEAR = 1.05  # how many times faster a plan has to be that sends activations to the SSD, which wears it
 WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
 REFINED = 4  # of the best plans, around which others are tried
-UNITS_SIMULATED = 1000  # of all simulations together: planning takes seconds, whatever the model
+# Units times micro-batches of all simulations together, so that planning takes seconds whatever the model; at least so
+# many simulations; micro-batches that a simulation takes as long as, with fewer of them.
+WORK, LEAST, FEW = 8000, 3, 8
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def choose(
     per_token = lambda plan, seconds: wear(plan) * seconds / (plan.tokens * plan.n_micro)  # noqa: E731
     floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))  # noqa: E731
     taken = lambda plan: per_token(plan, judged[plan].step_s)  # noqa: E731
-    most = UNITS_SIMULATED // geo.n_units
+    most = max(LEAST, WORK // (geo.n_units * max(FEW, first.n_micro)))
     for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans) if plan not in judged)[:most]:
         if least >= WORTH * min(map(taken, judged)):
             break
@@ -227,7 +229,10 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
     for u, unit in enumerate(plan.units):
         weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
         swapped = geo.saved_layout(unit.names("host") + unit.names("ssd"), plan.tokens).span
-        swapped = plan.n_micro * (swapped + (geo.x_bytes(plan.tokens) if u and unit.x != "gpu" else 0))
+        x = plan.n_micro * geo.x_bytes(plan.tokens) * (u > 0)
+        swapped = plan.n_micro * swapped + x * (unit.x != "gpu")
+        if plan.between == "host":  # inputs come back for forward too; gradients leave and come back
+            up, down = up + x * (1 + (unit.x != "gpu")), down + x
         streamed = unit.update == "gpu"
         up += swapped + (weights if unit.weights != "gpu" else 0) + (state if streamed else 0)
         down += swapped + (weights if unit.state != "gpu" else 0) + (state if streamed else 0)
@@ -238,8 +243,9 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
         moved = (state if unit.state == "ssd" else 0) + (weights if unit.weights == "ssd" else 0)
         again = 8 * geo.numel[u] if unit.state == "ssd" and "ssd" in plan.late_moments else 0  # moments, under backward
         scratch = plan.n_micro * geo.saved_layout(unit.names("ssd"), plan.tokens).span
-        scratch += plan.n_micro * geo.x_bytes(plan.tokens) * (u > 0 and unit.x == "ssd")
-        read, written = read + moved + again + scratch, written + moved + scratch
+        scratch += x * (unit.x == "ssd")
+        twice = x * (unit.x == "ssd" and plan.between == "host")
+        read, written = read + moved + again + scratch + twice, written + moved + scratch
         if streamed:
             state_up, state_down = state_up + state + 2 * weights, state_down + state + weights
     updates = max(under_forward / ADAM_BYTES / rates.adam, (under_forward + state_up + state_down) / rates.dram)
@@ -274,6 +280,9 @@ def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: 
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)
         said.append(f"the inputs of {inputs} blocks wait outside the GPU ({_gib(nbytes)}), which holds the state of "
                     f"{on_gpu} of {n} units")  # fmt: skip
+    if plan.between == "host":
+        said.append(f"the GPU has no room for what a unit leaves for the next in all {plan.n_micro} micro-batches: it "
+                    "waits outside")  # fmt: skip
     late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
     if late:
         where = " and ".join({"host": "in RAM", "ssd": "on the SSD"}[tier] for tier in late)

@@ -20,7 +20,7 @@ ROWS = {  # line of the memory table -> how the keys of its buffers begin
     "weights": ("weights", "weight ring"),
     "gradients": ("gradient",),
     "optimizer state": ("state", "stream ring"),
-    "activations": ("x", "dx ring", "saved", "swap ring"),
+    "activations": ("x", "dx", "saved", "swap ring"),
     "workspace": ("workspace", "staging"),
 }
 BINDS = {

@@ -64,6 +64,7 @@ class Plan:
     stream_slots: int = 3  # slots of the GPU ring that records updated there pass through
     out_slots: int = 2  # slots of each GPU ring through which rounded gradients leave
     swap_slots: int = 2  # slots of each ring that swapped activations pass through
+    between: str = "gpu"  # where what a unit leaves for the next waits: "host" in steps of very many micro-batches
 
     def __post_init__(self):
         for u, unit in enumerate(self.units):
@@ -82,6 +83,8 @@ class Plan:
             raise InputError("plan: late_moments needs mode forward and adam_bits 32")
         if not {"host", "ssd"} >= set(self.late_moments):
             raise InputError(f"plan: late_moments {', '.join(self.late_moments)}: there are host and ssd")
+        if self.between not in ("gpu", "host"):
+            raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
@@ -274,12 +277,14 @@ def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
 
 def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
+    away = plan.between == "host"
     inner = plan.units[1:]  # the embedding's input is the token ids
     yield Buffer("gpu", "x", x, n * sum(u.x == "gpu" for u in inner))
     if any(u.x != "gpu" for u in inner):
-        yield Buffer("gpu", "x ring", x, n + plan.swap_slots)
+        yield Buffer("gpu", "x ring", x, plan.swap_slots + (plan.swap_slots if away else n))
         yield Buffer("host", "x", x, n * sum(u.x == "host" for u in inner))
-    yield Buffer("gpu", "dx ring", x, n + 1)
+    yield Buffer("gpu", "dx ring", x, 2 * plan.swap_slots if away else n + 1)
+    yield Buffer("host", "dx", x, n if away else 0)
     for tier in TIERS:
         spans = [geo.saved_layout(u.names(tier), plan.tokens).span for u in inner]
         if not any(spans):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from trireme.engine.plan import TIERS, DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
 from trireme.models import shapes
@@ -68,18 +69,19 @@ def simple_plan(
     gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
     weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
-    for window, out_slots in SLOTS:
-        for tokens, n_micro in batch_tokens:
-            apart = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
-            late = ("host",) if apart else ()
-            for x in inputs:
-                low = UnitPlan(weights, state, x=x)
-                units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu"),)
-                slots = dict(window=window, out_slots=out_slots)
-                plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, record=record, **slots)
-                if fits(geo, plan, limits):
-                    return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
-    raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan))
+    smallest = None
+    for between, (window, out_slots), (tokens, n_micro) in product(("gpu", "host"), SLOTS, batch_tokens):
+        apart = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
+        late = ("host",) if apart else ()
+        for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
+            low = UnitPlan(weights, state, x=x)
+            units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),)
+            more = dict(record=record, window=window, out_slots=out_slots, between=between)
+            plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, **more)
+            if fits(geo, plan, limits):
+                return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
+            smallest = plan if between == "gpu" or n_micro > 2 * plan.swap_slots else smallest
+    raise DoesNotFit(_why_not(geo, smallest, limits), usage(geo, smallest))
 
 
 def _fill(

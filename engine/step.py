@@ -17,7 +17,7 @@ from trireme.engine.activations import ActivationSwap, Here
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
-from trireme.engine.memory import Memory, Slot, flat, views
+from trireme.engine.memory import Memory, flat, views
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Geometry, Plan
 from trireme.engine.weights import Held, WeightStream
@@ -69,8 +69,8 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> Step
     trained = sum(mb.trained for mb in batch)
     _up(e, batch, train=True)
     e.optimizer.begin(step, lr)
-    losses, dx = _turn(e, batch, 1 / trained)
-    _down(e, batch, dx)
+    losses = _turn(e, batch, 1 / trained)
+    _down(e, batch)
     stats = e.optimizer.conclude(losses, trained)
     e.optimizer.read_ahead()
     return stats
@@ -79,7 +79,7 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> Step
 def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
     """Each micro-batch's losses (N,), zero where no label counts. Any update that is due runs on the way."""
     _up(e, batch, train=False)
-    return _turn(e, batch, None)[0]
+    return _turn(e, batch, None)
 
 
 # ---------------------------------------------------------------- the way up
@@ -95,6 +95,7 @@ def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
         approach(e, u + ahead)
         w = e.weights.get(u)
         for b, mb in enumerate(batch):
+            _come(e, batch, "x", u, b, up=True)
             out = e.activations.open(u + 1, b, "x")
             done = _embed(e, w, mb, out) if u == 0 else _block_up(e, u, b, w, mb, out, train)
             e.activations.send(u + 1, b, "x", mb.tokens, done)
@@ -109,6 +110,17 @@ def approach(e: Engine, u: int) -> None:
         e.optimizer.update(u)
         e.optimizer.run_ahead()
         e.weights.prefetch(u)
+
+
+def _come(e: Engine, batch: Sequence[Inputs], part: str, u: int, b: int, up: bool) -> None:
+    """Where what units leave for each other waits outside the GPU: starts those of micro-batch b of unit u and on."""
+    if e.plan.between == "gpu":
+        return
+    n = len(batch)
+    for i in range(b, b + min(e.plan.swap_slots, n)):
+        v = u + i // n if up else u - i // n
+        if 0 < v <= e.geo.head:
+            e.activations.prefetch(v, i % n, part, batch[i % n].tokens)
 
 
 def _embed(e: Engine, w: Held, mb: Inputs, out: Here) -> Task:
@@ -143,51 +155,43 @@ def _block_up(e: Engine, u: int, b: int, w: Held, mb: Inputs, out: Here, train: 
 # ---------------------------------------------------------------- the head
 
 
-def _turn(e: Engine, batch: Sequence[Inputs], scale: float | None) -> tuple[list[Tensor], list[Dx]]:
+def _turn(e: Engine, batch: Sequence[Inputs], scale: float | None) -> list[Tensor]:
     """The head: each token's loss and, unless `scale` is None, the gradients of scale * the sum of the losses."""
     u, tied, train = e.geo.head, e.cfg.tied, scale is not None
     losses: list[Tensor] = []
-    dx: list[Dx] = []
     held = {v: e.weights.get(v) for v in ((u, 0) if tied else (u,))}
     grads = {v: e.gradients.get(v) for v in held} if train else {}
     for b, mb in enumerate(batch):
+        _come(e, batch, "x", u, b, up=True)
         x = e.activations.get(u, b, "x")
-        slot = e.activations.dx_ring.acquire(f"dx {b}") if train else None
+        dx = e.activations.open(u, b, "dx") if train else None
         before = [t for here in (*held.values(), x) for t in here.ready] + [zeroed for _, zeroed in grads.values()]
 
-        def loss(mb=mb, x=x, slot=slot):
+        def loss(mb=mb, x=x, dx=dx):
             w = {v: _weights(e, v, h) for v, h in held.items()}
             g = {v: model.weights(e.cfg, v, tensors) for v, (tensors, _) in grads.items()}
             w_out = model.output_matrix(e.cfg, w.get(0), w[u])
             g_out = model.output_matrix(e.cfg, g.get(0), g[u]) if train else None
-            out = _rows(e, slot.buffer, mb) if train else None
+            out = _rows(e, dx.buffer, mb) if train else None
             args = (mb.labels, mb.loss_rows, scale or 1.0, g.get(u), g_out, out)
             losses.append(head.head_loss(e.cfg, w[u], w_out, _rows(e, x.buffer, mb), *args))
 
         flops = (3 if train else 1) * shapes.forward_flops(e.cfg, u, mb.trained, mb.pairs)
-        done = e.run("loss", loss, (*before, *(slot.ready if slot else ())), flops)
+        done = e.run("loss", loss, (*before, *(dx.ready if dx else ())), flops)
         e.activations.release(u, b, "x", done)
         if train:
-            dx.append(Dx(slot, done))
+            e.activations.send(u, b, "dx", mb.tokens, done)
     for v in held:
         e.weights.release(v, done)
     if train:
         e.optimizer.finish(u, done)
-    return losses, dx
+    return losses
 
 
 # ---------------------------------------------------------------- the way down
 
 
-@dataclass
-class Dx:
-    """The gradient of a unit's output for one micro-batch: its slot, and the task that fills it."""
-
-    slot: Slot
-    ready: Task
-
-
-def _down(e: Engine, batch: Sequence[Inputs], dx: list[Dx]) -> None:
+def _down(e: Engine, batch: Sequence[Inputs]) -> None:
     """Backward through the blocks and the embedding; each gradient goes to the optimizer when its unit is through."""
     order = [(u, b) for u in range(e.geo.head - 1, 0, -1) for b in range(len(batch))]
     ahead = e.plan.window - 1
@@ -201,11 +205,12 @@ def _down(e: Engine, batch: Sequence[Inputs], dx: list[Dx]) -> None:
             w, (grads, zeroed) = e.weights.get(u), e.gradients.get(u)
         if i + reach < len(order):
             _fetch(e, *order[i + reach], batch[order[i + reach][1]])
-        dx[b] = _block_down(e, u, b, w, grads, zeroed, batch[b], dx[b])
+        _come(e, batch, "dx", u + 1, b, up=False)
+        done = _block_down(e, u, b, w, grads, zeroed, batch[b])
         if b == len(batch) - 1:
-            e.weights.release(u, dx[b].ready)
-            e.optimizer.finish(u, dx[b].ready)
-    _embed_down(e, batch, dx)
+            e.weights.release(u, done)
+            e.optimizer.finish(u, done)
+    _embed_down(e, batch)
 
 
 def _fetch(e: Engine, u: int, b: int, mb: Inputs) -> None:
@@ -213,39 +218,42 @@ def _fetch(e: Engine, u: int, b: int, mb: Inputs) -> None:
         e.activations.prefetch(u, b, part, mb.tokens)
 
 
-def _block_down(e: Engine, u: int, b: int, w: Held, grads, zeroed: Task, mb: Inputs, dy: Dx) -> Dx:
+def _block_down(e: Engine, u: int, b: int, w: Held, grads, zeroed: Task, mb: Inputs) -> Task:
     swap = e.activations
-    x = swap.get(u, b, "x")
+    x, dy = swap.get(u, b, "x"), swap.get(u + 1, b, "dx")
     spans = {part: swap.get(u, b, part) for part in swap.parts(u)}
-    slot = swap.dx_ring.acquire(f"dx {b}")
+    dx = swap.open(u, b, "dx")
 
     def backward():
         saved = swap.saved(u, mb.tokens, spans)
         g = model.weights(e.cfg, u, grads)
-        tensors = (_rows(e, x.buffer, mb), saved, _rows(e, dy.slot.buffer, mb), mb.rows, _rows(e, slot.buffer, mb))
+        tensors = (_rows(e, x.buffer, mb), saved, _rows(e, dy.buffer, mb), mb.rows, _rows(e, dx.buffer, mb))
         model.block(e.cfg).backward(e.cfg, u - 1, _weights(e, u, w), g, *tensors)
 
-    before = [t for here in (w, x, *spans.values(), slot) for t in here.ready] + [zeroed, dy.ready]
+    before = [t for here in (w, x, dy, *spans.values(), dx) for t in here.ready] + [zeroed]
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
     flops = shapes.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
     flops += shapes.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs)
     done = e.run(f"backward {e.geo.names[u]}", backward, before, flops)
     for part in ("x", *spans):
         swap.release(u, b, part, done)
-    dy.slot.ring.release(dy.slot, (done,))
-    return Dx(slot, done)
+    swap.release(u + 1, b, "dx", done)
+    swap.send(u, b, "dx", mb.tokens, done)
+    return done
 
 
-def _embed_down(e: Engine, batch: Sequence[Inputs], dx: list[Dx]) -> None:
+def _embed_down(e: Engine, batch: Sequence[Inputs]) -> None:
     grads, zeroed = e.gradients.get(0)
-    for mb, dy in zip(batch, dx, strict=True):
+    for b, mb in enumerate(batch):
+        _come(e, batch, "dx", 1, b, up=False)
+        dy = e.activations.get(1, b, "dx")
 
         def backward(mb=mb, dy=dy):
             g = model.weights(e.cfg, 0, grads)
-            head.embed_backward(e.cfg, g, _rows(e, dy.slot.buffer, mb), mb.ids, mb.rows)
+            head.embed_backward(e.cfg, g, _rows(e, dy.buffer, mb), mb.ids, mb.rows)
 
-        done = e.run("backward embed", backward, (zeroed, dy.ready), flops=0)
-        dy.slot.ring.release(dy.slot, (done,))
+        done = e.run("backward embed", backward, (zeroed, *dy.ready), flops=0)
+        e.activations.release(1, b, "dx", done)
     e.optimizer.finish(0, done)
 
 

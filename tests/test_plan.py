@@ -80,3 +80,13 @@ def test_a_plan_file_that_makes_no_sense_is_refused(tmp_path, change):
     (tmp_path / "plan.yaml").write_text(json.dumps(good | change))
     with pytest.raises(InputError, match="plan"):
         Plan.load(tmp_path / "plan.yaml")
+
+
+def test_a_step_may_have_any_number_of_micro_batches():
+    """Room on the GPU for what all of them leave from unit to unit is not asked for where there is none."""
+    plans = [plan_for(24 * MIB, 300 * MIB, batch_tokens=[(256, n)], mode="backward") for n in (2, 40, 200)]
+    assert [plan.between for plan in plans] == ["gpu", "host", "host"]
+    geo = Geometry(SMALL, "BF16")
+    with pytest.raises(DoesNotFit, match="GPU memory|RAM"):
+        plan_for(24 * MIB, 12 * MIB, batch_tokens=[(256, 200)], homes="host")
+    assert usage(geo, plans[2])["gpu"] - usage(geo, plans[1])["gpu"] < 4 * MIB

@@ -49,6 +49,15 @@ def test_everything_in_one_tier(model, dtype, mode, tier):
     check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, mode=mode, record=700), InlineLanes(), model)
 
 
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
+    """More micro-batches than slots; a memory table that no longer grows with them."""
+    units = tuple(UnitPlan("host", "host", x=tier if u < 4 else "host") for u in range(5))
+    plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=7, between="host")
+    check(plan, RealLanes("cpu", extra=("poison",)))
+    check(plan, JitterLanes(3))
+
+
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_moments_after_the_weights(dtype):
     host = UnitPlan("host", "host")
@@ -118,6 +127,7 @@ def plans(draw):
         adam_bits=bits,
         late_moments=draw(LATE) if mode == "forward" and bits == 32 else (),
         swap_slots=draw(st.integers(2, 4)),
+        between=draw(st.sampled_from(("gpu", "host"))),
     )
 
 
