@@ -39,13 +39,22 @@ def on_the_gpu(n_micro: int, clip: float):
 
 
 @pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("n_micro, mode", [(1, "forward"), (3, "forward"), (2, "backward"), (2, "serial")])
-def test_placement_never_changes_the_numbers(units, n_micro, mode):
+@pytest.mark.parametrize(
+    "n_micro, mode, between",
+    [
+        (1, "forward", "gpu"),
+        (3, "forward", "gpu"),
+        (3, "forward", "host"),
+        (2, "backward", "gpu"),
+        (2, "serial", "gpu"),
+    ],
+)
+def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     if units == "streamed" and mode == "backward":
         pytest.skip("updates on the GPU wait for the norm")
     clip = 0.0 if mode == "backward" else 1.0
     plan = gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48, units=UNITS[units], mode=mode, record=5000)
-    plan = replace(plan, late_moments=("host", "ssd") if mode == "forward" and n_micro == 3 else ())
+    plan = replace(plan, between=between, late_moments=("host", "ssd") if mode == "forward" and n_micro == 3 else ())
     e = make(CFG, plan, RealLanes("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
     losses, weights = on_the_gpu(n_micro, clip)
     assert train(e, batches(CFG, 4, n_micro, 48)) == losses
