@@ -227,8 +227,8 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict
     nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
     with tempfile.TemporaryDirectory(dir=folder, prefix=".trireme-") as own:
         device = open_device(own)  # tried out, as the store's own is
-        scratch = Scratch(device, max(nbytes, 2 * CHUNK))
-        scratch.path.unlink()
+        scratch = Scratch([device], max(nbytes, 2 * CHUNK))
+        scratch.unlink()
         try:
             written, took = _flow(scratch, {"write": (0, nbytes)}, seconds)
             write = written["write"] / took

@@ -150,7 +150,7 @@ class Run:
                 f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
             )
         if e.activations.scratch_bytes:
-            e.activations.scratch = Scratch(self.store.devices[0], e.activations.scratch_bytes)
+            e.activations.scratch = Scratch(self.store.devices, e.activations.scratch_bytes)
         if resumed:
             e.homes.load_from_store()
             return e

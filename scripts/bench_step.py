@@ -282,7 +282,7 @@ def measure(
             if (unit.weights if name.startswith("weights") else unit.state) == "ssd":
                 store.add(name, layout)
         if e.activations.scratch_bytes:
-            e.activations.scratch = Scratch(store.devices[0], e.activations.scratch_bytes)
+            e.activations.scratch = Scratch(store.devices, e.activations.scratch_bytes)
     random_homes(e.homes)
     print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens; "
           f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)  # fmt: skip

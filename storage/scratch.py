@@ -1,33 +1,91 @@
-"""A file for bytes that need not survive the run: swapped activations. Written in place, never synced."""
+"""A span of bytes that need not survive the run, dealt over the drives: swapped activations. Written in place, never
+synced.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from trireme.storage.aio import File
+from trireme.storage.aio import File, together
 from trireme.storage.devices import Device
 from trireme.storage.files import check_space
 
+STRIPE = 4 << 20  # bytes that lie on one device before the next one's turn
+MOST_TURNS = 8  # of a device for one of the slowest
+
 
 class Scratch:
-    """`nbytes` on a device, claimed at once. Raises StoreError where they do not fit."""
+    """`nbytes` on some devices, claimed at once. Raises StoreError where they do not fit."""
 
-    def __init__(self, device: Device, nbytes: int):
-        check_space(device.path, nbytes, "swapped activations")
-        self.device, self.path = device, Path(device.path) / "scratch"
-        self.path.unlink(missing_ok=True)  # of a run that was killed
-        self.file = File(self.path, device.direct, nbytes)
+    def __init__(self, devices: Sequence[Device], nbytes: int):
+        self.devices, self.turns = tuple(devices), _turns([device.speed for device in devices])
+        self.files: list[File] = []
+        try:
+            for d, device in enumerate(self.devices):
+                self.files.append(_claim(device, self._share(d, nbytes)))
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, offset: int, buffer) -> Future[None]:
         """Fills `buffer` from `offset`; both multiples of 4,096."""
-        return self.device.io.read(self.file, offset, buffer)
+        return self._move("read", offset, buffer)
 
     def write(self, offset: int, buffer) -> Future[None]:
         """Writes `buffer` at `offset`; both multiples of 4,096."""
-        return self.device.io.write(self.file, offset, buffer)
+        return self._move("write", offset, buffer)
+
+    def unlink(self) -> None:
+        """Removes the names of the files: what they hold is gone when this process ends, however it does."""
+        for file in self.files:
+            Path(file.path).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Removes the file. Nothing may be in flight."""
-        self.file.close()
-        self.path.unlink(missing_ok=True)
+        """Removes the files. Nothing may be in flight."""
+        for file in self.files:
+            file.close()
+        self.unlink()
+
+    def _move(self, way: str, offset: int, buffer) -> Future[None]:
+        view = memoryview(buffer).cast("B")
+        moving = [
+            getattr(self.devices[d].io, way)(self.files[d], place, view[a:b])
+            for d, place, a, b in self._parts(offset, len(view))
+        ]
+        return moving[0] if len(moving) == 1 else together(moving, lambda error: None)
+
+    def _parts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """(device, place in its file, begin and end in the buffer) of what [offset, offset + nbytes) consists of."""
+        if len(self.turns) == 1:
+            yield 0, offset, 0, nbytes
+            return
+        done = 0
+        while done < nbytes:
+            stripe, within = divmod(offset + done, STRIPE)
+            rounds, turn = divmod(stripe, len(self.turns))
+            d = self.turns[turn]
+            before = rounds * self.turns.count(d) + self.turns[:turn].count(d)
+            length = min(STRIPE - within, nbytes - done)
+            yield d, before * STRIPE + within, done, done + length
+            done += length
+
+    def _share(self, d: int, nbytes: int) -> int:
+        """Bytes of the file on device d."""
+        rounds, rest = divmod(nbytes, STRIPE * len(self.turns))
+        ends = [min(max(rest - i * STRIPE, 0), STRIPE) for i, turn in enumerate(self.turns) if turn == d]
+        return rounds * STRIPE * self.turns.count(d) + sum(ends)
+
+
+def _claim(device: Device, nbytes: int) -> File:
+    check_space(device.path, nbytes, "swapped activations")
+    path = Path(device.path) / "scratch"
+    path.unlink(missing_ok=True)  # of a run that was killed
+    return File(path, device.direct, nbytes)
+
+
+def _turns(speeds: Sequence[float]) -> tuple[int, ...]:
+    """The devices in turn, faster ones more often, each as evenly as can be."""
+    counts = [min(MOST_TURNS, round(speed / min(speeds))) for speed in speeds]
+    return tuple(d for _, d in sorted(((i + 0.5) / n, d) for d, n in enumerate(counts) for i in range(n)))

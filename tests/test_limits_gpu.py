@@ -54,7 +54,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         for name, layout in e.homes.shards():
             store.add(name, layout)
         if e.activations.scratch_bytes:
-            e.activations.scratch = Scratch(store.devices[0], e.activations.scratch_bytes)
+            e.activations.scratch = Scratch(store.devices, e.activations.scratch_bytes)
         sizes = {t.name: t.numel for layout in e.geo.weights for t in layout.tensors}
         e.homes.load(lambda name: torch.randn(sizes[name]) * 0.02)
         tables = rope_tables(cfg, seq, "cuda")

@@ -1,0 +1,64 @@
+"""Scratch bytes: dealt over devices by their speeds, read as they were written, gone when closed."""
+
+import numpy as np
+import pytest
+
+from trireme.storage import scratch
+from trireme.storage.aio import ThreadIO, arena
+from trireme.storage.devices import Device
+from trireme.storage.scratch import Scratch
+
+K = 1 << 10
+
+
+@pytest.fixture
+def devices(tmp_path):
+    made = []
+    for name, speed in (("a", 1e9), ("b", 3e9), ("c", 1e9)):
+        (tmp_path / name).mkdir()
+        made.append(Device(tmp_path / name, ThreadIO(block=16 * K), False, speed, speed))
+    yield made
+    for device in made:
+        device.io.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_was_written_is_read(devices, count, monkeypatch):
+    """Spans that begin and end anywhere, side by side, each with its own bytes; no byte on two places."""
+    monkeypatch.setattr(scratch, "STRIPE", 64 * K)
+    random, total = np.random.default_rng(count), 3000 * K
+    s = Scratch(devices[:count], total)
+    edges = [0, *sorted(random.choice(np.arange(1, total // 4096), 12, replace=False) * 4096), total]
+    spans = {}
+    for a, b in zip(edges, edges[1:], strict=False):
+        spans[int(a)] = buffer = arena(int(b - a))
+        np.frombuffer(buffer, np.uint8)[:] = random.integers(0, 256, len(buffer))
+    for writing in [s.write(a, buffer) for a, buffer in spans.items()]:
+        writing.result(10)
+    for a, buffer in spans.items():
+        out = arena(len(buffer))
+        s.read(a, out).result(10)
+        assert out == buffer
+    sizes = [(device.path / "scratch").stat().st_size for device in devices[:count]]
+    assert sum(sizes) == total
+    s.close()
+    assert not any((device.path / "scratch").exists() for device in devices)
+
+
+def test_faster_devices_hold_more_and_take_turns(devices):
+    s = Scratch(devices, 100 * scratch.STRIPE)
+    assert s.turns == (1, 0, 1, 2, 1)
+    sizes = [(device.path / "scratch").stat().st_size // scratch.STRIPE for device in devices]
+    assert sizes == [20, 60, 20]
+    s.close()
+
+
+def test_without_room_on_one_device_nothing_is_left(devices, monkeypatch):
+    def check(folder, needed, what):
+        if folder == devices[2].path:
+            raise OSError("full")
+
+    monkeypatch.setattr(scratch, "check_space", check)
+    with pytest.raises(OSError, match="full"):
+        Scratch(devices, 10 * scratch.STRIPE)
+    assert not any((device.path / "scratch").exists() for device in devices)
