@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
-from trireme.engine.memory import Ring, Slot, memory_of, views
+from trireme.engine.memory import Slot, memory_of, views
 from trireme.engine.plan import TIERS, Geometry, Plan
 
 Key = tuple[int, int, str]  # unit, micro-batch, part: "x", "dx", or the tier of a span of saved tensors
@@ -39,9 +39,8 @@ class ActivationSwap:
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes, scratch=None):
         self.geo, self.plan, self.lanes, self.scratch = geo, plan, lanes, scratch
         self.names = {(u, tier): unit.names(tier) for u, unit in enumerate(plan.units) for tier in TIERS}
-        self.dx_ring = homes.ring("gpu", "dx ring")
-        self.x_ring = homes.ring("gpu", "x ring")
-        self.swap_rings = {tier: homes.ring("gpu", f"swap ring {tier}") for tier in ("host", "ssd")}
+        self.rings = {part: homes.ring("gpu", f"{part} ring") for part in ("x", "dx")}
+        self.rings |= {tier: homes.ring("gpu", f"swap ring {tier}") for tier in ("host", "ssd")}
         self.host_ring = homes.ring("host", "swap ring ssd")
         self.fixed: dict[Key, Tensor | None] = {}  # spans on the GPU that have a buffer of their own
         self.host: dict[Key, Tensor | None] = {}
@@ -69,7 +68,7 @@ class ActivationSwap:
                         end += self._nbytes(u, part, self.plan.tokens)
         self.scratch_bytes = end
         for b, buffer in enumerate(homes.many("host", "dx")):
-            self.host[_home((0, b, "dx"))] = buffer
+            self.host[0, b, "dx"] = buffer
 
     def tier(self, u: int, part: str) -> str:
         return {"x": self.plan.units[u].x, "dx": self.plan.between}.get(part, part)
@@ -91,7 +90,7 @@ class ActivationSwap:
         if key in self.fixed:
             here = Here(self.fixed[key], None, ())
         else:
-            slot = self._ring(u, part).acquire(f"{self.geo.names[u]} {part} {b}")
+            slot = self.rings[part].acquire(f"{self.geo.names[u]} {part} {b}")
             here = Here(slot.buffer, slot, slot.ready)
         self.here[key] = here
         return here
@@ -137,7 +136,7 @@ class ActivationSwap:
         if key in self.here:
             return
         nbytes, name, home = self._nbytes(u, part, tokens), f"{self.geo.names[u]} {part} {b}", _home(key)
-        gpu = self._ring(u, part).acquire(name)
+        gpu = self.rings[part].acquire(name)
         slot, source, come = None, self.host.get(home), (self.away[home],)
         if source is None and key in self.offset:
             slot = self.host_ring.acquire(name)
@@ -162,9 +161,6 @@ class ActivationSwap:
         here = self.here.pop((u, b, part))
         if here.slot is not None:
             here.slot.ring.release(here.slot, (*here.ready, after))
-
-    def _ring(self, u: int, part: str) -> Ring:
-        return {"x": self.x_ring, "dx": self.dx_ring}.get(part) or self.swap_rings[part]
 
     def _scratch(self, way: str, key: Key, buffer: Tensor, nbytes: int, after: Sequence[Task]) -> Task:
         def move():

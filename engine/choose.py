@@ -24,7 +24,7 @@ from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 MICRO_BATCHES = 2  # sizes tried, from the largest that fits
-SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations RAM has room for, or that there are for the SSD
+SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations there is room for outside the GPU
 DRIVE_LEAN, DRIVE_RAM = Lean("host", 0.0, updates=0.0), 0.85  # where the SSD takes them; RAM has slots on their way
 LEANS = (
     *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
@@ -168,13 +168,13 @@ def front(cfg: ModelConfig, seq_len: int) -> list[tuple[str, ...]]:
     return [kept[len(kept) // 2], kept[-1]] if len(kept) > 2 else kept
 
 
-def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int) -> Iterable[Plan]:
-    """Variants that send saved tensors of some blocks to RAM, and keep as many of the last blocks on the GPU as fit."""
+def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int, tier: str = "host") -> Iterable[Plan]:
+    """Variants that send saved tensors of some blocks to `tier`; as many of the last as fit stay on the GPU."""
     n = geo.cfg.n_layers
     plain = replace(plan, units=tuple(replace(u, saved=()) for u in plan.units))
     everything = tuple(shapes.saved_shapes(geo.cfg, 1))
     for names in front(geo.cfg, seq_len):
-        with_ = lambda k, j, names=names: swapped(plain, n, names, k, everything, j)  # noqa: E731
+        with_ = lambda k, j, names=names: swapped(plain, n, names, k, everything, j, tier)  # noqa: E731
         room = largest(n, lambda k: fits(geo, with_(k, 0), limits))  # noqa: B023
         for k in dict.fromkeys(int(room * share) for share in SHARES):
             if k:
@@ -183,20 +183,13 @@ def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int) -
 
 def _through_the_drive(geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int) -> Iterable[Plan]:
     """Variants that send saved tensors of some blocks to the SSD (Fuyou, section 4.4): worth it where it is fast."""
-    n, everything = geo.cfg.n_layers, tuple(shapes.saved_shapes(geo.cfg, 1))
     less = limits | {"host": int(DRIVE_RAM * limits["host"])}
     for size in _sizes(first, rule):
         try:
             plan = simple_plan(geo.cfg, less, **{**rule, "batch_tokens": [size]}, lean=DRIVE_LEAN)
         except DoesNotFit:
             continue
-        plain = replace(plan, units=tuple(replace(u, saved=()) for u in plan.units))
-        for names in front(geo.cfg, seq_len):
-            for share in SHARES:
-                k = int(n * share)
-                with_ = lambda j, k=k, names=names: swapped(plain, n, names, k, everything, j, "ssd")  # noqa: B023,E731
-                if fits(geo, with_(0), limits):
-                    yield with_(largest(n, lambda j: fits(geo, with_(j), limits)))  # noqa: B023
+        yield from _swapping(geo, plan, limits, seq_len, "ssd")
 
 
 def swapped(

@@ -13,7 +13,7 @@ import torch
 
 from trireme.engine import probe
 from trireme.engine.memory import DTYPE
-from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.plan import Plan
 from trireme.engine.predict import PASSES, Batch, unit_seconds
 from trireme.engine.rates import CODE, DRIVES, GB, Machine, rates_of
 from trireme.models import shapes
@@ -166,12 +166,6 @@ def _alike(plan: Plan) -> dict[tuple[str, ...], list[int]]:
     for u, unit in enumerate(plan.units[1:-1], 1):
         found.setdefault(tuple(name for name, _ in unit.saved), []).append(u)
     return found
-
-
-def at_shape(machine: Machine, cfg: ModelConfig, seq_len: int, dtype: str, device: torch.device) -> Machine:
-    """As as_planned, of a plan that keeps nothing and documents that fill their sequences."""
-    batch = Batch(max(seq_len, TRIED_TOKENS), seq_len, 1)
-    return as_planned(machine, cfg, Plan((UnitPlan(),) * cfg.n_units, batch.tokens, 1, dtype), batch, device)
 
 
 def with_drives(machine: Machine, folders: Sequence[str]) -> Machine:

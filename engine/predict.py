@@ -33,6 +33,7 @@ from trireme.storage.layout import ITEMSIZE
 PASSES = {"finish": 1.9, "zero": 1.3}
 KERNELS = {"forward": 12, "backward": 40, "loss": 200, "zero": 1, "finish": 2, "adamw": 1, "statistics": 10}
 HALVES = ("up", "down")
+DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lanes to and from it -> their rate
 HALF = 450  # tokens of a document over which attention reaches half of its best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
 BESIDE = 0.88  # of what updates reach alone, beside a running step: 0.66 to 0.88 in ten runs on a 16-core Xeon
 # Of what copies to the GPU reach alone, while the CPU updates: 0.64 to 0.94 in 15 runs with states in RAM on Xeons.
@@ -97,7 +98,7 @@ class PredictedLanes(SimulatedLanes):
         """Slows the steps to come by what the lanes take from each other in a step like the last one."""
         read, written = (sum(moved[lane] for moved in self.moved.values() for lane in way) for way in (READS, WRITES))
         alone = drive_seconds(read, written, replace(rates, mixed=1.0)) or 1.0
-        drive = dict.fromkeys((*READS, *WRITES), drive_seconds(read, written, rates) / alone or 1.0)
+        drive = dict.fromkeys(DRIVE, drive_seconds(read, written, rates) / alone or 1.0)
         for half, moved in self.moved.items():
             self.slow[half] |= _sharing(moved, rates) | drive
             self.moved[half] = dict.fromkeys(LANES, 0.0)
@@ -109,9 +110,11 @@ class PredictedLanes(SimulatedLanes):
         self.moved[self.half][lane] += nbytes
         seconds = self.duration(task) * self.slow[self.half][lane]
         task.end = task.start + seconds
-        if lane in READS + WRITES:
+        if lane in DRIVE:
             task.end = self.drive.take(task.start, seconds)
-            if lane.startswith("ssd"):  # at most the two queues of records beside it, which share the drive with it
+            if (
+                DRIVE[lane] == lane
+            ):  # not records: at most the two queues of records beside it, which share the drive with it
                 task.end = min(task.end, task.start + 3 * seconds)
         self.free[lane] = task.end
         if name == "statistics":
@@ -169,8 +172,8 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
     busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
     for s in spans:
-        if s.lane in READS + WRITES:
-            moved["ssd_read" if s.lane in READS else "ssd_write"] += int(s.nbytes)
+        if s.lane in DRIVE:
+            moved[DRIVE[s.lane]] += int(s.nbytes)
         else:
             busy[s.lane] += s.end - s.start
     busy["ssd"] = drive_seconds(*moved.values(), rates)  # spans are longer where both queues wait for the drive
@@ -180,7 +183,7 @@ def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """How many times longer each lane's tasks take for what the others move, from the bytes that each lane moves."""
-    beside = sum(moved[lane] for lane in ("h2d", "d2h", *READS, *WRITES))
+    beside = sum(moved[lane] for lane in ("h2d", "d2h", *DRIVE))
     crowd = ADAM_BYTES * rates.adam / rates.dram * (1 + beside / moved["cpu"]) if moved["cpu"] else 1.0
     lost = dict.fromkeys(("h2d", "d2h"), (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"]))
     lost["h2d"] += (1 / READING - 1) * min(moved["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
@@ -202,7 +205,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Calla
             return launches + known.get(task.name, task.nbytes * passes.get(kind, 1.0) / rates.copy)
         if task.lane == "cpu":
             return rates.latency + task.nbytes / ADAM_BYTES / (rates.adam * BESIDE)
-        return rates.latency + task.nbytes / getattr(rates, task.lane.replace("state", "ssd"))
+        return rates.latency + task.nbytes / getattr(rates, DRIVE.get(task.lane, task.lane))
 
     return duration
 

@@ -13,11 +13,8 @@ from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
 GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 19 B of DRAM
-SLOTS = (
-    (2, 2),
-    (2, 1),
-    (1, 1),
-)  # for weights, for gradients on their way out: where blocks are large one waits, but fits
+# For weights, for gradients on their way out: where blocks are large one waits, but fits.
+SLOTS = ((2, 2), (2, 1), (1, 1))
 LATE_TOKENS = 12_000  # from here on a step has time to write the moments apart from the weights
 
 

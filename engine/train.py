@@ -231,10 +231,14 @@ class Run:
             "step_time_s": round(seconds, 4),
             "ram_gib": round(ram, 3),
             "ssd_read_gbs": round(read / seconds / 1e9, 3),
-            "ssd_written_tb": round((self.written + sum(self.moved[lane] for lane in WRITES)) / 1e12, 6),
+            "ssd_written_tb": round(self._written() / 1e12, 6),
             "bound": self.bound,
         }
         self.log.step(record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {}))
+
+    def _written(self) -> int:
+        """Bytes written to the SSD since the run's first step."""
+        return self.written + sum(self.lanes.moved[lane] for lane in WRITES)
 
     def _diverged(self, stats: StepStats) -> None:
         """A step that is not a number is not applied; with updates that run under backward only a snapshot helps."""
@@ -300,7 +304,7 @@ class Run:
             | {
                 "best": [self.best, self.best_step],
                 "first_loss": self.first_loss,
-                "written": self.written + sum(self.lanes.moved[lane] for lane in WRITES),
+                "written": self._written(),
             },
         )
         self.saved_at, self.saved_step = time.monotonic(), self.step

@@ -1,4 +1,4 @@
-"""Is the planner's choice the best? python scripts/bench_choice.py brute --store DIR --keep DIR, or sweep
+"""Is the planner's choice the best? python scripts/bench_choice.py brute --keep DIR, or sweep
 
 - `brute`: for some models and limits, many other plans are simulated; the best of each kind is measured beside the
   planner's choice.
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench_step
-from bench_plan import folders, leave, run_arguments
+from bench_plan import leave, results_folder, run_arguments
 from bench_step import MODELS
 
 from trireme.engine.choose import LEANS, choose, front, swapped
@@ -82,9 +82,9 @@ def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict)
 class Box:
     """This machine: its ceilings, measured once, and how long a step takes by one plan after another."""
 
-    def __init__(self, model: str, seq: int, store: str | None):
+    def __init__(self, model: str, seq: int):
         self.device = choose_device("auto")
-        self.rates = bench_step.measure_rates(MODELS[model], self.device, "BF16", seq, store)
+        self.rates = bench_step.measure_rates(MODELS[model], self.device, "BF16", seq, None)
 
     def limits(self, given: argparse.Namespace) -> dict[str, int]:
         """Bytes that a plan may use by the arguments of bench_step.py."""
@@ -100,7 +100,7 @@ class Box:
 
 def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
     """For each line the measured choice over the best that was measured, the choice among them."""
-    rows, ends, box = [], time.monotonic() + 60 * a.minutes, Box("llama-1.3b", 1024, a.store)
+    rows, ends, box = [], time.monotonic() + 60 * a.minutes, Box("llama-1.3b", 1024)
     for i, line in enumerate(BRUTE):
         if a.only and i not in a.only:
             continue
@@ -141,7 +141,7 @@ def _best_of_each_kind(
 def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
     """Step time over the share of activations that travel to RAM, for each of --sequences; the choice beside it."""
     cfg, rows = MODELS[a.model], []
-    box = Box(a.model, a.seq, a.store) if a.measure else None
+    box = Box(a.model, a.seq) if a.measure else None
     for sequences in a.sequences:
         line = [a.model, "--tokens", str(sequences * a.seq), "--seq", str(a.seq), "--clip", "0", *a.box.split()]
         given = bench_step.arguments(line)
@@ -228,7 +228,7 @@ def picture(rows: list[dict], title: str) -> str:
 
 def main(argv: list[str]) -> int:
     a = arguments(argv)
-    keep = folders(a)
+    keep = results_folder(a)
     rows = brute(a, keep) if a.what == "brute" else sweep(a, keep)
     if not rows:
         sys.exit("error: nothing fits, or nothing could be run")

@@ -138,11 +138,10 @@ def grid(a: argparse.Namespace, keep: Path) -> list[dict]:
     return rows
 
 
-def folders(a: argparse.Namespace) -> Path:
-    """Makes the folders that the arguments name; the one for the results."""
+def results_folder(a: argparse.Namespace) -> Path:
+    """Makes the folder for the results."""
     keep = Path(a.keep or tempfile.mkdtemp())
-    for folder in filter(None, (keep, a.store)):
-        Path(folder).mkdir(parents=True, exist_ok=True)
+    keep.mkdir(parents=True, exist_ok=True)
     return keep
 
 
@@ -156,17 +155,17 @@ def run_arguments(kinds: tuple[str, ...]) -> argparse.ArgumentParser:
     """A parser with what every benchmark of many runs is told."""
     p = argparse.ArgumentParser()
     p.add_argument("what", choices=kinds)
-    p.add_argument("--store", help="a folder on the SSD, for the runs that need one")
     p.add_argument("--keep", help="a folder for the results; default: a temporary one")
     p.add_argument("--only", type=lambda t: {int(i) for i in t.split(",")}, help="numbers of lines, from 0: 0,3,5")
-    p.add_argument("--limit", type=float, default=150, help="seconds that a run may take")
     p.add_argument("--minutes", type=float, default=9, help="no run goes on for longer than this in all")
     return p
 
 
 def main(argv: list[str]) -> int:
     a = arguments(argv)
-    keep = folders(a)
+    keep = results_folder(a)
+    if a.store:
+        Path(a.store).mkdir(parents=True, exist_ok=True)
     if a.what == "grid":
         rows = grid(a, keep)
     else:
@@ -182,6 +181,8 @@ def main(argv: list[str]) -> int:
 def arguments(argv: list[str]) -> argparse.Namespace:
     p = run_arguments(("grid", "compare"))
     p.description = __doc__.splitlines()[0]
+    p.add_argument("--store", help="a folder on the SSD, for the runs that need one")
+    p.add_argument("--limit", type=float, default=150, help="seconds that a run may take")
     p.add_argument("files", nargs="*", help="for compare: results of bench_step.py --json, or folders of them")
     p.add_argument("--more", default="", help="further words for each run")
     return p.parse_args(argv)

@@ -30,11 +30,11 @@ from trireme.engine.data import MicroBatch
 from trireme.engine.homes import Homes, Staged
 from trireme.engine.job import record_size
 from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, Span, busy, write_perfetto
-from trireme.engine.machine import at_shape, choose_device, matmul_rate, memory_in_use, memory_limits
+from trireme.engine.machine import as_planned, choose_device, matmul_rate, memory_in_use, memory_limits
 from trireme.engine.memory import DTYPE, flat, views
 from trireme.engine.optimizer import AdamW
 from trireme.engine.options import size
-from trireme.engine.plan import DoesNotFit, Geometry, Plan, usage
+from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, usage
 from trireme.engine.predict import Batch, predict
 from trireme.engine.probe import drive_rates, processor_rates
 from trireme.engine.rates import CODE, Machine, Rates, rates_of
@@ -82,7 +82,8 @@ def measure_rates(cfg: ModelConfig, device: torch.device, dtype: str, seq: int, 
     found = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
     if store is not None:
         found |= drive_rates(Path(store))
-    return at_shape(Machine(str(device), 0, 0, rates_of(found)), cfg, seq, dtype, device).rates
+    plan = Plan((UnitPlan(),) * cfg.n_units, max(seq, 512), 1, dtype)  # for a CPU, where all depends on shapes
+    return as_planned(Machine("", 0, 0, rates_of(found)), cfg, plan, Batch(plan.tokens, seq, 1), device).rates
 
 
 def forget_peaks(device: torch.device) -> None:
