@@ -112,9 +112,7 @@ class PredictedLanes(SimulatedLanes):
         task.end = task.start + seconds
         if lane in DRIVE:
             task.end = self.drive.take(task.start, seconds)
-            if (
-                DRIVE[lane] == lane
-            ):  # not records: at most the two queues of records beside it, which share the drive with it
+            if DRIVE[lane] == lane:  # beside two queues of records at most, which share the drive with it
                 task.end = min(task.end, task.start + 3 * seconds)
         self.free[lane] = task.end
         if name == "statistics":
