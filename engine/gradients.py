@@ -1,10 +1,13 @@
 """Gradients, from the moment backward has made a unit's until an update consumes it; they never touch the SSD.
 
 A unit's gradient is summed over the micro-batches on the GPU, in fp32 where there are several. It leaves the GPU once a
-step, in the compute dtype, for a host slot, unless it is updated there.
+step, in the compute dtype, for a host slot, unless it is updated there: piece by piece, so that little of it lies on
+the GPU a second time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +15,9 @@ from torch import Tensor
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Slot, flat, views
-from trireme.engine.plan import Geometry, Plan
+from trireme.engine.plan import Chunk, Geometry, Plan
 from trireme.kernels import ops
+from trireme.storage.layout import ITEMSIZE
 
 
 class Gradients:
@@ -22,17 +26,18 @@ class Gradients:
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes):
         self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
         self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # layout of the accumulators
-        self.accumulators = homes.rings("gpu", "gradient")
-        self.outs = homes.rings("gpu", "gradient out")  # rounded, on their way
+        self.accumulator, self.tied = homes.ring("gpu", "gradient"), homes.ring("gpu", "gradient embed")
+        self.out = homes.ring("gpu", "gradient out")  # rounded, on its way
         self.landings = homes.rings("host", "gradient")
         self.holding: dict[int, Slot] = {}  # accumulators in use
         self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM, and when it is there
-        self.sums = None if lanes.simulated else torch.zeros(geo.n_units, dtype=torch.float32, device=lanes.device)
+        self.sums = None if lanes.simulated else torch.zeros(geo.n_chunks, dtype=torch.float32, device=lanes.device)
 
     def get(self, u: int) -> tuple[dict[str, Tensor], Task]:
         """The zeroed gradient of unit u by tensor name, to be added to, and the task that zeroes it."""
         if u not in self.holding:
-            slot = self.accumulators[self.geo.size_class(u)].acquire(self.geo.names[u])
+            ring = self.tied if u == 0 and self.geo.cfg.tied else self.accumulator
+            slot = ring.acquire(self.geo.names[u])
             nbytes = self.wide[u].span
             task = self.lanes.run(
                 "compute", f"zero {self.geo.names[u]}", lambda: slot.buffer[:nbytes].zero_(), slot.ready, nbytes=nbytes
@@ -44,30 +49,43 @@ class Gradients:
 
     def finish(self, u: int, after: Task) -> None:
         """Unit u's gradient is complete: takes its norm, rounds it, and sends it to where its update runs."""
-        accumulator, kind = self.holding.pop(u), self.geo.size_class(u)
-        name, n, nbytes = self.geo.names[u], self.geo.numel[u], self.geo.weights[u].span
-        on_gpu = self.plan.units[u].state == "gpu"
-        out_slot = None if on_gpu else self.outs[kind].acquire(name)
-        out = self.homes.gradients[u] if on_gpu else out_slot.buffer
+        accumulator, name = self.holding.pop(u), self.geo.names[u]
+        if self.plan.units[u].state == "gpu":
+            (whole,) = self.geo.pieces(u, self.geo.numel[u])
+            task = self._round(u, whole, accumulator, self.homes.gradients[u], (after,))
+            self.landed[u] = (None, task)
+        else:
+            host = self.landings[self.geo.size_class(u)].acquire(name)
+            for piece in self.geo.pieces(u, self.plan.piece):
+                out = self.out.acquire(name)
+                task = self._round(u, piece, accumulator, out.buffer, (after, *out.ready))
+                landed = self._land(u, piece, out, host, task)
+                out.ring.release(out, (landed,))
+            self.landed[u] = (host, landed)  # one lane, first in first out: the last piece comes after the others
+        accumulator.ring.release(accumulator, (task,))
+
+    def _round(self, u: int, piece: Sequence[Chunk], accumulator: Slot, out: Tensor | None, after) -> Task:
+        """Rounds a piece of unit u's gradient into `out`, and keeps the sums of its squares for the norm."""
+        first, n = piece[0].start, piece[-1].stop - piece[0].start
 
         def finish():
-            wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, n)
-            self.sums[u] = ops.grad_finish(wide, out=flat(out, self.geo.dtype, n))[0]
+            wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, first + n)
+            narrow = flat(out, self.geo.dtype, n)
+            for start, stop, place in piece:
+                self.sums[place] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[0]
 
-        before = (after, *(out_slot.ready if out_slot else ()))
-        task = self.lanes.run("compute", f"finish {name}", finish, before, nbytes=3 * nbytes)
-        accumulator.ring.release(accumulator, (task,))
-        if on_gpu:
-            self.landed[u] = (None, task)
-            return
-        host = self.landings[kind].acquire(name)
+        nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
+        return self.lanes.run("compute", f"finish {self.geo.names[u]}", finish, after, nbytes=nbytes)
+
+    def _land(self, u: int, piece: Sequence[Chunk], out: Slot, host: Slot, rounded: Task) -> Task:
+        """Brings a rounded piece to its place in unit u's slot in RAM."""
+        size = ITEMSIZE[self.geo.dtype]
+        first, nbytes = piece[0].start * size, (piece[-1].stop - piece[0].start) * size
 
         def land():
-            host.buffer[:nbytes].copy_(out[:nbytes], non_blocking=True)
+            host.buffer[first : first + nbytes].copy_(out.buffer[:nbytes], non_blocking=True)
 
-        landed = self.lanes.run("d2h", f"gradient {name}", land, (task, *host.ready), nbytes=nbytes)
-        out_slot.ring.release(out_slot, (landed,))
-        self.landed[u] = (host, landed)
+        return self.lanes.run("d2h", f"gradient {self.geo.names[u]}", land, (rounded, *host.ready), nbytes=nbytes)
 
     def norm(self) -> Tensor:
         """The global norm of all gradients of a step, fp64 on the device."""

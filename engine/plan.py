@@ -7,17 +7,23 @@ a plan that cannot fit is refused with its numbers before anything is read.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig
-from trireme.storage.layout import ITEMSIZE, Layout, pack, round_up, sequential
+from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 TIERS = ("gpu", "host", "ssd")
 MODES = ("forward", "backward", "serial")
+CHUNK = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
+OUT_SLOTS = 2  # slots through which pieces of rounded gradients leave the GPU: one is filled, one emptied
 
 
 class DoesNotFit(Exception):
@@ -62,7 +68,7 @@ class Plan:
     state_slots: int = 4  # host slots that SSD-home optimizer records pass through
     record: int = 1 << 24  # parameters of one optimizer record
     stream_slots: int = 3  # slots of the GPU ring that records updated there pass through
-    out_slots: int = 2  # slots of each GPU ring through which rounded gradients leave
+    piece: int = 1 << 40  # elements of a rounded gradient that leave the GPU at once; a unit has as many or fewer
     swap_slots: int = 2  # slots of each ring that swapped activations pass through
     between: str = "gpu"  # where what a unit leaves for the next waits: "host" in steps of very many micro-batches
 
@@ -122,6 +128,14 @@ class Buffer:
     count: int = 1
 
 
+class Chunk(NamedTuple):
+    """Elements [start, stop) of a unit's gradient, and the place of the sum of their squares among the run's."""
+
+    start: int
+    stop: int
+    place: int
+
+
 class Geometry:
     """Sizes that follow from a model and a compute dtype, for every unit: layouts, spans, records."""
 
@@ -132,6 +146,7 @@ class Geometry:
         self.head = self.n_units - 1
         self._saved: dict[tuple[frozenset[str], int], Layout] = {}
         self._state: dict[int, Layout] = {}
+        self._pieces: dict[tuple[int, int], list[tuple[Chunk, ...]]] = {}
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
@@ -151,6 +166,51 @@ class Geometry:
     def n_decay(self) -> tuple[int, ...]:
         """Elements of each unit that weight decay applies to: the matrices, which come first."""
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
+
+    @cached_property
+    def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """Each unit's chunks in the order of its weights. Their sizes and places, and so the bits of the gradients'
+        norm, depend on the model and its dtype alone: matrices and vectors of each part are cut by themselves.
+        """
+        found, places = [], 0
+        for u in range(self.n_units):
+            size: Counter[tuple[int, int]] = Counter()
+            for part, groups in enumerate(shapes.weight_parts(self.cfg, u)):
+                for group in groups:
+                    size[rank(group, self.dtype), part] += sum(prod(shape) for _, shape in group)
+            ends = dict(zip(sorted(size), accumulate(size[key] for key in sorted(size)), strict=True))
+            chunks = []
+            for key in sorted(size, key=lambda key: key[::-1]):
+                last = ends[key]
+                cuts = range(last - size[key], last, CHUNK)
+                chunks += [Chunk(a, min(a + CHUNK, last), places + i) for i, a in enumerate(cuts)]
+                places += len(cuts)
+            found.append(tuple(sorted(chunks)))
+        return tuple(found)
+
+    @property
+    def n_chunks(self) -> int:
+        return sum(map(len, self._chunks))
+
+    def pieces(self, u: int, most: int) -> list[tuple[Chunk, ...]]:
+        """A unit's chunks, as many neighbours together as have no more than `most` elements; at least one."""
+        if (u, most) not in self._pieces:
+            pieces: list[list[Chunk]] = []
+            for chunk in self._chunks[u]:
+                if pieces and chunk.stop - pieces[-1][0].start <= most:
+                    pieces[-1].append(chunk)
+                else:
+                    pieces.append([chunk])
+            self._pieces[u, most] = [tuple(piece) for piece in pieces]
+        return self._pieces[u, most]
+
+    def half_piece(self, u: int) -> int:
+        """Elements of a piece of which unit u has two."""
+        return min(max(chunk.stop, self.numel[u] - chunk.stop) for chunk in self._chunks[u])
+
+    def piece_numel(self, u: int, most: int) -> int:
+        """Elements of the largest of pieces(u, most)."""
+        return max(piece[-1].stop - piece[0].start for piece in self.pieces(u, most))
 
     def size_class(self, u: int) -> str:
         """Units of one size class share rings. The two ends follow each other, so they share one slot unless tied."""
@@ -255,16 +315,20 @@ def _staging(geo: Geometry, plan: Plan) -> int:
 def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
     everyone = range(geo.n_units)
     wide = geo.gradients if plan.n_micro > 1 else geo.weights
-    for kind, (size, _) in _by_class(geo, everyone, lambda u: wide[u].span).items():
-        yield Buffer("gpu", f"gradient {kind}", size)
+    tied = geo.cfg.tied  # then the embedding's gradient is added to from the head on; all others come one by one
+    yield Buffer("gpu", "gradient", max(layout.span for layout in wide[tied:]))
+    yield Buffer("gpu", "gradient embed", wide[0].span if tied else 0)
     for u in everyone:
         if plan.units[u].state == "gpu":
             yield Buffer("gpu", f"gradient out {geo.names[u]}", geo.weights[u].span)
         if plan.units[u].state != "ssd":
             yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record))
     on_cpu = [u for u in everyone if plan.units[u].state != "gpu"]
+    if on_cpu:
+        largest = max(geo.piece_numel(u, plan.piece) for u in on_cpu)
+        pieces = sum(len(geo.pieces(u, plan.piece)) for u in on_cpu)
+        yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, pieces))
     for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
-        yield Buffer("gpu", f"gradient out {kind}", size, min(plan.out_slots, count))
         yield Buffer("host", f"gradient {kind}", size, min(2, count) if plan.mode == "backward" else count)
     streamed = [n for u in everyone if plan.units[u].update == "gpu" for n in geo.record_sizes(u, plan.record)]
     if streamed:

@@ -13,8 +13,6 @@ from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
 GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 19 B of DRAM
-# For weights, for gradients on their way out: where blocks are large one waits, but fits.
-SLOTS = ((2, 2), (2, 1), (1, 1))
 LATE_TOKENS = 12_000  # from here on a step has time to write the moments apart from the weights
 
 
@@ -66,14 +64,16 @@ def simple_plan(
     gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
     weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
+    # Slots for weights, and what leaves of a gradient at once: where blocks are large one waits, but fits.
+    slots = ((2, geo.half_piece(1)), (2, 1), (1, 1))
     smallest = None
-    for between, (window, out_slots), (tokens, n_micro) in product(("gpu", "host"), SLOTS, batch_tokens):
+    for between, (window, piece), (tokens, n_micro) in product(("gpu", "host"), slots, batch_tokens):
         apart = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         late = ("host",) if apart else ()
         for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
             low = UnitPlan(weights, state, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),)
-            more = dict(record=record, window=window, out_slots=out_slots, between=between)
+            more = dict(record=record, window=window, piece=piece, between=between)
             plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, **more)
             if fits(geo, plan, limits):
                 return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
@@ -121,7 +121,9 @@ def _fill(
         left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
         plan = upgrade(plan, lambda k: [left[i] for i in spread(len(left), k)], len(left), weights="host", state="host")
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
-    return wider(largest(2, lambda k: fits(geo, wider(k), limits)))
+    plan = wider(largest(2, lambda k: fits(geo, wider(k), limits)))
+    whole = replace(plan, piece=max(geo.numel))  # then no gradient waits for its own first half to be gone
+    return whole if fits(geo, whole, limits) else plan
 
 
 def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:

@@ -40,13 +40,18 @@ def output_name(cfg: ModelConfig) -> str:
 
 def weight_groups(cfg: ModelConfig, u: int) -> list[Group]:
     """(name, shape) of a unit's tensors by their Hugging Face names, grouped for storage.layout.pack."""
+    return [group for part in weight_parts(cfg, u) for group in part]
+
+
+def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
+    """A unit's weight_groups by the parts of the unit: a block's are its attention and its MLP."""
     if u == 0:
-        return _embed_groups(cfg)
+        return [_embed_groups(cfg)]
     if u == cfg.n_layers + 1:
-        return _head_groups(cfg)
+        return [_head_groups(cfg)]
     prefix = layer_prefix(cfg, u - 1)
-    groups = _gpt_groups(cfg) if cfg.is_gpt else _llama_groups(cfg)
-    return [[(prefix + name, shape) for name, shape in group] for group in groups]
+    parts = _gpt_parts(cfg) if cfg.is_gpt else _llama_parts(cfg)
+    return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in parts]
 
 
 def _embed_groups(cfg: ModelConfig) -> list[Group]:
@@ -61,36 +66,42 @@ def _head_groups(cfg: ModelConfig) -> list[Group]:
     return [*output, [("transformer.ln_f.weight", (cfg.width,))], [("transformer.ln_f.bias", (cfg.width,))]]
 
 
-def _llama_groups(cfg: ModelConfig) -> list[Group]:
+def _llama_parts(cfg: ModelConfig) -> tuple[list[Group], list[Group]]:
     D, F, Q, KV = cfg.width, cfg.ffn, cfg.q_width, cfg.kv_width
     qkv = [("self_attn.q_proj", Q), ("self_attn.k_proj", KV), ("self_attn.v_proj", KV)]
     gate_up = [("mlp.gate_proj", F), ("mlp.up_proj", F)]
-    groups: list[Group] = [
+    attention: list[Group] = [
         [(f"{name}.weight", (rows, D)) for name, rows in qkv],
         [("self_attn.o_proj.weight", (D, Q))],
+        [("input_layernorm.weight", (D,))],
+    ]
+    mlp: list[Group] = [
         [(f"{name}.weight", (rows, D)) for name, rows in gate_up],
         [("mlp.down_proj.weight", (D, F))],
-        [("input_layernorm.weight", (D,))],
         [("post_attention_layernorm.weight", (D,))],
     ]
     if cfg.qk_norm:
-        groups += [[("self_attn.q_norm.weight", (cfg.head_dim,))], [("self_attn.k_norm.weight", (cfg.head_dim,))]]
+        attention += [[("self_attn.q_norm.weight", (cfg.head_dim,))], [("self_attn.k_norm.weight", (cfg.head_dim,))]]
     if cfg.qkv_bias:
-        groups.append([(f"{name}.bias", (rows,)) for name, rows in qkv])
+        attention.append([(f"{name}.bias", (rows,)) for name, rows in qkv])
     if cfg.o_bias:
-        groups.append([("self_attn.o_proj.bias", (D,))])
+        attention.append([("self_attn.o_proj.bias", (D,))])
     if cfg.mlp_bias:
-        groups += [[(f"{name}.bias", (rows,)) for name, rows in gate_up], [("mlp.down_proj.bias", (D,))]]
-    return groups
+        mlp += [[(f"{name}.bias", (rows,)) for name, rows in gate_up], [("mlp.down_proj.bias", (D,))]]
+    return attention, mlp
 
 
-def _gpt_groups(cfg: ModelConfig) -> list[Group]:
+def _gpt_parts(cfg: ModelConfig) -> tuple[list[Group], list[Group]]:
     """GPT-2's linear layers are stored (in, out)."""
     D, F = cfg.width, cfg.ffn
-    linear = {"attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D), "mlp.c_fc": (D, F), "mlp.c_proj": (F, D)}
-    vectors = {name: (D,) for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")}
-    vectors |= {f"{name}.bias": shape[1:] for name, shape in linear.items()}
-    return [[(f"{name}.weight", shape)] for name, shape in linear.items()] + [[item] for item in vectors.items()]
+
+    def part(norm: str, linear: dict[str, tuple[int, int]]) -> list[Group]:
+        matrices: list[Group] = [[(f"{name}.weight", shape)] for name, shape in linear.items()]
+        biases: list[Group] = [[(f"{name}.bias", shape[1:])] for name, shape in linear.items()]
+        return [*matrices, [(f"{norm}.weight", (D,))], [(f"{norm}.bias", (D,))], *biases]
+
+    attention = part("ln_1", {"attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D)})
+    return attention, part("ln_2", {"mlp.c_fc": (D, F), "mlp.c_proj": (F, D)})
 
 
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:

@@ -29,16 +29,18 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
         for b, mb in enumerate(batch):
             block.forward(cfg, u - 1, w[u], x(u, b), mb.rows, saved(u, b), x(u + 1, b))
 
-    sums = torch.zeros(geo.n_units, device=e.memory.device)
+    sums = torch.zeros(geo.n_chunks, device=e.memory.device)
 
     def gradient(u: int):
-        buffer = e.gradients.accumulators[geo.size_class(u)].slots[0].buffer
+        buffer = e.gradients.accumulator.slots[0].buffer
         buffer.zero_()
         return buffer, model.weights(cfg, u, views(wide[u], buffer))
 
     def finish(u: int, buffer) -> None:
         wide_flat = flat(buffer, wide[u].tensors[0].dtype, geo.numel[u])
-        sums[u] = ops.grad_finish(wide_flat, out=flat(homes.gradients[u], geo.dtype, geo.numel[u]))[0]
+        out = flat(homes.gradients[u], geo.dtype, geo.numel[u])
+        for a, b, place in geo.pieces(u, geo.numel[u])[0]:
+            sums[place] = ops.grad_finish(wide_flat[a:b], out=out[a:b])[0]
 
     buffer, g = gradient(geo.head)
     trained = sum(mb.trained for mb in batch)

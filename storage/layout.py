@@ -80,10 +80,12 @@ def pack(groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: str) ->
     Order: matrices in aligned groups, other matrices, then vectors; stable within each class.
     """
 
-    def rank(group) -> int:
-        if any(len(shape) < 2 for _, shape in group):
-            return 2
-        return 0 if all(prod(shape) * ITEMSIZE[dtype] % ALIGN == 0 for _, shape in group) else 1
-
-    ordered = sorted(groups, key=rank)
+    ordered = sorted(groups, key=lambda group: rank(group, dtype))
     return sequential([(name, dtype, shape) for group in ordered for name, shape in group])
+
+
+def rank(group: Sequence[tuple[str, tuple[int, ...]]], dtype: str) -> int:
+    """Where `pack` puts a group: 0 matrices in aligned groups, 1 other matrices, 2 vectors."""
+    if any(len(shape) < 2 for _, shape in group):
+        return 2
+    return 0 if all(prod(shape) * ITEMSIZE[dtype] % ALIGN == 0 for _, shape in group) else 1

@@ -65,7 +65,7 @@ def test_a_drive_that_binds_is_never_idle():
 
 def test_what_a_step_waits_for_does_not_wait_behind_records():
     """Everything on a drive that writes slowly, few slots: only forward leaves it idle."""
-    p = plan(ONE_B, UnitPlan("ssd", "ssd", x="ssd"), n_micro=8, mode="backward", window=1, out_slots=1)
+    p = plan(ONE_B, UnitPlan("ssd", "ssd", x="ssd"), n_micro=8, mode="backward", window=1, piece=1)
     rates = replace(RATES, ssd_read=2.8e10, ssd_write=5.6e9, matmul=8e14)
     found = predict(ONE_B, p, rates, Batch(16384, 1024, 8))
     assert found.bound == "ssd" and found.step_s < 1.25 * found.busy["ssd"]

@@ -9,6 +9,7 @@ from engines import LLAMA, JitterLanes, batches, final_weights, gpu_plan, make, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trireme.engine import plan as plan_module
 from trireme.engine.build import inputs
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
@@ -19,6 +20,14 @@ from trireme.models.rows import rope_tables
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    """So that gradients leave in several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "CHUNK", 256)
+        yield
 
 
 @cache
@@ -123,7 +132,7 @@ def plans(draw):
         state_slots=draw(st.integers(1, 6)),
         record=draw(st.sampled_from((256, 768, 1 << 20))),
         stream_slots=draw(st.integers(1, 3)),
-        out_slots=draw(st.integers(1, 2)),
+        piece=draw(st.sampled_from((1, 1000, 1 << 20))),
         adam_bits=bits,
         late_moments=draw(LATE) if mode == "forward" and bits == 32 else (),
         swap_slots=draw(st.integers(2, 4)),

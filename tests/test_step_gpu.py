@@ -7,6 +7,7 @@ import pytest
 import torch
 from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, train
 
+from trireme.engine import plan as plan_module
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import UnitPlan
 from trireme.models import shapes
@@ -25,6 +26,14 @@ UNITS = {
     "swap to ssd": (ALL_SSD,) * 6,
     "mixed": (UnitPlan(), ALL_HOST, UnitPlan("host", "ssd"), ALL_SSD, UnitPlan(), UnitPlan("ssd", "host")),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    """So that gradients leave in several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "CHUNK", 256)
+        yield
 
 
 @cache
@@ -53,7 +62,9 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     if units == "streamed" and mode == "backward":
         pytest.skip("updates on the GPU wait for the norm")
     clip = 0.0 if mode == "backward" else 1.0
-    plan = gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48, units=UNITS[units], mode=mode, record=5000)
+    plan = gpu_plan(
+        CFG, dtype="BF16", n_micro=n_micro, tokens=48, units=UNITS[units], mode=mode, record=5000, piece=1000
+    )
     plan = replace(plan, between=between, late_moments=("host", "ssd") if mode == "forward" and n_micro == 3 else ())
     e = make(CFG, plan, RealLanes("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
     losses, weights = on_the_gpu(n_micro, clip)
