@@ -44,7 +44,7 @@ def build(
     rings = homes.rings("gpu", "weight ring"), homes.rings("host", "weight ring")
     weights = WeightStream(geo, plan, homes, lanes, *rings)
     swap = ActivationSwap(geo, plan, homes, lanes, scratch)
-    gradients = Gradients(geo, plan, homes, lanes)
+    gradients = Gradients(geo, plan, homes, lanes, scratch, swap.scratch_bytes)
     optimizer = Optimizer(geo, plan, homes, weights, gradients, lanes, adamw or AdamW())
     return Engine(cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer, store)
 

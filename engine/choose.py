@@ -238,7 +238,9 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
         scratch = plan.n_micro * geo.saved_layout(unit.names("ssd"), plan.tokens).span
         scratch += x * (unit.x == "ssd")
         twice = x * (unit.x == "ssd" and plan.between == "host")
-        read, written = read + moved + again + scratch + twice, written + moved + scratch
+        spilled = weights if plan.spilled(u) else 0
+        again += spilled if again else 0  # and the gradient, with the moments
+        read, written = read + moved + again + scratch + twice + spilled, written + moved + scratch + spilled
         if streamed:
             state_up, state_down = state_up + state + 2 * weights, state_down + state + weights
     updates = max(under_forward / ADAM_BYTES / rates.adam, (under_forward + state_up + state_down) / rates.dram)
@@ -276,6 +278,11 @@ def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: 
     if plan.between == "host":
         said.append(f"the GPU has no room for what a unit leaves for the next in all {plan.n_micro} micro-batches: it "
                     "waits outside")  # fmt: skip
+    spilled = [u for u in range(n) if plan.spilled(u)]
+    if spilled:
+        nbytes = sum(geo.weights[u].span for u in spilled)
+        where = f"gradients of {len(spilled)} of {n} units ({_gib(nbytes)}) wait on the SSD for their norm"
+        said.append(f"{where}: RAM has no room for them")
     late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
     if late:
         where = " and ".join({"host": "in RAM", "ssd": "on the SSD"}[tier] for tier in late)

@@ -98,6 +98,7 @@ class Forecast:
             held["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
             held["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")
         held["activations"]["ssd"] = self._scratch()
+        held["gradients"]["ssd"] = self._spilled()
         total = usage(geo, plan)
         lines = [f"plan     {'':18}{'GPU' if self.cuda else 'gpu tier':>10}{'RAM':>10}{'SSD':>10}"]
         for row, tiers in held.items():
@@ -138,10 +139,15 @@ class Forecast:
         return sum(geo.weights[u].span + geo.state_span(u, self.plan.record) for u in range(geo.n_units))
 
     def disk_parts(self) -> dict[str, int]:
-        """Bytes that the drive needs at most: what is current, each snapshot's copy, the export, activations on it."""
+        """Bytes that the drive needs at most: what is current, each snapshot's copy, the export, what waits on it."""
         stored = self.stored()
         export = shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
-        return {"store": stored, "snapshots": self.keep * stored, "export": export, "activations": self._scratch()}
+        return {
+            "store": stored,
+            "snapshots": self.keep * stored,
+            "export": export,
+            "waiting": self._scratch() + self._spilled(),
+        }
 
     def disk(self) -> int:
         return sum(self.disk_parts().values())
@@ -150,11 +156,14 @@ class Forecast:
         geo = self.geo
         return self.plan.n_micro * sum(self._swapped(geo, u) for u in range(geo.n_units))
 
+    def _spilled(self) -> int:
+        return sum(self.geo.weights[u].span for u in range(self.geo.n_units) if self.plan.spilled(u))
+
     def disk_line(self) -> str:
         copies = f"as much again for {self.keep} snapshot{'s' * (self.keep > 1)}"
         part = self.disk_parts()
         parts = f"store {_bytes(part['store'])}, {copies}, export {_bytes(part['export'])}"
-        parts += f", activations {_bytes(part['activations'])}" if part["activations"] else ""
+        parts += f", activations and gradients {_bytes(part['waiting'])}" if part["waiting"] else ""
         need, room = self.disk(), self.machine.ssd
         if not room:
             return f"{parts}: {_bytes(need)}"

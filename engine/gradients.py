@@ -1,8 +1,9 @@
-"""Gradients, from the moment backward has made a unit's until an update consumes it; they never touch the SSD.
+"""Gradients, from the moment backward has made a unit's until an update consumes it.
 
 A unit's gradient is summed over the micro-batches on the GPU, in fp32 where there are several. It leaves the GPU once a
 step, in the compute dtype, for a host slot, unless it is updated there: piece by piece, so that little of it lies on
-the GPU a second time.
+the GPU a second time. Where all have to wait for their norm and RAM cannot hold them, those of units whose state is on
+the SSD wait there too: 2 bytes a parameter each way, beside the 10 of their update.
 """
 
 from __future__ import annotations
@@ -14,23 +15,32 @@ from torch import Tensor
 
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
-from trireme.engine.memory import Slot, flat, views
+from trireme.engine.memory import Slot, flat, memory_of, views
 from trireme.engine.plan import Chunk, Geometry, Plan
 from trireme.kernels import ops
-from trireme.storage.layout import ITEMSIZE
+from trireme.storage.layout import ITEMSIZE, round_up
 
 
 class Gradients:
     """Owns accumulators, and what waits for its update: `landed`."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes):
-        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes, scratch=None, first: int = 0):
+        """`scratch`: where gradients wait on the SSD, from its byte `first` on."""
+        self.geo, self.plan, self.homes, self.lanes, self.scratch = geo, plan, homes, lanes, scratch
         self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # layout of the accumulators
         self.accumulator, self.tied = homes.ring("gpu", "gradient"), homes.ring("gpu", "gradient embed")
         self.out = homes.ring("gpu", "gradient out")  # rounded, on its way
-        self.landings = homes.rings("host", "gradient")
+        self.landings, self.back = homes.rings("host", "gradient"), homes.ring("host", "gradient ring")
         self.holding: dict[int, Slot] = {}  # accumulators in use
         self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM, and when it is there
+        self.offset: dict[int, int] = {}  # place in the scratch file of a unit whose gradient waits on the SSD
+        self.spilled: dict[int, Task] = {}  # the last write of it
+        self.read: dict[int, Task] = {}  # the last read of it
+        self.scratch_bytes = 0
+        for u in range(geo.n_units):
+            if plan.spilled(u):
+                self.offset[u] = first + self.scratch_bytes
+                self.scratch_bytes += geo.weights[u].span
         self.sums = None if lanes.simulated else torch.zeros(geo.n_chunks, dtype=torch.float32, device=lanes.device)
 
     def get(self, u: int) -> tuple[dict[str, Tensor], Task]:
@@ -62,6 +72,8 @@ class Gradients:
                 landed = self._land(u, piece, out, host, task)
                 out.ring.release(out, (landed,))
             self.landed[u] = (host, landed)  # one lane, first in first out: the last piece comes after the others
+            if u in self.offset:
+                self.landed[u] = (None, self._spill(u, host, landed))
         accumulator.ring.release(accumulator, (task,))
 
     def _round(self, u: int, piece: Sequence[Chunk], accumulator: Slot, out: Tensor | None, after) -> Task:
@@ -86,6 +98,31 @@ class Gradients:
             host.buffer[first : first + nbytes].copy_(out.buffer[:nbytes], non_blocking=True)
 
         return self.lanes.run("d2h", f"gradient {self.geo.names[u]}", land, (rounded, *host.ready), nbytes=nbytes)
+
+    def _spill(self, u: int, host: Slot, landed: Task) -> Task:
+        """Sends unit u's gradient on to the SSD, and gives its slot in RAM back."""
+        nbytes, before = self.geo.weights[u].span, (self.read[u],) if u in self.read else ()
+
+        def write():
+            self.scratch.write(self.offset[u], memory_of(host.buffer, nbytes)).result()
+
+        task = self.lanes.run("state_write", f"gradient {self.geo.names[u]}", write, (landed, *before), nbytes=nbytes)
+        host.ring.release(host, (task,))
+        self.spilled[u] = task
+        return task
+
+    def fetch(self, u: int, a: int, b: int) -> tuple[Slot, int]:
+        """Elements a..b of unit u's gradient from the SSD: the slot in RAM that they come to, and their first byte."""
+        size, slot = ITEMSIZE[self.geo.dtype], self.back.acquire(f"{self.geo.names[u]} gradient {a}")
+        first, end = a * size // 4096 * 4096, round_up(b * size)
+
+        def read():
+            self.scratch.read(self.offset[u] + first, memory_of(slot.buffer, end - first)).result()
+
+        name = f"gradient {self.geo.names[u]}"
+        self.read[u] = self.lanes.run("state_read", name, read, (*slot.ready, self.spilled[u]), nbytes=end - first)
+        slot.ready = (self.read[u],)
+        return slot, a * size - first
 
     def norm(self) -> Tensor:
         """The global norm of all gradients of a step, fp64 on the device."""

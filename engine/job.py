@@ -135,7 +135,7 @@ def check_room(job: Job) -> None:
     part = forecast(job).disk_parts()
     wanted = [(job.out, part["export"], "--out")]
     if job.plan.uses("ssd"):
-        wanted += [(d, (part["store"] + part["activations"]) // len(job.store_dirs), "--store") for d in job.store_dirs]
+        wanted += [(d, (part["store"] + part["waiting"]) // len(job.store_dirs), "--store") for d in job.store_dirs]
     by_drive = defaultdict(list)
     for folder, need, option in wanted:
         by_drive[drive(folder)].append((folder, need, option))

@@ -153,8 +153,9 @@ class Optimizer:
             final = work(come)
         if late:
             # The moments leave the weights alone, whatever stands in their place: those of the SSD have gone by then.
-            self.late.append((u, slot, self._on_cpu(u, slot.buffer, slot, "moments"), final))
-        else:
+            stand_in = slot.buffer if slot else hi
+            self.late.append((u, slot, self._on_cpu(u, stand_in, slot, "moments"), final))
+        elif slot:
             slot.ring.release(slot, (final,))
         if hi_slot is None:
             self.weights.publish(u, final)
@@ -199,13 +200,14 @@ class Optimizer:
                 self.readable += len(done)
             else:
                 done = [work((weights,))]
-            slot.ring.release(slot, done[-1:])
+            if slot:
+                slot.ring.release(slot, done[-1:])
 
     def _moments_record(self, u: int, r: int, work: Callable, weights: Task) -> Task:
         """The moments of one record, once more from the SSD and back."""
         slot = self.state_ring.acquire(f"{self.geo.names[u]} moments {r}")
         read = self.homes.read_state(u, r, slot.buffer, (*slot.ready, *self._written(u, r)), "moments")
-        task = work((weights, read), [(r, slot.buffer)])
+        task = self._with_gradient(u, r, work, (weights, read), slot)
         self.written[u, r] = self.homes.write_state(u, r, slot.buffer, (task,), "moments")
         self.state_ring.release(slot, (self.written[u, r],))
         return task
@@ -232,13 +234,22 @@ class Optimizer:
         task = self.homes.read_weights(u, slot.buffer, (*slot.ready, *before))
         return slot.buffer, slot, (task,)
 
+    def _with_gradient(self, u: int, r: int, work: Callable, come: tuple[Task, ...], state: Slot) -> Task:
+        """Hands over work on one record of unit u, whose gradient is fetched where it waits on the SSD."""
+        if not self.plan.spilled(u):
+            return work(come, [(r, state.buffer)])
+        back, first = self.gradients.fetch(u, *self.geo.records(u, self.plan.record)[r])
+        task = work((*come, *back.ready), [(r, state.buffer)], (back, first))
+        back.ring.release(back, (task,))
+        return task
+
     def _update_record(self, u: int, r: int, work: Callable, come: tuple[Task, ...], late: bool) -> Task:
         """Updates one record of unit u on the CPU; its state comes from the SSD and goes back: if late, lo alone."""
         if not self.ahead:
             self._read_next()
         got_u, got_r, slot, read = self.ahead.popleft()
         assert (got_u, got_r) == (u, r), "optimizer records are read in the order of their updates"
-        last = task = work((*come, read), [(r, slot.buffer)])
+        last = task = self._with_gradient(u, r, work, (*come, read), slot)
         if not late or self.geo.dtype == "BF16":
             last = self.written[u, r] = self.homes.write_state(u, r, slot.buffer, (task,), *(("low",) if late else ()))
         if not late:
@@ -250,14 +261,19 @@ class Optimizer:
             self.read_ahead()
         return task
 
-    def _on_cpu(self, u: int, hi, grad: Slot, part: str) -> Callable:
+    def _on_cpu(self, u: int, hi, grad: Slot | None, part: str) -> Callable:
         """A function that hands over the update of unit u on the CPU, or a part of it, with this step's
         hyper-parameters: of what to wait for, and of numbers and states of records (default all, at home in RAM).
+        The gradient is in `grad`, or that of a single record in a slot of its own, from some byte on.
         """
         dtype, ranges = self.geo.dtype, self.geo.records(u, self.plan.record)
         updates = [self._adamw(u, a, b, part=part) for a, b in ranges]
 
-        def hand_over(after: tuple[Task, ...], records: Sequence[tuple[int, Tensor]] = ()) -> Task:
+        def hand_over(
+            after: tuple[Task, ...],
+            records: Sequence[tuple[int, Tensor]] = (),
+            alone: tuple[Slot, int] | None = None,
+        ) -> Task:
             whole = not records
             records = records or list(enumerate(self.homes.state[u]))
 
@@ -266,7 +282,12 @@ class Optimizer:
                     for r, state in records:
                         a, b = ranges[r]
                         state = views(self.geo.state_layout(b - a), state)
-                        updates[r](flat(hi, dtype, b)[a:], state, flat(grad.buffer, dtype, b)[a:])
+                        g = (
+                            flat(alone[0].buffer[alone[1] :], dtype, b - a)
+                            if alone
+                            else flat(grad.buffer, dtype, b)[a:]
+                        )
+                        updates[r](flat(hi, dtype, b)[a:], state, g)
 
             name, nbytes = PARTS[part]
             name = f"{name} {self.geo.names[u]}" + ("" if whole else f" {records[0][0]}")

@@ -23,6 +23,8 @@ from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, seque
 TIERS = ("gpu", "host", "ssd")
 MODES = ("forward", "backward", "serial")
 CHUNK = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
+PASSING = 2  # host slots of a size class for gradients that do not wait in RAM: one is filled, one emptied
+GRADIENT_SLOTS = 2  # host slots in which gradients come back from the SSD, a record in each
 OUT_SLOTS = 2  # slots through which pieces of rounded gradients leave the GPU: one is filled, one emptied
 
 
@@ -71,6 +73,9 @@ class Plan:
     piece: int = 1 << 40  # elements of a rounded gradient that leave the GPU at once; a unit has as many or fewer
     swap_slots: int = 2  # slots of each ring that swapped activations pass through
     between: str = "gpu"  # where what a unit leaves for the next waits: "host" in steps of very many micro-batches
+    gradients: str = (
+        "host"  # where those of units whose state is on the SSD wait for the norm: "ssd" where RAM is short
+    )
 
     def __post_init__(self):
         for u, unit in enumerate(self.units):
@@ -91,12 +96,18 @@ class Plan:
             raise InputError(f"plan: late_moments {', '.join(self.late_moments)}: there are host and ssd")
         if self.between not in ("gpu", "host"):
             raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
+        if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
+            raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
     def uses(self, tier: str) -> bool:
         """Whether anything has its home in `tier`."""
         return any(tier in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in self.units)
+
+    def spilled(self, u: int) -> bool:
+        """Whether unit u's gradient waits on the SSD for its update."""
+        return self.gradients == "ssd" and self.units[u].state == "ssd"
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))
@@ -329,7 +340,14 @@ def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
         pieces = sum(len(geo.pieces(u, plan.piece)) for u in on_cpu)
         yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, pieces))
     for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
-        yield Buffer("host", f"gradient {kind}", size, min(2, count) if plan.mode == "backward" else count)
+        passing = (
+            count if plan.mode == "backward" else sum(plan.spilled(u) and geo.size_class(u) == kind for u in on_cpu)
+        )
+        yield Buffer("host", f"gradient {kind}", size, count - passing + min(PASSING, passing))
+    spilled = [n for u in everyone if plan.spilled(u) for n in geo.record_sizes(u, plan.record)]
+    if spilled:  # a record begins and ends within a block of the drive
+        size = round_up(max(spilled) * ITEMSIZE[plan.dtype]) + 4096
+        yield Buffer("host", "gradient ring", size, min(GRADIENT_SLOTS, len(spilled)))
     streamed = [n for u in everyone if plan.units[u].update == "gpu" for n in geo.record_sizes(u, plan.record)]
     if streamed:
         span = geo.state_layout(max(streamed)).span + round_up(max(streamed) * ITEMSIZE[plan.dtype])

@@ -67,13 +67,16 @@ def simple_plan(
     # Slots for weights, and what leaves of a gradient at once: where blocks are large one waits, but fits.
     slots = ((2, geo.half_piece(1)), (2, 1), (1, 1))
     smallest = None
-    for between, (window, piece), (tokens, n_micro) in product(("gpu", "host"), slots, batch_tokens):
+    waiting = ("host", "ssd") if state == "ssd" and mode != "backward" else ("host",)
+    for gradients, between, (window, piece), (tokens, n_micro) in product(
+        waiting, ("gpu", "host"), slots, batch_tokens
+    ):
         apart = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         late = ("host",) if apart else ()
         for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
             low = UnitPlan(weights, state, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),)
-            more = dict(record=record, window=window, piece=piece, between=between)
+            more = dict(record=record, window=window, piece=piece, between=between, gradients=gradients)
             plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, **more)
             if fits(geo, plan, limits):
                 return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
@@ -179,7 +182,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
     out = [f"Raise {' and '.join(raises)}"]
     if "gpu" in short:
         out.append(f"lower --seq-len (a micro-batch is {plan.tokens} tokens)")
-    if short == ["host"] and plan.mode != "backward":
+    if short == ["host"] and plan.mode != "backward" and plan.gradients == "host":
         out.append("--max-grad-norm 0, which needs no room for all gradients")
     return f"even the smallest plan needs {' and '.join(numbers)}. {', or '.join(out)}."
 

@@ -24,6 +24,8 @@ from trireme.engine.weights import Held, WeightStream
 from trireme.models import head, model, shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Rows
+from trireme.storage.devices import Device
+from trireme.storage.scratch import Scratch
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class Engine:
     gradients: Gradients
     optimizer: Optimizer
     store: object = None
+
+    def claim_scratch(self, devices: Sequence[Device]) -> None:
+        """Takes the room that swapped activations and waiting gradients need of the drives. Raises StoreError."""
+        nbytes = self.activations.scratch_bytes + self.gradients.scratch_bytes
+        if nbytes:
+            self.activations.scratch = self.gradients.scratch = Scratch(devices, nbytes)
 
     def run(self, name: str, fn, after: Sequence[Task], flops: float) -> Task:
         """Hands `fn` to the compute lane."""

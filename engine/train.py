@@ -41,7 +41,6 @@ from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
-from trireme.storage.scratch import Scratch
 from trireme.storage.shards import Store
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
@@ -149,8 +148,7 @@ class Run:
                 f"warning: CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
                 f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
             )
-        if e.activations.scratch_bytes:
-            e.activations.scratch = Scratch(self.store.devices, e.activations.scratch_bytes)
+        e.claim_scratch(self.store.devices)
         if resumed:
             e.homes.load_from_store()
             return e

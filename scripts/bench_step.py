@@ -45,7 +45,6 @@ from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
 from trireme.storage.layout import sequential
-from trireme.storage.scratch import Scratch
 from trireme.storage.shards import Store
 
 
@@ -282,8 +281,7 @@ def measure(
             unit = plan.units[int(name.split("-")[1])]
             if (unit.weights if name.startswith("weights") else unit.state) == "ssd":
                 store.add(name, layout)
-        if e.activations.scratch_bytes:
-            e.activations.scratch = Scratch(store.devices, e.activations.scratch_bytes)
+        e.claim_scratch(store.devices)
     random_homes(e.homes)
     print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens; "
           f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)  # fmt: skip

@@ -79,7 +79,7 @@ class Scratch:
 
 
 def _claim(device: Device, nbytes: int) -> File:
-    check_space(device.path, nbytes, "swapped activations")
+    check_space(device.path, nbytes, "what waits for its use")
     path = Path(device.path) / "scratch"
     path.unlink(missing_ok=True)  # of a run that was killed
     return File(path, device.direct, nbytes)

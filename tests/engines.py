@@ -40,16 +40,18 @@ class MemoryStore:
 
 
 class MemoryScratch:
-    """The scratch file of swapped activations, in memory."""
+    """The scratch file of swapped activations and waiting gradients, in memory."""
 
     def __init__(self):
-        self.bytes = bytearray(1 << 20)
+        self.bytes = bytearray(1 << 22)
 
     def write(self, offset: int, buffer: memoryview) -> Future:
+        assert offset % 4096 == len(buffer) % 4096 == 0 and offset + len(buffer) <= len(self.bytes)
         self.bytes[offset : offset + len(buffer)] = buffer
         return _done()
 
     def read(self, offset: int, buffer: memoryview) -> Future:
+        assert offset % 4096 == len(buffer) % 4096 == 0
         buffer[:] = self.bytes[offset : offset + len(buffer)]
         return _done()
 

@@ -16,7 +16,6 @@ from trireme.engine.step import train_step
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
-from trireme.storage.scratch import Scratch
 from trireme.storage.shards import Store
 
 pytestmark = pytest.mark.gpu
@@ -53,8 +52,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         e = build(cfg, plan, limits, RealLanes("cuda"), store=store)
         for name, layout in e.homes.shards():
             store.add(name, layout)
-        if e.activations.scratch_bytes:
-            e.activations.scratch = Scratch(store.devices, e.activations.scratch_bytes)
+        e.claim_scratch(store.devices)
         sizes = {t.name: t.numel for layout in e.geo.weights for t in layout.tensors}
         e.homes.load(lambda name: torch.randn(sizes[name]) * 0.02)
         tables = rope_tables(cfg, seq, "cuda")

@@ -82,6 +82,20 @@ def test_moments_after_the_weights(dtype):
     check(plan, JitterLanes(5))
 
 
+@pytest.mark.parametrize("mode", ["forward", "serial"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("late", [(), ("host", "ssd")])
+def test_gradients_may_wait_on_the_ssd(mode, dtype, late):
+    far = UnitPlan("ssd", "ssd")
+    units = (far, replace(far, weights="host"), UnitPlan("host", "host"), UnitPlan(), far)
+    late = late if mode == "forward" else ()
+    plan = gpu_plan(
+        LLAMA, units=units, dtype=dtype, mode=mode, record=700, late_moments=late, gradients="ssd", piece=1000
+    )
+    check(plan, RealLanes("cpu", extra=("poison",)))
+    check(plan, JitterLanes(11), "tied")
+
+
 @pytest.mark.parametrize("late", [(), ("host",), ("host", "ssd")])
 def test_flushes_and_evaluations_between_steps_change_nothing(late):
     units = (UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("ssd", "ssd"), *(UnitPlan("host", "ssd"),) * 2)
@@ -137,6 +151,7 @@ def plans(draw):
         late_moments=draw(LATE) if mode == "forward" and bits == 32 else (),
         swap_slots=draw(st.integers(2, 4)),
         between=draw(st.sampled_from(("gpu", "host"))),
+        gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
     )
 
 
