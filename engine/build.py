@@ -35,7 +35,7 @@ def build(
     `limits`: bytes of gpu and host. `poison` fills released slots with NaN (tests). `pinned`: register RAM
     with CUDA, without which copies are several times slower. Raises DoesNotFit.
     """
-    geo = Geometry(cfg, plan.dtype, plan.adam_bits)
+    geo = Geometry.of(cfg, plan)
     memory = Memory(lanes.device, limits["gpu"], limits["host"], lanes.simulated, pinned=pinned)
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)
@@ -46,7 +46,7 @@ def build(
     swap = ActivationSwap(geo, plan, homes, lanes, scratch)
     gradients = Gradients(geo, plan, homes, lanes)
     optimizer = Optimizer(geo, plan, homes, weights, gradients, lanes, adamw or AdamW())
-    return Engine(cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer, store)
+    return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer, store)
 
 
 def _poison(lanes, slot: Slot) -> Task:

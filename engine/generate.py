@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trireme.kernels import ops
-from trireme.models import head, model
+from trireme.models import head, model, shapes
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Rows, make_rows, rope_tables
 
@@ -84,9 +84,9 @@ def _logits(cfg: ModelConfig, fetch: Fetch, ids: Tensor, rows: Rows, cache: _Cac
     with fetch(0) as w:
         head.embed_forward(cfg, w, ids, rows, x)
     place = cache.place(rows.docs)
-    for layer in range(cfg.n_layers):
-        with fetch(layer + 1) as w:
-            model.block(cfg).forward(cfg, layer, w, x, rows, {}, out, cache.attention(layer, place))
+    for u in range(1, cfg.n_units - 1):
+        with fetch(u) as w:
+            model.forward(cfg, u, w, x, rows, {}, out, cache.attention(shapes.layer(cfg, u), place))
         x, out = out, x
     last = x[rows.docs.cu_seqlens[1:].long() - 1]
     with fetch(cfg.n_units - 1) as w, fetch(0) if cfg.tied else nullcontext() as embed:

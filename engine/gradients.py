@@ -31,7 +31,8 @@ class Gradients:
         self.landings = homes.rings("host", "gradient")
         self.holding: dict[int, Slot] = {}  # accumulators in use
         self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM, and when it is there
-        self.sums = None if lanes.simulated else torch.zeros(geo.n_chunks, dtype=torch.float32, device=lanes.device)
+        n = geo.first_chunk[-1]
+        self.sums = None if lanes.simulated else torch.zeros(n, dtype=torch.float32, device=lanes.device)
 
     def get(self, u: int) -> tuple[dict[str, Tensor], Task]:
         """The zeroed gradient of unit u by tensor name, to be added to, and the task that zeroes it."""
@@ -66,13 +67,13 @@ class Gradients:
 
     def _round(self, u: int, piece: Sequence[Chunk], accumulator: Slot, out: Tensor | None, after) -> Task:
         """Rounds a piece of unit u's gradient into `out`, and keeps the sums of its squares for the norm."""
-        first, n = piece[0].start, piece[-1].stop - piece[0].start
+        first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_chunk[u]
 
         def finish():
             wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, first + n)
             narrow = flat(out, self.geo.dtype, n)
-            for start, stop, place in piece:
-                self.sums[place] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[0]
+            for start, stop, i in piece:
+                self.sums[place + i] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[0]
 
         nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
         return self.lanes.run("compute", f"finish {self.geo.names[u]}", finish, after, nbytes=nbytes)

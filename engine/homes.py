@@ -14,9 +14,10 @@ from torch import Tensor
 
 from trireme.engine.lanes import Task
 from trireme.engine.memory import DTYPE, Memory, Ring, memory_of, views
-from trireme.engine.plan import Geometry, Plan, buffers
+from trireme.engine.plan import ENDS, Geometry, Plan, buffers
 from trireme.kernels.reference import join_master, split_master
 from trireme.models.config import InputError
+from trireme.models.shapes import HALVES
 from trireme.storage.layout import Layout
 
 
@@ -65,7 +66,7 @@ class Homes:
 
     def rings(self, tier: str, prefix: str) -> dict[str, Ring]:
         """Rings by size class."""
-        return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", "embed", "head", "ends")}
+        return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", *HALVES, *ENDS)}
 
     def _split_records(self, u: int, buffer: Tensor | None) -> list[Tensor | None]:
         parts, start = [], 0

@@ -148,6 +148,7 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Predict
     """
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
+    cfg = plan.cut(cfg)
     lanes = PredictedLanes(durations(cfg, plan, rates, batch))
     e = build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes)
     inputs = batch.inputs(cfg)
@@ -210,6 +211,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Calla
 
 def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
     """name -> seconds of every forward, backward and loss, for one micro-batch, without the launches."""
+    cfg = plan.cut(cfg)
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs
     row = N * ITEMSIZE[plan.dtype]  # bytes of one feature of every token
@@ -219,25 +221,30 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     forward_attention = attended / (rates.matmul * rates.attention * long)
     backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
     # Norms, residuals, rotation and activation, each reading and writing once; backward does all of it twice.
-    features = 9 * cfg.width + 2 * (cfg.q_width + cfg.kv_width) + (2 if cfg.is_gpt else 3) * cfg.ffn
-    small = row * features / rates.copy
+    features = {"attention": 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)}
+    features["mlp"] = 4.5 * cfg.width + (2 if cfg.is_gpt else 3) * cfg.ffn
+    features["block"] = features["attention"] + features["mlp"]
     known = {
         f"forward {names[0]}": 2 * row * cfg.width / rates.copy,
         f"backward {names[0]}": 7 * row * cfg.width / rates.copy,  # sorts the ids, adds in place
         "loss": _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
     }
     # A weight's gradient is read, added to and written once for each micro-batch, in fp32 where there are several.
-    summed = (8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]) * shapes.parameters(cfg, 1) / rates.copy
+    wide = 8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]
+    parameters = {shapes.kind(cfg, u): shapes.parameters(cfg, u) for u in range(1, 1 + len(shapes.inner_kinds(cfg)))}
     for u in range(1, cfg.n_units - 1):
+        kind = shapes.kind(cfg, u)
         kept = frozenset(name for name, _ in plan.units[u].saved)
-        missing = shapes.saved_shapes(cfg, 1).keys() - kept
-        again = bool(missing & {"attn_out", "lse"})
-        once = shapes.forward_flops(cfg, u, N, pairs) - attended
-        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs) - again * attended
-        known[f"forward {names[u]}"] = (once / gemm + forward_attention + small) / rates.forward
+        missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
+        attends, again = kind != "mlp", bool(missing & {"attn_out", "lse"})
+        once = shapes.forward_flops(cfg, u, N, pairs) - attends * attended
+        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
+        small = row * features[kind] / rates.copy
+        summed = wide * parameters[kind] / rates.copy
+        known[f"forward {names[u]}"] = (once / gemm + attends * forward_attention + small) / rates.forward
         known[f"backward {names[u]}"] = (
             (2 * once + rebuilt) / gemm
-            + backward_attention
+            + attends * backward_attention
             + again * forward_attention
             + small * (3 if missing else 2)
             + summed

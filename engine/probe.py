@@ -162,17 +162,19 @@ def _now(device: torch.device) -> float:
 
 
 def block_seconds(
-    cfg: ModelConfig, dtype: str, device: torch.device, lengths: Sequence[int], kept: Sequence[str] = ()
+    cfg: ModelConfig, dtype: str, device: torch.device, lengths: Sequence[int], kept: Sequence[str] = (), u: int = 1
 ) -> tuple[float, ...]:
-    """Seconds of a block's forward over documents of these lengths, which saves `kept`, and of its backward."""
+    """Seconds of forward and backward of unit u, a block or half of one, over documents of these lengths, which saves
+    `kept`.
+    """
     n, real = sum(lengths), DTYPE[dtype]
-    w, g = (model.weights(cfg, 1, unit) for unit in _unit(cfg, 1, dtype, device))
+    w, g = (model.weights(cfg, u, unit) for unit in _unit(cfg, u, dtype, device))
     x, y, dy, dx = (torch.randn(n, cfg.width, dtype=real, device=device) for _ in range(4))
     saved = {name: torch.empty(shape, dtype=torch.float32 if of == "F32" else real, device=device)
              for name, (shape, of) in shapes.saved_shapes(cfg, n).items() if name in kept}  # fmt: skip
-    rows, block = make_rows(lengths, rope_tables(cfg, max(lengths), device), device), model.block(cfg)
-    forward = lambda: block.forward(cfg, 0, w, x, rows, saved, y)  # noqa: E731
-    backward = lambda: block.backward(cfg, 0, w, g, x, saved, dy, rows, dx)  # noqa: E731
+    rows = make_rows(lengths, rope_tables(cfg, max(lengths), device), device)
+    forward = lambda: model.forward(cfg, u, w, x, rows, saved, y)  # noqa: E731
+    backward = lambda: model.backward(cfg, u, w, g, x, saved, dy, rows, dx)  # noqa: E731
     return _seconds((forward, backward), device)
 
 

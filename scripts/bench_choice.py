@@ -55,10 +55,10 @@ def rule_of(line: str) -> tuple[ModelConfig, argparse.Namespace, dict]:
 
 def swaps(geo: Geometry, base: Plan, limits: dict[str, int], names: tuple[str, ...], steps: int) -> Iterator[Plan]:
     """Plans by which `names` of 0, 1, ... `steps` parts of the blocks travel to RAM, as far as they fit."""
-    n, everything = geo.cfg.n_layers, tuple(shapes.saved_shapes(geo.cfg, 1))
+    n = geo.cfg.n_layers
     plain = replace(base, units=tuple(replace(u, saved=()) for u in base.units))
     for k in dict.fromkeys(round(n * step / steps) for step in range(steps + 1)):
-        with_ = lambda j, k=k: swapped(plain, n, names, k, everything, j)  # noqa: E731
+        with_ = lambda j, k=k: swapped(geo, plain, names, k, j)  # noqa: E731
         if fits(geo, with_(0), limits):
             yield with_(largest(n, lambda j: fits(geo, with_(j), limits)))  # noqa: B023
 

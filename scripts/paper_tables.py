@@ -209,7 +209,7 @@ def windows() -> list[dict]:
         plan = simple_plan(cfg, m.limits, batch_tokens=[(sequences * SEQ, 1)], dtype="BF16", mode="backward",
                            homes="host", record=record_size(shapes.parameters(cfg), m.limits["host"]))  # fmt: skip
         made = [replace(plan, window=n, units=tuple(replace(u, saved=()) for u in plan.units)) for n in WINDOWS]
-        made = [p for p in made if fits(Geometry(cfg, "BF16"), p, m.limits)]
+        made = [p for p in made if fits(Geometry.of(cfg, p), p, m.limits)]
         seconds = [predict(cfg, p, m.rates, Batch(p.tokens, SEQ, 1)).step_s for p in made]
         rows.append({"model": name, "sequences": sequences, "share": [min(seconds) / s for s in seconds]})
     return rows

@@ -24,6 +24,10 @@ LLAMA = ModelConfig("llama", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_hea
                     max_positions=64, eps=1e-5, tied=False, rope=Rope(1e4))  # fmt: skip
 
 
+GPT = ModelConfig("gpt2", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=4, ffn=24,
+                  max_positions=64, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
+
+
 class MemoryStore:
     """The store's read and write over a dict; what was written is what is read."""
 
@@ -96,9 +100,10 @@ def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, seed: int =
     return [[Batch(cfg.vocab, shapes[(s + b) % 4], seed + 100 * s + b) for b in range(n_micro)] for s in range(steps)]
 
 
-def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, **change) -> Plan:
+def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, halves: bool = False, **change) -> Plan:
     """Everything in the gpu tier, nothing saved but x."""
-    return replace(Plan((UnitPlan(),) * (cfg.n_layers + 2), tokens, n_micro, dtype="F32"), **change)
+    units = (UnitPlan(),) * replace(cfg, halves=halves).n_units
+    return replace(Plan(units, tokens, n_micro, dtype="F32", halves=halves), **change)
 
 
 def random_weights(seed: int = 0):

@@ -98,7 +98,7 @@ def test_what_is_timed_is_what_is_predicted(monkeypatch):
     p, batch, asked = like(SMALL, 1, 2), Batch(512, 100, 2, trained=0.25), []
     seconds = {(): (1.0, 5.0), tuple(shapes.saved_shapes(SMALL, 1)): (2.0, 3.0)}
 
-    def block_seconds(cfg, dtype, device, lengths, kept):
+    def block_seconds(cfg, dtype, device, lengths, kept, u):
         asked.append((dtype, lengths))
         return seconds[kept]
 

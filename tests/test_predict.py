@@ -129,6 +129,19 @@ def test_labels_that_do_not_count_cost_nothing():
     assert lengths == [1000] * 4 + [96] and Batch(4096, 1024, 2).lengths == [1024] * 4
 
 
+def test_half_blocks_take_as_long_as_whole_ones():
+    saved = {kind: tuple((n, "gpu") for n in shapes.saved_shapes(SMALL, 1, kind)) for kind in ("block", *shapes.HALVES)}
+    found = {}
+    for halves, kinds in ((False, ("block",)), (True, shapes.HALVES)):
+        inner = tuple(UnitPlan(saved=saved[kind]) for kind in kinds) * SMALL.n_layers
+        cut = Plan((UnitPlan(), *inner, UnitPlan()), 1024, 2, halves=halves)
+        found[halves] = unit_seconds(SMALL, cut, RATES, Batch(1024, 256, 2))
+    assert sum(found[True].values()) == pytest.approx(sum(found[False].values()))
+    assert found[True]["backward attn000"] + found[True]["backward mlp000"] == pytest.approx(
+        found[False]["backward block000"]
+    )
+
+
 # ---------------------------------------------------------------- machines that are not at hand
 
 
