@@ -35,7 +35,8 @@ class Exchange:
     def load(self, progress: Progress = silent) -> None:
         """Fills the homes; moments are zero. Raises InputError on a value that is not finite, StoreError."""
         self._check_tied()
-        fill(self.homes, self._values, progress)
+        in_bf16 = {name for name, stored in self.stored.items() if self.source.tensors[stored].dtype == "BF16"}
+        fill(self.homes, self._values, in_bf16.__contains__, progress)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
         """Writes the checkpoint as it now stands into `folder`. Raises StoreError."""
@@ -76,10 +77,12 @@ class Exchange:
 # ---------------------------------------------------------------- the homes, from values and as values
 
 
-def fill(homes: Homes, read: Read, progress: Progress = silent) -> None:
+def fill(
+    homes: Homes, read: Read, in_bf16: Callable[[str], bool] = lambda name: False, progress: Progress = silent
+) -> None:
     """Fills every home from a checkpoint: weights as read, moments zero. `progress(nbytes)` hears of what is there.
 
-    Raises InputError on a value that is not finite.
+    `in_bf16(name)`: a tensor's high halves are all of it. Raises InputError on a value that is not finite.
     """
     with ThreadPoolExecutor(LOADERS) as pool:  # numpy and the drive work without Python's lock
         for u, layout in enumerate(homes.geo.weights):
@@ -87,11 +90,11 @@ def fill(homes: Homes, read: Read, progress: Progress = silent) -> None:
                 list(pool.map(lambda t: _fill_weight(t, buffer, read), layout.tensors))
             progress(layout.span)
             for r in range(len(homes.state[u])):
-                _fill_record(homes, u, r, read)
+                _fill_record(homes, u, r, read, in_bf16)
                 progress(homes.record_layout(u, r).span)
 
 
-def _fill_record(homes: Homes, u: int, r: int, read: Read) -> None:
+def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Callable[[str], bool]) -> None:
     a, b = homes.geo.records(u, homes.plan.record)[r]
     with Staged(homes, "state", u, r) as buffer:
         buffer.zero_()
@@ -100,9 +103,7 @@ def _fill_record(homes: Homes, u: int, r: int, read: Read) -> None:
         low, start = _numpy(buffer, homes.record_layout(u, r)["lo"]), 0
         for t in homes.geo.weights[u].tensors:
             first, last, at = max(a, start), min(b, start + t.numel), max(a, start) - a
-            for values in read(t.name, first - start, last - start) if first < last else ():
-                if dtype_of(values) == "BF16":
-                    break  # the high halves are all of it
+            for values in read(t.name, first - start, last - start) if first < last and not in_bf16(t.name) else ():
                 low[at : at + len(values)] = _split(convert(values, dtype_of(values), "F32"))[1]
                 at += len(values)
             start += t.numel

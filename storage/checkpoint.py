@@ -53,6 +53,11 @@ class Source:
     files: tuple[str, ...]
     tensors: dict[str, SourceTensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Of its safetensors files."""
+        return sum((self.folder / f).stat().st_size for f in self.files)
+
     def read(self, name: str) -> np.ndarray:
         """The tensor's bytes as they lie in the file, (nbytes,) uint8. Raises StoreError where the disk fails."""
         t = self.tensors[name]
