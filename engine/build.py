@@ -30,7 +30,7 @@ def build(
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
-    """An engine with every buffer made and nothing in its homes yet (Homes.load or load_from_store fills them).
+    """An engine with every buffer made and nothing in its homes yet: exchange.fill or Homes.load_from_store fills them.
 
     `limits`: bytes of gpu and host. `poison` fills released slots with NaN (tests). `pinned`: register RAM
     with CUDA, without which copies are several times slower. Raises DoesNotFit.

@@ -53,6 +53,7 @@ class Forecast:
     trained: float = 1.0  # share of the tokens whose label counts
     cuda: bool = True  # else both tiers are RAM
     bits_open: bool = True  # whether --adam-bits may still be chosen
+    held: int = 0  # bytes of the drives that the run has taken already
 
     @property
     def geo(self) -> Geometry:
@@ -159,7 +160,7 @@ class Forecast:
         part = self.disk_parts()
         parts = f"store {_bytes(part['store'])}, {copies}, export {_bytes(part['export'])}"
         parts += f", activations {_bytes(part['activations'])}" if part["activations"] else ""
-        need, room = self.disk(), self.machine.ssd
+        need, room = self.disk(), self.machine.ssd + self.held
         if not room:
             return f"{parts}: {_bytes(need)}"
         verdict = "fits" if need <= room else f"short by {_bytes(need - room)}"

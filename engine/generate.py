@@ -33,13 +33,15 @@ def generate(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """The tokens that follow each prompt: up to max_new, ending with the first of `eos` where one comes.
 
     `with fetch(u) as w` gives unit u's weights (as model.weights) in `dtype` on `device`. Units are asked for in order,
     once a token; the embedding again inside the head, where they are tied. Temperature 0 takes the likeliest token;
     above, one is drawn from the smallest set that holds `top_p` of the probability, by chances that depend on `seed`
-    and the prompt's place alone. InputError where a prompt fills the model's learned positions.
+    and the prompt's place alone. `enough()` is asked after each token, and ends all. InputError where a prompt fills
+    the model's learned positions.
     """
     assert max_new >= 1 and all(prompts)
     if not prompts:
@@ -60,7 +62,7 @@ def generate(
         for i, token in enumerate(_pick(logits, temperature, top_p, chances).tolist()):
             if not done(i):
                 new[i].append(token)
-        if all(done(i) for i in range(len(new))):
+        if enough() or all(done(i) for i in range(len(new))):
             return new
         # a prompt that is done repeats its last token in place, so that the batch keeps its shape
         ids = [tokens[-1] for tokens in new]

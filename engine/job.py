@@ -25,6 +25,7 @@ from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
 from trireme.storage.files import existing
+from trireme.storage.versions import version_files
 
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
 MARGIN = 1.03  # for the larger records of state that more RAM brings
@@ -124,6 +125,7 @@ def forecast(job: Job) -> Forecast:
         job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
         used=job.data.report.used, document=job.data.document, trained=job.data.trained,
         cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
+        held=sum(file.stat().st_blocks * 512 for d in job.store_dirs for file in version_files(d)),
     )  # fmt: skip
 
 
@@ -258,12 +260,11 @@ def report(job: Job) -> list[str]:
     """The lines that are printed before the first step: model, data, method, machine, plan."""
     cfg, o, t = job.cfg, job.options, job.tokenizer
     dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in job.stored.values()))
-    size = sum((job.source.folder / f).stat().st_size for f in job.source.files)
     head = "tied head" if cfg.tied else "untied head"
     vocabulary = f"tokenizer {t.core.get_vocab_size():,}" if t else "no tokenizer"
-    files = f"{len(job.source.files)} shard{'s' * (len(job.source.files) > 1)}"
+    files = f"{len(job.source.files)} shard{'s' * (len(job.source.files) > 1)}, {gib(job.source.nbytes)}"
     lines = [
-        f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, {files}, {gib(size)}; "
+        f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, {files}; "
         f"{cfg.n_layers} layers; {head}; {vocabulary}",
         *_labelled("data", job.data.describe()),
     ]

@@ -65,7 +65,6 @@ def swaps(geo: Geometry, base: Plan, limits: dict[str, int], names: tuple[str, .
 
 def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict) -> Iterator[tuple[str, Plan]]:
     """(kind, plan) over micro-batches, ways to lean, tensors that travel, and shares of blocks whose tensors do."""
-    geo = Geometry(cfg, rule["dtype"], rule["adam_bits"])
     for size in rule["batch_tokens"][:3]:
         for lean in LEANS:
             try:
@@ -74,7 +73,8 @@ def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict)
                 continue
             kind = f"x {lean.x}, states {lean.states}, resident {lean.resident}, updates {lean.updates}"
             yield kind, base
-            for names in front(cfg, seq):
+            geo = Geometry.of(cfg, base)
+            for names in front(geo.cfg, seq):
                 for plan in swaps(geo, base, limits, names, 4):
                     yield f"{kind}, {'+'.join(names) if away(geo, plan) else 'nothing'} away", plan
 
@@ -168,10 +168,10 @@ def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
 
 def _points(a, cfg: ModelConfig, rates: Rates, limits: dict[str, int], sequences: int, rule: dict):
     """The curve of one size of a step, and the choice, each with its prediction and its plan."""
-    geo = Geometry(cfg, "BF16")
     choice = choose(cfg, limits, rates, a.seq, **rule).plan
     size = (choice.tokens, choice.n_micro)
     base = simple_plan(cfg, limits, **rule | {"batch_tokens": [size]}, lean=LEANS[a.lean])
+    geo = Geometry.of(cfg, base)
     points = list(
         {away(geo, p): p for p in swaps(geo, base, limits, tuple(shapes.saved_shapes(cfg, 1)), a.points)}.items()
     )

@@ -307,8 +307,8 @@ OURS = (
 
 SIZES = (
     "Of the models of each paper's own table, with one sequence of 1,024 tokens and no clipping, in 85 % of the RAM.",
-    "Trireme needs room for whole units on the GPU: one of weights, one of gradients, one on its way out; Fuyou",
-    "moves smaller pieces, so that 24 GB hold larger blocks. A V100 has no bf16: its rows are sizes, nothing more.",
+    "Trireme needs room for a block on the GPU, or for its larger half: for its weights and the sum of its gradients.",
+    "A V100 has no bf16: its rows are sizes, nothing more.",
 )
 
 

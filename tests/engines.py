@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trireme.engine.build import build, inputs
+from trireme.engine.exchange import fill
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import Plan, UnitPlan
@@ -107,7 +108,7 @@ def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, halves: bool 
 
 
 def random_weights(seed: int = 0):
-    """A read_fp32 for Homes.load: values that depend on the name alone."""
+    """(name, numel) -> values that depend on the name alone."""
 
     def read(name: str, numel: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) * 7919)
@@ -125,7 +126,7 @@ def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, p
     )
     sizes = {t.name: t.numel for layout in e.geo.weights for t in layout.tensors}
     read = random_weights()
-    e.homes.load(lambda name: read(name, sizes[name]))
+    fill(e.homes, lambda name, a, b: [read(name, sizes[name])[a:b].numpy()])
     return e
 
 

@@ -14,7 +14,7 @@ from trireme.engine.lanes import Task
 from trireme.engine.machine import as_planned, this_machine, with_drives
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.predict import Batch, durations, unit_seconds
-from trireme.engine.rates import COMPUTATION, Machine, rates_of
+from trireme.engine.rates import ADAM_BYTES, COMPUTATION, Machine, rates_of
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
@@ -56,6 +56,13 @@ def test_a_damaged_file_is_measured_anew(cache, text):
 def test_a_cache_that_cannot_be_written_costs_only_time(cache):
     cache.write_text("a file where the folder should be")
     assert probe.kept({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
+
+
+@pytest.mark.gpu
+def test_what_bus_and_updates_keep_beside_each_other():
+    found = probe.processor_rates(torch.device("cuda"), "BF16")
+    assert 0.3 < found["reading"] <= 1 and 0.5 < found["duplex"] <= 1 and found["beside"] == 1
+    assert found["dram"] >= ADAM_BYTES * found["adam"] and min(found["h2d"], found["d2h"]) > 1e9
 
 
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):

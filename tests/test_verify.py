@@ -64,7 +64,7 @@ def test_where_it_may_not(tmp_path, monkeypatch):
 
 
 def test_a_faithful_export_passes(source, tmp_path):
-    export(source, tmp_path / "out", lambda name: np.zeros(source.tensors[name].numel, np.float32))
+    export(source, tmp_path / "out", lambda name: [np.zeros(source.tensors[name].numel, np.float32)])
     output, check, _ = reopen(source, tmp_path / "out")
     assert "model.safetensors, config.json, tokenizer.json, tokenizer_config.json" in output
     assert "38 tensors" in check and "3 other files byte-identical" in check
