@@ -30,12 +30,12 @@ def build(
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
-    """An engine with every buffer made and nothing in its homes yet (Homes.load or load_from_store fills them).
+    """An engine with every buffer made and nothing in its homes yet: exchange.fill or Homes.load_from_store fills them.
 
     `limits`: bytes of gpu and host. `poison` fills released slots with NaN (tests). `pinned`: register RAM
     with CUDA, without which copies are several times slower. Raises DoesNotFit.
     """
-    geo = Geometry(cfg, plan.dtype, plan.adam_bits)
+    geo = Geometry.of(cfg, plan)
     memory = Memory(lanes.device, limits["gpu"], limits["host"], lanes.simulated, pinned=pinned)
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)
@@ -46,7 +46,7 @@ def build(
     swap = ActivationSwap(geo, plan, homes, lanes, scratch)
     gradients = Gradients(geo, plan, homes, lanes, scratch, swap.scratch_bytes)
     optimizer = Optimizer(geo, plan, homes, weights, gradients, lanes, adamw or AdamW())
-    return Engine(cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer, store)
+    return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer, store)
 
 
 def _poison(lanes, slot: Slot) -> Task:

@@ -72,7 +72,7 @@ def choose(
             f"RAM of {_gib(limits['host'])} and GPU memory of {_gib(limits['gpu'])} do not hold everything, and there "
             "is no drive for the rest."
         )
-    geo = Geometry(cfg, first.dtype, first.adam_bits)
+    geo, rule = Geometry.of(cfg, first), rule | {"halves": first.halves}
     judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))  # noqa: E731
     before = judge(first)
     plans = dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))
@@ -153,14 +153,16 @@ def pinned(plan: Plan, like: Plan) -> Plan | None:
 
 def front(cfg: ModelConfig, seq_len: int) -> list[tuple[str, ...]]:
     """Sets of a block's saved tensors that no other set beats in both bytes and recomputation, thinned to two."""
-    pairs = shapes.attended_pairs([seq_len], cfg.window)
-    nbytes = shapes.saved_bytes(cfg, seq_len, 2)
+    pairs, kinds = shapes.attended_pairs([seq_len], cfg.window), shapes.inner_kinds(cfg)
+    nbytes = {name: size for kind in kinds for name, size in shapes.saved_bytes(cfg, seq_len, 2, kind).items()}
+    rebuilt = lambda names: sum(  # noqa: E731
+        shapes.recompute_flops(cfg, frozenset(names), seq_len, pairs, kind) for kind in kinds
+    )
     found = []
     for size in range(1, len(nbytes) + 1):
         for names in combinations(nbytes, size):
-            again = shapes.recompute_flops(cfg, frozenset(names), seq_len, pairs)
-            found.append((sum(nbytes[n] for n in names), again, names))
-    kept, least = [], shapes.recompute_flops(cfg, frozenset(), seq_len, pairs)
+            found.append((sum(nbytes[n] for n in names), rebuilt(names), names))
+    kept, least = [], rebuilt(())
     for _, again, names in sorted(found):
         if again < least:
             kept.append(names)
@@ -172,9 +174,8 @@ def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int, t
     """Variants that send saved tensors of some blocks to `tier`; as many of the last as fit stay on the GPU."""
     n = geo.cfg.n_layers
     plain = replace(plan, units=tuple(replace(u, saved=()) for u in plan.units))
-    everything = tuple(shapes.saved_shapes(geo.cfg, 1))
     for names in front(geo.cfg, seq_len):
-        with_ = lambda k, j, names=names: swapped(plain, n, names, k, everything, j, tier)  # noqa: E731
+        with_ = lambda k, j, names=names: swapped(geo, plain, names, k, j, tier)  # noqa: E731
         room = largest(n, lambda k: fits(geo, with_(k, 0), limits))  # noqa: B023
         for k in dict.fromkeys(int(room * share) for share in SHARES):
             if k:
@@ -192,16 +193,18 @@ def _through_the_drive(geo: Geometry, limits: dict[str, int], first: Plan, rule:
         yield from _swapping(geo, plan, limits, seq_len, "ssd")
 
 
-def swapped(
-    plan: Plan, n: int, names: Sequence[str], k: int, everything: Sequence[str], keep: int, tier: str = "host"
-) -> Plan:
-    """`plan` with `names` of k evenly spread blocks in `tier`, everything of the last `keep` of n blocks on the GPU."""
+def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, tier: str = "host") -> Plan:
+    """`plan` with `names` of k evenly spread blocks in `tier`, everything of the last `keep` blocks on the GPU."""
+    n = geo.cfg.n_layers
     away = spread(max(n - keep, 0), min(k, n - keep))
 
     def unit(u: int, old: UnitPlan) -> UnitPlan:
-        if n - keep < u <= n:
-            return replace(old, saved=tuple((name, "gpu") for name in everything))
-        return replace(old, saved=tuple((name, tier) for name in names)) if u - 1 in away else old
+        layer = shapes.layer(geo.cfg, u)
+        if 0 < u < geo.head and layer >= n - keep:
+            return replace(old, saved=tuple((name, "gpu") for name in geo.saved_names(u)))
+        if 0 < u < geo.head and layer in away:
+            return replace(old, saved=tuple((name, tier) for name in names if name in geo.saved_names(u)))
+        return old
 
     return replace(plan, units=tuple(unit(u, old) for u, old in enumerate(plan.units)))
 
@@ -254,6 +257,9 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
 
 def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction) -> tuple[str, ...]:
     n, said = len(plan.units), []
+    blocks = "half blocks" if plan.halves else "blocks"
+    if plan.halves:
+        said.append("units are halves of blocks, attention and MLP: whole blocks do not fit the GPU")
     on_ssd = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
     if on_ssd:
         nbytes = sum(geo.state_span(u, plan.record) for u in on_ssd)
@@ -267,13 +273,13 @@ def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: 
         if away:
             nbytes = plan.n_micro * sum(geo.saved_layout(plan.units[u].names(tier), plan.tokens).span for u in away)
             names, seconds = ", ".join(plan.units[away[0]].names(tier)), found.busy["compute"]
-            said.append(f"{names} of {len(away)} of {n - 2} blocks wait {where} ({_gib(nbytes)}): computation takes "
+            said.append(f"{names} of {len(away)} of {n - 2} {blocks} wait {where} ({_gib(nbytes)}): computation takes "
                         f"{seconds:.3g} s of a step rather than {before.busy['compute']:.3g} s")  # fmt: skip
     inputs = sum(unit.x != "gpu" for unit in plan.units[1:])
     if inputs:
         nbytes = plan.n_micro * inputs * geo.x_bytes(plan.tokens)
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)
-        said.append(f"the inputs of {inputs} blocks wait outside the GPU ({_gib(nbytes)}), which holds the state of "
+        said.append(f"the inputs of {inputs} {blocks} wait outside the GPU ({_gib(nbytes)}), which holds the state of "
                     f"{on_gpu} of {n} units")  # fmt: skip
     if plan.between == "host":
         said.append(f"the GPU has no room for what a unit leaves for the next in all {plan.n_micro} micro-batches: it "

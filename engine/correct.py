@@ -56,7 +56,7 @@ def better(job: Job, steps: int) -> Choice | None:
     if job.device.type != "cuda" or job.options.plan:
         return None
     p, rates = job.plan, job.machine.rates
-    rule = dict(dtype=p.dtype, mode=p.mode, record=p.record, adam_bits=p.adam_bits)
+    rule = dict(dtype=p.dtype, mode=p.mode, record=p.record, adam_bits=p.adam_bits, halves=p.halves)
     document, trained = job.data.document, job.data.trained
     rule |= dict(batch_tokens=[(p.tokens, p.n_micro)], trained=trained)
     choice = choose(job.cfg, job.limits, rates, document, p, **rule)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from trireme.engine.homes import Homes
+from trireme.engine.homes import Homes, Progress, Staged, silent
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
-from trireme.storage.checkpoint import Source, export
+from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
+from trireme.storage.layout import TensorSpec
+
+Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> its elements, piece by piece
+LOADERS = 4  # tensors read at once
+PIECE = 1 << 18  # elements handled at a time: they stay in a core's cache
 
 
 class Exchange:
@@ -25,40 +32,36 @@ class Exchange:
         self.canonical = hf.canonical_names(cfg, shapes)  # name in the source -> canonical name, None if not trained
         self.unit = {t.name: u for u, layout in enumerate(homes.geo.weights) for t in layout.tensors}
 
-    def load(self) -> None:
+    def load(self, progress: Progress = silent) -> None:
         """Fills the homes; moments are zero. Raises InputError on a value that is not finite, StoreError."""
         self._check_tied()
         in_bf16 = {name for name, stored in self.stored.items() if self.source.tensors[stored].dtype == "BF16"}
-        self.homes.load(self._read_fp32, in_bf16.__contains__)
+        fill(self.homes, self._values, in_bf16.__contains__, progress)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, progress: Progress = silent) -> None:
         """Writes the checkpoint as it now stands into `folder`. Raises StoreError."""
         self.homes.staged = None
-        export(self.source, folder, self._fetch)
+        export(self.source, folder, self._fetch, progress)
 
-    def replace(self, folder: Path) -> None:
+    def replace(self, folder: Path, progress: Progress = silent) -> None:
         """As save, over an older checkpoint in `folder`, which stands until the new one is whole."""
         new, old = (folder.with_name(folder.name + ending) for ending in (".new", ".old"))
         for left in (new, old):
             shutil.rmtree(left, ignore_errors=True)
-        self.save(new)
+        self.save(new, progress)
         if folder.exists():
             os.rename(folder, old)
         os.rename(new, folder)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _read_fp32(self, name: str) -> torch.Tensor:
-        out = np.empty(self.source.tensors[self.stored[name]].numel, np.float32)
-        self.source.read_as(self.stored[name], "F32", out)
-        return torch.from_numpy(out)
+    def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
+        return self.source.values(self.stored[name], first, last)
 
-    def _fetch(self, stored: str) -> np.ndarray | None:
+    def _fetch(self, stored: str) -> Iterator[np.ndarray] | None:
         name = self.canonical[stored]
         if name is None:
             return None
-        exact = self.source.tensors[stored].dtype != "BF16"
-        values = self.homes.fetch(self.unit[name], name, exact)
-        return values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
+        return fetch(self.homes, self.unit[name], name, exact=self.source.tensors[stored].dtype != "BF16")
 
     def _check_tied(self) -> None:
         """A tied matrix that is stored twice must be the same twice; else nobody can say which is meant."""
@@ -69,3 +72,95 @@ class Exchange:
                     f"{stored} and {first} are tied by config.json but differ in the files of {self.source.folder}. "
                     'Set "tie_word_embeddings": false in config.json if they are meant to.'
                 )
+
+
+# ---------------------------------------------------------------- the homes, from values and as values
+
+
+def fill(
+    homes: Homes, read: Read, in_bf16: Callable[[str], bool] = lambda name: False, progress: Progress = silent
+) -> None:
+    """Fills every home from a checkpoint: weights as read, moments zero. `progress(nbytes)` hears of what is there.
+
+    `in_bf16(name)`: a tensor's high halves are all of it. Raises InputError on a value that is not finite.
+    """
+    with ThreadPoolExecutor(LOADERS) as pool:  # numpy and the drive work without Python's lock
+        for u, layout in enumerate(homes.geo.weights):
+            with Staged(homes, "weights", u) as buffer:
+                list(pool.map(lambda t: _fill_weight(t, buffer, read), layout.tensors))
+            progress(layout.span)
+            for r in range(len(homes.state[u])):
+                _fill_record(homes, u, r, read, in_bf16)
+                progress(homes.record_layout(u, r).span)
+
+
+def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Callable[[str], bool]) -> None:
+    a, b = homes.geo.records(u, homes.plan.record)[r]
+    with Staged(homes, "state", u, r) as buffer:
+        buffer.zero_()
+        if homes.geo.dtype == "F32":
+            return  # the weights are the master
+        low, start = _numpy(buffer, homes.record_layout(u, r)["lo"]), 0
+        for t in homes.geo.weights[u].tensors:
+            first, last, at = max(a, start), min(b, start + t.numel), max(a, start) - a
+            for values in read(t.name, first - start, last - start) if first < last and not in_bf16(t.name) else ():
+                low[at : at + len(values)] = _split(convert(values, dtype_of(values), "F32"))[1]
+                at += len(values)
+            start += t.numel
+
+
+def fetch(homes: Homes, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
+    """A tensor of unit u, flat, piece by piece: bf16 bits as computed with, or with `exact` the fp32 master."""
+    t = homes.geo.weights[u][name]
+    with Staged(homes, "weights", u, write=False, reuse=True) as buffer:
+        high = _numpy(buffer, t)
+        if not exact or t.dtype == "F32":
+            yield from _pieces(high)
+            return
+        if buffer is not homes.weights[u]:
+            high = high.copy()  # the low halves come through the same staging buffer
+    start = t.offset // 2
+    for r, (a, b) in enumerate(homes.geo.records(u, homes.plan.record)):
+        first, last = max(a, start), min(b, start + t.numel)
+        if first < last:
+            with Staged(homes, "state", u, r, "low", write=False, reuse=True) as buffer:
+                low = _numpy(buffer, homes.record_layout(u, r)["lo"])[first - a : last - a]
+                for hi, lo in zip(_pieces(high[first - start : last - start]), _pieces(low), strict=True):
+                    yield _join(hi, lo)
+
+
+# ---------------------------------------------------------------- masters in pieces; numpy, which needs no thread team
+
+
+def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
+    """A tensor of a buffer in RAM, flat; bf16 as its bits."""
+    return buffer[t.offset : t.offset + t.nbytes].numpy().view(np.int16 if t.dtype == "I16" else NUMPY[t.dtype])
+
+
+def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
+    return (values[a : a + PIECE] for a in range(0, len(values), PIECE))
+
+
+def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> None:
+    """Fills tensor t of a unit's buffer. Raises InputError on a value that is not finite."""
+    out, at = _numpy(buffer, t), 0
+    for values in read(t.name, 0, t.numel):
+        if not dtype_of(values) == t.dtype == "BF16":
+            values = convert(values, dtype_of(values), "F32")
+        exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
+        if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:
+            raise InputError(f"{t.name} holds NaN or infinite values; the checkpoint is damaged or diverged")
+        out[at : at + len(values)] = _split(values)[0] if t.dtype == "BF16" != dtype_of(values) else values
+        at += len(values)
+
+
+def _split(master: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 -> (hi as bf16 bits, lo int16), as kernels.reference.split_master."""
+    bits = master.view(np.uint32)
+    hi = (bits + np.uint32(0x8000)) >> np.uint32(16)
+    return hi.astype(np.uint16), (bits - (hi << np.uint32(16))).astype(np.uint16).view(np.int16)
+
+
+def _join(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
+    """(hi as bf16 bits, lo int16) -> fp32, the inverse of _split."""
+    return ((hi.astype(np.uint32) << np.uint32(16)) + lo.astype(np.int32).view(np.uint32)).view(np.float32)

@@ -53,10 +53,15 @@ class Forecast:
     trained: float = 1.0  # share of the tokens whose label counts
     cuda: bool = True  # else both tiers are RAM
     bits_open: bool = True  # whether --adam-bits may still be chosen
+    held: int = 0  # bytes of the drives that the run has taken already
 
     @property
     def geo(self) -> Geometry:
-        return Geometry(self.cfg, self.plan.dtype, self.plan.adam_bits)
+        return Geometry.of(self.cfg, self.plan)
+
+    @property
+    def _blocks(self) -> str:
+        return "half blocks" if self.plan.halves else "blocks"
 
     @property
     def tokens(self) -> int:
@@ -120,7 +125,7 @@ class Forecast:
         plan, n = self.plan, len(self.plan.units)
         if row == "weights":
             homes = _counted(u.weights for u in plan.units)
-            return f"   homes of {n} units: {homes}; {plan.window} blocks on their way"
+            return f"   homes of {n} units: {homes}; {plan.window} {self._blocks} on their way"
         if row == "optimizer state":
             updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
             where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
@@ -130,7 +135,7 @@ class Forecast:
             return f"   consumed {when[plan.mode]}"
         if row == "activations":
             kept = sum(bool(u.saved) for u in plan.units)
-            return f"   kept of {kept} of {self.cfg.n_layers} blocks, recomputed in the others"
+            return f"   kept of {kept} of {n - 2} {self._blocks}, recomputed in the others"
         return ""
 
     def stored(self) -> int:
@@ -164,7 +169,7 @@ class Forecast:
         part = self.disk_parts()
         parts = f"store {_bytes(part['store'])}, {copies}, export {_bytes(part['export'])}"
         parts += f", activations and gradients {_bytes(part['waiting'])}" if part["waiting"] else ""
-        need, room = self.disk(), self.machine.ssd
+        need, room = self.disk(), self.machine.ssd + self.held
         if not room:
             return f"{parts}: {_bytes(need)}"
         verdict = "fits" if need <= room else f"short by {_bytes(need - room)}"
@@ -252,7 +257,7 @@ def check_drive(cfg: ModelConfig, plan: Plan, machine: Machine, need: int) -> No
         room = {"gpu": machine.limits["gpu"], "host": 1 << 60}
         alone = simple_plan(cfg, room, batch_tokens=[(plan.tokens, plan.n_micro)], dtype=plan.dtype, mode=plan.mode,
                             homes="host", record=plan.record, adam_bits=plan.adam_bits)  # fmt: skip
-        ram = usage(Geometry(cfg, plan.dtype, plan.adam_bits), alone)["host"]
+        ram = usage(Geometry.of(cfg, alone), alone)["host"]
         share = machine.limits["host"] / machine.ram
         raise DoesNotFit(
             f"weights and optimizer state need {_gib(ram)} of RAM, the limit is {_gib(machine.limits['host'])} and "

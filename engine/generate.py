@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trireme.kernels import ops
-from trireme.models import head, model
+from trireme.models import head, model, shapes
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Rows, make_rows, rope_tables
 
@@ -33,13 +33,15 @@ def generate(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """The tokens that follow each prompt: up to max_new, ending with the first of `eos` where one comes.
 
     `with fetch(u) as w` gives unit u's weights (as model.weights) in `dtype` on `device`. Units are asked for in order,
     once a token; the embedding again inside the head, where they are tied. Temperature 0 takes the likeliest token;
     above, one is drawn from the smallest set that holds `top_p` of the probability, by chances that depend on `seed`
-    and the prompt's place alone. InputError where a prompt fills the model's learned positions.
+    and the prompt's place alone. `enough()` is asked after each token, and ends all. InputError where a prompt fills
+    the model's learned positions.
     """
     assert max_new >= 1 and all(prompts)
     if not prompts:
@@ -60,7 +62,7 @@ def generate(
         for i, token in enumerate(_pick(logits, temperature, top_p, chances).tolist()):
             if not done(i):
                 new[i].append(token)
-        if all(done(i) for i in range(len(new))):
+        if enough() or all(done(i) for i in range(len(new))):
             return new
         # a prompt that is done repeats its last token in place, so that the batch keeps its shape
         ids = [tokens[-1] for tokens in new]
@@ -84,9 +86,9 @@ def _logits(cfg: ModelConfig, fetch: Fetch, ids: Tensor, rows: Rows, cache: _Cac
     with fetch(0) as w:
         head.embed_forward(cfg, w, ids, rows, x)
     place = cache.place(rows.docs)
-    for layer in range(cfg.n_layers):
-        with fetch(layer + 1) as w:
-            model.block(cfg).forward(cfg, layer, w, x, rows, {}, out, cache.attention(layer, place))
+    for u in range(1, cfg.n_units - 1):
+        with fetch(u) as w:
+            model.forward(cfg, u, w, x, rows, {}, out, cache.attention(shapes.layer(cfg, u), place))
         x, out = out, x
     last = x[rows.docs.cu_seqlens[1:].long() - 1]
     with fetch(cfg.n_units - 1) as w, fetch(0) if cfg.tied else nullcontext() as embed:

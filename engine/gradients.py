@@ -41,7 +41,8 @@ class Gradients:
             if plan.spilled(u):
                 self.offset[u] = first + self.scratch_bytes
                 self.scratch_bytes += geo.weights[u].span
-        self.sums = None if lanes.simulated else torch.zeros(geo.n_chunks, dtype=torch.float32, device=lanes.device)
+        n = geo.first_chunk[-1]
+        self.sums = None if lanes.simulated else torch.zeros(n, dtype=torch.float32, device=lanes.device)
 
     def get(self, u: int) -> tuple[dict[str, Tensor], Task]:
         """The zeroed gradient of unit u by tensor name, to be added to, and the task that zeroes it."""
@@ -78,13 +79,13 @@ class Gradients:
 
     def _round(self, u: int, piece: Sequence[Chunk], accumulator: Slot, out: Tensor | None, after) -> Task:
         """Rounds a piece of unit u's gradient into `out`, and keeps the sums of its squares for the norm."""
-        first, n = piece[0].start, piece[-1].stop - piece[0].start
+        first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_chunk[u]
 
         def finish():
             wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, first + n)
             narrow = flat(out, self.geo.dtype, n)
-            for start, stop, place in piece:
-                self.sums[place] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[0]
+            for start, stop, i in piece:
+                self.sums[place + i] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[0]
 
         nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
         return self.lanes.run("compute", f"finish {self.geo.names[u]}", finish, after, nbytes=nbytes)

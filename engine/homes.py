@@ -6,18 +6,22 @@ of equal size, so that the ring it streams through has equal slots whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from trireme.engine.lanes import Task
-from trireme.engine.memory import DTYPE, Memory, Ring, memory_of, views
-from trireme.engine.plan import Geometry, Plan, buffers
-from trireme.kernels.reference import join_master, split_master
-from trireme.models.config import InputError
+from trireme.engine.memory import Memory, Ring, memory_of
+from trireme.engine.plan import ENDS, Geometry, Plan, buffers
+from trireme.models.shapes import HALVES
 from trireme.storage.layout import Layout
+
+Progress = Callable[[int], None]  # hears of so many bytes more
+
+
+def silent(nbytes: int) -> None:
+    """No progress is shown."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Homes:
 
     def rings(self, tier: str, prefix: str) -> dict[str, Ring]:
         """Rings by size class."""
-        return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", "embed", "head", "ends")}
+        return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", *HALVES, *ENDS)}
 
     def _split_records(self, u: int, buffer: Tensor | None) -> list[Tensor | None]:
         parts, start = [], 0
@@ -99,7 +103,7 @@ class Homes:
         found = self.geo.state_parts(b - a)
         return [Shard(f"{part}-{u:05d}-{r:04d}", *found[part]) for part in parts or found]
 
-    def _record_layout(self, u: int, r: int) -> Layout:
+    def record_layout(self, u: int, r: int) -> Layout:
         a, b = self.geo.records(u, self.plan.record)[r]
         return self.geo.state_layout(b - a)
 
@@ -114,7 +118,7 @@ class Homes:
         for future in moving:
             future.result()
 
-    # ------------------------------------------------ from a checkpoint, and back
+    # ------------------------------------------------ all of it, for a snapshot
 
     def shards(self) -> Iterable[tuple[str, Layout]]:
         """(name, layout) of every shard that a snapshot of this run consists of."""
@@ -123,68 +127,26 @@ class Homes:
             for piece in pieces:
                 yield from ((shard.name, shard.layout) for shard in self.shards_of(*piece))
 
-    def load(self, read_fp32, exact_in_bf16=lambda name: False, progress=lambda u: None) -> None:
-        """Fills every home from a checkpoint: weights as read, moments zero.
-
-        `read_fp32(name) -> flat fp32 tensor` of a tensor by its canonical name; `exact_in_bf16(name)` says that the
-        source held bf16, so that the low halves are zero and need no second reading. Raises InputError on a NaN.
-        """
-        for u in range(self.geo.n_units):
-            with Staged(self, "weights", u) as buffer:
-                for t in self.geo.weights[u].tensors:
-                    values = read_fp32(t.name)
-                    if not torch.isfinite(values).all():
-                        raise InputError(
-                            f"{t.name} holds NaN or infinite values; the checkpoint is damaged or diverged"
-                        )
-                    flat_view = buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype])
-                    flat_view.copy_(split_master(values)[0] if t.dtype == "BF16" else values)
-            for r in range(len(self.state[u])):
-                self._load_record(u, r, read_fp32, exact_in_bf16)
-            progress(u)
-
-    def _load_record(self, u: int, r: int, read_fp32, exact_in_bf16) -> None:
-        a, b = self.geo.records(u, self.plan.record)[r]
-        with Staged(self, "state", u, r) as buffer:
-            buffer.zero_()
-            lo = views(self._record_layout(u, r), buffer).get("lo")
-            start = 0
-            for t in self.geo.weights[u].tensors:
-                first, last = max(a, start), min(b, start + t.numel)
-                if lo is not None and first < last and not exact_in_bf16(t.name):
-                    part = read_fp32(t.name)[first - start : last - start]
-                    lo[first - a : last - a] = split_master(part)[1]
-                start += t.numel
-
-    def fetch(self, u: int, name: str, exact: bool) -> Tensor:
-        """A tensor of unit u in host memory, flat: bf16 as computed with, or with `exact` the fp32 master."""
-        layout = self.geo.weights[u]
-        t = layout[name]
-        with Staged(self, "weights", u, write=False, reuse=True) as buffer:
-            hi = buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype]).clone()
-        if self.geo.dtype == "F32" or not exact:
-            return hi
-        start = t.offset // 2
-        lo = torch.empty(t.numel, dtype=torch.int16)
-        for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            first, last = max(a, start), min(b, start + t.numel)
-            if first < last:
-                with Staged(self, "state", u, r, "low", write=False, reuse=True) as buffer:
-                    part = views(self._record_layout(u, r), buffer)["lo"]
-                    lo[first - start : last - start] = part[first - a : last - a]
-        return join_master(hi, lo)
-
-    def save_to_store(self) -> None:
+    def save_to_store(self, progress: Progress = silent) -> None:
         """Writes every piece whose home is the GPU or RAM into its shards, so that the store is whole."""
         for piece in self._off_the_ssd():
             with Staged(self, *piece, write=False) as buffer:
                 self.move("write", self.shards_of(*piece), buffer)
+            progress(self._span(*piece))
 
-    def load_from_store(self) -> None:
+    def load_from_store(self, progress: Progress = silent) -> None:
         """Reads every piece whose home is the GPU or RAM from its shards: the way back of save_to_store."""
         for piece in self._off_the_ssd():
             with Staged(self, *piece) as buffer:
                 self.move("read", self.shards_of(*piece), buffer)
+            progress(self._span(*piece))
+
+    def off_the_ssd(self) -> int:
+        """Bytes of everything whose home is the GPU or RAM: what a snapshot writes and resuming reads."""
+        return sum(self._span(*piece) for piece in self._off_the_ssd())
+
+    def _span(self, kind: str, u: int, r: int) -> int:
+        return (self.geo.weights[u] if kind == "weights" else self.record_layout(u, r)).span
 
     def _off_the_ssd(self) -> Iterable[tuple[str, int, int]]:
         """(kind, unit, record) of every piece whose home is the GPU or RAM."""

@@ -25,6 +25,7 @@ from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
 from trireme.storage.files import existing
+from trireme.storage.versions import version_files
 
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
 MARGIN = 1.03  # for the larger records of state that more RAM brings
@@ -124,6 +125,7 @@ def forecast(job: Job) -> Forecast:
         job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
         used=job.data.report.used, document=job.data.document, trained=job.data.trained,
         cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
+        held=sum(file.stat().st_blocks * 512 for d in job.store_dirs for file in version_files(d)),
     )  # fmt: skip
 
 
@@ -166,16 +168,18 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
 
 
 def cut(job: Job) -> dict:
-    """What must be the same for a resumed run to go on to the bit: how a step is cut, how state is stored, and by the
-    plan where updates run.
+    """What must be the same for a resumed run to go on to the bit: how a step is cut, how state is cut and stored, and
+    by the plan where updates run.
     """
     p = job.plan
-    keys = ("tokens", "n_micro", "dtype", "record", "adam_bits")
+    keys = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")
     return {key: getattr(p, key) for key in keys} | {"rows": job.micro_rows, "plan": asdict(p)}
 
 
 def _rule(options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, limits, like: dict | None) -> dict:
     """What simple_plan is told."""
+    if like is not None and "halves" not in like:
+        raise InputError(f"--resume {options.resume}: begun by an older version, which cut its files otherwise.")
     if like is None:
         most = max(1, MICRO_TOKENS[device.type] // seq_len)
         if options.micro_batch == "auto":
@@ -191,17 +195,20 @@ def _rule(options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, 
         mode = "forward" if options.max_grad_norm else "backward"
     if mode == "backward" and options.max_grad_norm:
         raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
-    bits = like["adam_bits"] if like else options.adam_bits
+    bits, halves = (like["adam_bits"], like["halves"]) if like else (options.adam_bits, None)
     on_cuda = device.type == "cuda"
-    return dict(batch_tokens=candidates, dtype=dtype, mode=mode, record=record, adam_bits=bits, on_cuda=on_cuda)
+    more = dict(record=record, adam_bits=bits, on_cuda=on_cuda, halves=halves)
+    return dict(batch_tokens=candidates, dtype=dtype, mode=mode, **more)
 
 
 def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machine: Machine, rule: dict) -> Plan:
     """The plan that was given, or the plain rule's: what cannot fit is refused before the data are read."""
     if options.plan:
         plan = Plan.load(Path(options.plan))
-        if len(plan.units) != cfg.n_units or plan.tokens % seq_len:
+        if len(plan.units) != plan.cut(cfg).n_units or plan.tokens % seq_len:
             raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
+        if rule["halves"] not in (None, plan.halves):
+            raise InputError(f"{options.plan}: the run began with units of another kind (halves: {rule['halves']})")
         return plan
     plan = simple_plan(cfg, limits, **rule)
     if options.assume:
@@ -223,15 +230,19 @@ def _searched(
 
 def _shared(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, int]:
     """`limits`, or where both tiers are RAM and halves do not do, a cut by which a plan fits. Raises DoesNotFit."""
-    try:
-        simple_plan(cfg, limits, **rule)
-        return limits
-    except DoesNotFit as error:
-        need, room = error.need, sum(limits.values())
-    spare = room - sum(need.values())
-    if spare >= 0:
-        return {"gpu": need["gpu"] + spare // 2, "host": need["host"] + spare - spare // 2}
-    out = f"Raise --ram by {amount(-spare * MARGIN)}, or lower --seq-len"
+    room, refused = sum(limits.values()), []
+    for halves in (False, True) if rule["halves"] is None else (rule["halves"],):
+        try:
+            simple_plan(cfg, limits, **rule | {"halves": halves})
+            return limits
+        except DoesNotFit as error:
+            need = error.need
+        spare = room - sum(need.values())
+        if spare >= 0:
+            return {"gpu": need["gpu"] + spare // 2, "host": need["host"] + spare - spare // 2}
+        refused.append(need)
+    need = min(refused, key=lambda need: sum(need.values()))
+    out = f"Raise --ram by {amount((sum(need.values()) - room) * MARGIN)}, or lower --seq-len"
     if rule["mode"] != "backward":
         out += ", or --max-grad-norm 0, which needs no room for all gradients"
     raise DoesNotFit(
@@ -242,19 +253,18 @@ def _shared(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, i
 
 def record_size(parameters: int, ram: int) -> int:
     """Parameters of an optimizer record: large enough for the drive and for few files, small beside the RAM."""
-    return max(min(1 << 24, ram // 1024), parameters // 256, 1 << 12) // 4096 * 4096
+    return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096
 
 
 def report(job: Job) -> list[str]:
     """The lines that are printed before the first step: model, data, method, machine, plan."""
     cfg, o, t = job.cfg, job.options, job.tokenizer
     dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in job.stored.values()))
-    size = sum((job.source.folder / f).stat().st_size for f in job.source.files)
     head = "tied head" if cfg.tied else "untied head"
     vocabulary = f"tokenizer {t.core.get_vocab_size():,}" if t else "no tokenizer"
-    files = f"{len(job.source.files)} shard{'s' * (len(job.source.files) > 1)}"
+    files = f"{len(job.source.files)} shard{'s' * (len(job.source.files) > 1)}, {gib(job.source.nbytes)}"
     lines = [
-        f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, {files}, {gib(size)}; "
+        f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, {files}; "
         f"{cfg.n_layers} layers; {head}; {vocabulary}",
         *_labelled("data", job.data.describe()),
     ]

@@ -148,19 +148,19 @@ class RunLog:
         self._records = read_log(out / "log.jsonl", start_step) if start_step else []
         self._jsonl = Appender(out / "log.jsonl", [as_json(r) for r in self._records])
         self._csv = Appender(out / "log.csv", [",".join(COLUMNS), *(as_csv(r) for r in self._records)])
-        self._screen = Screen(stream or sys.stdout)
+        self.screen = Screen(stream or sys.stdout)
         self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps: what lies between counts too
         self._warned = False
 
     def say(self, line: str) -> None:
-        self._screen.say(line)
+        self.screen.say(line)
 
     def step(self, record: Record) -> None:
         """One optimizer step: `step`, `loss`, and whatever else of COLUMNS is known."""
         self._add(record)
         self._ends.append(time.monotonic())
         final = record["step"] >= self._total
-        self._screen.show(progress(record, self._total, None if final else self._eta(record)), final)
+        self.screen.show(progress(record, self._total, None if final else self._eta(record)), final)
 
     def eval(self, record: Record) -> None:
         """An evaluation: `step` (0 before training), `eval_loss`, `epoch`; `sample`, a text, when there is one."""
@@ -206,7 +206,7 @@ class RunLog:
             self._warn(error)
 
     def close(self) -> None:
-        self._screen.close()
+        self.screen.clear()
         self.draw()
         for file in (self._jsonl, self._csv):
             file.close()

@@ -134,7 +134,7 @@ def as_planned(machine: Machine, cfg: ModelConfig, plan: Plan, batch: Batch, dev
     """
     if device.type == "cuda":
         return machine
-    cfg = replace(cfg, vocab=min(cfg.vocab, TRIED_VOCAB))  # the loss takes as long as the vocabulary is large
+    cfg = replace(plan.cut(cfg), vocab=min(cfg.vocab, TRIED_VOCAB))  # the loss takes as long as the vocabulary is large
     batch, names = _tried(cfg, plan, machine, batch), shapes.unit_names(cfg)
     known = unit_seconds(cfg, plan, machine.rates, batch)
     n = min(TRIED_GRADIENT, max(shapes.parameters(cfg, u) for u in range(cfg.n_units)))
@@ -142,8 +142,8 @@ def as_planned(machine: Machine, cfg: ModelConfig, plan: Plan, batch: Batch, dev
     said = {"forward": 0.0, "backward": 0.0, "loss": known["loss"], "finish": finish}
     took = said | {"loss": probe.loss_seconds(cfg, plan.dtype, device, batch.tokens, batch.learned),
                    "finish": probe.finish_seconds(device, n)}  # fmt: skip
-    for kept, units in _alike(plan).items():
-        each = probe.block_seconds(cfg, plan.dtype, device, batch.lengths, kept)
+    for (_, kept), units in _alike(cfg, plan).items():
+        each = probe.block_seconds(cfg, plan.dtype, device, batch.lengths, kept, units[0])
         for kind, seconds in zip(("forward", "backward"), each, strict=True):
             said[kind] += len(units) * known[f"{kind} {names[units[0]]}"]
             took[kind] += len(units) * seconds
@@ -160,11 +160,11 @@ def _tried(cfg: ModelConfig, plan: Plan, machine: Machine, batch: Batch) -> Batc
     return replace(batch, tokens=tokens, seq_len=min(batch.seq_len, tokens))
 
 
-def _alike(plan: Plan) -> dict[tuple[str, ...], list[int]]:
-    """What blocks save -> the blocks that save that."""
-    found: dict[tuple[str, ...], list[int]] = {}
+def _alike(cfg: ModelConfig, plan: Plan) -> dict[tuple[str, tuple[str, ...]], list[int]]:
+    """Kind and what is saved -> the blocks, or halves of blocks, of that kind that save that."""
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for u, unit in enumerate(plan.units[1:-1], 1):
-        found.setdefault(tuple(name for name, _ in unit.saved), []).append(u)
+        found.setdefault((shapes.kind(cfg, u), tuple(name for name, _ in unit.saved)), []).append(u)
     return found
 
 

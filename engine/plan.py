@@ -23,8 +23,8 @@ from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, seque
 TIERS = ("gpu", "host", "ssd")
 MODES = ("forward", "backward", "serial")
 CHUNK = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
-PASSING = 2  # host slots of a size class for gradients that do not wait in RAM: one is filled, one emptied
 GRADIENT_SLOTS = 2  # host slots in which gradients come back from the SSD, a record in each
+ENDS = ("embed", "head", "ends")  # size classes of which one unit at a time is in use
 OUT_SLOTS = 2  # slots through which pieces of rounded gradients leave the GPU: one is filled, one emptied
 
 
@@ -58,24 +58,23 @@ class UnitPlan:
 class Plan:
     """Every decision of a run. `tokens` and `n_micro` are maxima; a step may be smaller."""
 
-    units: tuple[UnitPlan, ...]
+    units: tuple[UnitPlan, ...]  # embedding, blocks or, with `halves`, their halves, head
     tokens: int  # most tokens of a micro-batch
     n_micro: int  # most micro-batches of a step
     dtype: str = "BF16"  # compute dtype: BF16 or F32
     mode: str = "forward"  # when a unit on the CPU is updated: see optimizer.py
     adam_bits: int = 32  # of each moment: 32, 16 or 8
     late_moments: tuple[str, ...] = ()  # tiers whose moments are written under backward: see optimizer.py
-    window: int = 2  # slots of the weight ring on the GPU: one in use, the others prefetched
-    host_window: int = 2  # slots of the host ring that SSD-home weights pass through
+    window: int = 2  # slots of a weight ring on the GPU: one in use, the others prefetched
+    host_window: int = 2  # slots of host rings: of SSD-home weights, and of gradients where updates do not wait
     state_slots: int = 4  # host slots that SSD-home optimizer records pass through
     record: int = 1 << 24  # parameters of one optimizer record
     stream_slots: int = 3  # slots of the GPU ring that records updated there pass through
     piece: int = 1 << 40  # elements of a rounded gradient that leave the GPU at once; a unit has as many or fewer
     swap_slots: int = 2  # slots of each ring that swapped activations pass through
     between: str = "gpu"  # where what a unit leaves for the next waits: "host" in steps of very many micro-batches
-    gradients: str = (
-        "host"  # where those of units whose state is on the SSD wait for the norm: "ssd" where RAM is short
-    )
+    gradients: str = "host"  # where those of units whose state is on the SSD wait for their norm, if need be "ssd"
+    halves: bool = False  # units are halves of blocks, attention and MLP: where whole blocks do not fit
 
     def __post_init__(self):
         for u, unit in enumerate(self.units):
@@ -100,6 +99,15 @@ class Plan:
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
+
+    def cut(self, cfg: ModelConfig) -> ModelConfig:
+        """`cfg` with units as this plan's are."""
+        return replace(cfg, halves=self.halves)
+
+    @property
+    def ahead(self) -> int:
+        """Units on their way to the GPU beside the one in use: attention and MLP have a ring each."""
+        return self.window * (2 if self.halves else 1) - 1
 
     def uses(self, tier: str) -> bool:
         """Whether anything has its home in `tier`."""
@@ -140,7 +148,7 @@ class Buffer:
 
 
 class Chunk(NamedTuple):
-    """Elements [start, stop) of a unit's gradient, and the place of the sum of their squares among the run's."""
+    """Elements [start, stop) of a unit's gradient, and the place of the sum of their squares among the unit's."""
 
     start: int
     stop: int
@@ -148,16 +156,24 @@ class Chunk(NamedTuple):
 
 
 class Geometry:
-    """Sizes that follow from a model and a compute dtype, for every unit: layouts, spans, records."""
+    """Sizes that follow from a model, how it is cut and a compute dtype, for every unit: layouts, spans, records."""
+
+    @staticmethod
+    def of(cfg: ModelConfig, plan: Plan) -> Geometry:
+        return Geometry(plan.cut(cfg), plan.dtype, plan.adam_bits)
 
     def __init__(self, cfg: ModelConfig, dtype: str, adam_bits: int = 32):
         self.cfg, self.dtype, self.adam_bits = cfg, dtype, adam_bits
         self.names = shapes.unit_names(cfg)
         self.n_units = len(self.names)
+        self.kinds = [shapes.kind(cfg, u) for u in range(self.n_units)]
         self.head = self.n_units - 1
         self._saved: dict[tuple[frozenset[str], int], Layout] = {}
         self._state: dict[int, Layout] = {}
-        self._pieces: dict[tuple[int, int], list[tuple[Chunk, ...]]] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._cut: dict[str, tuple[Chunk, ...]] = {}
+        self._pieces: dict[tuple[str, int], tuple[tuple[Chunk, ...], ...]] = {}
+        self._records: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
@@ -178,61 +194,60 @@ class Geometry:
         """Elements of each unit that weight decay applies to: the matrices, which come first."""
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
-    @cached_property
-    def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        """Each unit's chunks in the order of its weights. Their sizes and places, and so the bits of the gradients'
-        norm, depend on the model and its dtype alone: matrices and vectors of each part are cut by themselves.
+    def _chunks(self, u: int) -> tuple[Chunk, ...]:
+        """A unit's chunks in the order of its weights. Their sizes and places, and so the bits of the gradients' norm,
+        follow from the model and its dtype alone: matrices and vectors of each half of a block are cut by themselves.
         """
-        found, places = [], 0
-        for u in range(self.n_units):
+        kind = self.kinds[u]
+        if kind not in self._cut:
             size: Counter[tuple[int, int]] = Counter()
-            for part, groups in enumerate(shapes.weight_parts(self.cfg, u)):
+            for half, groups in enumerate(shapes.weight_parts(self.cfg, u)):
                 for group in groups:
-                    size[rank(group, self.dtype), part] += sum(prod(shape) for _, shape in group)
-            ends = dict(zip(sorted(size), accumulate(size[key] for key in sorted(size)), strict=True))
-            chunks = []
-            for key in sorted(size, key=lambda key: key[::-1]):
-                last = ends[key]
-                cuts = range(last - size[key], last, CHUNK)
-                chunks += [Chunk(a, min(a + CHUNK, last), places + i) for i, a in enumerate(cuts)]
-                places += len(cuts)
-            found.append(tuple(sorted(chunks)))
-        return tuple(found)
+                    size[half, rank(group, self.dtype)] += sum(prod(shape) for _, shape in group)
+            in_memory = sorted(size, key=lambda key: key[::-1])
+            ends = dict(zip(in_memory, accumulate(size[key] for key in in_memory), strict=True))
+            chunks: list[Chunk] = []
+            for key in sorted(size):
+                for start in range(ends[key] - size[key], ends[key], CHUNK):
+                    chunks.append(Chunk(start, min(start + CHUNK, ends[key]), len(chunks)))
+            self._cut[kind] = tuple(sorted(chunks))
+        return self._cut[kind]
 
-    @property
-    def n_chunks(self) -> int:
-        return sum(map(len, self._chunks))
+    @cached_property
+    def first_chunk(self) -> tuple[int, ...]:
+        """How many chunks come before each unit's, and at the end how many there are."""
+        return tuple(accumulate((len(self._chunks(u)) for u in range(self.n_units)), initial=0))
 
-    def pieces(self, u: int, most: int) -> list[tuple[Chunk, ...]]:
+    def pieces(self, u: int, most: int) -> tuple[tuple[Chunk, ...], ...]:
         """A unit's chunks, as many neighbours together as have no more than `most` elements; at least one."""
-        if (u, most) not in self._pieces:
+        kind = self.kinds[u]
+        if (kind, most) not in self._pieces:
             pieces: list[list[Chunk]] = []
-            for chunk in self._chunks[u]:
+            for chunk in self._chunks(u):
                 if pieces and chunk.stop - pieces[-1][0].start <= most:
                     pieces[-1].append(chunk)
                 else:
                     pieces.append([chunk])
-            self._pieces[u, most] = [tuple(piece) for piece in pieces]
-        return self._pieces[u, most]
+            self._pieces[kind, most] = tuple(map(tuple, pieces))
+        return self._pieces[kind, most]
 
-    def half_piece(self, u: int) -> int:
-        """Elements of a piece of which unit u has two."""
-        return min(max(chunk.stop, self.numel[u] - chunk.stop) for chunk in self._chunks[u])
-
-    def piece_numel(self, u: int, most: int) -> int:
-        """Elements of the largest of pieces(u, most)."""
-        return max(piece[-1].stop - piece[0].start for piece in self.pieces(u, most))
+    def half_piece(self) -> int:
+        """Elements of a piece of which the largest unit between the ends has two."""
+        u = max(range(1, self.head), key=self.numel.__getitem__)
+        return min(max(chunk.stop, self.numel[u] - chunk.stop) for chunk in self._chunks(u))
 
     def size_class(self, u: int) -> str:
         """Units of one size class share rings. The two ends follow each other, so they share one slot unless tied."""
-        if 0 < u < self.head:
-            return "block"
-        return ("embed" if u == 0 else "head") if self.cfg.tied else "ends"
+        if 0 < u < self.head or self.cfg.tied:
+            return self.kinds[u]
+        return "ends"
 
     def records(self, u: int, record: int) -> list[tuple[int, int]]:
         """[start, stop) element ranges of a unit's optimizer records."""
         n = self.numel[u]
-        return [(a, min(a + record, n)) for a in range(0, n, record)]
+        if (n, record) not in self._records:
+            self._records[n, record] = [(a, min(a + record, n)) for a in range(0, n, record)]
+        return self._records[n, record]
 
     def record_sizes(self, u: int, record: int) -> list[int]:
         return [b - a for a, b in self.records(u, record)]
@@ -263,6 +278,13 @@ class Geometry:
         """Bytes of a unit's whole optimizer state, each record rounded up to 4,096."""
         return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
 
+    def saved_names(self, u: int) -> tuple[str, ...]:
+        """What unit u, a block or half of one, can save for its backward."""
+        kind = self.kinds[u]
+        if kind not in self._names:
+            self._names[kind] = tuple(shapes.saved_shapes(self.cfg, 1, kind))
+        return self._names[kind]
+
     def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
         """Layout of some of a block's saved tensors for a micro-batch of `tokens`."""
         wanted = frozenset(names)
@@ -289,8 +311,9 @@ def _by_class(geo: Geometry, units: Iterable[int], size: Callable[[int], int]) -
     """size class -> (largest size, number of units) over `units`."""
     found: dict[str, tuple[int, int]] = {}
     for u in units:
-        biggest, count = found.get(geo.size_class(u), (0, 0))
-        found[geo.size_class(u)] = (max(biggest, size(u)), count + 1)
+        kind = geo.size_class(u)
+        biggest, count = found.get(kind, (0, 0))
+        found[kind] = (max(biggest, size(u)), count + 1)
     return found
 
 
@@ -305,11 +328,11 @@ def _weight_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
             yield Buffer("host", f"weights {geo.names[u]}", span(u))
     streamed = [u for u in everyone if plan.units[u].weights != "gpu" and not plan.units[u].resident]
     for kind, (size, count) in _by_class(geo, streamed, span).items():
-        yield Buffer("gpu", f"weight ring {kind}", size, min(plan.window, count) if kind == "block" else 1)
+        yield Buffer("gpu", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.window, count))
     from_ssd = [u for u in everyone if plan.units[u].weights == "ssd"]
     yield Buffer("host", "staging", _staging(geo, plan))
     for kind, (size, count) in _by_class(geo, from_ssd, span).items():
-        yield Buffer("host", f"weight ring {kind}", size, min(plan.host_window, count) if kind == "block" else 1)
+        yield Buffer("host", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.host_window, count))
 
 
 def _staging(geo: Geometry, plan: Plan) -> int:
@@ -336,14 +359,14 @@ def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
             yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record))
     on_cpu = [u for u in everyone if plan.units[u].state != "gpu"]
     if on_cpu:
-        largest = max(geo.piece_numel(u, plan.piece) for u in on_cpu)
-        pieces = sum(len(geo.pieces(u, plan.piece)) for u in on_cpu)
-        yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, pieces))
+        pieces = {geo.kinds[u]: geo.pieces(u, plan.piece) for u in on_cpu}.values()
+        largest = max(piece[-1].stop - piece[0].start for unit in pieces for piece in unit)
+        count = max(len(on_cpu), *map(len, pieces))
+        yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
     for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
-        passing = (
-            count if plan.mode == "backward" else sum(plan.spilled(u) and geo.size_class(u) == kind for u in on_cpu)
-        )
-        yield Buffer("host", f"gradient {kind}", size, count - passing + min(PASSING, passing))
+        spilled = sum(plan.spilled(u) and geo.size_class(u) == kind for u in on_cpu)
+        passing = count if plan.mode == "backward" else spilled
+        yield Buffer("host", f"gradient {kind}", size, count - passing + min(plan.host_window, passing))
     spilled = [n for u in everyone if plan.spilled(u) for n in geo.record_sizes(u, plan.record)]
     if spilled:  # a record begins and ends within a block of the drive
         size = round_up(max(spilled) * ITEMSIZE[plan.dtype]) + 4096
@@ -386,9 +409,8 @@ def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
 def workspace(geo: Geometry, plan: Plan) -> int:
     """GPU bytes beside the named buffers: the largest unit's temporaries, the rotary table, inputs, fragmentation."""
     wide = 4 if plan.n_micro > 1 else ITEMSIZE[plan.dtype]
-    temporaries = max(
-        shapes.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in range(geo.n_units)
-    )
+    each = {geo.kinds[u]: u for u in range(geo.n_units)}.values()  # a unit of each kind
+    temporaries = max(shapes.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each)
     inputs = plan.tokens * plan.n_micro * 48
     return round_up(int(temporaries * 1.02)) + inputs
 

@@ -6,10 +6,10 @@ take from each other:
 - **one drive**: all lanes to and from the SSD are queues of one half-duplex device. A request uses whatever moments of
   the device are left by those handed over before it, in pieces if need be; but what the step itself waits for shares
   the drive with the optimizer's records, rather than wait behind them. Several drives are one of their summed rate.
-- **one memory**: CPU AdamW shares the CPU's memory with all that is copied in the same half of a step, the way up or
-  the way down, as if all of it ran beside the updates, and copies to the GPU run beside updates as long as both can;
-  what both directions of the bus carry in a half, they carry beside each other. All are bytes of a half, not moments:
-  a faster part never makes another one slower.
+- **one memory**: all that is copied in the same half of a step as CPU AdamW, the way up or the way down, takes from it
+  the time that the memory needs for it, and copies to the GPU run beside updates, slower, for as long as both can; what
+  both directions of the bus carry in a half, they carry beside each other. All are bytes of a half, not moments: a
+  faster part never makes another one slower.
 - **one wait**: the step's statistics are waited for, so nothing handed over after them begins before they are known.
 """
 
@@ -35,10 +35,6 @@ KERNELS = {"forward": 12, "backward": 40, "loss": 200, "zero": 1, "finish": 2, "
 HALVES = ("up", "down")
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lanes to and from it -> their rate
 HALF = 450  # tokens of a document over which attention reaches half of its best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
-BESIDE = 0.88  # of what updates reach alone, beside a running step: 0.66 to 0.88 in ten runs on a 16-core Xeon
-# Of what copies to the GPU reach alone, while the CPU updates: 0.64 to 0.94 in 15 runs with states in RAM on Xeons.
-# Copies from the GPU keep 0.95 to 1.05 of theirs: it is reading that the updates delay.
-READING = 0.82
 STEPS, DRIVE_STEPS = 3, 4  # simulated steps, and those where a drive takes part; the last is the answer
 
 
@@ -148,6 +144,7 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Predict
     """
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
+    cfg = plan.cut(cfg)
     lanes = PredictedLanes(durations(cfg, plan, rates, batch))
     e = build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes)
     inputs = batch.inputs(cfg)
@@ -182,10 +179,10 @@ def _prediction(seconds: float, spans: list[Span], rates: Rates) -> Prediction:
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """How many times longer each lane's tasks take for what the others move, from the bytes that each lane moves."""
     beside = sum(moved[lane] for lane in ("h2d", "d2h", *DRIVE))
-    crowd = ADAM_BYTES * rates.adam / rates.dram * (1 + beside / moved["cpu"]) if moved["cpu"] else 1.0
+    crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
     lost = dict.fromkeys(("h2d", "d2h"), (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"]))
-    lost["h2d"] += (1 / READING - 1) * min(moved["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
-    return {way: 1 + lost[way] / moved[way] if moved[way] else 1.0 for way in lost} | {"cpu": max(1.0, crowd)}
+    lost["h2d"] += (1 / rates.reading - 1) * min(moved["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
+    return {way: 1 + lost[way] / moved[way] if moved[way] else 1.0 for way in lost} | {"cpu": crowd}
 
 
 # ---------------------------------------------------------------- how long a task takes
@@ -202,7 +199,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Calla
             launches = KERNELS.get(kind, 1) * rates.launch
             return launches + known.get(task.name, task.nbytes * passes.get(kind, 1.0) / rates.copy)
         if task.lane == "cpu":
-            return rates.latency + task.nbytes / ADAM_BYTES / (rates.adam * BESIDE)
+            return rates.latency + task.nbytes / ADAM_BYTES / (rates.adam * rates.beside)
         return rates.latency + task.nbytes / getattr(rates, DRIVE.get(task.lane, task.lane))
 
     return duration
@@ -210,6 +207,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Calla
 
 def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
     """name -> seconds of every forward, backward and loss, for one micro-batch, without the launches."""
+    cfg = plan.cut(cfg)
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs
     row = N * ITEMSIZE[plan.dtype]  # bytes of one feature of every token
@@ -219,25 +217,30 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     forward_attention = attended / (rates.matmul * rates.attention * long)
     backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
     # Norms, residuals, rotation and activation, each reading and writing once; backward does all of it twice.
-    features = 9 * cfg.width + 2 * (cfg.q_width + cfg.kv_width) + (2 if cfg.is_gpt else 3) * cfg.ffn
-    small = row * features / rates.copy
+    features = {"attention": 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)}
+    features["mlp"] = 4.5 * cfg.width + (2 if cfg.is_gpt else 3) * cfg.ffn
+    features["block"] = features["attention"] + features["mlp"]
     known = {
         f"forward {names[0]}": 2 * row * cfg.width / rates.copy,
         f"backward {names[0]}": 7 * row * cfg.width / rates.copy,  # sorts the ids, adds in place
         "loss": _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
     }
     # A weight's gradient is read, added to and written once for each micro-batch, in fp32 where there are several.
-    summed = (8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]) * shapes.parameters(cfg, 1) / rates.copy
+    wide = 8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]
+    parameters = {shapes.kind(cfg, u): shapes.parameters(cfg, u) for u in range(1, 1 + len(shapes.inner_kinds(cfg)))}
     for u in range(1, cfg.n_units - 1):
+        kind = shapes.kind(cfg, u)
         kept = frozenset(name for name, _ in plan.units[u].saved)
-        missing = shapes.saved_shapes(cfg, 1).keys() - kept
-        again = bool(missing & {"attn_out", "lse"})
-        once = shapes.forward_flops(cfg, u, N, pairs) - attended
-        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs) - again * attended
-        known[f"forward {names[u]}"] = (once / gemm + forward_attention + small) / rates.forward
+        missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
+        attends, again = kind != "mlp", bool(missing & {"attn_out", "lse"})
+        once = shapes.forward_flops(cfg, u, N, pairs) - attends * attended
+        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
+        small = row * features[kind] / rates.copy
+        summed = wide * parameters[kind] / rates.copy
+        known[f"forward {names[u]}"] = (once / gemm + attends * forward_attention + small) / rates.forward
         known[f"backward {names[u]}"] = (
             (2 * once + rebuilt) / gemm
-            + backward_attention
+            + attends * backward_attention
             + again * forward_attention
             + small * (3 if missing else 2)
             + summed

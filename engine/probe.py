@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -34,9 +35,10 @@ from trireme.storage.devices import open_device
 from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
 
-VERSION = 3  # of what is measured
+VERSION = 4  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a request to a drive, requests of a kind in flight
-COPY = 256 << 20  # bytes of a copy to and from a GPU
+COPY, AHEAD = 256 << 20, 6  # bytes of a copy to and from a GPU, and copies that wait for their turn
+PHASE = 0.4  # seconds in which copies and updates go on beside each other
 TURNS, SECONDS = 6, 1.5  # in which a computation is timed: at most so many; after so long no third begins
 
 
@@ -83,15 +85,15 @@ def _first(path: str, key: str) -> str:
 
 
 def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
-    """Rates by their names in rates.py, all but the matrix product's and a drive's, in about three seconds."""
+    """Rates by their names in rates.py, all but the matrix product's and a drive's, in about five seconds."""
     found = {"copy": _copy_rate(device)}
     with Workers() as workers:
-        update, n = _update(workers, dtype, 1 << 25 if device.type == "cuda" else 1 << 22)
-        found["adam"] = n / min(timed(update, torch.device("cpu")) for _ in range(3))
         if device.type == "cuda":
-            found |= _bus(device, update, n)
+            found |= _bus(device, _update(workers, dtype, 1 << 25, lots=4), 1 << 25)
         else:
-            found |= {"h2d": found["copy"] / 2, "d2h": found["copy"] / 2, "dram": found["copy"]}
+            update, n = _update(workers, dtype, 1 << 22), 1 << 22
+            found |= {"h2d": found["copy"] / 2, "d2h": found["copy"] / 2, "dram": found["copy"],
+                      "adam": n / min(timed(update, device) for _ in range(3))}  # fmt: skip
     return found | {"dram": max(found["dram"], ADAM_BYTES * found["adam"])}
 
 
@@ -102,17 +104,18 @@ def _copy_rate(device: torch.device) -> float:
     return 2 * n / min(timed(lambda: b.copy_(a), device) for _ in range(3))
 
 
-def _update(workers: Workers, dtype: str, n: int) -> tuple[Callable[[], object], int]:
-    """An AdamW update of n parameters by all of the CPU's workers, out of cache; and n."""
-    w, grad = torch.ones(n, dtype=DTYPE[dtype]), torch.ones(n, dtype=DTYPE[dtype])
-    lo = torch.zeros(n, dtype=torch.int16) if dtype == "BF16" else None
-    m, v, clip = torch.zeros(n), torch.ones(n), torch.ones(1)
+def _update(workers: Workers, dtype: str, n: int, lots: int = 1) -> Callable[[], object]:
+    """An AdamW update of n parameters by all of the CPU's workers: of another lot with each call, out of cache."""
+    w, grad = (torch.ones(lots, n, dtype=DTYPE[dtype]) for _ in range(2))
+    lo = torch.zeros(lots, n, dtype=torch.int16) if dtype == "BF16" else [None] * lots
+    m, v, clip = torch.zeros(lots, n), torch.ones(lots, n), torch.ones(1)
     hyper = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
-    return lambda: workers.adamw_(w, lo, m, v, grad, clip, **hyper), n
+    lot = cycle(zip(w, lo, m, v, grad, strict=True))
+    return lambda: workers.adamw_(*next(lot), clip, **hyper)
 
 
 def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str, float]:
-    """Each direction of the bus alone; what is left of both together; the CPU's memory under updates and copies."""
+    """The bus, an update of n parameters on the CPU, and what each keeps beside the other, as in a step."""
     memory = Memory(device, 1 << 40, 1 << 40)  # torch's own pinned memory would never be given back
     gpu, start = memory.alloc("gpu", "probe", COPY, 2), time.perf_counter()
     host = memory.alloc("host", "probe", COPY, 2)
@@ -122,30 +125,30 @@ def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str
     def copy(way: int) -> torch.cuda.Event:
         with torch.cuda.stream(streams[way]):
             (gpu if way == 0 else host)[way].copy_((host if way == 0 else gpu)[way], non_blocking=True)
-            return streams[way].record_event()
+            return streams[way].record_event(torch.cuda.Event(enable_timing=True))
 
-    def seconds(*ways: int) -> float:
-        start = time.perf_counter()
-        for event in [copy(way) for _ in range(4) for way in ways]:
-            event.synchronize()
-        return time.perf_counter() - start
+    def flow(work: Callable[[], object], *ways: int) -> tuple[float, ...]:
+        """Calls of `work` a second, and bytes a second that each of `ways` copies, while all of it goes on."""
+        copies, calls, start = [[copy(way)] for way in ways], 0, time.perf_counter()
+        while (took := time.perf_counter() - start) < PHASE or not all(done[1].query() for done in copies):
+            for way, done in zip(ways, copies, strict=True):
+                while len(done) < AHEAD or done[-AHEAD].query():  # a call may take as long as some copies
+                    done.append(copy(way))
+            work()
+            calls += 1
+        copies = [[event for event in done if event.query()] for done in copies]
+        for stream in streams:
+            stream.synchronize()
+        return calls / took, *(1e3 * COPY * (len(done) - 1) / done[0].elapsed_time(done[-1]) for done in copies)
 
-    seconds(0, 1)
-    up, down, both = seconds(0), seconds(1), seconds(0, 1)
-    start, updates, flying, moved = time.perf_counter(), 0, deque([copy(0), copy(1)] * 2), 0
-    while time.perf_counter() - start < 0.5:
-        update()
-        updates += 1
-        while flying and flying[0].query():  # copies go on while the CPU updates; an update takes several of them
-            flying.popleft()
-            moved += COPY
-        flying += [copy(way) for _ in range(8 - len(flying) // 2) for way in (0, 1)]
-    took, moved = time.perf_counter() - start, moved + COPY * sum(event.query() for event in flying)
-    for event in flying:
-        event.synchronize()
+    idle = lambda: time.sleep(1e-3)  # noqa: E731
+    flow(idle, 0, 1)
+    (_, up), (_, down), (_, *both) = flow(idle, 0), flow(idle, 1), flow(idle, 0, 1)
+    (alone,), (_, reading), (crowded, *copied) = flow(update), flow(update, 0), flow(update, 0, 1)
     memory.close()
-    return {"pin": pin, "h2d": 4 * COPY / up, "d2h": 4 * COPY / down,
-            "duplex": min(1.0, max(up, down) / both), "dram": (ADAM_BYTES * n * updates + moved) / took}  # fmt: skip
+    lost = max(0.01, 1 - crowded / alone)  # of the updates' time, to what is copied meanwhile
+    return {"pin": pin, "h2d": up, "d2h": down, "duplex": min(1.0, both[0] / up, both[1] / down), "adam": n * alone,
+            "beside": 1.0, "reading": min(1.0, reading / up), "dram": sum(copied) / lost}  # fmt: skip
 
 
 def timed(fn: Callable[[], object], device: torch.device) -> float:
@@ -162,17 +165,19 @@ def _now(device: torch.device) -> float:
 
 
 def block_seconds(
-    cfg: ModelConfig, dtype: str, device: torch.device, lengths: Sequence[int], kept: Sequence[str] = ()
+    cfg: ModelConfig, dtype: str, device: torch.device, lengths: Sequence[int], kept: Sequence[str] = (), u: int = 1
 ) -> tuple[float, ...]:
-    """Seconds of a block's forward over documents of these lengths, which saves `kept`, and of its backward."""
+    """Seconds of forward and backward of unit u, a block or half of one, over documents of these lengths, which saves
+    `kept`.
+    """
     n, real = sum(lengths), DTYPE[dtype]
-    w, g = (model.weights(cfg, 1, unit) for unit in _unit(cfg, 1, dtype, device))
+    w, g = (model.weights(cfg, u, unit) for unit in _unit(cfg, u, dtype, device))
     x, y, dy, dx = (torch.randn(n, cfg.width, dtype=real, device=device) for _ in range(4))
     saved = {name: torch.empty(shape, dtype=torch.float32 if of == "F32" else real, device=device)
              for name, (shape, of) in shapes.saved_shapes(cfg, n).items() if name in kept}  # fmt: skip
-    rows, block = make_rows(lengths, rope_tables(cfg, max(lengths), device), device), model.block(cfg)
-    forward = lambda: block.forward(cfg, 0, w, x, rows, saved, y)  # noqa: E731
-    backward = lambda: block.backward(cfg, 0, w, g, x, saved, dy, rows, dx)  # noqa: E731
+    rows = make_rows(lengths, rope_tables(cfg, max(lengths), device), device)
+    forward = lambda: model.forward(cfg, u, w, x, rows, saved, y)  # noqa: E731
+    backward = lambda: model.backward(cfg, u, w, g, x, saved, dy, rows, dx)  # noqa: E731
     return _seconds((forward, backward), device)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from trireme.engine.plan import TIERS, DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
-from trireme.models import shapes
+from trireme.engine.plan import CHUNK, TIERS, DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
 from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
@@ -51,37 +50,61 @@ def simple_plan(
     record: int = 1 << 24,
     adam_bits: int = 32,
     on_cuda: bool = True,
+    halves: bool | None = None,
     lean: Lean = Lean(),
 ) -> Plan:
     """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
 
     `limits`: bytes of gpu and host. `batch_tokens`: candidates (tokens of a micro-batch, number of them), largest
     first; the first that fits is taken. `homes`: "auto", or the tier that all weights and states are to live in, or
-    "state-ssd": weights in RAM, the rest on the SSD. `lean`: where the rule has a choice.
-    Raises DoesNotFit with the numbers and the way out.
+    "state-ssd": weights in RAM, the rest on the SSD. `halves`: whether units are halves of blocks; None: where no plan
+    of whole blocks fits. `lean`: where the rule has a choice. Raises DoesNotFit with the numbers and the way out.
     """
-    geo = Geometry(cfg, dtype, adam_bits)
-    gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
+    refused = []
+    for cut in (False, True) if halves is None else (halves,):
+        geo = Geometry(replace(cfg, halves=cut), dtype, adam_bits)
+        plan, found = _smallest(geo, limits, batch_tokens, mode, homes, record, on_cuda, lean)
+        if found:
+            gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
+            return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
+        refused.append((geo, plan))
+    excess = lambda geo, plan: sum(max(0, need - limits[tier]) for tier, need in usage(geo, plan).items())  # noqa: E731
+    geo, plan = min(refused, key=lambda r: excess(*r))
+    raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan))
+
+
+def _smallest(
+    geo: Geometry,
+    limits: dict[str, int],
+    batch_tokens: Iterable[tuple[int, int]],
+    mode: str,
+    homes: str,
+    record: int,
+    on_cuda: bool,
+    lean: Lean,
+) -> tuple[Plan, bool]:
+    """The first plan that fits with everything as low as `homes` lets it be, or the smallest there is; if it fits."""
     weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
-    # Slots for weights, and what leaves of a gradient at once: where blocks are large one waits, but fits.
-    slots = ((2, geo.half_piece(1)), (2, 1), (1, 1))
+    # Slots for weights, what leaves of a gradient at once, and slots in RAM: where units are large one waits, but fits.
+    slots = ((2, geo.half_piece(), 2), (2, 1, 2), (1, 1, 2), (1, 1, 1))
     smallest = None
     waiting = ("host", "ssd") if state == "ssd" and mode != "backward" else ("host",)
-    for gradients, between, (window, piece), (tokens, n_micro) in product(
+    for gradients, between, (window, piece, host_window), (tokens, n_micro) in product(
         waiting, ("gpu", "host"), slots, batch_tokens
     ):
-        apart = on_cuda and mode == "forward" and adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
+        apart = on_cuda and mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         late = ("host",) if apart else ()
         for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
             low = UnitPlan(weights, state, x=x)
             units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),)
-            more = dict(record=record, window=window, piece=piece, between=between, gradients=gradients)
-            plan = Plan(units, tokens, n_micro, dtype, mode, adam_bits, late, **more)
+            rings = dict(window=window, host_window=host_window, record=record, piece=piece)
+            more = dict(rings, between=between, gradients=gradients, halves=geo.cfg.halves)
+            plan = Plan(units, tokens, n_micro, geo.dtype, mode, geo.adam_bits, late, **more)
             if fits(geo, plan, limits):
-                return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
+                return plan, True
             smallest = plan if between == "gpu" or n_micro > 2 * plan.swap_slots else smallest
-    raise DoesNotFit(_why_not(geo, smallest, limits), usage(geo, smallest))
+    return smallest, False
 
 
 def _fill(
@@ -125,8 +148,8 @@ def _fill(
         plan = upgrade(plan, lambda k: [left[i] for i in spread(len(left), k)], len(left), weights="host", state="host")
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
     plan = wider(largest(2, lambda k: fits(geo, wider(k), limits)))
-    whole = replace(plan, piece=max(geo.numel))  # then no gradient waits for its own first half to be gone
-    return whole if fits(geo, whole, limits) else plan
+    longer = lambda k: replace(plan, piece=max(plan.piece, k * CHUNK))  # noqa: E731
+    return longer(largest(-(-max(geo.numel) // CHUNK), lambda k: fits(geo, longer(k), limits)))
 
 
 def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:
@@ -161,14 +184,12 @@ def share_updates(geo: Geometry, plan: Plan, limits: dict[str, int], share: floa
 
 def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
     """Keeps every saved tensor of the last blocks on the GPU, as many blocks as fit: they live shortest."""
-    names = tuple((name, "gpu") for name in shapes.saved_shapes(geo.cfg, 1))
 
     def kept(k: int) -> Plan:
-        first = geo.head - k
-        return replace(
-            plan,
-            units=tuple(replace(u, saved=names) if first <= i < geo.head else u for i, u in enumerate(plan.units)),
-        )
+        units = list(plan.units)
+        for u in range(geo.head - k, geo.head):
+            units[u] = replace(units[u], saved=tuple((name, "gpu") for name in geo.saved_names(u)))
+        return replace(plan, units=tuple(units))
 
     return kept(largest(geo.n_units - 2, lambda k: fits(geo, kept(k), limits)))
 

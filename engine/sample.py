@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,10 +32,17 @@ def prompts(data: Dataset, count: int) -> list[list[int]]:
     return found
 
 
-def sample(e: Engine, tokenizer: Tokenizer, given: list[list[int]], max_new: int = 48) -> list[tuple[str, bool]]:
-    """(text, whether it ended by itself) that greedily follows each prompt. Applies updates that are due."""
+def sample(
+    e: Engine, tokenizer: Tokenizer, given: list[list[int]], max_new: int = 48, until: float = math.inf
+) -> list[tuple[str, bool]]:
+    """(text, whether it ended by itself) that greedily follows each prompt. Applies updates that are due.
+
+    `until`: the moment, by time.monotonic, after which no further token is begun.
+    """
     fetch, eos = _fetcher(e), frozenset([tokenizer.eos]) if tokenizer.eos is not None else frozenset()
-    out = generate(e.cfg, fetch, given, max_new, eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype])
+    late = lambda: time.monotonic() > until  # noqa: E731
+    options = dict(eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype], enough=late)
+    out = generate(e.cfg, fetch, given, max_new, **options)
     return [(tokenizer.decode(ids), bool(ids) and ids[-1] in eos) for ids in out]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 PLAIN_SECONDS = 10.0  # a pipe or a file gets a line at most this often; log.jsonl has every step
 LIVE_SECONDS = 0.1
+PATIENCE = 3.0  # seconds after which work outside the steps says how far it has come
 
 
 def duration(seconds: float) -> str:
@@ -107,8 +109,33 @@ class Screen:
         """The live line, within the terminal's width: a wrapped line could not be drawn over."""
         return one_line(self._parts, shutil.get_terminal_size().columns)
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Takes the live line away."""
         if self._parts:
             self._write("\r\x1b[K")
             self._parts = {}
+
+    def far(self, what: str, done: int, total: int, begun: float) -> None:
+        """How many bytes of long work are done that began at the moment `begun` (time.monotonic)."""
+        seconds = time.monotonic() - begun
+        if seconds > PATIENCE and 0 < done < total:
+            parts = {"what": f"{what}  {done / 1e9:.3g} of {total / 1e9:.3g} GB"}
+            parts["speed"] = f"{done / seconds / 1e9:.2g} GB/s"
+            self.show(parts | {"eta": f"eta {duration(seconds * (total - done) / done)}"}, False)
+
+    @contextmanager
+    def working(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Long work on `total` bytes: gives what is to be told of each part that is done. Then all is as before."""
+        begun, done, before = time.monotonic(), 0, self._parts
+
+        def more(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            self.far(what, done, total, begun)
+
+        try:
+            yield more
+        finally:
+            if self._parts is not before:
+                self._parts = before
+                self._write("\r\x1b[K" + self._drawn())

@@ -95,7 +95,7 @@ def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
 
 def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
     """Forward through the embedding and the blocks; each unit's pending update and its weights run ahead of it."""
-    ahead = min(e.plan.window, e.geo.head) - 1  # the two ends share a slot: the last waits until the first is through
+    ahead = min(e.plan.ahead, e.geo.head - 1)  # the two ends share a slot: the last waits until the first is through
     e.optimizer.begin_updates()
     for u in range(ahead):
         approach(e, u)
@@ -145,8 +145,7 @@ def _block_up(e: Engine, u: int, b: int, w: Held, mb: Inputs, out: Here, train: 
 
     def forward():
         saved = swap.saved(u, mb.tokens, spans)
-        block = model.block(e.cfg)
-        block.forward(e.cfg, u - 1, _weights(e, u, w), _rows(e, x.buffer, mb), mb.rows, saved, _rows(e, out.buffer, mb))
+        model.forward(e.cfg, u, _weights(e, u, w), _rows(e, x.buffer, mb), mb.rows, saved, _rows(e, out.buffer, mb))
 
     before = [t for here in (x, out, *spans.values()) for t in here.ready]
     flops = shapes.forward_flops(e.cfg, u, mb.tokens, mb.pairs)
@@ -202,7 +201,7 @@ def _turn(e: Engine, batch: Sequence[Inputs], scale: float | None) -> list[Tenso
 def _down(e: Engine, batch: Sequence[Inputs]) -> None:
     """Backward through the blocks and the embedding; each gradient goes to the optimizer when its unit is through."""
     order = [(u, b) for u in range(e.geo.head - 1, 0, -1) for b in range(len(batch))]
-    ahead = e.plan.window - 1
+    ahead = e.plan.ahead
     reach = e.plan.swap_slots - 1  # micro-batches whose activations are fetched ahead
     for u, b in order[:reach]:
         _fetch(e, u, b, batch[b])
@@ -236,12 +235,12 @@ def _block_down(e: Engine, u: int, b: int, w: Held, grads, zeroed: Task, mb: Inp
         saved = swap.saved(u, mb.tokens, spans)
         g = model.weights(e.cfg, u, grads)
         tensors = (_rows(e, x.buffer, mb), saved, _rows(e, dy.buffer, mb), mb.rows, _rows(e, dx.buffer, mb))
-        model.block(e.cfg).backward(e.cfg, u - 1, _weights(e, u, w), g, *tensors)
+        model.backward(e.cfg, u, _weights(e, u, w), g, *tensors)
 
     before = [t for here in (w, x, dy, *spans.values(), dx) for t in here.ready] + [zeroed]
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
     flops = shapes.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
-    flops += shapes.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs)
+    flops += shapes.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
     done = e.run(f"backward {e.geo.names[u]}", backward, before, flops)
     for part in ("x", *spans):
         swap.release(u, b, part, done)

@@ -9,8 +9,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from trireme.engine.plan import Plan
 from trireme.engine.predict import Batch, predict
 from trireme.engine.sample import prompts, sample
 from trireme.engine.schedule import learning_rate
-from trireme.engine.screen import duration
+from trireme.engine.screen import Screen, duration
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
 from trireme.engine.verify import check_free, reopen, swept_on_failure
 from trireme.models import shapes
@@ -44,6 +44,7 @@ from trireme.storage.files import StoreError
 from trireme.storage.shards import Store
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
+SAMPLING = 60.0  # seconds after which a sample ends: a token takes a whole pass over the weights
 SPENT = "store.finished"  # the store of a run that is over, while it is removed
 PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
 
@@ -69,7 +70,10 @@ def finetune(options: Options) -> None:
 def _train(options: Options) -> None:
     store, extra = _open_snapshot(options) if options.resume else (None, None)
     try:
-        job = jobs.prepare(options, like=extra and extra["cut"])
+        screen, begun = Screen(sys.stdout), time.monotonic()
+        tell = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)  # noqa: E731
+        job = jobs.prepare(options, like=extra and extra["cut"], progress=tell)
+        screen.clear()
         for line in jobs.report(job):
             print(line)
         if not (extra or options.assume):
@@ -150,13 +154,15 @@ class Run:
             )
         e.claim_scratch(self.store.devices)
         if resumed:
-            e.homes.load_from_store()
+            with self.log.screen.working("loading", e.homes.off_the_ssd()) as more:
+                e.homes.load_from_store(more)
             return e
         for name, layout in e.homes.shards():
             self.store.add(name, layout, weights=name.startswith("weights"))
         if any("ssd" in (u.weights, u.state) for u in job.plan.units):
             self.store.reserve()
-        Exchange(job.cfg, job.source, e.homes).load()
+        with self.log.screen.working("loading", jobs.forecast(job).stored()) as more:
+            Exchange(job.cfg, job.source, e.homes).load(more)
         return e
 
     # ------------------------------------------------ the loop
@@ -267,7 +273,8 @@ class Run:
             self.best, self.best_step = loss, self.step or None
             if self.step:
                 self._settle()
-                Exchange(job.cfg, job.source, self.e.homes).replace(job.out / "best")
+                with self._exporting() as more:
+                    Exchange(job.cfg, job.source, self.e.homes).replace(job.out / "best", more)
         self.evaluated_at, self.evaluated_step = time.monotonic(), self.step
 
     def _samples(self, count: int) -> list[tuple[str, str, bool]]:
@@ -276,7 +283,7 @@ class Run:
         if job.tokenizer is None:
             return []
         given = prompts(job.data.held_out or job.data, count)
-        said = sample(self.e, job.tokenizer, given)
+        said = sample(self.e, job.tokenizer, given, until=time.monotonic() + SAMPLING)
         return [(job.tokenizer.decode(ids), text, ended) for ids, (text, ended) in zip(given, said, strict=True)]
 
     def _eval_group(self, group: list) -> float:
@@ -294,7 +301,8 @@ class Run:
         if self.saved_step == self.step and self.store.snapshots:
             return
         self._settle()
-        self.e.homes.save_to_store()
+        with self.log.screen.working("saving", self.e.homes.off_the_ssd()) as more:
+            self.e.homes.save_to_store(more)
         extra = {"step": self.step, "cut": jobs.cut(self.job), "data": self.job.data.fingerprint}
         self.store.commit(
             self.step,
@@ -307,13 +315,17 @@ class Run:
         )
         self.saved_at, self.saved_step = time.monotonic(), self.step
 
+    def _exporting(self) -> AbstractContextManager[Callable[[int], None]]:
+        return self.log.screen.working("writing the checkpoint", self.job.source.nbytes)
+
     def _finish(self) -> None:
         """The last evaluation, the checkpoint folder, and the end of the training state."""
         job = self.job
         self._settle()
         if job.data.held_out and self.evaluated_step != self.step:
             self._evaluate()
-        Exchange(job.cfg, job.source, self.e.homes).save(job.out)
+        with self._exporting() as more:
+            Exchange(job.cfg, job.source, self.e.homes).save(job.out, more)
         for line in (self.log.summary(), *reopen(job.source, job.out)):
             self.log.say(line)
         for prompt, text, ended in self._samples(3):

@@ -144,7 +144,7 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
     n = grad.numel()
     n_blocks = cdiv(n, LANE_ROWS << HALVINGS)
     sums = torch.empty(n_blocks, dtype=torch.float32, device=grad.device)
-    unroll, stages, warps = (8, 1, 8) if out is None else (1, 8, 4)  # a stream that only reads, one that writes too
+    unroll, stages, warps = (8, 1, 16) if out is None else (1, 8, 4)  # a stream that only reads, one that writes too
     _sum_squares[(n_blocks,)](
         grad, out, sums, n, out is not None, HALVINGS, LANE_ROWS, unroll, stages,
         num_warps=warps, enable_fp_fusion=False,

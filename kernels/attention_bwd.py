@@ -8,15 +8,15 @@ Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from trireme.kernels import launch
-from trireme.kernels.attention_fwd import LOG2E, _key_ranges, _load_rows, _visible, strides
-from trireme.kernels.docs import Docs
-from trireme.kernels.launcher import launcher
+from trireme.kernels.attention_fwd import LOG2E, _key_ranges, _load_rows, _visible, flat
+from trireme.kernels.launcher import Fixed, launcher
 
 
 @triton.jit
@@ -285,33 +285,29 @@ def _attention_bwd_dkv(
     tl.store(p_dv, b_dv.to(p_dv.dtype.element_ty), mask)
 
 
-def attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    docs: Docs,
-    scale: float,
-    dq_: Tensor,
-    dk_: Tensor,
-    dv_: Tensor,
-    window: int,
-) -> None:
-    """Fills dq_, dk_, dv_."""
-    (N, H, D), K = q.shape, k.shape[1]
-    delta = torch.empty_like(lse)
-    block_d = launch.head_block(D)
-    tile = launch.attention_dq(q)
-    tiles = docs.query_tiles[tile.q]
-    _attention_bwd_dq[(len(tiles) * H,)](
-        dout, q, k, v, out, lse, delta, dq_, tiles, N, scale, window, *strides(dout, q, k, v, out, dq_),
-        H, H // K, D, block_d, tile.q, tile.k, window > 0, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    tile = launch.attention_dkv(q)
-    tiles = docs.key_tiles[tile.k]
-    _attention_bwd_dkv[(len(tiles) * K,)](
-        dout, q, k, v, lse, delta, dk_, dv_, tiles, N, scale, window, *strides(dout, q, k, v, dk_, dv_),
-        K, H // K, D, block_d, tile.q, tile.k, window > 0, num_warps=tile.warps, num_stages=tile.stages,
+class Backward(NamedTuple):
+    """How the gradients of tensors of one dtype and layout are taken: two launches."""
+
+    query_rows: int  # of a query tile of dq
+    dq: Fixed  # (dout, q, k, v, out, lse, delta, dq, tiles), (N, scale)
+    key_rows: int  # of a key tile of dkv
+    dkv: Fixed  # (dout, q, k, v, lse, delta, dk, dv, tiles), (N, scale)
+
+
+def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Backward:
+    """Backward for tensors with the strides of (dout, q, k, v, out, dq, dk, dv)."""
+    dout, q, k, v, out, dq, dk, dv = strides
+    sizes = H // K, D, launch.head_block(D)
+    by_query, by_key = launch.attention_dq(device, dtype, D), launch.attention_dkv(device, dtype, D)
+    return Backward(
+        by_query.q,
+        Fixed(
+            _attention_bwd_dq, window, *flat((dout, q, k, v, out, dq)), H, *sizes, by_query.q, by_query.k, window > 0,
+            num_warps=by_query.warps, num_stages=by_query.stages,
+        ),
+        by_key.k,
+        Fixed(
+            _attention_bwd_dkv, window, *flat((dout, q, k, v, dk, dv)), K, *sizes, by_key.q, by_key.k, window > 0,
+            num_warps=by_key.warps, num_stages=by_key.stages,
+        ),
     )  # fmt: skip

@@ -20,12 +20,12 @@ def suits(q: Tensor, docs: Docs, window: int) -> bool:
     """Whether cuDNN is the faster way for q (N, H, d)."""
     length, d = docs.lengths[0], q.shape[2]
     return (
-        chip(q.device).arch == 90
-        and q.dtype == torch.bfloat16
+        d > 64
+        and d % 8 == 0
         and window == 0
         and length % 1024 == 0
-        and d > 64
-        and d % 8 == 0
+        and chip(q.device).arch == 90
+        and q.dtype == torch.bfloat16
         and docs.lengths.count(length) == len(docs.lengths)
     )
 

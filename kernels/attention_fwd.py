@@ -8,25 +8,25 @@ Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from trireme.kernels import launch
-from trireme.kernels.docs import Docs
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import Fixed, launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HIDDEN = tl.constexpr(-1e30)  # finite: a row whose first tile is all hidden must not meet inf - inf
 
 
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Token and head strides of each."""
-    found = ()
-    for t in tensors:
-        found += t.stride()[:2]
-    return found
+def flat(strides: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
+    """Token and head strides, one after the other, as the kernels take them."""
+    return tuple(chain.from_iterable(s[:2] for s in strides))
 
 
 @triton.jit
@@ -183,15 +183,18 @@ def _attention_fwd(
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), m_q[:, None] & (o_d < D)[None, :])
 
 
-def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int, out: Tensor, lse: Tensor
-) -> None:
-    """Fills out (N, H, D) and lse (H, N)."""
-    N, H, D = q.shape
-    tile = launch.attention_fwd(q)
-    tiles = docs.query_tiles[tile.q]
-    _attention_fwd[(len(tiles) * H,)](
-        q, k, v, out, lse, tiles, N, scale, window, *strides(q, k, v, out),
-        H, H // k.shape[1], D, launch.head_block(D), tile.q, tile.k, window > 0,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+class Forward(NamedTuple):
+    """How tensors of one dtype and layout are attended to."""
+
+    rows: int  # of a query tile
+    run: Fixed  # (q, k, v, out, lse, tiles), (N, scale)
+
+
+def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Forward:
+    """Forward for tensors with the strides of (q, k, v, out)."""
+    tile = launch.attention_fwd(device, dtype, D)
+    constants = H, H // K, D, launch.head_block(D), tile.q, tile.k, window > 0
+    return Forward(
+        tile.q,
+        Fixed(_attention_fwd, window, *flat(strides), *constants, num_warps=tile.warps, num_stages=tile.stages),
+    )

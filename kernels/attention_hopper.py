@@ -12,7 +12,6 @@ may still run.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -24,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trireme.kernels import launch
-from trireme.kernels.attention_fwd import strides
-from trireme.kernels.docs import Docs
-from trireme.kernels.launcher import launcher
+from trireme.kernels.attention_bwd import Backward
+from trireme.kernels.attention_fwd import flat
+from trireme.kernels.launcher import Fixed, launcher
 
 LOG2E = gl.constexpr(1.4426950408889634)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both were renamed
@@ -305,45 +304,32 @@ def dq_kernel(
 # ---------------------------------------------------------------- launchers
 
 
-def suits(window: int, *tensors: Tensor) -> bool:
-    """Whether these kernels take q (the first of tensors), and all can be copied by 16 bytes."""
-    q = tensors[0]
+def suits(device: torch.device, dtype: torch.dtype, D: int, window: int, strides) -> bool:
+    """Whether these kernels take heads of D values whose tensors have these strides, and are aligned to 16 bytes."""
     return (
-        launch.chip(q.device).arch == 90
+        launch.chip(device).arch == 90
         and window == 0
-        and q.dtype == torch.bfloat16
-        and 32 < q.shape[2] <= 128
-        and q.shape[2] % 8 == 0
-        and all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 and t.stride(1) % 16 == 0 for t in tensors)
+        and dtype == torch.bfloat16
+        and 32 < D <= 128
+        and D % 8 == 0
+        and all(n % 16 == 0 for n in flat(strides))
     )
 
 
-def attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    docs: Docs,
-    scale: float,
-    dq_: Tensor,
-    dk_: Tensor,
-    dv_: Tensor,
-) -> None:
-    """Fills dq_, dk_, dv_."""
-    N, H, D = q.shape
-    K, block_d = k.shape[1], launch.head_block(D)
-    delta = torch.empty_like(lse)
-    tile = launch.hopper_dq(block_d)
-    tiles = docs.query_tiles[tile.q]
-    dq_kernel[(len(tiles) * H,)](
-        dout, q, k, v, out, lse, delta, dq_, tiles, N, scale, *strides(dout, q, k, v, out, dq_),
-        H, H // K, D, block_d, tile.q, tile.k, tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
-    tile = launch.hopper_dkv(block_d)
-    tiles = docs.key_tiles[tile.k]
-    dkv_kernel[(len(tiles) * K,)](
-        dout, q, k, v, lse, delta, dk_, dv_, tiles, N, scale, *strides(dout, q, k, v, dk_, dv_),
-        K, H // K, D, block_d, tile.q, tile.k, tile.stages, num_warps=tile.warps,
+def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Backward:
+    """Backward for tensors with the strides of (dout, q, k, v, out, dq, dk, dv), all aligned to 16 bytes."""
+    dout, q, k, v, out, dq, dk, dv = strides
+    sizes = H // K, D, launch.head_block(D)
+    by_query, by_key = launch.hopper_dq(sizes[2]), launch.hopper_dkv(sizes[2])
+    return Backward(
+        by_query.q,
+        Fixed(
+            dq_kernel, *flat((dout, q, k, v, out, dq)), H, *sizes, by_query.q, by_query.k, by_query.stages,
+            num_warps=by_query.warps,
+        ),
+        by_key.k,
+        Fixed(
+            dkv_kernel, *flat((dout, q, k, v, dk, dv)), K, *sizes, by_key.q, by_key.k, by_key.stages,
+            num_warps=by_key.warps,
+        ),
     )  # fmt: skip

@@ -22,7 +22,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @launcher
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _cross_entropy(
     p_logits,
     p_x,
@@ -31,45 +31,48 @@ def _cross_entropy(
     p_rows,
     p_losses,
     scale,
+    M,
     V: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):
-    """One row: its loss, and dlogits over its logits. The second pass finds the row in L2."""
-    i_row = tl.program_id(0).to(tl.int64)
-    i_token = tl.load(p_rows + i_row)
-    i_label = tl.load(p_labels + i_token)
-    p_x += i_row * D
-    p_w += i_label * D
+    """Loss of each row, and dlogits over its logits. The second pass walks back, and finds what is left in L2."""
+    GROUP: tl.constexpr = 8  # logits of one thread, which share a maximum
+    LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
     o_d = tl.arange(0, BLOCK_D)
-    b_dot = tl.zeros((BLOCK_D,), tl.float32)
-    for i_d in range(0, D, BLOCK_D):
-        b_x = tl.load(p_x + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
-        b_dot += b_x * tl.load(p_w + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
-    target = tl.sum(b_dot, 0) * LOG2E
+    o_v = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    for i in range(tl.program_id(0), M, tl.num_programs(0)):
+        i_row = tl.cast(i, tl.int64)
+        i_token = tl.load(p_rows + i_row)
+        i_label = tl.load(p_labels + i_token)
+        b_dot = tl.zeros((BLOCK_D,), tl.float32)
+        for i_d in range(0, D, BLOCK_D):
+            b_x = tl.load(p_x + i_row * D + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
+            b_dot += b_x * tl.load(p_w + i_label * D + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
+        target = tl.sum(b_dot, 0) * LOG2E
+        label = i_label.to(tl.int32)
 
-    p_logits += i_row * V
-    o_v = tl.arange(0, BLOCK)
-    b_m = tl.full((BLOCK,), -1e30, tl.float32)
-    b_l = tl.zeros((BLOCK,), tl.float32)
-    for i_v in range(0, V, BLOCK):
-        b_x = tl.load(p_logits + i_v + o_v, i_v + o_v < V, float("-inf")).to(tl.float32) * LOG2E
-        b_x = tl.where(i_v + o_v == i_label, target, b_x)
-        b_e = tl.exp2(
-            -tl.abs(b_x - b_m)
-        )  # one exponential serves both: a new maximum shrinks the sum, else x adds to it
-        b_l = tl.where(b_x > b_m, b_l * b_e + 1.0, b_l + b_e)
-        b_m = tl.maximum(b_m, b_x)
-    m = tl.max(b_m, 0)
-    lse = m + tl.log2(tl.sum(b_l * tl.exp2(b_m - m), 0))
-    tl.store(p_losses + i_token, (lse - target) * LN2)
-    if GRADIENT:
+        p_z = p_logits + i_row * V
+        b_m = tl.full((BLOCK // GROUP,), -1e30, tl.float32)
+        b_l = tl.zeros((BLOCK // GROUP,), tl.float32)
         for i_v in range(0, V, BLOCK):
-            b_x = tl.load(p_logits + i_v + o_v, i_v + o_v < V, 0.0).to(tl.float32) * LOG2E
-            b_p = tl.where(i_v + o_v == i_label, tl.exp2(target - lse) - 1.0, tl.exp2(b_x - lse))
-            tl.store(p_logits + i_v + o_v, (b_p * scale).to(p_logits.dtype.element_ty), i_v + o_v < V)
+            b_x = tl.load(p_z + i_v + o_v, i_v + o_v < V, float("-inf"), eviction_policy="evict_last")
+            b_x = tl.where(o_v == label - i_v, target, b_x.to(tl.float32) * LOG2E)
+            b_new = tl.maximum(b_m, tl.max(b_x, 1))
+            b_l = b_l * tl.exp2(b_m - b_new) + tl.sum(tl.exp2(b_x - b_new[:, None]), 1)
+            b_m = b_new
+        m = tl.max(b_m, 0)
+        lse = m + tl.log2(tl.sum(b_l * tl.exp2(b_m - m), 0))
+        tl.store(p_losses + i_token, (lse - target) * LN2)
+        if GRADIENT:
+            for i_v in range(0, V, BLOCK):
+                p_v = p_z + LAST - i_v + o_v
+                mask = LAST - i_v + o_v < V
+                b_x = tl.load(p_v, mask, 0.0, eviction_policy="evict_first").to(tl.float32) * LOG2E
+                b_p = tl.where(o_v == label - (LAST - i_v), tl.exp2(target - lse) - 1.0, tl.exp2(b_x - lse))
+                tl.store(p_v, (b_p * scale).to(p_logits.dtype.element_ty), mask, eviction_policy="evict_first")
 
 
 def linear_cross_entropy(
@@ -104,10 +107,11 @@ def linear_cross_entropy(
         xs = x[i : i + chunk] if every else x.index_select(0, part)
         z = logits[: len(part)]
         torch.mm(xs, weight.T, out=z)
-        block, warps = launch.cross_entropy(V)
-        _cross_entropy[(len(part),)](
-            z, xs, weight, labels, part, losses, scale, V, D, block, min(block, launch.power2(D)), dx_ is not None,
-            num_warps=warps,
+        how = launch.cross_entropy(V)
+        programs = min(len(part), how.each * launch.chip(x.device).sms)
+        _cross_entropy[(programs,)](
+            z, xs, weight, labels, part, losses, scale, len(part), V, D, how.block,
+            min(how.block, launch.power2(D)), dx_ is not None, num_warps=how.warps,
         )  # fmt: skip
         if dx_ is None:
             continue

@@ -33,8 +33,10 @@ def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
     torch.cumsum(n, 0, out=cu[1:])
     positions = torch.arange(int(cu[-1])) - torch.repeat_interleave(cu[:-1], n)
     parts = [cu, positions, *(t for block in TILES for t in _tiles(n, cu[:-1], block))]
-    sent = torch.cat([t.flatten() for t in parts]).to(torch.int32).to(device, non_blocking=True)
-    flat = [f.view(t.shape) for f, t in zip(sent.split([t.numel() for t in parts]), parts, strict=True)]
+    padded = [torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 4)) for t in parts]  # each aligned to 16 bytes:
+    sent = torch.cat(padded).to(torch.int32).to(device, non_blocking=True)  # one compiled form of each kernel
+    found = zip(sent.split([len(p) for p in padded]), parts, strict=True)
+    flat = [f[: t.numel()].view(t.shape) for f, t in found]
     query_tiles, key_tiles = dict(zip(TILES, flat[2::2], strict=True)), dict(zip(TILES, flat[3::2], strict=True))
     return Docs(tuple(int(v) for v in lengths), flat[0], flat[1], query_tiles, key_tiles)
 

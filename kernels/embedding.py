@@ -2,6 +2,7 @@
 
 The backward sorts the tokens once, so that equal ones form runs, and cuts the places into chunks: a program sums the
 part of a run that lies in one chunk. A run that crosses chunks, of a frequent token, is added up by a second kernel.
+Few tokens are sorted by comparing all pairs, in one launch: a radix sort's many passes over little take longer.
 Legend: N tokens, D width, V vocabulary.
 """
 
@@ -16,6 +17,7 @@ from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import launcher
 
 CHUNK, ROWS = 64, 2  # places of a chunk; rows of a run that are read at once
+FEW = 12288  # tokens up to which all pairs are compared
 
 
 @launcher
@@ -25,6 +27,27 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     i_v = tl.load(p_ids + i_n)
     tl.store(p_out + i_n * D + o_d, tl.load(p_w + i_v * D + o_d, o_d < D), o_d < D)
+
+
+@launcher
+@triton.jit(do_not_specialize=["N"])
+def _sort(p_sorted, p_order, p_ids, N, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+    """A token's place is the number of tokens that are smaller, or equal and before it."""
+    first = tl.program_id(0) * BLOCK
+    o_i = first + tl.arange(0, BLOCK)
+    o_j = tl.arange(0, OTHERS)
+    b_i = tl.load(p_ids + o_i, o_i < N, 0).to(tl.int32)
+    b_place = tl.zeros((BLOCK, OTHERS), tl.int32)
+    for j in range(0, first // OTHERS * OTHERS, OTHERS):  # all before the block
+        b_j = tl.load(p_ids + j + o_j).to(tl.int32)
+        b_place += (b_j[None, :] <= b_i[:, None]).to(tl.int32)
+    for j in range(first // OTHERS * OTHERS, N, OTHERS):
+        b_j = tl.load(p_ids + j + o_j, j + o_j < N, 0x7FFFFFFF).to(tl.int32)
+        b_before = ((j + o_j)[None, :] < o_i[:, None]).to(tl.int32)
+        b_place += (b_j[None, :] < b_i[:, None] + b_before).to(tl.int32)
+    o_place = tl.sum(b_place, 1)
+    tl.store(p_sorted + o_place, b_i, o_i < N)
+    tl.store(p_order + o_place, o_i.to(tl.int64), o_i < N)
 
 
 @triton.jit
@@ -109,11 +132,23 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     return out
 
 
+def sort(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(the values in order, int32; where each was, int64) of ids (N,) int64, 0 <= ids < 2^31; stable."""
+    N = len(ids)
+    if N > FEW:
+        return torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64
+    values = torch.empty(N, dtype=torch.int32, device=ids.device)
+    order = torch.empty_like(ids)
+    _sort[(cdiv(N, 16),)](values, order, ids, N, 16, 128, num_warps=4)
+    return values, order
+
+
 def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     """As reference.embedding_bwd_. All arguments contiguous."""
     N, D = dy.shape
-    assert ids.shape == (N,) and dy.is_contiguous() and dweight_.is_contiguous() and dweight_.shape[1] == D
-    tokens, order = torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64
+    assert ids.shape == (N,) and ids.dtype == torch.int64 and dweight_.shape[1] == D
+    assert ids.is_contiguous() and dy.is_contiguous() and dweight_.is_contiguous()
+    tokens, order = sort(ids)
     chunks, block = cdiv(N, CHUNK), min(4096, power2(D))
     parts = torch.empty((2 * chunks, D), dtype=torch.float32, device=dy.device)
     grid, warps = (N, cdiv(D, block)), max(4, block // 512)

@@ -88,30 +88,30 @@ def head_block(D: int) -> int:
     return max(16, power2(D))
 
 
-def attention_fwd(q: torch.Tensor) -> Tile:
-    """Forward tile for q (N, H, d)."""
-    arch, D = chip(q.device).arch, head_block(q.shape[2])
-    if arch == 0 or q.dtype == torch.float32:
+def attention_fwd(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
+    """Forward tile for heads of D values."""
+    arch, D = chip(device).arch, head_block(D)
+    if arch == 0 or dtype == torch.float32:
         return Tile(64, 32, 4, 1)
     if arch >= 90:
         return Tile(128, 64, 8, 2 if D == 256 else 3)
     return Tile(64, 32, 8, 2) if D == 256 else Tile(128, 32, 8, 2) if D == 128 else Tile(128, 64, 8, 2)
 
 
-def attention_dq(q: torch.Tensor) -> Tile:
+def attention_dq(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
     """Tile of the kernel for dq."""
-    arch, D = chip(q.device).arch, head_block(q.shape[2])
-    if arch == 0 or q.dtype == torch.float32:
+    arch, D = chip(device).arch, head_block(D)
+    if arch == 0 or dtype == torch.float32:
         return Tile(64, 32, 4, 1)
     if arch >= 90:
         return Tile(128, 32, 8, 2) if D == 256 else Tile(128, 64, 8, 3) if D == 128 else Tile(64, 64, 4, 3)
     return Tile(64, 32, 8, 1) if D == 256 else Tile(128, 32, 8, 2)
 
 
-def attention_dkv(q: torch.Tensor) -> Tile:
+def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
     """Tile of the kernel for (dk, dv)."""
-    arch, D = chip(q.device).arch, head_block(q.shape[2])
-    if arch == 0 or q.dtype == torch.float32:
+    arch, D = chip(device).arch, head_block(D)
+    if arch == 0 or dtype == torch.float32:
         return Tile(32, 64, 4, 1)
     if arch >= 90:
         return Tile(32, 64, 8, 2) if D == 256 else Tile(32, 64, 4, 3) if D == 128 else Tile(64, 64, 4, 2)
@@ -128,6 +128,14 @@ def hopper_dkv(block_d: int) -> Tile:
     return Tile(64, 128, 8, 2) if block_d == 128 else Tile(32, 64, 4, 3)
 
 
-def cross_entropy(V: int) -> tuple[int, int]:
-    """(logits at a time, warps) for one row of V logits: wide programs, so that few rows are in flight, within L2."""
-    return (8192, 32) if V > 65536 else (min(4096, power2(V)), 4)
+class Logits(NamedTuple):
+    """Launch of the loss: logits of a row at a time, warps, programs on a multiprocessor."""
+
+    block: int
+    warps: int
+    each: int
+
+
+def cross_entropy(V: int) -> Logits:
+    """For rows of V logits: wide programs for wide rows, so that the rows in flight stay in L2."""
+    return Logits(8192, 32, 2) if V > 65536 else Logits(4096, 8, 8)

@@ -58,6 +58,37 @@ class Kernel:
         return (args[0].get_device(), *key), values
 
 
+class Fixed:
+    """A launch of `kernel` of which all is settled but the grid, the tensors' addresses and the numbers after them.
+
+    Whoever keeps one for the tensors' dtypes, shapes and strides spares its calls the key, which takes longer the more
+    arguments there are. `numbers` are floats, or integers that are not specialised and take 32 bits; `rest` follow.
+    """
+
+    def __init__(self, kernel, *rest, **options):
+        self.kernel, self.rest, self.options = kernel, rest, options
+        self.form: tuple | None = None  # (device, *what Kernel keeps), for tensors that are all aligned to 16 bytes
+
+    def __call__(self, programs: int, tensors: tuple[torch.Tensor, ...], numbers: tuple) -> None:
+        pointers, bits = [], 0
+        for t in tensors:
+            p = t.data_ptr()
+            pointers.append(p)
+            bits |= p
+        if self.form is None or bits % 16:
+            return self._search(programs, (*tensors, *numbers, *self.rest), bits % 16 == 0)
+        device, launch, function, metadata, _ = self.form
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        launch(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *self.rest)
+
+    def _search(self, programs: int, args: tuple, aligned: bool) -> None:
+        self.kernel[(programs,)](*args, **self.options)
+        if aligned and isinstance(self.kernel, Kernel):
+            key, _ = self.kernel.key(args, self.options)
+            form = self.kernel.forms.get(key)
+            self.form = form and (key[0], *form)
+
+
 def launcher(fn):
     """Kernel(fn) for a @triton.jit function; in Triton's interpreter nothing is compiled, and fn is left as it is."""
     return Kernel(fn) if isinstance(fn, JITFunction) else fn

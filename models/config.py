@@ -63,6 +63,7 @@ class ModelConfig:
     window_from: int = 0  # the first layer that has the window
     scale_attn: bool = True  # scores times head_dim ** -0.5
     scale_attn_by_layer: bool = False  # scores also divided by the layer's number, counted from 1
+    halves: bool = False  # units are halves of blocks, attention and MLP: said by a plan, never by config.json
 
     @property
     def is_gpt(self) -> bool:
@@ -71,7 +72,7 @@ class ModelConfig:
 
     @property
     def n_units(self) -> int:
-        return self.n_layers + 2
+        return self.n_layers * (2 if self.halves else 1) + 2
 
     @property
     def q_width(self) -> int:

@@ -1,4 +1,4 @@
-"""A GPT-2 block, forward and backward as explicit functions over named saved tensors.
+"""A GPT-2 block and its halves, forward and backward as explicit functions over named saved tensors.
 
     resid = x + attention(norm1(x)) @ c_proj         out = resid + gelu(norm2(resid) @ fc) @ proj        (+ biases)
 
@@ -22,20 +22,20 @@ from trireme.models.shapes import layer_prefix
 
 
 class Weights(NamedTuple):
-    """A block's weights, or their gradients."""
+    """A block's weights, or their gradients. What half a block lacks is None."""
 
-    norm1: Tensor  # (D,)
-    norm1_bias: Tensor
-    qkv: Tensor  # (D, 3D)
-    qkv_bias: Tensor
-    o: Tensor  # (D, D)
-    o_bias: Tensor
-    norm2: Tensor  # (D,)
-    norm2_bias: Tensor
-    fc: Tensor  # (D, F)
-    fc_bias: Tensor
-    proj: Tensor  # (F, D)
-    proj_bias: Tensor
+    norm1: Tensor | None  # (D,)
+    norm1_bias: Tensor | None
+    qkv: Tensor | None  # (D, 3D)
+    qkv_bias: Tensor | None
+    o: Tensor | None  # (D, D)
+    o_bias: Tensor | None
+    norm2: Tensor | None  # (D,)
+    norm2_bias: Tensor | None
+    fc: Tensor | None  # (D, F)
+    fc_bias: Tensor | None
+    proj: Tensor | None  # (F, D)
+    proj_bias: Tensor | None
 
 
 _NAMES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # in the order of Weights
@@ -44,7 +44,7 @@ _NAMES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"
 def weights(cfg: ModelConfig, layer: int, views: dict[str, Tensor]) -> Weights:
     """Weights over `views`, a unit's tensors by Hugging Face name."""
     prefix = layer_prefix(cfg, layer)
-    return Weights(*(views[f"{prefix}{name}.{part}"] for name in _NAMES for part in ("weight", "bias")))
+    return Weights(*(views.get(f"{prefix}{name}.{part}") for name in _NAMES for part in ("weight", "bias")))
 
 
 class _Attention(NamedTuple):
@@ -87,19 +87,46 @@ def forward(
 
     `attention` may stand in for ops.attention_fwd: a generator's, which sees a cache too.
     """
+    resid = attention_forward(cfg, layer, w, x, rows, saved, saved.get("resid"), attention)
+    mlp_forward(cfg, layer, w, resid, rows, saved, out)
+
+
+def attention_forward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor | None,
+    attention: Callable | None = None,
+) -> Tensor:
+    """The first half, as forward; returns its result (N, D), in `out` where given."""
     qkv = _qkv(cfg, w, x, saved.get("qkv"))
     attn_out, lse = _attend(cfg, layer, qkv, rows, saved.get("attn_out"), attention)
     if "lse" in saved:
         saved["lse"].copy_(lse)
     del qkv, lse
-    resid = linear_add(attn_out, w.o, w.o_bias, x, saved.get("resid"))
-    del attn_out
-    y, _, _, _ = ops.layernorm_fwd(resid, w.norm2, w.norm2_bias, cfg.eps)
+    return linear_add(attn_out, w.o, w.o_bias, x, out)
+
+
+def mlp_forward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    attention: Callable | None = None,
+) -> None:
+    """The second half, as forward; x (N, D) is what the first has made."""
+    y, _, _, _ = ops.layernorm_fwd(x, w.norm2, w.norm2_bias, cfg.eps)
     fc = linear(y, w.fc, None, saved.get("fc"))
     del y
     act = ops.gelu_bias_fwd(fc, w.fc_bias)
     del fc
-    linear_add(act, w.proj, w.proj_bias, resid, out)
+    linear_add(act, w.proj, w.proj_bias, x, out)
 
 
 def backward(
@@ -120,35 +147,45 @@ def backward(
     else:
         attention = _rebuild_attention(cfg, layer, w, x, saved, rows)
         resid = linear_add(attention.out, w.o, w.o_bias, x)
-    dresid = _mlp_backward(cfg, w, g, resid, saved, dy)
+    dresid = mlp_backward(cfg, layer, w, g, resid, saved, dy, rows)
     del resid
     attention = attention or _rebuild_attention(cfg, layer, w, x, saved, rows)
     dqkv = _attention_backward(cfg, layer, w, g, attention, dresid, rows)
     del attention
-    y, mean, rstd, _ = ops.layernorm_fwd(x, w.norm1, w.norm1_bias, cfg.eps)
-    add_product_(g.qkv, y, dqkv)
-    ops.bias_bwd_(g.qkv_bias, dqkv)
-    del y
-    dy1 = torch.mm(dqkv, w.qkv.T)
-    del dqkv
-    ops.layernorm_bwd(dy1, x, w.norm1, mean, rstd, g.norm1, g.norm1_bias, dresid, dx)
+    _qkv_backward(cfg, w, g, x, dqkv, dresid, dx)
 
 
-def _rebuild_attention(
-    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows
-) -> _Attention:
-    """The attention half, saved or computed again as forward does."""
-    qkv = saved["qkv"] if "qkv" in saved else _qkv(cfg, w, x)
-    if "attn_out" in saved and "lse" in saved:
-        return _Attention(qkv, saved["attn_out"], saved["lse"])
-    return _Attention(qkv, *_attend(cfg, layer, qkv, rows))
+def attention_backward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor,
+) -> None:
+    """The first half, as backward; dy (N, D) is the gradient of what it has made."""
+    attention = _rebuild_attention(cfg, layer, w, x, saved, rows)
+    dqkv = _attention_backward(cfg, layer, w, g, attention, dy, rows)
+    del attention
+    _qkv_backward(cfg, w, g, x, dqkv, dy, dx)
 
 
-def _mlp_backward(
-    cfg: ModelConfig, w: Weights, g: Weights, resid: Tensor, saved: dict[str, Tensor], dy: Tensor
+def mlp_backward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of resid (N, D): through the MLP, plus dy itself."""
-    y, mean, rstd, _ = ops.layernorm_fwd(resid, w.norm2, w.norm2_bias, cfg.eps)
+    """The second half, as backward; returns the gradient of x (N, D), in `dx` where given: through the MLP, plus dy."""
+    y, mean, rstd, _ = ops.layernorm_fwd(x, w.norm2, w.norm2_bias, cfg.eps)
     fc = saved["fc"] if "fc" in saved else linear(y, w.fc, None)
     d_fc, act = ops.gelu_bias_bwd(torch.mm(dy, w.proj.T), fc, w.fc_bias, g.fc_bias)
     del fc
@@ -159,7 +196,17 @@ def _mlp_backward(
     del y
     d_norm = torch.mm(d_fc, w.fc.T)
     del d_fc
-    return ops.layernorm_bwd(d_norm, resid, w.norm2, mean, rstd, g.norm2, g.norm2_bias, dy)
+    return ops.layernorm_bwd(d_norm, x, w.norm2, mean, rstd, g.norm2, g.norm2_bias, dy, dx)
+
+
+def _rebuild_attention(
+    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows
+) -> _Attention:
+    """The attention half, saved or computed again as forward does."""
+    qkv = saved["qkv"] if "qkv" in saved else _qkv(cfg, w, x)
+    if "attn_out" in saved and "lse" in saved:
+        return _Attention(qkv, saved["attn_out"], saved["lse"])
+    return _Attention(qkv, *_attend(cfg, layer, qkv, rows))
 
 
 def _attention_backward(
@@ -174,3 +221,19 @@ def _attention_backward(
     scale = cfg.layer_scale(layer)
     ops.attention_bwd(dout, q, k, v, out, attention.lse, rows.docs, scale, *_heads(cfg, dqkv))
     return dqkv
+
+
+def _qkv_backward(
+    cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, dqkv: Tensor, dresid: Tensor, dx: Tensor
+) -> None:
+    """Fills dx (N, D): the gradient of x through qkv, plus dresid."""
+    y, mean, rstd, _ = ops.layernorm_fwd(x, w.norm1, w.norm1_bias, cfg.eps)
+    add_product_(g.qkv, y, dqkv)
+    ops.bias_bwd_(g.qkv_bias, dqkv)
+    del y
+    dy = torch.mm(dqkv, w.qkv.T)
+    ops.layernorm_bwd(dy, x, w.norm1, mean, rstd, g.norm1, g.norm1_bias, dresid, dx)
+
+
+FORWARD = {"block": forward, "attention": attention_forward, "mlp": mlp_forward}
+BACKWARD = {"block": backward, "attention": attention_backward, "mlp": mlp_backward}

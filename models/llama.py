@@ -1,4 +1,4 @@
-"""A block of the LLaMA family, forward and backward as explicit functions over named saved tensors.
+"""A block of the LLaMA family and its halves, forward and backward as explicit functions over named saved tensors.
 
     resid = x + attention(norm1(x)) @ o          out = resid + swiglu(norm2(resid) @ gate_up) @ down
 
@@ -23,14 +23,14 @@ from trireme.models.shapes import layer_prefix
 
 
 class Weights(NamedTuple):
-    """A block's weights, or their gradients. Vectors that the architecture lacks are None."""
+    """A block's weights, or their gradients. What the architecture, or half a block, lacks is None."""
 
-    norm1: Tensor  # (D,)
-    qkv: Tensor  # ((H + 2K) d, D)
-    o: Tensor  # (D, H d)
-    norm2: Tensor  # (D,)
-    gate_up: Tensor  # (2F, D)
-    down: Tensor  # (D, F)
+    norm1: Tensor | None  # (D,)
+    qkv: Tensor | None  # ((H + 2K) d, D)
+    o: Tensor | None  # (D, H d)
+    norm2: Tensor | None  # (D,)
+    gate_up: Tensor | None  # (2F, D)
+    down: Tensor | None  # (D, F)
     qkv_bias: Tensor | None
     o_bias: Tensor | None
     gate_up_bias: Tensor | None
@@ -41,22 +41,29 @@ class Weights(NamedTuple):
 
 def weights(cfg: ModelConfig, layer: int, views: dict[str, Tensor]) -> Weights:
     """Weights over `views`, a unit's tensors by Hugging Face name, laid out as shapes.weight_groups says."""
-    get = lambda name: views[layer_prefix(cfg, layer) + name]  # noqa: E731
+    prefix = layer_prefix(cfg, layer)
     qkv = [f"self_attn.{name}_proj." for name in "qkv"]
     gate_up = ["mlp.gate_proj.", "mlp.up_proj."]
+
+    def get(name: str) -> Tensor | None:
+        return views.get(prefix + name)
+
+    def fused(names: list[str], what: str) -> Tensor | None:
+        return fuse(*(views[prefix + name + what] for name in names)) if prefix + names[0] + what in views else None
+
     return Weights(
         norm1=get("input_layernorm.weight"),
-        qkv=fuse(*(get(name + "weight") for name in qkv)),
+        qkv=fused(qkv, "weight"),
         o=get("self_attn.o_proj.weight"),
         norm2=get("post_attention_layernorm.weight"),
-        gate_up=fuse(*(get(name + "weight") for name in gate_up)),
+        gate_up=fused(gate_up, "weight"),
         down=get("mlp.down_proj.weight"),
-        qkv_bias=fuse(*(get(name + "bias") for name in qkv)) if cfg.qkv_bias else None,
-        o_bias=get("self_attn.o_proj.bias") if cfg.o_bias else None,
-        gate_up_bias=fuse(*(get(name + "bias") for name in gate_up)) if cfg.mlp_bias else None,
-        down_bias=get("mlp.down_proj.bias") if cfg.mlp_bias else None,
-        q_norm=get("self_attn.q_norm.weight") if cfg.qk_norm else None,
-        k_norm=get("self_attn.k_norm.weight") if cfg.qk_norm else None,
+        qkv_bias=fused(qkv, "bias"),
+        o_bias=get("self_attn.o_proj.bias"),
+        gate_up_bias=fused(gate_up, "bias"),
+        down_bias=get("mlp.down_proj.bias"),
+        q_norm=get("self_attn.q_norm.weight"),
+        k_norm=get("self_attn.k_norm.weight"),
     )
 
 
@@ -134,19 +141,46 @@ def forward(
 
     `attention` may stand in for ops.attention_fwd: a generator's, which sees a cache too.
     """
+    resid = attention_forward(cfg, layer, w, x, rows, saved, saved.get("resid"), attention)
+    mlp_forward(cfg, layer, w, resid, rows, saved, out)
+
+
+def attention_forward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor | None,
+    attention: Callable | None = None,
+) -> Tensor:
+    """The first half, as forward; returns its result (N, D), in `out` where given."""
     qkv = _qkv(cfg, w, x, rows, saved.get("qkv"))
     attn_out, lse = _attend(cfg, layer, _heads(cfg, w, qkv, rows), rows, saved.get("attn_out"), attention)
     if "lse" in saved:
         saved["lse"].copy_(lse)
     del qkv, lse
-    resid = linear_add(attn_out, w.o.T, w.o_bias, x, saved.get("resid"))
-    del attn_out
-    y, _, _ = ops.rmsnorm_fwd(resid, w.norm2, cfg.eps)
+    return linear_add(attn_out, w.o.T, w.o_bias, x, out)
+
+
+def mlp_forward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    attention: Callable | None = None,
+) -> None:
+    """The second half, as forward; x (N, D) is what the first has made."""
+    y, _, _ = ops.rmsnorm_fwd(x, w.norm2, cfg.eps)
     gate_up = linear(y, w.gate_up.T, w.gate_up_bias, saved.get("gate_up"))
     del y
     act = ops.swiglu_fwd(gate_up)
     del gate_up
-    linear_add(act, w.down.T, w.down_bias, resid, out)
+    linear_add(act, w.down.T, w.down_bias, x, out)
 
 
 def backward(
@@ -167,37 +201,45 @@ def backward(
     else:
         attention = _rebuild_attention(cfg, layer, w, x, saved, rows)
         resid = linear_add(attention.out, w.o.T, w.o_bias, x)
-    dresid = _mlp_backward(cfg, w, g, resid, saved, dy)
+    dresid = mlp_backward(cfg, layer, w, g, resid, saved, dy, rows)
     del resid
     attention = attention or _rebuild_attention(cfg, layer, w, x, saved, rows)
     dqkv = _attention_backward(cfg, layer, w, g, attention, dresid, rows)
     del attention
-    y, rstd, _ = ops.rmsnorm_fwd(x, w.norm1, cfg.eps)
-    add_product_(g.qkv, dqkv, y)
-    if cfg.qkv_bias:
-        ops.bias_bwd_(g.qkv_bias, dqkv)
-    del y
-    dy1 = torch.mm(dqkv, w.qkv)
-    del dqkv
-    ops.rmsnorm_bwd(dy1, x, w.norm1, rstd, g.norm1, dresid, dx)
+    _qkv_backward(cfg, w, g, x, dqkv, dresid, dx)
 
 
-def _rebuild_attention(
-    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows
-) -> _Attention:
-    """The attention half, saved or computed again as forward does."""
-    qkv = saved["qkv"] if "qkv" in saved else _qkv(cfg, w, x, rows)
-    heads = _heads(cfg, w, qkv, rows)
-    if "attn_out" in saved and "lse" in saved:
-        return _Attention(qkv, heads, saved["attn_out"], saved["lse"])
-    return _Attention(qkv, heads, *_attend(cfg, layer, heads, rows))
+def attention_backward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor,
+) -> None:
+    """The first half, as backward; dy (N, D) is the gradient of what it has made."""
+    attention = _rebuild_attention(cfg, layer, w, x, saved, rows)
+    dqkv = _attention_backward(cfg, layer, w, g, attention, dy, rows)
+    del attention
+    _qkv_backward(cfg, w, g, x, dqkv, dy, dx)
 
 
-def _mlp_backward(
-    cfg: ModelConfig, w: Weights, g: Weights, resid: Tensor, saved: dict[str, Tensor], dy: Tensor
+def mlp_backward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of resid (N, D): through the MLP, plus dy itself."""
-    y, rstd, _ = ops.rmsnorm_fwd(resid, w.norm2, cfg.eps)
+    """The second half, as backward; returns the gradient of x (N, D), in `dx` where given: through the MLP, plus dy."""
+    y, rstd, _ = ops.rmsnorm_fwd(x, w.norm2, cfg.eps)
     gate_up = saved["gate_up"] if "gate_up" in saved else linear(y, w.gate_up.T, w.gate_up_bias)
     d_gate_up, act = ops.swiglu_bwd(torch.mm(dy, w.down), gate_up)
     del gate_up
@@ -210,7 +252,18 @@ def _mlp_backward(
     del y
     d_norm = torch.mm(d_gate_up, w.gate_up)
     del d_gate_up
-    return ops.rmsnorm_bwd(d_norm, resid, w.norm2, rstd, g.norm2, dy)
+    return ops.rmsnorm_bwd(d_norm, x, w.norm2, rstd, g.norm2, dy, dx)
+
+
+def _rebuild_attention(
+    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows
+) -> _Attention:
+    """The attention half, saved or computed again as forward does."""
+    qkv = saved["qkv"] if "qkv" in saved else _qkv(cfg, w, x, rows)
+    heads = _heads(cfg, w, qkv, rows)
+    if "attn_out" in saved and "lse" in saved:
+        return _Attention(qkv, heads, saved["attn_out"], saved["lse"])
+    return _Attention(qkv, heads, *_attend(cfg, layer, heads, rows))
 
 
 def _attention_backward(
@@ -232,3 +285,20 @@ def _attention_backward(
         ops.head_rmsnorm_bwd(dq, q, w.q_norm, q_rstd, g.q_norm, dq)
         ops.head_rmsnorm_bwd(dk, k, w.k_norm, k_rstd, g.k_norm, dk)
     return dqkv
+
+
+def _qkv_backward(
+    cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, dqkv: Tensor, dresid: Tensor, dx: Tensor
+) -> None:
+    """Fills dx (N, D): the gradient of x through qkv, plus dresid."""
+    y, rstd, _ = ops.rmsnorm_fwd(x, w.norm1, cfg.eps)
+    add_product_(g.qkv, dqkv, y)
+    if cfg.qkv_bias:
+        ops.bias_bwd_(g.qkv_bias, dqkv)
+    del y
+    dy = torch.mm(dqkv, w.qkv)
+    ops.rmsnorm_bwd(dy, x, w.norm1, rstd, g.norm1, dresid, dx)
+
+
+FORWARD = {"block": forward, "attention": attention_forward, "mlp": mlp_forward}
+BACKWARD = {"block": backward, "attention": attention_backward, "mlp": mlp_backward}

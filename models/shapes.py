@@ -1,8 +1,8 @@
 """Names and shapes of weights and saved tensors, and what computing with them costs. No torch.
 
 Legend: N tokens, D width, H query heads, K key/value heads, d head width, F hidden width, V vocabulary. A unit u is the
-embedding (0), a block (1..n_layers) or the head (n_layers + 1). `pairs` counts the (query, key) pairs that one layer
-attends to, as attended_pairs gives it. FLOPs count two per multiply-add.
+embedding (0), a block or, where cfg.halves, one of its halves (1..n_units - 2), or the head (n_units - 1). `pairs`
+counts the (query, key) pairs that one layer attends to, as attended_pairs gives it. FLOPs count two per multiply-add.
 """
 
 from __future__ import annotations
@@ -13,11 +13,31 @@ from math import prod
 from trireme.models.config import ModelConfig
 
 Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
+HALVES = ("attention", "mlp")
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
     """Names of the units in order, fit for file names and log lines."""
-    return ["embed", *(f"block{i:03d}" for i in range(cfg.n_layers)), "head"]
+    short = {"block": "block", "attention": "attn", "mlp": "mlp"}
+    inner = (f"{short[kind(cfg, u)]}{layer(cfg, u):03d}" for u in range(1, cfg.n_units - 1))
+    return ["embed", *inner, "head"]
+
+
+def kind(cfg: ModelConfig, u: int) -> str:
+    """What unit u is: "embed", "block", "attention", "mlp" or "head"."""
+    if u in (0, cfg.n_units - 1):
+        return "head" if u else "embed"
+    return HALVES[(u - 1) % 2] if cfg.halves else "block"
+
+
+def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
+    """The kinds of the units between embedding and head, in the order in which they make a block."""
+    return HALVES if cfg.halves else ("block",)
+
+
+def layer(cfg: ModelConfig, u: int) -> int:
+    """The layer that unit u, a block or half of one, is of."""
+    return (u - 1) // len(inner_kinds(cfg))
 
 
 # ---------------------------------------------------------------- weights
@@ -47,11 +67,12 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     """A unit's weight_groups by the parts of the unit: a block's are its attention and its MLP."""
     if u == 0:
         return [_embed_groups(cfg)]
-    if u == cfg.n_layers + 1:
+    if u == cfg.n_units - 1:
         return [_head_groups(cfg)]
-    prefix = layer_prefix(cfg, u - 1)
-    parts = _gpt_parts(cfg) if cfg.is_gpt else _llama_parts(cfg)
-    return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in parts]
+    prefix = layer_prefix(cfg, layer(cfg, u))
+    parts = dict(zip(HALVES, _gpt_parts(cfg) if cfg.is_gpt else _llama_parts(cfg), strict=True))
+    mine = [parts[kind(cfg, u)]] if cfg.halves else parts.values()
+    return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in mine]
 
 
 def _embed_groups(cfg: ModelConfig) -> list[Group]:
@@ -113,24 +134,27 @@ def parameters(cfg: ModelConfig, u: int | None = None) -> int:
 # ---------------------------------------------------------------- saved tensors
 
 
-def saved_shapes(cfg: ModelConfig, tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
+def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, "compute" or "F32") of what a block's forward can save for its backward, besides its input x.
 
-    Any subset may be kept; backward recomputes the rest, and the gradients are the same to the bit.
+    Any subset may be kept; backward recomputes the rest, and the gradients are the same to the bit. Of the halves each
+    has its own; `resid`, which lies between them, is the input of the second.
     """
-    N = tokens
-    return {
-        "qkv": ((N, cfg.qkv_width), "compute"),
-        "attn_out": ((N, cfg.q_width), "compute"),
-        "lse": ((cfg.n_heads, N), "F32"),
-        "resid": ((N, cfg.width), "compute"),
-        **({"fc": ((N, cfg.ffn), "compute")} if cfg.is_gpt else {"gate_up": ((N, 2 * cfg.ffn), "compute")}),
-    }
+    N, found = tokens, {}
+    if kind != "mlp":
+        found["qkv"] = (N, cfg.qkv_width), "compute"
+        found["attn_out"] = (N, cfg.q_width), "compute"
+        found["lse"] = (cfg.n_heads, N), "F32"
+    if kind == "block":
+        found["resid"] = (N, cfg.width), "compute"
+    if kind != "attention":
+        found["fc" if cfg.is_gpt else "gate_up"] = (N, cfg.ffn if cfg.is_gpt else 2 * cfg.ffn), "compute"
+    return found
 
 
-def saved_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> dict[str, int]:
+def saved_bytes(cfg: ModelConfig, tokens: int, itemsize: int, kind: str = "block") -> dict[str, int]:
     """name -> bytes of each tensor of saved_shapes, with `itemsize` bytes an element of the compute dtype."""
-    shapes = saved_shapes(cfg, tokens)
+    shapes = saved_shapes(cfg, tokens, kind)
     return {name: prod(shape) * (4 if dtype == "F32" else itemsize) for name, (shape, dtype) in shapes.items()}
 
 
@@ -147,15 +171,15 @@ def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
     return sum(map(pairs, lengths))
 
 
-def _linear_params(cfg: ModelConfig) -> dict[str, int]:
-    """Elements of a block's matrices, by what their product makes."""
-    mlp_in = (1 if cfg.is_gpt else 2) * cfg.ffn
-    return {
-        "qkv": cfg.width * cfg.qkv_width,
-        "resid": cfg.q_width * cfg.width,
-        "fc" if cfg.is_gpt else "gate_up": cfg.width * mlp_in,
-        "out": cfg.ffn * cfg.width,
-    }
+def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
+    """Elements of the matrices of a block or half of one, by what their product makes."""
+    found = {}
+    if kind != "mlp":
+        found["qkv"], found["resid"] = cfg.width * cfg.qkv_width, cfg.q_width * cfg.width
+    if kind != "attention":
+        found["fc" if cfg.is_gpt else "gate_up"] = cfg.width * (1 if cfg.is_gpt else 2) * cfg.ffn
+        found["out"] = cfg.ffn * cfg.width
+    return found
 
 
 def attention_flops(cfg: ModelConfig, pairs: int) -> int:
@@ -165,23 +189,27 @@ def attention_flops(cfg: ModelConfig, pairs: int) -> int:
 
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     """Forward of a unit. In the head `tokens` are those with a label; its forward makes the loss alone."""
-    if u == 0:
+    what = kind(cfg, u)
+    if what == "embed":
         return 0
-    if u == cfg.n_layers + 1:
+    if what == "head":
         return 2 * tokens * cfg.vocab * cfg.width
-    return 2 * tokens * sum(_linear_params(cfg).values()) + attention_flops(cfg, pairs)
+    attention = attention_flops(cfg, pairs) if what != "mlp" else 0
+    return 2 * tokens * sum(_linear_params(cfg, what).values()) + attention
 
 
 def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     """Backward of a unit without recomputation: two products for each of forward's, in attention five for two."""
-    if u in (0, cfg.n_layers + 1):
+    what = kind(cfg, u)
+    if what in ("embed", "head"):
         return 2 * forward_flops(cfg, u, tokens, pairs)
-    return 4 * tokens * sum(_linear_params(cfg).values()) + attention_flops(cfg, pairs) * 5 // 2
+    attention = attention_flops(cfg, pairs) if what != "mlp" else 0
+    return 4 * tokens * sum(_linear_params(cfg, what).values()) + attention * 5 // 2
 
 
-def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int) -> int:
-    """What a block's backward adds to rebuild the tensors of saved_shapes that are not in `kept`."""
-    missing = saved_shapes(cfg, tokens).keys() - kept
+def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
+    """What the backward of a block or half of one adds to rebuild those of its saved_shapes not in `kept`."""
+    missing = saved_shapes(cfg, tokens, kind).keys() - kept
     linear = sum(n for name, n in _linear_params(cfg).items() if name in missing)
     attention = attention_flops(cfg, pairs) if missing & {"attn_out", "lse"} else 0
     return 2 * tokens * linear + attention
@@ -214,12 +242,12 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
         sums = (tokens // 8 + 8) * cfg.width  # the gradient sorts the ids; fp32 sums of those that are frequent
         return (tokens * cfg.width * itemsize if cfg.is_gpt else 0) + sums + 80 * tokens + SLACK
     partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
-    if u == cfg.n_layers + 1:
+    if u == cfg.n_units - 1:
         return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
-    return _block_workspace(cfg, tokens, itemsize) + partials
+    return _block_workspace(cfg, kind(cfg, u), tokens, itemsize) + partials
 
 
-def _block_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
+def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) -> int:
     """The fullest of the moments in llama.py and gpt.py, each the sum of what is alive there."""
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
     act = tokens * cfg.ffn * itemsize
@@ -230,16 +258,24 @@ def _block_workspace(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
         tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0
     )  # q and k after their norms
     attention = qkv + normed + attn + lse
-    moments = (
-        x + x + up,  # resid, norm2, its product
-        x + up + act,
-        attention + x + x + 2 * (up + act),  # backward, both sides of the activation
-        attention + x + x + up + x,
-        attention + x + attn + qkv + lse,  # dresid, dout, dqkv, the row sums of dout * out
-        x + qkv + x,
-        x + x + x,
-    )
-    return max(moments) + 4 * row
+    moments = {
+        "attention": (
+            x + qkv,
+            attention + attn + qkv + lse,  # backward: dout, dqkv, the row sums of dout * out
+            qkv + x,
+        ),
+        "mlp": (x + 2 * (up + act), x + up + x),  # backward: norm2, both sides of the activation
+        "block": (
+            x + x + up,  # resid, norm2, its product
+            x + up + act,
+            attention + x + x + 2 * (up + act),  # backward, both sides of the activation
+            attention + x + x + up + x,
+            attention + x + attn + qkv + lse,  # dresid, dout, dqkv, the row sums of dout * out
+            x + qkv + x,
+            x + x + x,
+        ),
+    }
+    return max(moments[kind]) + 4 * row
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:

@@ -22,14 +22,14 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
         if e.plan.units[u].saved
         else {}
     )
-    block, wide = model.block(cfg), e.gradients.wide
+    wide = e.gradients.wide
     for b, mb in enumerate(batch):
         head.embed_forward(cfg, w[0], mb.ids, mb.rows, x(1, b))
     for u in range(1, geo.head):
         for b, mb in enumerate(batch):
-            block.forward(cfg, u - 1, w[u], x(u, b), mb.rows, saved(u, b), x(u + 1, b))
+            model.forward(cfg, u, w[u], x(u, b), mb.rows, saved(u, b), x(u + 1, b))
 
-    sums = torch.zeros(geo.n_chunks, device=e.memory.device)
+    sums = torch.zeros(geo.first_chunk[-1], device=e.memory.device)
 
     def gradient(u: int):
         buffer = e.gradients.accumulator.slots[0].buffer
@@ -39,8 +39,8 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
     def finish(u: int, buffer) -> None:
         wide_flat = flat(buffer, wide[u].tensors[0].dtype, geo.numel[u])
         out = flat(homes.gradients[u], geo.dtype, geo.numel[u])
-        for a, b, place in geo.pieces(u, geo.numel[u])[0]:
-            sums[place] = ops.grad_finish(wide_flat[a:b], out=out[a:b])[0]
+        for a, b, i in geo.pieces(u, geo.numel[u])[0]:
+            sums[geo.first_chunk[u] + i] = ops.grad_finish(wide_flat[a:b], out=out[a:b])[0]
 
     buffer, g = gradient(geo.head)
     trained = sum(mb.trained for mb in batch)
@@ -56,7 +56,7 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
     for u in range(geo.head - 1, 0, -1):
         buffer, g = gradient(u)
         for b, mb in enumerate(batch):
-            block.backward(cfg, u - 1, w[u], g, x(u, b), saved(u, b), dx[b], mb.rows, other)
+            model.backward(cfg, u, w[u], g, x(u, b), saved(u, b), dx[b], mb.rows, other)
             dx[b], other = other, dx[b]
         finish(u, buffer)
     buffer, g = gradient(0)

@@ -55,17 +55,16 @@ def rule_of(line: str) -> tuple[ModelConfig, argparse.Namespace, dict]:
 
 def swaps(geo: Geometry, base: Plan, limits: dict[str, int], names: tuple[str, ...], steps: int) -> Iterator[Plan]:
     """Plans by which `names` of 0, 1, ... `steps` parts of the blocks travel to RAM, as far as they fit."""
-    n, everything = geo.cfg.n_layers, tuple(shapes.saved_shapes(geo.cfg, 1))
+    n = geo.cfg.n_layers
     plain = replace(base, units=tuple(replace(u, saved=()) for u in base.units))
     for k in dict.fromkeys(round(n * step / steps) for step in range(steps + 1)):
-        with_ = lambda j, k=k: swapped(plain, n, names, k, everything, j)  # noqa: E731
+        with_ = lambda j, k=k: swapped(geo, plain, names, k, j)  # noqa: E731
         if fits(geo, with_(0), limits):
             yield with_(largest(n, lambda j: fits(geo, with_(j), limits)))  # noqa: B023
 
 
 def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict) -> Iterator[tuple[str, Plan]]:
     """(kind, plan) over micro-batches, ways to lean, tensors that travel, and shares of blocks whose tensors do."""
-    geo = Geometry(cfg, rule["dtype"], rule["adam_bits"])
     for size in rule["batch_tokens"][:3]:
         for lean in LEANS:
             try:
@@ -74,7 +73,8 @@ def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict)
                 continue
             kind = f"x {lean.x}, states {lean.states}, resident {lean.resident}, updates {lean.updates}"
             yield kind, base
-            for names in front(cfg, seq):
+            geo = Geometry.of(cfg, base)
+            for names in front(geo.cfg, seq):
                 for plan in swaps(geo, base, limits, names, 4):
                     yield f"{kind}, {'+'.join(names) if away(geo, plan) else 'nothing'} away", plan
 
@@ -168,10 +168,10 @@ def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
 
 def _points(a, cfg: ModelConfig, rates: Rates, limits: dict[str, int], sequences: int, rule: dict):
     """The curve of one size of a step, and the choice, each with its prediction and its plan."""
-    geo = Geometry(cfg, "BF16")
     choice = choose(cfg, limits, rates, a.seq, **rule).plan
     size = (choice.tokens, choice.n_micro)
     base = simple_plan(cfg, limits, **rule | {"batch_tokens": [size]}, lean=LEANS[a.lean])
+    geo = Geometry.of(cfg, base)
     points = list(
         {away(geo, p): p for p in swaps(geo, base, limits, tuple(shapes.saved_shapes(cfg, 1)), a.points)}.items()
     )

@@ -4,10 +4,15 @@
     python scripts/bench_kernels.py attention --json results.json
     python scripts/bench_kernels.py --peers             also what torch carries, torch.compile, Liger if installed
     python scripts/bench_kernels.py --host              what a call costs the host
+    python scripts/bench_kernels.py --flush write       with an L2 full of lines that others wrote before each call
     python scripts/bench_kernels.py --tune              attention tiles tried out, for kernels/launch.py
 
 Each op is counted at its own smallest traffic (every input read once, every output written once) or at its own FLOPs.
-It is first compared with the reference; no figure is printed for an op that is wrong. Times are medians, L2 cold.
+It is first compared with the reference; no figure is printed for an op that is wrong. Times are medians with nothing of
+the inputs in L2. What is there instead matters: lines that were written must go to memory while the op runs. So before
+each call that is bound by memory the same op runs on other tensors, and leaves what such an op leaves: then each call
+pays for as many writes as it makes. `--flush write` fills the L2 with written lines (as triton.testing.do_bench does),
+`--flush read` with lines that cost nothing; peers and the copy, the ceiling, are timed the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,8 +34,9 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench
 
+from trireme.kernels import attention as attention_module
 from trireme.kernels import launch, ops, reference
-from trireme.kernels.launcher import Kernel
+from trireme.kernels.launcher import Fixed, Kernel
 
 BF16 = torch.bfloat16
 DEVICE = "cuda"
@@ -51,8 +58,31 @@ class Case(NamedTuple):
     bound: float = 5e-3
 
 
-def seconds(run: Callable, rep: int = 60) -> float:
-    return do_bench(run, warmup=10, rep=rep, return_mode="median") * 1e-3
+def seconds(run: Callable, rep: int = 60, flush: Callable | None = None) -> float:
+    """Median time of `run`, launch included, over up to `rep` milliseconds of calls, each after `flush`."""
+    if flush is None:
+        return do_bench(run, warmup=10, rep=rep, return_mode="median") * 1e-3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    busy = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    times: list[float] = []
+    while len(times) < 13 or (sum(times) < rep and len(times) < 103):
+        busy.zero_()  # 300 us, in which the host gets ahead
+        kept = flush()  # results are kept, so that the next ones lie elsewhere
+        start.record()
+        kept = kept, run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:]) * 1e-3
+
+
+FLUSHES = ["same", "write", "read"]
+
+
+def flusher(flush: str, op: Callable) -> Callable | None:
+    """What runs before each call: `op`, on other tensors; a read of 256 MiB; None where do_bench is to write them."""
+    lines = torch.zeros(1 << 25, dtype=torch.int64, device=DEVICE)
+    return {"same": op, "read": lines.sum, "write": None}[flush]
 
 
 def randn(*shape: int, dtype=BF16) -> Tensor:
@@ -60,10 +90,18 @@ def randn(*shape: int, dtype=BF16) -> Tensor:
 
 
 def ceilings() -> tuple[float, float]:
-    """(FLOP/s of an 8192^3 product in bf16, bytes/s of a copy of 256 MiB, read + write)."""
+    """FLOP/s of an 8192^3 product in bf16: for 0.1 s after a pause, and after 1 s without any, its clock lowered."""
     a, b = randn(8192, 8192), randn(8192, 8192)
-    x, y = torch.empty(2, 1 << 28, dtype=torch.uint8, device=DEVICE)
-    return 2 * 8192**3 / seconds(lambda: a @ b), 2 * x.numel() / seconds(lambda: y.copy_(x))
+    burst = seconds(lambda: a @ b)
+    for _ in range(600):
+        a @ b
+    return 2 * 8192**3 / burst, 2 * 8192**3 / seconds(lambda: a @ b)
+
+
+def copied(flush: str, n: int = 1 << 28) -> float:
+    """Bytes/s of a copy of n bytes, read + write."""
+    x, y, x2, y2 = torch.randint(256, (4, n), dtype=torch.uint8, device=DEVICE)
+    return 2 * n / seconds(lambda: y.copy_(x), flush=flusher(flush, lambda: y2.copy_(x2)))
 
 
 def error(case: Case) -> float:
@@ -202,8 +240,8 @@ PEERS = ["torch", "liger", "compile"]  # what torch carries; Liger if installed;
 GROUPS = {"norms": norms, "activations": activations, "ends": ends, "loss": loss, "attention": attention}
 
 
-def report(case: Case, peers: list[str], matmul: float, copy: float) -> list[dict]:
-    """Prints and returns the figures of one case."""
+def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]) -> list[dict]:
+    """Prints and returns the figures of one case; copies: what empties the L2 -> bytes/s of a copy."""
     wrong = error(case)
     torch.cuda.empty_cache()
     if not wrong <= case.bound:
@@ -216,24 +254,38 @@ def report(case: Case, peers: list[str], matmul: float, copy: float) -> list[dic
             runs |= makers[kind](case.op, case.args, case.kwargs)
         except Exception as e:  # a peer that does not run here is no peer
             print(f"{case.op:22s} {case.label:38s} {kind}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
-    unit, ceiling = ("TFLOP/s", matmul) if case.flops else ("TB/s", copy)
+    ways = {"write": matmul} if case.flops else copies  # the L2 is nothing to a product
+    others = [] if case.flops else [a.clone() if torch.is_tensor(a) else a for a in case.args]
     rows = []
-    for who, (run, share) in runs.items():
-        t = seconds(run)
-        rate = share * case.work / t
+    for (who, (run, share)), (flush, ceiling) in itertools.product(runs.items(), ways.items()):
+        t = seconds(run, flush=flusher(flush, lambda: getattr(ops, case.op)(*others, **case.kwargs)))
+        rate, unit = share * case.work / t, "TFLOP/s" if case.flops else f"TB/s after {flush}"
         print(
-            f"{case.op:22s} {case.label:38s} {who:13s} {t * 1e6:9.1f} us {rate / 1e12:8.2f} {unit:7s} "
+            f"{case.op:22s} {case.label:38s} {who:13s} {t * 1e6:9.1f} us {rate / 1e12:8.2f} {unit:16s} "
             f"{rate / ceiling:5.2f}  error {wrong:.1e}",
             flush=True,
         )
-        rows.append(dict(op=case.op, shape=case.label, who=who, seconds=t, rate=rate, fraction=rate / ceiling))
+        figures = dict(seconds=t, rate=rate, fraction=rate / ceiling)
+        rows.append(dict(op=case.op, shape=case.label, who=who, flush=flush, **figures))
     return rows
 
 
 # ---------------------------------------------------------------- launches
 
 
-def host(n: int = 1000) -> list[dict]:
+def host_seconds(run: Callable, calls: int = 50) -> float:
+    """Seconds that the host takes for `run`, in the best of 30 loops of calls that the GPU's queue has room for."""
+    times = []
+    for _ in range(30):
+        torch.cuda.current_stream().synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        times.append(time.perf_counter() - start)
+    return min(times) / calls
+
+
+def host() -> list[dict]:
     """Prints and returns host microseconds of a call, allocations and all its launches included, on tiny inputs."""
     N, D = 64, 512
     x, dy, w, gate_up = randn(N, D), randn(N, D), randn(D), randn(N, 2 * D)
@@ -256,20 +308,16 @@ def host(n: int = 1000) -> list[dict]:
         ),
         "adamw_": lambda: ops.adamw_(flat, None, m, v, flat, clip, **options),
     }
-    ours, rows = Kernel._launch, []
+    ours, rows = (Kernel._launch, Fixed.__call__), []
+    by_triton = (
+        lambda kernel, grid, *args, **options: kernel.fn[grid](*args, **options),
+        lambda fixed, n, *args: fixed.kernel.fn[(n,)](*itertools.chain(*args), *fixed.rest, **fixed.options),
+    )
     for name, run in calls.items():
         times = []
-        for launch_by in (ours, lambda kernel, grid, *args, **options: kernel.fn[grid](*args, **options)):
-            Kernel._launch = launch_by
-            for _ in range(3):
-                run()
-            torch.cuda.current_stream().synchronize()
-            start = time.perf_counter()
-            for _ in range(n):
-                run()
-            times.append((time.perf_counter() - start) / n)
-            torch.cuda.current_stream().synchronize()
-        Kernel._launch = ours
+        for Kernel._launch, Fixed.__call__ in (ours, by_triton):
+            times.append(host_seconds(run))
+        Kernel._launch, Fixed.__call__ = ours
         print(
             f"{name:26s} {times[0] * 1e6:6.1f} us of host time, by Triton's own launch {times[1] * 1e6:6.1f}",
             flush=True,
@@ -284,8 +332,10 @@ def host(n: int = 1000) -> list[dict]:
 def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
     """Seconds of the forward or the whole backward with one kernel's tile changed; inf where it fails."""
     before = getattr(launch, f"attention_{kernel}")
-    setattr(launch, f"attention_{kernel}", lambda q: launch.Tile(*tile))
+    setattr(launch, f"attention_{kernel}", lambda *_: launch.Tile(*tile))
     try:
+        attention_module._forward.cache_clear()
+        attention_module._backward.cache_clear()
         a = attention_inputs(lengths, H, K, d)
         out, lse = torch.empty_like(a.dout), torch.zeros(H, len(a.q), device=DEVICE)
         if kernel == "fwd":
@@ -331,6 +381,8 @@ def compile_tile(job: tuple) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; all when none is named")
+    parser.add_argument("--only", default="", help="only cases whose op and shape contain this")
+    parser.add_argument("--flush", nargs="+", choices=FLUSHES, default=["same"], help="what empties the L2")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="time other implementations too: all, or those named")
     parser.add_argument(
         "--tune", type=int, nargs="*", metavar="WIDTH", help="try attention tiles for these head widths"
@@ -343,15 +395,19 @@ def main() -> None:
         return None
     if args.tune is not None:
         return tune(args.tune or [64, 128])
-    matmul, copy = ceilings()
+    matmul, sustained = ceilings()
+    copies = {flush: copied(flush) for flush in args.flush}
     peers = PEERS if args.peers == [] else args.peers or []
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"ceilings: matmul {matmul / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
-    rows = [r for g in args.groups or GROUPS for case in GROUPS[g]() for r in report(case, peers, matmul, copy)]
+    print(f"ceilings: matmul {matmul / 1e12:.0f} TFLOP/s, {sustained / 1e12:.0f} after a second of it")
+    for flush, copy in copies.items():
+        print(f"copy of 256 MiB {copy / 1e12:.2f} TB/s, of 64 MiB {copied(flush, 1 << 26) / 1e12:.2f}, after {flush}")
+    cases = (case for g in args.groups or GROUPS for case in GROUPS[g]() if args.only in f"{case.op} {case.label}")
+    rows = [row for case in cases for row in report(case, peers, matmul, copies)]
     if args.json:
         with open(args.json, "w") as f:
-            json.dump(dict(device=name, matmul=matmul, copy=copy, rows=rows), f, indent=1)
+            json.dump(dict(device=name, matmul=matmul, sustained=sustained, copies=copies, rows=rows), f, indent=1)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def compare(name: str, result: dict) -> dict:
     """One line of the table from one result of bench_step.py, by the plan and the ceilings in it alone."""
     cfg, plan, rates = MODELS[result["model"]], Plan.of(result["plan"]), rates_of(result["ceilings"])
     found = predict(cfg, plan, rates, Batch(plan.tokens, result["seq"], plan.n_micro))
-    promised, peaks = usage(Geometry(cfg, plan.dtype, plan.adam_bits), plan), result["peaks"]
+    promised, peaks = usage(Geometry.of(cfg, plan), plan), result["peaks"]
     return {
         "name": name, "model": result["model"], "tokens": result["tokens"], "seq": result["seq"],
         "bound": found.bound, "predicted_s": found.step_s, "measured_s": result["step_s"],

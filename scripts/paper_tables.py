@@ -209,7 +209,7 @@ def windows() -> list[dict]:
         plan = simple_plan(cfg, m.limits, batch_tokens=[(sequences * SEQ, 1)], dtype="BF16", mode="backward",
                            homes="host", record=record_size(shapes.parameters(cfg), m.limits["host"]))  # fmt: skip
         made = [replace(plan, window=n, units=tuple(replace(u, saved=()) for u in plan.units)) for n in WINDOWS]
-        made = [p for p in made if fits(Geometry(cfg, "BF16"), p, m.limits)]
+        made = [p for p in made if fits(Geometry.of(cfg, p), p, m.limits)]
         seconds = [predict(cfg, p, m.rates, Batch(p.tokens, SEQ, 1)).step_s for p in made]
         rows.append({"model": name, "sequences": sequences, "share": [min(seconds) / s for s in seconds]})
     return rows
@@ -307,8 +307,8 @@ OURS = (
 
 SIZES = (
     "Of the models of each paper's own table, with one sequence of 1,024 tokens and no clipping, in 85 % of the RAM.",
-    "Trireme needs room for whole units on the GPU: one of weights, one of gradients, one on its way out; Fuyou",
-    "moves smaller pieces, so that 24 GB hold larger blocks. A V100 has no bf16: its rows are sizes, nothing more.",
+    "Trireme needs room for a block on the GPU, or for its larger half: for its weights and the sum of its gradients.",
+    "A V100 has no bf16: its rows are sizes, nothing more.",
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from trireme.storage.layout import ITEMSIZE
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CHUNK = 16 << 20  # bytes read or written at a time
+PIECE = 1 << 20  # bytes handed on at a time: they stay in a core's cache while they are worked on
 COMPANIONS = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # config, tokenizer, chat template, licence
 NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bf16 travels as its bits
 
@@ -52,6 +53,11 @@ class Source:
     files: tuple[str, ...]
     tensors: dict[str, SourceTensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Of its safetensors files."""
+        return sum((self.folder / f).stat().st_size for f in self.files)
+
     def read(self, name: str) -> np.ndarray:
         """The tensor's bytes as they lie in the file, (nbytes,) uint8. Raises StoreError where the disk fails."""
         t = self.tensors[name]
@@ -62,17 +68,18 @@ class Source:
             filled += len(chunk)
         return out
 
-    def read_as(self, name: str, dtype: str, out: np.ndarray) -> None:
-        """Fills `out` (numel,) with the tensor as `dtype`: "F32" (float32) or "BF16" (uint16 bits, nearest even)."""
+    def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
+        """Elements [first, last) of a tensor in its own dtype (bf16 as uint16 bits), piece by piece.
+
+        Each piece is valid until the next: small enough to stay in a cache while it is worked on.
+        """
         t = self.tensors[name]
-        assert out.shape == (t.numel,) and out.dtype == NUMPY[dtype], (name, out.shape, out.dtype, dtype)
         if t.dtype not in NUMPY:
             raise CheckpointError(f"{self.folder / t.file}: {name} is {t.dtype}; a weight must be {', '.join(NUMPY)}.")
-        filled = 0
-        for chunk in _chunks(self.folder / t.file, t.offset, t.nbytes):
-            values = chunk.view(NUMPY[t.dtype])
-            out[filled : filled + len(values)] = convert(values, t.dtype, dtype)
-            filled += len(values)
+        size, last = ITEMSIZE[t.dtype], t.numel if last is None else last
+        for chunk in _chunks(self.folder / t.file, t.offset + first * size, (last - first) * size, 4 * PIECE):
+            for a in range(0, len(chunk), PIECE):
+                yield chunk[a : a + PIECE].view(NUMPY[t.dtype])
 
 
 def open_source(folder: str | os.PathLike) -> Source:
@@ -145,9 +152,9 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
     return Source(folder, files, tensors)
 
 
-def _chunks(path: Path, offset: int, nbytes: int) -> Iterator[np.ndarray]:
-    """The bytes [offset, offset + nbytes) of a file, piece by piece; each piece is valid until the next."""
-    buffer = np.empty(min(CHUNK, nbytes), np.uint8)
+def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> Iterator[np.ndarray]:
+    """The bytes [offset, offset + nbytes) of a file, at `most` so many at once; each chunk is valid until the next."""
+    buffer = np.empty(min(most or CHUNK, nbytes), np.uint8)
     fd, end = -1, offset + nbytes
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -169,6 +176,11 @@ def _chunks(path: Path, offset: int, nbytes: int) -> Iterator[np.ndarray]:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def dtype_of(values: np.ndarray) -> str:
+    """safetensors' word for the dtype of an array of weights; uint16 are the bits of bf16."""
+    return next(word for word, kind in NUMPY.items() if kind == values.dtype)
 
 
 def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
@@ -194,12 +206,18 @@ def companions(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in found if p.is_file() and not p.name.startswith("."))
 
 
-def export(source: Source, out: str | os.PathLike, fetch: Callable[[str], np.ndarray | None]) -> None:
+def export(
+    source: Source,
+    out: str | os.PathLike,
+    fetch: Callable[[str], Iterable[np.ndarray] | None],
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
     """Writes a checkpoint with the source's files, names, shapes, dtypes and metadata into `out`.
 
-    fetch(name) gives the tensor's new values, (numel,) float32 or uint16 (bf16 bits), which are rounded to the source's
-    dtype, or None: copied byte for byte. Files appear under their names only when all of them are complete and synced.
-    Raises StoreError, after removing what it had written, where space is short or the disk fails.
+    fetch(name) gives the tensor's new values piece by piece, flat float32 or uint16 (bf16 bits), which are rounded to
+    the source's dtype, or None: copied byte for byte. `progress(nbytes)` hears of what is written. Files appear under
+    their names only when all of them are complete and synced. Raises StoreError, after removing what it had written,
+    where space is short or the disk fails.
     """
     out = Path(out)
     others = companions(source.folder) + [INDEX] * (INDEX in {p.name for p in source.folder.iterdir()})
@@ -216,7 +234,7 @@ def export(source: Source, out: str | os.PathLike, fetch: Callable[[str], np.nda
             (out / file).parent.mkdir(parents=True, exist_ok=True)
             done.append(file)
             content = _rewritten(source, file, fetch) if file in source.files else _whole(source.folder / file)
-            write_synced(_partial(out / file), content)
+            write_synced(_partial(out / file), _counted(content, progress))
         for file in files:
             os.replace(_partial(out / file), out / file)
         for folder in {(out / f).parent for f in files} | {out}:
@@ -236,7 +254,13 @@ def _whole(path: Path) -> Iterator[np.ndarray]:
     return _chunks(path, 0, path.stat().st_size)
 
 
-def _rewritten(source: Source, file: str, fetch: Callable[[str], np.ndarray | None]) -> Iterator[np.ndarray]:
+def _counted(content: Iterable[np.ndarray], progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+    for piece in content:
+        yield piece
+        progress(len(piece))
+
+
+def _rewritten(source: Source, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
     """The bytes of a weight file with new data: nothing but the data changes, so the header is copied as it is."""
     tensors = sorted(((t.offset, name) for name, t in source.tensors.items() if t.file == file and t.nbytes))
     path, position = source.folder / file, 0
@@ -246,9 +270,10 @@ def _rewritten(source: Source, file: str, fetch: Callable[[str], np.ndarray | No
         if new is None:
             yield from _chunks(path, offset, t.nbytes)
         else:
-            assert new.shape == (t.numel,), (name, new.shape, t.shape)
-            dtype = next(word for word, kind in NUMPY.items() if kind == new.dtype)
-            for i in range(0, t.numel, CHUNK // 8):
-                yield convert(new[i : i + CHUNK // 8], dtype, t.dtype).view(np.uint8)
+            filled = 0
+            for values in new:
+                yield convert(values, dtype_of(values), t.dtype).view(np.uint8)
+                filled += len(values)
+            assert filled == t.numel, (name, filled, t.shape)
         position = offset + t.nbytes
     yield from _chunks(path, position, path.stat().st_size - position)

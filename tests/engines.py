@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trireme.engine.build import build, inputs
+from trireme.engine.exchange import fetch, fill
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import Plan, UnitPlan
@@ -22,6 +23,10 @@ from trireme.models.rows import rope_tables
 LIMITS = {"gpu": 1 << 30, "host": 1 << 30}
 LLAMA = ModelConfig("llama", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, ffn=24,
                     max_positions=64, eps=1e-5, tied=False, rope=Rope(1e4))  # fmt: skip
+
+
+GPT = ModelConfig("gpt2", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=4, ffn=24,
+                  max_positions=64, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
 
 
 class MemoryStore:
@@ -98,13 +103,14 @@ def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, seed: int =
     return [[Batch(cfg.vocab, shapes[(s + b) % 4], seed + 100 * s + b) for b in range(n_micro)] for s in range(steps)]
 
 
-def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, **change) -> Plan:
+def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, halves: bool = False, **change) -> Plan:
     """Everything in the gpu tier, nothing saved but x."""
-    return replace(Plan((UnitPlan(),) * (cfg.n_layers + 2), tokens, n_micro, dtype="F32"), **change)
+    units = (UnitPlan(),) * replace(cfg, halves=halves).n_units
+    return replace(Plan(units, tokens, n_micro, dtype="F32", halves=halves), **change)
 
 
 def random_weights(seed: int = 0):
-    """A read_fp32 for Homes.load: values that depend on the name alone."""
+    """(name, numel) -> values that depend on the name alone."""
 
     def read(name: str, numel: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) * 7919)
@@ -122,7 +128,7 @@ def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, p
     )
     sizes = {t.name: t.numel for layout in e.geo.weights for t in layout.tensors}
     read = random_weights()
-    e.homes.load(lambda name: read(name, sizes[name]))
+    fill(e.homes, lambda name, a, b: [read(name, sizes[name])[a:b].numpy()])
     return e
 
 
@@ -142,7 +148,7 @@ def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2) -> list[tuple[f
 def final_weights(e: Engine) -> dict[str, torch.Tensor]:
     """Every tensor's fp32 master by name."""
     return {
-        t.name: e.homes.fetch(u, t.name, exact=True).float()
+        t.name: torch.from_numpy(np.concatenate([piece.copy() for piece in fetch(e.homes, u, t.name, exact=True)]))
         for u, layout in enumerate(e.geo.weights)
         for t in layout.tensors
     }

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trireme.engine.build import build
 from trireme.engine.choose import choose, floors, front, pinned
+from trireme.engine.job import record_size
 from trireme.engine.lanes import SimulatedLanes
 from trireme.engine.plan import DoesNotFit, Geometry, fits
 from trireme.engine.predict import Batch, predict
@@ -152,3 +153,45 @@ def test_the_largest_models_are_planned_in_seconds():
     start = time.process_time()
     choose(LLAMA_405B, m.limits, m.rates, 1024, **rule)
     assert time.process_time() - start < 10  # of any machine's CPU; 3 s on an idle one
+
+
+def test_half_blocks_where_whole_ones_do_not_fit():
+    """Said in a sentence; with a little more memory whole ones, and with less a refusal that names the least."""
+    wide = replace(SMALL, ffn=8192)
+    limits = lambda gpu: {"gpu": int(gpu), "host": 600 * MIB}  # noqa: E731
+    rule = RULE | dict(batch_tokens=[(256, 4), (128, 8)])
+    with pytest.raises(DoesNotFit, match="--gpu-memory") as whole:
+        simple_plan(wide, limits(32 * MIB), halves=False, **rule)
+    with pytest.raises(DoesNotFit, match="--gpu-memory") as least:
+        choose(wide, limits(32 * MIB), RATES, 256, **rule)
+    assert least.value.need["gpu"] < whole.value.need["gpu"]
+    room = (least.value.need["gpu"] + whole.value.need["gpu"]) // 2
+    choice = choose(wide, limits(room), RATES, 256, **rule)
+    assert choice.plan.halves and len(choice.plan.units) == 2 * wide.n_layers + 2
+    assert fits(Geometry.of(wide, choice.plan), choice.plan, limits(room))
+    assert any("halves of blocks" in line for line in choice.because)
+    begun = dict(like=choice.plan, halves=True, batch_tokens=[(choice.plan.tokens, choice.plan.n_micro)])
+    assert choose(wide, limits(2 * room), RATES, 256, **rule | begun).plan.halves  # a run that has begun keeps them
+    assert not choose(wide, limits(2 * room), RATES, 256, **rule).plan.halves
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(60, 400), st.integers(60, 2000), st.sampled_from(("forward", "backward")), st.floats(0.3, 30))
+def test_half_blocks_keep_to_the_limits(gpu, host, mode, bus):
+    limits, rates = {"gpu": gpu * MIB, "host": host * MIB}, replace(RATES, h2d=2e10 * bus, d2h=2e10 * bus)
+    try:
+        choice = choose(SMALL, limits, rates, 256, mode=mode, halves=True, **RULE)
+    except DoesNotFit:
+        return
+    assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
+    build(SMALL, choice.plan, limits, SimulatedLanes(lambda task: 0.0))
+
+
+@pytest.mark.parametrize("ram", [64, 256])
+def test_405b_on_24_gib(ram):
+    m = machine(GPUS["rtx4090"], ram << 30, DRIVES["gen4"], 4)
+    rule = dict(dtype="BF16", mode="backward", record=record_size(shapes.parameters(LLAMA_405B), m.limits["host"]))
+    plan = simple_plan(LLAMA_405B, m.limits, batch_tokens=[(1024, 16)], **rule)
+    assert plan.halves and fits(Geometry.of(LLAMA_405B, plan), plan, m.limits)
+    with pytest.raises(DoesNotFit, match="of GPU memory"):
+        simple_plan(LLAMA_405B, m.limits, batch_tokens=[(1024, 16)], halves=False, **rule)

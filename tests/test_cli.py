@@ -344,3 +344,19 @@ def test_a_hang_up_saves_too(here):
     code, _ = in_terminal([*TRAIN[:-1], "100000"], r"step +\d+/", None)
     assert code == 130
     assert list(Path("out/store").glob("snapshot-*"))
+
+
+def test_by_half_blocks_the_same_checkpoint(here, capsys):
+    """Where the GPU's limit holds no whole block the units are halves of them, and nothing else changes."""
+    argv = ["model", "--data", "stories.txt", "--seq-len", "64", "--batch-size", "2", "--micro-batch", "1"]
+    argv += ["--max-steps", "3", "--lr", "3e-3"]
+    assert finetune.main([*argv, "--out", "whole", "--gpu-memory", "1GiB", "--ram", "1GiB"]) == 0
+    assert "half blocks" not in capsys.readouterr().out
+    assert finetune.main([*argv, "--out", "halves", "--gpu-memory", "5MiB", "--ram", "1GiB"]) == 0
+    assert "half blocks" in capsys.readouterr().out
+    names = {p.name for p in (here / "whole").iterdir() if p.suffix in (".safetensors", ".json")}
+    assert "model.safetensors" in names and "config.json" in names
+    for name in names:
+        assert (here / "halves" / name).read_bytes() == (here / "whole" / name).read_bytes(), name
+    losses = lambda out: [json.loads(line).get("loss") for line in (here / out / "log.jsonl").open()]  # noqa: E731
+    assert losses("halves") == losses("whole")

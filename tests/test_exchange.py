@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from engines import LIMITS, LLAMA, MemoryStore, gpu_plan
 from safetensors.numpy import save_file
 
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.lanes import InlineLanes
+from trireme.engine.memory import views
 from trireme.engine.plan import UnitPlan
+from trireme.kernels.reference import split_master
 from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.storage.checkpoint import NUMPY, open_source
@@ -80,3 +83,17 @@ def test_replace_leaves_only_the_new_checkpoint(tmp_path):
         x.replace(tmp_path / "best")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "in"]
     assert (tmp_path / "best/model.safetensors").is_file()
+
+
+def test_a_master_is_split_as_the_kernels_split_it(tmp_path):
+    tie = np.array([0x3F808000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x00008000, 0x80000001], np.uint32).view(np.float32)
+    values = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
+    values.reshape(-1)[: len(tie)] = tie
+    x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": values}), "host")
+    x.load()
+    head, layout = LLAMA.n_units - 1, x.homes.geo.weights[-1]["lm_head.weight"]
+    hi, lo = split_master(torch.from_numpy(values).flatten())
+    bits = x.homes.weights[head][layout.offset : layout.offset + layout.nbytes].view(torch.bfloat16)
+    assert torch.equal(bits.view(torch.int16), hi.view(torch.int16))
+    records = [views(x.homes.record_layout(head, r), b)["lo"] for r, b in enumerate(x.homes.state[head])]
+    assert torch.equal(torch.cat(records)[: layout.numel], lo)

@@ -68,6 +68,9 @@ def test_inputs_that_nothing_else_holds_go_to_the_drive_and_are_counted_there():
     inputs = 16 * 8192 * 4096 * 2 * sum(unit.x == "ssd" for unit in plan.units[1:])
     assert inputs > 30e9 and f.disk() == 2 * f.stored() + f.disk_parts()["export"] + inputs
     assert "activations" in f.disk_line() and f.predict().ssd_written > inputs
+    tight = replace(f, machine=replace(f.machine, ssd=f.disk() - f.stored()))
+    assert "short by" in tight.disk_line()
+    assert replace(tight, held=tight.stored()).disk_line().endswith("fits"), "a run that goes on has its store already"
 
 
 def test_a_long_start_is_said():

@@ -48,6 +48,8 @@ def test_greedy_as_transformers(case):
     for ours, theirs in zip(generate(cfg, fetch_of(tiny), PROMPTS, 20, eos=eos), expected, strict=True):
         stop = next((i + 1 for i, token in enumerate(theirs) if token in eos), 20)
         assert ours == theirs[:stop]
+    asked = iter([False, False, True])
+    assert generate(cfg, fetch_of(tiny), PROMPTS, 20, enough=lambda: next(asked)) == [t[:3] for t in expected]
 
 
 def test_greedy_on_stories(real):

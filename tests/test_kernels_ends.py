@@ -45,6 +45,27 @@ def test_embedding_gradient_of_frequent_tokens(device, runs):
     assert (dw[-1] == 1).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("N", [1, 16, 255, 256, 300])
+@pytest.mark.parametrize("V", [3, 1000])
+def test_few_tokens_are_sorted_as_torch_sorts_them(device, N, V):
+    torch.manual_seed(0)
+    _compare_sort(torch.randint(V, (N,), device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [8192, embedding.FEW, embedding.FEW + 1])
+def test_tokens_are_sorted_as_torch_sorts_them(N):
+    torch.manual_seed(0)
+    _compare_sort((torch.rand(N, device="cuda") ** 4 * 128256).long())
+
+
+def _compare_sort(ids):
+    values, order = embedding.sort(ids)
+    expected = torch.sort(ids, stable=True)
+    assert torch.equal(values.long(), expected.values) and torch.equal(order, expected.indices)
+
+
 def _loss_case(N, D, V, M, dtype, device, dw_dtype):
     x = randn(N, D, device=device, dtype=dtype)
     w = randn(V, D, device=device, dtype=dtype, scale=D**-0.5)
@@ -99,10 +120,11 @@ def test_linear_cross_entropy_of_a_real_vocabulary(N, D, V, M, chunk, dw_dtype):
 
 
 @pytest.mark.gpu
-def test_embedding_gradient_repeats_bit_by_bit():
+@pytest.mark.parametrize("N", [6000, 20000])  # sorted by comparing all pairs, and by torch
+def test_embedding_gradient_repeats_bit_by_bit(N):
     torch.manual_seed(0)
-    dy = randn(6000, 1000, device="cuda", dtype=torch.bfloat16)
-    ids = (torch.rand(6000, device="cuda") ** 8 * 30000).long()  # a few tokens are most of them, and cross chunks
+    dy = randn(N, 1000, device="cuda", dtype=torch.bfloat16)
+    ids = (torch.rand(N, device="cuda") ** 8 * 30000).long()  # a few tokens are most of them, and cross chunks
     runs = [torch.zeros(30000, 1000, device="cuda") for _ in range(2)]
     for dw in runs:
         embedding.embedding_bwd_(dw, dy, ids)

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
-from trireme.kernels.launcher import Kernel  # noqa: E402
+from trireme.kernels.launcher import Fixed, Kernel  # noqa: E402
 
 
 def _scaled(p_y, p_x, n, x_n, factor, BLOCK: tl.constexpr):
@@ -53,6 +53,27 @@ def test_the_first_launch_is_tritons_and_the_next_calls_what_it_compiled(monkeyp
     assert calls[2][0].data_ptr() == p + 4 and len(kernel.forms) == 2
 
 
+def test_a_fixed_launch_calls_the_form_of_aligned_tensors_only(monkeypatch):
+    calls = []
+    monkeypatch.setattr(JITFunction, "run", lambda fn, *args, grid, warmup, **options: _compiled(fn, args))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+
+    def _compiled(fn, args):
+        form = "aligned" if all(t.data_ptr() % 16 == 0 for t in args[:2]) else "not aligned"
+        run = lambda *launched: calls.append((form, *launched))  # noqa: E731
+        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+    kernel, x = Kernel(JITFunction(_scaled)), torch.zeros(64)
+    run = Fixed(kernel, 1, 0.5, 32, num_warps=4)
+    for _ in range(2):
+        for y in (x[1:], x, x[4:]):
+            run(3, (y, x), (7,))
+    forms = [call[0] for call in calls]
+    assert forms == ["aligned", "not aligned", "aligned", "aligned"]  # the first of each form is Triton's own launch
+    p = x.data_ptr()
+    assert calls[-1][1:] == (3, 1, 1, "stream", "function", "metadata", None, None, None, p + 16, p, 7, 1, 0.5, 32)
+
+
 @pytest.mark.gpu
 def test_every_form_computes_its_own_arguments():
     kernel = Kernel(JITFunction(_scaled, do_not_specialize=["n"]))
@@ -66,6 +87,20 @@ def test_every_form_computes_its_own_arguments():
             assert torch.equal(out, source[: n * x_n : x_n] * factor)
             assert (y == -1).sum() == len(y) - n
     assert len(kernel.forms) == 2 * 2 * 4 * 2
+
+
+@pytest.mark.gpu
+def test_a_fixed_launch_computes_what_the_kernel_does():
+    kernel = Kernel(JITFunction(_scaled, do_not_specialize=["n"]))
+    x, y = torch.randn(2000, device="cuda"), torch.empty(101, device="cuda")
+    for x_n, block in product([1, 16], [32, 128]):
+        run = Fixed(kernel, x_n, 0.5, block, num_warps=1)
+        for _, x_at, y_at, n in product(range(2), [0, 1, 4, 7], [0, 1, 4], [1, 16, 97]):
+            y.fill_(-1)
+            out, source = y[y_at : y_at + n], x[x_at:]
+            run(triton.cdiv(n, block), (out, source), (n,))
+            assert torch.equal(out, source[: n * x_n : x_n] * 0.5)
+            assert (y == -1).sum() == len(y) - n
 
 
 @pytest.mark.gpu

@@ -49,6 +49,7 @@ def test_docs_list_every_row_once_heaviest_tile_first():
     assert torch.equal(docs.positions, torch.cat([torch.arange(n) for n in lengths]).int())
     for block in TILES:
         for tiles in (docs.query_tiles[block], docs.key_tiles[block]):
+            assert tiles.data_ptr() % 16 == 0
             rows = [s + r for s, o, n in tiles.tolist() for r in range(o, min(o + block, n))]
             assert sorted(rows) == list(range(330))
             assert all((s, n) in zip(starts, lengths, strict=True) for s, _, n in tiles.tolist())

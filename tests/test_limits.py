@@ -4,16 +4,19 @@ import json
 import os
 import re
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from engines import LLAMA, batches, fork, gpu_plan, make, random_weights, train
+from engines import LLAMA, batches, fork, gpu_plan, make, train
 
 from trireme.engine import demo, memory
 from trireme.engine import train as finetune
 from trireme.engine.build import build, inputs
+from trireme.engine.exchange import fill
 from trireme.engine.lanes import RealLanes
 from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit
@@ -36,6 +39,12 @@ def resident(kind: str) -> int:
     return int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 
+def random_pieces(name: str, first: int, last: int) -> Iterator[np.ndarray]:
+    """Random weights as a checkpoint gives them: a piece at a time."""
+    dice = np.random.default_rng(first)
+    return (dice.standard_normal(min(1 << 18, last - a), np.float32) * 0.1 for a in range(first, last, 1 << 18))
+
+
 def a_few_steps(folder: Path) -> dict:
     """Trains and returns the memory that it took: before, and at the highest."""
     train(make(LLAMA, gpu_plan(LLAMA)), batches(LLAMA, 1, 2, 24))  # libraries load their code at first use
@@ -46,9 +55,7 @@ def a_few_steps(folder: Path) -> dict:
         e = build(BIG, plan, LIMITS, RealLanes(), store=store)
         for name, layout in e.homes.shards():
             store.add(name, layout)
-        sizes = {t.name: t.numel for layout in e.geo.weights for t in layout.tensors}
-        read = random_weights()
-        e.homes.load(lambda name: read(name, sizes[name]))
+        fill(e.homes, random_pieces)
         tables = rope_tables(BIG, 64, "cpu")
         for i, step in enumerate(batches(BIG, 3, 2, 64), 1):
             train_step(e, [inputs(BIG, mb, tables, e.memory.device) for mb in step], i, 1e-3)

@@ -166,6 +166,20 @@ def test_a_run_that_stops_takes_its_live_line_away(tmp_path, monkeypatch):
     assert on_screen(stream) == ["saved", ""]
 
 
+def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_path, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
+    log = run(tmp_path, [1], stream=stream)
+    before = on_screen(stream)
+    with log.screen.working("saving", 4 * 10**9) as more:
+        more(10**9)
+        assert on_screen(stream) == before, "what is done in a moment is not worth a line"
+        monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
+        more(10**9)
+        assert on_screen(stream)[-1].startswith("saving  2 of 4 GB  ") and " eta 0s" in on_screen(stream)[-1]
+    assert on_screen(stream) == before
+
+
 def on_screen(stream) -> list[str]:
     """What a terminal makes of it."""
     screen = [""]

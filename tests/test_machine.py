@@ -14,7 +14,7 @@ from trireme.engine.lanes import Task
 from trireme.engine.machine import as_planned, this_machine, with_drives
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.predict import Batch, durations, unit_seconds
-from trireme.engine.rates import COMPUTATION, Machine, rates_of
+from trireme.engine.rates import ADAM_BYTES, COMPUTATION, Machine, rates_of
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
@@ -58,6 +58,13 @@ def test_a_cache_that_cannot_be_written_costs_only_time(cache):
     assert probe.kept({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
 
 
+@pytest.mark.gpu
+def test_what_bus_and_updates_keep_beside_each_other():
+    found = probe.processor_rates(torch.device("cuda"), "BF16")
+    assert 0.3 < found["reading"] <= 1 and 0.5 < found["duplex"] <= 1 and found["beside"] == 1
+    assert found["dram"] >= ADAM_BYTES * found["adam"] and min(found["h2d"], found["d2h"]) > 1e9
+
+
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
     before = sorted(os.listdir(tmp_path))
     found = probe.drive_rates(tmp_path, seconds=0.0, most=2 * probe.CHUNK)
@@ -98,7 +105,7 @@ def test_what_is_timed_is_what_is_predicted(monkeypatch):
     p, batch, asked = like(SMALL, 1, 2), Batch(512, 100, 2, trained=0.25), []
     seconds = {(): (1.0, 5.0), tuple(shapes.saved_shapes(SMALL, 1)): (2.0, 3.0)}
 
-    def block_seconds(cfg, dtype, device, lengths, kept):
+    def block_seconds(cfg, dtype, device, lengths, kept, u):
         asked.append((dtype, lengths))
         return seconds[kept]
 

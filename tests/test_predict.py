@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.plan import Geometry, Plan, UnitPlan
-from trireme.engine.predict import READING, Batch, Intervals, predict, unit_seconds
+from trireme.engine.predict import Batch, Intervals, predict, unit_seconds
 from trireme.engine.rates import ADAM_BYTES, GPUS, Rates, assume, rates_of
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig, Rope
@@ -72,14 +72,26 @@ def test_what_a_step_waits_for_does_not_wait_behind_records():
 
 
 def test_updates_delay_copies_to_the_gpu():
-    """As long as both run: not those back, and none where the GPU updates; slower updates delay no more than all."""
+    """As long as both run, by the measured share: not those back, and none where the GPU updates."""
+    rates = replace(RATES, reading=0.7)
     h2d = lambda update, adam, way="h2d": predict(  # noqa: E731
-        SMALL, plan(SMALL, UnitPlan("host", "host", update), tokens=512), replace(RATES, adam=adam), Batch(512, 256, 2)
+        SMALL, plan(SMALL, UnitPlan("host", "host", update), tokens=512), replace(rates, adam=adam), Batch(512, 256, 2)
     ).busy[way]
     alone, beside, slower = h2d("cpu", 1e14), h2d("cpu", 2e9), h2d("cpu", 1e8)
-    assert 1.05 * alone < beside < slower * 1.001 < alone / READING * 1.01
+    assert 1.05 * alone < beside < slower * 1.001 < alone / 0.7 * 1.01
     assert h2d("cpu", 2e9, "d2h") == pytest.approx(h2d("cpu", 1e14, "d2h"))
     assert h2d("gpu", 2e9) == pytest.approx(h2d("gpu", 1e14))
+
+
+def test_copies_delay_updates():
+    """Each byte by 1 / dram seconds: on the way up weights, on the way down weights and gradients."""
+    rates = replace(RATES, beside=1.0, latency=0.0)
+    p = plan(SMALL, UnitPlan("host", "host"), tokens=512)
+    cpu = lambda dram: predict(SMALL, p, replace(rates, dram=dram), Batch(512, 256, 2)).busy["cpu"]  # noqa: E731
+    geo = Geometry(SMALL, "BF16")
+    weights, alone = sum(layout.span for layout in geo.weights), sum(geo.numel) / rates.adam
+    assert cpu(1e20) == pytest.approx(alone)
+    assert cpu(6e10) == pytest.approx(alone + weights / 6e10, rel=0.01)  # updated under forward, beside weights alone
 
 
 def test_a_plan_that_uses_a_drive_needs_one():
@@ -89,7 +101,9 @@ def test_a_plan_that_uses_a_drive_needs_one():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(("matmul", "copy", "h2d", "d2h", "adam", "dram", "ssd_read", "ssd_write")),
+    st.sampled_from(
+        ("matmul", "copy", "h2d", "d2h", "adam", "dram", "ssd_read", "ssd_write", "duplex", "reading", "beside")
+    ),
     st.floats(1.01, 8),
     st.sampled_from((("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
     st.sampled_from(("forward", "backward", "serial")),
@@ -97,7 +111,8 @@ def test_a_plan_that_uses_a_drive_needs_one():
 def test_faster_is_never_slower(resource, times, homes, mode):
     p = plan(SMALL, UnitPlan(*homes), keep=2, tokens=512, mode=mode, record=1 << 22)
     before = predict(SMALL, p, RATES, Batch(512, 256, 2)).step_s
-    faster = replace(RATES, **{resource: getattr(RATES, resource) * times})
+    most = 1.0 if resource in ("duplex", "reading", "beside") else math.inf
+    faster = replace(RATES, **{resource: min(most, getattr(RATES, resource) * times)})
     if resource == "adam":
         faster = replace(faster, dram=faster.dram * times)
     assert predict(SMALL, p, faster, Batch(512, 256, 2)).step_s <= before * 1.02
@@ -127,6 +142,19 @@ def test_labels_that_do_not_count_cost_nothing():
     assert few["loss"] == pytest.approx(all_["loss"] / 4, rel=0.2) and few | all_ == all_
     lengths = Batch(4096, 1000, 2).lengths
     assert lengths == [1000] * 4 + [96] and Batch(4096, 1024, 2).lengths == [1024] * 4
+
+
+def test_half_blocks_take_as_long_as_whole_ones():
+    saved = {kind: tuple((n, "gpu") for n in shapes.saved_shapes(SMALL, 1, kind)) for kind in ("block", *shapes.HALVES)}
+    found = {}
+    for halves, kinds in ((False, ("block",)), (True, shapes.HALVES)):
+        inner = tuple(UnitPlan(saved=saved[kind]) for kind in kinds) * SMALL.n_layers
+        cut = Plan((UnitPlan(), *inner, UnitPlan()), 1024, 2, halves=halves)
+        found[halves] = unit_seconds(SMALL, cut, RATES, Batch(1024, 256, 2))
+    assert sum(found[True].values()) == pytest.approx(sum(found[False].values()))
+    assert found[True]["backward attn000"] + found[True]["backward mlp000"] == pytest.approx(
+        found[False]["backward block000"]
+    )
 
 
 # ---------------------------------------------------------------- machines that are not at hand

@@ -14,11 +14,14 @@ import pytest
 from engines import fork
 
 from trireme.engine import demo, train
-from trireme.engine.job import prepare
+from trireme.engine.job import cut, prepare
 from trireme.engine.options import Options, every
+from trireme.engine.plan import DoesNotFit
 from trireme.engine.train import Interrupted, finetune
+from trireme.models.config import InputError
 
-LIMITS = {"ssd": (16 << 20, 7 << 20), "host": (16 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
+LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
+LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
 STEPS = 12
 
 
@@ -140,3 +143,27 @@ def test_asked_to_stop_it_saves_and_goes_on(checkpoint, uninterrupted, number):
     assert ended(child(options(checkpoint, out, "host", resume=str(out)))) == 0  # placed otherwise than before
     assert losses(out) == seen
     assert (out / "model.safetensors").read_bytes() == weights
+
+
+def test_a_run_keeps_its_half_blocks(checkpoint):
+    """Resumed with room for whole blocks it goes on to the bit; whole blocks that no longer fit are refused."""
+    small, large = (options(checkpoint, checkpoint / "of-halves", where) for where in ("halves", "gpu"))
+    assert ended(child(small)) == 0
+    seen, weights = losses(checkpoint / "of-halves"), (checkpoint / "of-halves" / "model.safetensors").read_bytes()
+    out = checkpoint / "resumed-halves"
+    pid = child(replace(small, out=str(out)))
+    while not (out / "log.jsonl").exists() or not losses(out):
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == 130
+    assert ended(child(replace(large, out=str(out), resume=str(out)))) == 0
+    assert losses(out) == seen and (out / "model.safetensors").read_bytes() == weights
+
+    like = cut(prepare(replace(small, out=str(checkpoint / "planned"))))
+    assert like["halves"] and prepare(replace(large, out=str(checkpoint / "planned")), like).plan.halves
+    like = cut(prepare(replace(large, out=str(checkpoint / "planned"), micro_batch=1)))
+    assert not like.pop("halves")
+    with pytest.raises(InputError, match="older version"):
+        prepare(replace(small, out=str(checkpoint / "planned")), like)
+    with pytest.raises(DoesNotFit, match="--gpu-memory"):
+        prepare(replace(small, out=str(checkpoint / "planned")), like | {"halves": False})

@@ -2,6 +2,7 @@
 
 import types
 import weakref
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -92,9 +93,9 @@ def _bare_ops():
     glu = lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)  # noqa: E731
     return types.SimpleNamespace(
         rmsnorm_fwd=lambda x, *_: (new(x), stats(x)[0], x),
-        rmsnorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 6 else None,
+        rmsnorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 6 or rest[5] is None else None,
         layernorm_fwd=lambda x, *_: (new(x), stats(x)[0], stats(x)[0], x),
-        layernorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 8 else None,
+        layernorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 8 or rest[7] is None else None,
         head_rmsnorm_fwd=lambda x, *_: (torch.empty(x.shape), torch.empty(x.shape[:2])),
         head_rmsnorm_bwd=lambda *_: None,
         rope_=lambda *_: None,
@@ -139,38 +140,60 @@ class Watch(TorchDispatchMode):
         self.live -= nbytes
 
 
-def _watched(cfg, monkeypatch, keep, forward, backward) -> None:
-    """One block forward and backward, each inside a watching context, with kernels that compute nothing."""
-    names = {name: shape for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u) for name, shape in group}
+def _watched(cfg, u, monkeypatch, keep, forward, backward) -> None:
+    """A block or half of one, forward and backward, each in a watching context, with kernels that compute nothing."""
+    names = {name: shape for v in range(cfg.n_units) for group in shapes.weight_groups(cfg, v) for name, shape in group}
     tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()})
     x, dy, out, dx = (torch.zeros(TOKENS, cfg.width) for _ in range(4))
-    rows, saved, block = tiny.rows([TOKENS]), empty_saved(cfg, TOKENS, torch.float32, keep), model.block(cfg)
-    monkeypatch.setattr(block, "ops", BARE)
+    rows, saved = tiny.rows([TOKENS]), empty_saved(cfg, TOKENS, torch.float32, keep)
+    monkeypatch.setattr(model.block(cfg), "ops", BARE)
     with forward:
-        block.forward(cfg, 0, tiny.w[1], x, rows, saved, out)
+        model.forward(cfg, u, tiny.w[u], x, rows, saved, out)
     with backward:
-        block.backward(cfg, 0, tiny.w[1], tiny.g[1], x, saved, dy, rows, dx)
+        model.backward(cfg, u, tiny.w[u], tiny.g[u], x, saved, dy, rows, dx)
 
 
+UNITS = pytest.mark.parametrize("halves, u", [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])
+
+
+@UNITS
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_workspace_bounds_what_a_block_allocates(name, monkeypatch):
-    cfg, forward, backward = parse_config(SMALL_MODELS[name]), Watch(), Watch()
-    _watched(cfg, monkeypatch, (), forward, backward)
+def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
+    cfg, forward, backward = replace(parse_config(SMALL_MODELS[name]), halves=halves), Watch(), Watch()
+    _watched(cfg, u, monkeypatch, (), forward, backward)
     sums = 8 * cfg.width * TOKENS + shapes.SLACK  # inside kernels, which these do not have
-    bound = shapes.workspace_bytes(cfg, 1, TOKENS, 4) - sums
+    bound = shapes.workspace_bytes(cfg, u, TOKENS, 4) - sums
     assert 0 < forward.peak < backward.peak and 0.98 * bound < backward.peak <= bound, (backward.peak, bound)
 
 
+@UNITS
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_flops_are_those_of_the_products(name, monkeypatch):
-    cfg = parse_config(SMALL_MODELS[name])
-    names = list(shapes.saved_shapes(cfg, 1))
-    for keep in (frozenset(c) for k in range(6) for c in combinations(names, k)):
+def test_flops_are_those_of_the_products(name, halves, u, monkeypatch):
+    cfg = replace(parse_config(SMALL_MODELS[name]), halves=halves)
+    kind = shapes.kind(cfg, u)
+    names = list(shapes.saved_shapes(cfg, 1, kind))
+    for keep in (frozenset(c) for k in range(len(names) + 1) for c in combinations(names, k)):
         forward, backward = Watch(), Watch()
-        _watched(cfg, monkeypatch, keep, forward, backward)
-        assert forward.flops == shapes.forward_flops(cfg, 1, TOKENS, 0)
-        rebuilt = shapes.recompute_flops(cfg, keep, TOKENS, 0)
-        assert backward.flops == shapes.backward_flops(cfg, 1, TOKENS, 0) + rebuilt, keep
+        _watched(cfg, u, monkeypatch, keep, forward, backward)
+        assert forward.flops == shapes.forward_flops(cfg, u, TOKENS, 0)
+        rebuilt = shapes.recompute_flops(cfg, keep, TOKENS, 0, kind)
+        assert backward.flops == shapes.backward_flops(cfg, u, TOKENS, 0) + rebuilt, keep
+
+
+def test_halves_make_a_block():
+    """Of weights, operations and what is saved; all but `resid`, which is the input of the second."""
+    for raw in (GPT2, LLAMA3_8B):
+        whole, cut = parse_config(raw), replace(parse_config(raw), halves=True)
+        assert shapes.unit_names(cut)[:4] == ["embed", "attn000", "mlp000", "attn001"]
+        assert cut.n_units == 2 * whole.n_layers + 2 and [shapes.layer(cut, u) for u in (1, 2, 3)] == [0, 0, 1]
+        for u in (1, whole.n_layers):
+            pair = (2 * u - 1, 2 * u)
+            assert shapes.weight_parts(whole, u) == [part for v in pair for part in shapes.weight_parts(cut, v)]
+            for count in (shapes.forward_flops, shapes.backward_flops):
+                assert count(whole, u, 100, 5050) == sum(count(cut, v, 100, 5050) for v in pair)
+        saved = {kind: shapes.saved_shapes(whole, 10, kind) for kind in ("block", *shapes.HALVES)}
+        assert saved["attention"] | saved["mlp"] == {n: s for n, s in saved["block"].items() if n != "resid"}
+        assert shapes.parameters(cut) == shapes.parameters(whole)
 
 
 def test_attention_flops():

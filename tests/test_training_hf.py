@@ -6,6 +6,7 @@ from engines import LIMITS, Batch, MemoryStore
 from tiny import oracle
 
 from trireme.engine.build import build, inputs
+from trireme.engine.exchange import fill
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import Plan, UnitPlan
@@ -61,7 +62,7 @@ def with_trireme(cfg, state, steps, lanes, dtype):
     plan = Plan((UnitPlan(),) * cfg.n_units, tokens=48, n_micro=2, dtype=dtype)
     e = build(cfg, plan, LIMITS, lanes, adamw=AdamW(weight_decay=0.1), store=MemoryStore())
     names = hf.sources(cfg, {n: tuple(t.shape) for n, t in state.items()})
-    e.homes.load(lambda name: state[names[name]].float().flatten())
+    fill(e.homes, lambda name, a, b: [state[names[name]].float().flatten()[a:b].numpy()])
     tables, seen = rope_tables(cfg, 64, lanes.device), []
     for i, (batch, rate) in enumerate(zip(steps, rates(), strict=True), 1):
         stats = train_step(e, [inputs(cfg, mb, tables, lanes.device) for mb in batch], i, rate)
