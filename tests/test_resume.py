@@ -21,6 +21,7 @@ from trireme.engine.train import Interrupted, finetune
 from trireme.models.config import InputError
 
 LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
+LIMITS["gradients"] = 14 << 20, 4 << 20  # they wait on the SSD for their norm
 LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
 STEPS = 12
 
@@ -91,12 +92,14 @@ def late_plan(checkpoint) -> str:
 
 
 @pytest.mark.parametrize(
-    "where, kills, late", [("ssd", 20, False), ("ssd", 8, True), ("host", 6, False), ("gpu", 6, False)]
+    "where, kills, late",
+    [("ssd", 20, False), ("ssd", 8, True), ("gradients", 8, False), ("host", 6, False), ("gpu", 6, False)],
 )
 def test_killed_at_random_instants(checkpoint, uninterrupted, late_plan, where, kills, late):
     weights, seen, seconds = uninterrupted
     dice, out = random.Random(where), checkpoint / f"killed-{where}-{late}"
     given = partial(options, checkpoint, out, where, plan=late_plan if late else None)
+    assert (prepare(given()).plan.gradients == "ssd") == (where == "gradients")
     for _ in range(kills):
         pid = child(given(resume=str(out) if (out / "config.yaml").exists() else None))
         time.sleep(dice.uniform(0.2, 0.9) * seconds)
