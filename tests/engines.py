@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trireme.engine.build import build, inputs
-from trireme.engine.exchange import fill
+from trireme.engine.exchange import fetch, fill
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import Plan, UnitPlan
@@ -146,7 +146,7 @@ def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2) -> list[tuple[f
 def final_weights(e: Engine) -> dict[str, torch.Tensor]:
     """Every tensor's fp32 master by name."""
     return {
-        t.name: e.homes.fetch(u, t.name, exact=True).float()
+        t.name: torch.from_numpy(np.concatenate([piece.copy() for piece in fetch(e.homes, u, t.name, exact=True)]))
         for u, layout in enumerate(e.geo.weights)
         for t in layout.tensors
     }
