@@ -187,8 +187,8 @@ class Geometry:
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
-        """A unit's stretches in the order of its weights. Sizes and places, and so the bits of the gradients' norm, follow
-        from the model and its dtype alone: matrices and vectors of each half of a block are cut by themselves.
+        """A unit's stretches in the order of its weights. Sizes and places, and so the bits of the gradients' norm,
+        follow from the model and its dtype alone: matrices and vectors of each half of a block are cut by themselves.
         """
         kind = self.kinds[u]
         if kind not in self._cut:
