@@ -125,7 +125,7 @@ class Forecast:
         plan, n = self.plan, len(self.plan.units)
         if row == "weights":
             homes = _counted(u.weights for u in plan.units)
-            return f"   homes of {n} units: {homes}; {plan.window} {self._blocks} on their way"
+            return f"   homes of {n} units: {homes}; {plan.ahead + 1} {self._blocks} on their way"
         if row == "optimizer state":
             updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
             where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
@@ -284,6 +284,8 @@ def _gib(nbytes: float) -> str:
 def _cell(nbytes: int) -> str:
     if not nbytes:
         return f"{'–':>10}"
+    if nbytes >= 1000 << 30:
+        return f"{nbytes / 2**30:>6.0f} GiB"
     return f"{nbytes / 2**30:>6.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:>6.1f} MiB"
 
 

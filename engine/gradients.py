@@ -16,7 +16,7 @@ from torch import Tensor
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Slot, flat, memory_of, views
-from trireme.engine.plan import Chunk, Geometry, Plan
+from trireme.engine.plan import Geometry, Plan, Stretch
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
 
@@ -41,7 +41,7 @@ class Gradients:
             if plan.spilled(u):
                 self.offset[u] = first + self.scratch_bytes
                 self.scratch_bytes += geo.weights[u].span
-        n = geo.first_chunk[-1]
+        n = geo.first_stretch[-1]
         self.sums = None if lanes.simulated else torch.zeros(n, dtype=torch.float32, device=lanes.device)
 
     def get(self, u: int) -> tuple[dict[str, Tensor], Task]:
@@ -77,9 +77,9 @@ class Gradients:
                 self.landed[u] = (None, self._spill(u, host, landed))
         accumulator.ring.release(accumulator, (task,))
 
-    def _round(self, u: int, piece: Sequence[Chunk], accumulator: Slot, out: Tensor | None, after) -> Task:
+    def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor | None, after) -> Task:
         """Rounds a piece of unit u's gradient into `out`, and keeps the sums of its squares for the norm."""
-        first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_chunk[u]
+        first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_stretch[u]
 
         def finish():
             wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, first + n)
@@ -90,7 +90,7 @@ class Gradients:
         nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
         return self.lanes.run("compute", f"finish {self.geo.names[u]}", finish, after, nbytes=nbytes)
 
-    def _land(self, u: int, piece: Sequence[Chunk], out: Slot, host: Slot, rounded: Task) -> Task:
+    def _land(self, u: int, piece: Sequence[Stretch], out: Slot, host: Slot, rounded: Task) -> Task:
         """Brings a rounded piece to its place in unit u's slot in RAM."""
         size = ITEMSIZE[self.geo.dtype]
         first, nbytes = piece[0].start * size, (piece[-1].stop - piece[0].start) * size

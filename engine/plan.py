@@ -22,7 +22,7 @@ from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, seque
 
 TIERS = ("gpu", "host", "ssd")
 MODES = ("forward", "backward", "serial")
-CHUNK = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
+STRETCH = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
 GRADIENT_SLOTS = 2  # host slots in which gradients come back from the SSD, a record in each
 ENDS = ("embed", "head", "ends")  # size classes of which one unit at a time is in use
 OUT_SLOTS = 2  # slots through which pieces of rounded gradients leave the GPU: one is filled, one emptied
@@ -147,7 +147,7 @@ class Buffer:
     count: int = 1
 
 
-class Chunk(NamedTuple):
+class Stretch(NamedTuple):
     """Elements [start, stop) of a unit's gradient, and the place of the sum of their squares among the unit's."""
 
     start: int
@@ -171,8 +171,8 @@ class Geometry:
         self._saved: dict[tuple[frozenset[str], int], Layout] = {}
         self._state: dict[int, Layout] = {}
         self._names: dict[str, tuple[str, ...]] = {}
-        self._cut: dict[str, tuple[Chunk, ...]] = {}
-        self._pieces: dict[tuple[str, int], tuple[tuple[Chunk, ...], ...]] = {}
+        self._cut: dict[str, tuple[Stretch, ...]] = {}
+        self._pieces: dict[tuple[str, int], tuple[tuple[Stretch, ...], ...]] = {}
         self._records: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     @cached_property
@@ -194,8 +194,8 @@ class Geometry:
         """Elements of each unit that weight decay applies to: the matrices, which come first."""
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
-    def _chunks(self, u: int) -> tuple[Chunk, ...]:
-        """A unit's chunks in the order of its weights. Their sizes and places, and so the bits of the gradients' norm,
+    def _stretches(self, u: int) -> tuple[Stretch, ...]:
+        """A unit's stretches in the order of its weights. Sizes and places, and so the bits of the gradients' norm,
         follow from the model and its dtype alone: matrices and vectors of each half of a block are cut by themselves.
         """
         kind = self.kinds[u]
@@ -206,35 +206,35 @@ class Geometry:
                     size[half, rank(group, self.dtype)] += sum(prod(shape) for _, shape in group)
             in_memory = sorted(size, key=lambda key: key[::-1])
             ends = dict(zip(in_memory, accumulate(size[key] for key in in_memory), strict=True))
-            chunks: list[Chunk] = []
+            stretches: list[Stretch] = []
             for key in sorted(size):
-                for start in range(ends[key] - size[key], ends[key], CHUNK):
-                    chunks.append(Chunk(start, min(start + CHUNK, ends[key]), len(chunks)))
-            self._cut[kind] = tuple(sorted(chunks))
+                for start in range(ends[key] - size[key], ends[key], STRETCH):
+                    stretches.append(Stretch(start, min(start + STRETCH, ends[key]), len(stretches)))
+            self._cut[kind] = tuple(sorted(stretches))
         return self._cut[kind]
 
     @cached_property
-    def first_chunk(self) -> tuple[int, ...]:
-        """How many chunks come before each unit's, and at the end how many there are."""
-        return tuple(accumulate((len(self._chunks(u)) for u in range(self.n_units)), initial=0))
+    def first_stretch(self) -> tuple[int, ...]:
+        """How many stretches come before each unit's, and at the end how many there are."""
+        return tuple(accumulate((len(self._stretches(u)) for u in range(self.n_units)), initial=0))
 
-    def pieces(self, u: int, most: int) -> tuple[tuple[Chunk, ...], ...]:
-        """A unit's chunks, as many neighbours together as have no more than `most` elements; at least one."""
+    def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
+        """A unit's stretches, as many neighbours together as have no more than `most` elements; at least one."""
         kind = self.kinds[u]
         if (kind, most) not in self._pieces:
-            pieces: list[list[Chunk]] = []
-            for chunk in self._chunks(u):
-                if pieces and chunk.stop - pieces[-1][0].start <= most:
-                    pieces[-1].append(chunk)
+            pieces: list[list[Stretch]] = []
+            for stretch in self._stretches(u):
+                if pieces and stretch.stop - pieces[-1][0].start <= most:
+                    pieces[-1].append(stretch)
                 else:
-                    pieces.append([chunk])
+                    pieces.append([stretch])
             self._pieces[kind, most] = tuple(map(tuple, pieces))
         return self._pieces[kind, most]
 
     def half_piece(self) -> int:
         """Elements of a piece of which the largest unit between the ends has two."""
         u = max(range(1, self.head), key=self.numel.__getitem__)
-        return min(max(chunk.stop, self.numel[u] - chunk.stop) for chunk in self._chunks(u))
+        return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
 
     def size_class(self, u: int) -> str:
         """Units of one size class share rings. The two ends follow each other, so they share one slot unless tied."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from trireme.engine.plan import CHUNK, TIERS, DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
+from trireme.engine.plan import STRETCH, TIERS, DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
 from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
@@ -148,8 +148,8 @@ def _fill(
         plan = upgrade(plan, lambda k: [left[i] for i in spread(len(left), k)], len(left), weights="host", state="host")
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
     plan = wider(largest(2, lambda k: fits(geo, wider(k), limits)))
-    longer = lambda k: replace(plan, piece=max(plan.piece, k * CHUNK))  # noqa: E731
-    return longer(largest(-(-max(geo.numel) // CHUNK), lambda k: fits(geo, longer(k), limits)))
+    longer = lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))  # noqa: E731
+    return longer(largest(-(-max(geo.numel) // STRETCH), lambda k: fits(geo, longer(k), limits)))
 
 
 def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:

@@ -29,7 +29,7 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
         for b, mb in enumerate(batch):
             model.forward(cfg, u, w[u], x(u, b), mb.rows, saved(u, b), x(u + 1, b))
 
-    sums = torch.zeros(geo.first_chunk[-1], device=e.memory.device)
+    sums = torch.zeros(geo.first_stretch[-1], device=e.memory.device)
 
     def gradient(u: int):
         buffer = e.gradients.accumulator.slots[0].buffer
@@ -40,7 +40,7 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
         wide_flat = flat(buffer, wide[u].tensors[0].dtype, geo.numel[u])
         out = flat(homes.gradients[u], geo.dtype, geo.numel[u])
         for a, b, i in geo.pieces(u, geo.numel[u])[0]:
-            sums[geo.first_chunk[u] + i] = ops.grad_finish(wide_flat[a:b], out=out[a:b])[0]
+            sums[geo.first_stretch[u] + i] = ops.grad_finish(wide_flat[a:b], out=out[a:b])[0]
 
     buffer, g = gradient(geo.head)
     trained = sum(mb.trained for mb in batch)

@@ -29,10 +29,10 @@ UNITS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_chunks():
+def small_stretches():
     """So that gradients leave in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "CHUNK", 256)
+        patch.setattr(plan_module, "STRETCH", 256)
         yield
 
 
