@@ -153,7 +153,7 @@ class Memory:
         return slab[skip : skip + nbytes]
 
     def _host_slab(self, nbytes: int, pin: bool) -> Tensor:
-        room = mmap.mmap(-1, nbytes + HUGE)
+        room = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages
         base = ctypes.addressof(ctypes.c_char.from_buffer(room))
         skip = -base % HUGE
         whole = nbytes // HUGE * HUGE  # a huge page for the rest would take more than was asked for

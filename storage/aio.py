@@ -33,7 +33,7 @@ def arena(nbytes: int) -> memoryview:
     its number of pages. A forked child does not get it: copying on write would break transfers in flight.
     """
     size = round_up(nbytes, HUGE)
-    area = mmap.mmap(-1, size + HUGE)
+    area = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         try:
             area.madvise(advice)
