@@ -11,14 +11,15 @@ that a plan decides, only where updates run and the size of a micro-batch can ch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits
-from trireme.engine.predict import Batch, Prediction, drive_seconds, predict, unit_seconds
-from trireme.engine.rates import ADAM_BYTES, Rates
+from trireme.engine.predict import FEW, Batch, Prediction, drive_seconds, lane_seconds, predict, together, unit_seconds
+from trireme.engine.rates import Rates
 from trireme.engine.rule import Lean, largest, share_updates, simple_plan, spread
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -38,8 +39,8 @@ WEAR = 1.05  # how many times faster a plan has to be that sends activations to 
 WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
 REFINED = 4  # of the best plans, around which others are tried
 # Units times micro-batches of all simulations together, so that planning takes seconds whatever the model; at least so
-# many simulations; micro-batches that a simulation takes as long as, with fewer of them.
-WORK, LEAST, FEW = 8000, 3, 8
+# many simulations.
+WORK, LEAST = 8000, 3
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def choose(
             "is no drive for the rest."
         )
     geo, rule = Geometry.of(cfg, first), rule | {"halves": first.halves}
-    judge = lambda plan: predict(cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))  # noqa: E731
+    whole = lambda plan: Batch(plan.tokens, seq_len, plan.n_micro, trained)  # noqa: E731
+    judge = lambda plan: predict(cfg, plan, rates, whole(plan), roughly=True)  # noqa: E731
     before = judge(first)
     plans = dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))
     if first.uses("ssd") and not like:  # a run that has begun has set aside what it needs of the drive
@@ -85,7 +87,7 @@ def choose(
     per_token = lambda plan, seconds: wear(plan) * seconds / (plan.tokens * plan.n_micro)  # noqa: E731
     floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))  # noqa: E731
     taken = lambda plan: per_token(plan, judged[plan].step_s)  # noqa: E731
-    most = max(LEAST, WORK // (geo.n_units * max(FEW, first.n_micro)))
+    most = max(LEAST, WORK // (geo.n_units * max(FEW, first.n_micro // together(first.n_micro))))
     for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans) if plan not in judged)[:most]:
         if least >= WORTH * min(map(taken, judged)):
             break
@@ -98,7 +100,7 @@ def choose(
     because = _because(geo, first, before, best, judged[best])
     if like and pinned(best, like) != best:
         because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
-    return Choice(best, judged[best], because)
+    return Choice(best, predict(cfg, best, rates, whole(best)), because)
 
 
 def _variants(
@@ -215,41 +217,43 @@ def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, 
 def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float = 1.0) -> dict[str, float]:
     """Seconds that each resource needs at least for a step of this plan, if it were never kept waiting.
 
-    `turn`: where updates wait for the norm, all of them lie between one backward and the next, beside forward alone.
+    `halves`: each half of a step waits for the slowest of its own. What is swapped leaves on the way up and comes back
+    on the way down; where updates wait for the norm, all of them run on the way up.
     """
     seconds = unit_seconds(geo.cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))
     forward = plan.n_micro * sum(s for name, s in seconds.items() if name.startswith("forward"))
     compute = plan.n_micro * sum(seconds.values())
-    up = down = state_up = state_down = read = written = 0
-    on_cpu = under_forward = 0  # bytes that updates on the CPU move
+    up, down = Counter(), Counter()  # bytes of each lane on the way up and on the way down
+    updates, read, written = down if plan.mode == "backward" else up, 0, 0
     for u, unit in enumerate(plan.units):
         weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
-        swapped = geo.saved_layout(unit.names("host") + unit.names("ssd"), plan.tokens).span
-        x = plan.n_micro * geo.x_bytes(plan.tokens) * (u > 0)
-        swapped = plan.n_micro * swapped + x * (unit.x != "gpu")
+        saved = plan.n_micro * geo.saved_layout(unit.names("host") + unit.names("ssd"), plan.tokens).span
+        x, away = plan.n_micro * geo.x_bytes(plan.tokens) * (u > 0), unit.x != "gpu"
+        up["d2h"] += saved + x * away
+        down["h2d"] += saved + x * away
         if plan.between == "host":  # inputs come back for forward too; gradients leave and come back
-            up, down = up + x * (1 + (unit.x != "gpu")), down + x
-        streamed = unit.update == "gpu"
-        up += swapped + (weights if unit.weights != "gpu" else 0) + (state if streamed else 0)
-        down += swapped + (weights if unit.state != "gpu" else 0) + (state if streamed else 0)
-        if unit.state != "gpu" and not streamed:
-            late = unit.state in plan.late_moments
-            under_forward += geo.numel[u] * PARTS["weights" if late else "all"][1]
-            on_cpu += geo.numel[u] * (PARTS["weights"][1] + PARTS["moments"][1] if late else PARTS["all"][1])
+            up["h2d"] += x * away
+            down["d2h"] += x
+            down["h2d"] += x
+        up["h2d"] += weights * (unit.weights != "gpu")
+        down["d2h"] += weights * (unit.state != "gpu")
+        late = unit.state in plan.late_moments
+        if unit.update == "gpu":
+            up["h2d"] += state + weights
+            up["d2h"] += state + weights
+        elif unit.state != "gpu":
+            updates["cpu"] += geo.numel[u] * PARTS["weights" if late else "all"][1]
+            down["cpu"] += geo.numel[u] * PARTS["moments"][1] * late
         moved = (state if unit.state == "ssd" else 0) + (weights if unit.weights == "ssd" else 0)
-        again = 8 * geo.numel[u] if unit.state == "ssd" and "ssd" in plan.late_moments else 0  # moments, under backward
-        scratch = plan.n_micro * geo.saved_layout(unit.names("ssd"), plan.tokens).span
-        scratch += x * (unit.x == "ssd")
-        twice = x * (unit.x == "ssd" and plan.between == "host")
-        spilled = weights if plan.spilled(u) else 0
-        again += spilled if again else 0  # and the gradient, with the moments
-        read, written = read + moved + again + scratch + twice + spilled, written + moved + scratch + spilled
-        if streamed:
-            state_up, state_down = state_up + state + 2 * weights, state_down + state + weights
-    updates = max(under_forward / ADAM_BYTES / rates.adam, (under_forward + state_up + state_down) / rates.dram)
-    turn = max(forward, updates, state_up / rates.h2d) if plan.mode == "forward" else forward
-    return {"compute": compute, "h2d": up / rates.h2d, "d2h": down / rates.d2h, "cpu": on_cpu / ADAM_BYTES / rates.adam,
-            "ssd": drive_seconds(read, written, rates), "turn": compute - forward + turn}  # fmt: skip
+        scratch = plan.n_micro * geo.saved_layout(unit.names("ssd"), plan.tokens).span + x * (unit.x == "ssd")
+        scratch += weights * plan.spilled(u)
+        again = 8 * geo.numel[u] + weights * plan.spilled(u) if unit.state == "ssd" and late else 0  # under backward
+        read += moved + again + scratch + x * (unit.x == "ssd" and plan.between == "host")
+        written += moved + scratch
+    first, second = lane_seconds(up, rates), lane_seconds(down, rates)
+    halves = max(forward, *first.values()) + max(compute - forward, second["h2d"], second["d2h"])
+    lanes = {lane: first[lane] + second[lane] for lane in first}
+    return {"compute": compute, "ssd": drive_seconds(read, written, rates), "halves": halves, **lanes}
 
 
 # ---------------------------------------------------------------- why
@@ -293,11 +297,9 @@ def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: 
     if late:
         where = " and ".join({"host": "in RAM", "ssd": "on the SSD"}[tier] for tier in late)
         said.append(f"of state {where} the moments are written under backward: forward is too short for all of it")
-    if plan != first:
-        per = plan.tokens * plan.n_micro / (first.tokens * first.n_micro)
-        said.append(
-            f"a step of the plain rule's plan would take {per * before.step_s:.3g} s, this one {found.step_s:.3g} s"
-        )
+    per = plan.tokens * plan.n_micro / (first.tokens * first.n_micro)
+    if per * before.step_s > found.step_s / WORTH:
+        said.append(f"the plain rule's plan would take {per * before.step_s / found.step_s:.3g} times as long")
     return tuple(said)
 
 

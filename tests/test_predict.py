@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.plan import Geometry, Plan, UnitPlan
-from trireme.engine.predict import Batch, Intervals, predict, unit_seconds
+from trireme.engine.predict import Batch, Intervals, predict, together, unit_seconds
 from trireme.engine.rates import ADAM_BYTES, GPUS, Rates, assume, rates_of
+from trireme.engine.rule import simple_plan
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig, Rope
 
@@ -196,3 +197,17 @@ def test_a_gpu_by_its_memory_is_as_fast_as_a_known_one():
 def test_what_is_no_machine_is_refused(text):
     with pytest.raises(InputError, match="--assume"):
         assume(text)
+
+
+@pytest.mark.parametrize("homes, off", [("host", 0.01), ("ssd", 0.02)])
+def test_very_many_micro_batches_pass_some_as_one(homes, off, monkeypatch):
+    m = assume("gpu=rtx4090,ram=512GiB,ssd=2x2TB@7/5")
+    by_rule = simple_plan(SEVEN_B, m.limits, batch_tokens=[(2048, 48)], dtype="BF16", homes=homes)
+    batch = Batch(by_rule.tokens, 2048, by_rule.n_micro)
+    assert (together(48), together(15), together(17)) == (6, 1, 1)
+    found = predict(SEVEN_B, by_rule, m.rates, batch)
+    monkeypatch.setattr("trireme.engine.predict.together", lambda n: 1)
+    exact = predict(SEVEN_B, by_rule, m.rates, batch)
+    assert found.step_s == pytest.approx(exact.step_s, rel=off)
+    assert found.busy["compute"] == pytest.approx(exact.busy["compute"], rel=0.01)
+    assert (found.ssd_read, found.ssd_written) == (exact.ssd_read, exact.ssd_written)
