@@ -141,7 +141,7 @@ class Intervals:
 def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False) -> Prediction:
     """The steady state of training by `plan` on a machine of these rates. The plan is taken to fit.
 
-    Of very many micro-batches some pass as one that takes as long: that is quicker, and says the same within 1 or 2 %. Where
+    Of very many micro-batches some pass as one that takes as long: that is quicker, and says the same within 2 %. Where
     what units leave for each other waits outside the GPU, each is a wait of its own: there only if `roughly` will do.
     Raises ValueError where the plan uses a drive and the rates have none.
     """
