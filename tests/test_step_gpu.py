@@ -73,3 +73,16 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
         assert torch.equal(value, weights[name]), name
     e.lanes.close()
     e.memory.close()
+
+
+@pytest.mark.parametrize("n_micro", [1, 3])
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+def test_half_blocks_are_the_same_to_the_bit(tier, n_micro):
+    plan = gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48, halves=True, window=1, piece=1)
+    e = make(CFG, replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 10), RealLanes("cuda", extra=("poison",)))
+    losses, weights = on_the_gpu(n_micro, 1.0)
+    assert train(e, batches(CFG, 4, n_micro, 48)) == losses
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
+    e.lanes.close()
+    e.memory.close()
