@@ -337,13 +337,9 @@ def _weight_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
 
 def _staging(geo: Geometry, plan: Plan) -> int:
     """Bytes of the host buffer through which pieces not at home in RAM are loaded and saved between steps."""
-    sizes = [0]
-    for u, unit in enumerate(plan.units):
-        if unit.weights != "host":
-            sizes.append(geo.weights[u].span)
-        if unit.state != "host":
-            sizes += [geo.state_layout(n).span for n in geo.record_sizes(u, plan.record)]
-    return max(sizes)
+    weights = (geo.weights[u].span for u, unit in enumerate(plan.units) if unit.weights != "host")
+    largest = max((geo.numel[u] for u, unit in enumerate(plan.units) if unit.state != "host"), default=0)
+    return max(0, geo.state_layout(min(largest, plan.record)).span, *weights)
 
 
 def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
