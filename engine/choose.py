@@ -20,11 +20,11 @@ from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits
 from trireme.engine.predict import FEW, Batch, Prediction, drive_seconds, lane_seconds, predict, together, unit_seconds
 from trireme.engine.rates import Rates
-from trireme.engine.rule import Lean, largest, share_updates, simple_plan, spread
+from trireme.engine.rule import Lean, largest, longer_pieces, share_updates, simple_plan, spread
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
-MICRO_BATCHES = 2  # sizes tried, from the largest that fits
+MICRO_BATCHES = 2  # sizes tried, from the rule's down
 SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations there is room for outside the GPU
 DRIVE_LEAN, DRIVE_RAM = Lean("host", 0.0, updates=0.0), 0.85  # where the SSD takes them; RAM has slots on their way
 LEANS = (
@@ -106,7 +106,7 @@ def choose(
 def _variants(
     geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int, leans: Sequence[Lean]
 ) -> Iterable[Plan]:
-    """Plans that fit, the rule's first: its micro-batch and smaller ones, each way to lean, activations in RAM."""
+    """Plans that fit, the rule's first: its micro-batch and others, each way to lean, activations in RAM."""
     for size in _sizes(first, rule):
         for lean in leans:
             try:
@@ -118,16 +118,19 @@ def _variants(
 
 
 def _sizes(first: Plan, rule: dict) -> list[tuple[int, int]]:
-    """The micro-batches that are tried: the rule's and smaller ones."""
-    return [size for size in rule["batch_tokens"] if size[0] <= first.tokens][:MICRO_BATCHES]
+    """The micro-batches that are tried: the rule's, smaller ones, and a larger one, for which fewer slots may do."""
+    sizes = rule["batch_tokens"]
+    at = next(i for i, (tokens, _) in enumerate(sizes) if tokens <= first.tokens)
+    return sizes[max(0, at - 1) : at + MICRO_BATCHES]
 
 
 def _refined(geo: Geometry, plan: Plan, limits: dict[str, int], may_move: bool) -> Iterable[Plan]:
-    """Plans around `plan`: other windows, moments late or not, other shares of updates on the GPU if `may_move`."""
+    """Plans around `plan`: other windows, longer pieces, moments late or not, and if `may_move` other updates."""
     for window in WINDOWS:
         wider = replace(plan, window=window)
         if window != plan.window and fits(geo, wider, limits):
             yield wider
+    yield longer_pieces(geo, plan, limits)
     if plan.mode == "forward" and plan.adam_bits == 32:
         for late in LATE:
             if late != plan.late_moments:

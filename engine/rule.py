@@ -87,7 +87,8 @@ def _smallest(
     weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
     # Slots for weights, what leaves of a gradient at once, and slots in RAM: where units are large one waits, but fits.
-    slots = ((2, geo.half_piece(), 2), (2, 1, 2), (1, 1, 2), (1, 1, 1))
+    half = geo.half_piece()
+    slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     smallest = None
     waiting = ("host", "ssd") if state == "ssd" and mode != "backward" else ("host",)
     for gradients, between, (window, piece, host_window), (tokens, n_micro) in product(
@@ -147,7 +148,11 @@ def _fill(
         left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
         plan = upgrade(plan, lambda k: [left[i] for i in spread(len(left), k)], len(left), weights="host", state="host")
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
-    plan = wider(largest(2, lambda k: fits(geo, wider(k), limits)))
+    return wider(largest(2, lambda k: fits(geo, wider(k), limits)))
+
+
+def longer_pieces(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+    """Lets gradients leave in pieces as long as there is room for: the next waits for the last but one to be gone."""
     longer = lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))  # noqa: E731
     return longer(largest(-(-max(geo.numel) // STRETCH), lambda k: fits(geo, longer(k), limits)))
 

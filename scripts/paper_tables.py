@@ -129,7 +129,8 @@ def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward"
 def faster(made: Forecast, homes: str) -> Forecast:
     """The same step by the plan that a run there would choose."""
     p = made.plan
-    sizes = [(p.tokens, p.n_micro), (p.tokens // 2, 2 * p.n_micro)][: 1 + (p.tokens > SEQ)]
+    sizes = [(2 * p.tokens, p.n_micro // 2), (p.tokens, p.n_micro), (p.tokens // 2, 2 * p.n_micro)]
+    sizes = sizes[p.n_micro % 2 : 2 + (p.tokens > SEQ)]
     keys = dict(batch_tokens=sizes, dtype=p.dtype, mode=p.mode, homes=homes, record=p.record)
     return replace(made, plan=choose(made.cfg, made.limits, made.machine.rates, SEQ, **keys).plan)
 
