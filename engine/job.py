@@ -243,8 +243,6 @@ def _shared(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, i
         refused.append(need)
     need = min(refused, key=lambda need: sum(need.values()))
     out = f"Raise --ram by {amount((sum(need.values()) - room) * MARGIN)}, or lower --seq-len"
-    if rule["mode"] != "backward":
-        out += ", or --max-grad-norm 0, which needs no room for all gradients"
     raise DoesNotFit(
         f"even the smallest plan needs {amount(sum(need.values()))} of RAM, {amount(need['gpu'])} of it to compute in; "
         f"the limit is {amount(room)}. {out}."

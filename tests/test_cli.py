@@ -230,7 +230,7 @@ def test_a_request_that_cannot_be_met(here, capsys, name):
 @pytest.mark.parametrize(
     "given, option", [(["--ram", "8MiB"], "--ram"), (["--ram", "8MiB", "--max-grad-norm", "0"], "--ram"),
                       (["--ram", "1GiB", "--gpu-memory", "2MiB"], "--gpu-memory"),
-                      (["--ram", "3MiB", "--gpu-memory", "1GiB"], "--ram")]
+                      (["--ram", "1MiB", "--gpu-memory", "40MiB"], "--ram")]
 )  # fmt: skip
 def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, given, option):
     """On a CPU both tiers are RAM: the option to raise is the one that was given too little."""
