@@ -45,7 +45,7 @@ WORK, LEAST = 8000, 3
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, its predicted step, and a sentence for each decision, with its numbers."""
+    """A plan, its step as predicted `roughly`, and a sentence for each decision, with its numbers."""
 
     plan: Plan
     found: Prediction
@@ -74,8 +74,8 @@ def choose(
             "is no drive for the rest."
         )
     geo, rule = Geometry.of(cfg, first), rule | {"halves": first.halves}
-    whole = lambda plan: Batch(plan.tokens, seq_len, plan.n_micro, trained)  # noqa: E731
-    judge = lambda plan: predict(cfg, plan, rates, whole(plan), roughly=True)  # noqa: E731
+    batch = lambda plan: Batch(plan.tokens, seq_len, plan.n_micro, trained)  # noqa: E731
+    judge = lambda plan: predict(cfg, plan, rates, batch(plan), roughly=True)  # noqa: E731
     before = judge(first)
     plans = dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))
     if first.uses("ssd") and not like:  # a run that has begun has set aside what it needs of the drive
@@ -100,7 +100,7 @@ def choose(
     because = _because(geo, first, before, best, judged[best])
     if like and pinned(best, like) != best:
         because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
-    return Choice(best, predict(cfg, best, rates, whole(best)), because)
+    return Choice(best, judged[best], because)
 
 
 def _variants(

@@ -60,7 +60,7 @@ def better(job: Job, steps: int) -> Choice | None:
     document, trained = job.data.document, job.data.trained
     rule |= dict(batch_tokens=[(p.tokens, p.n_micro)], trained=trained)
     choice = choose(job.cfg, job.limits, rates, document, p, **rule)
-    now = predict(job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained)).step_s
+    now = predict(job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained), roughly=True).step_s
     move = 14 * job.parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)
     worth = choice.found.step_s < WORTH * now and steps * (now - choice.found.step_s) > 2 * move
     needs_room = choice.plan.uses("ssd") and not p.uses("ssd")  # which nobody has set aside

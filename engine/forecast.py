@@ -86,9 +86,9 @@ class Forecast:
         n_micro = min(self.plan.n_micro, math.ceil(self.sequences * self.seq_len / self.plan.tokens))
         return Batch(math.ceil(self.tokens / n_micro), self.document or self.seq_len, n_micro, self.trained)
 
-    def predict(self) -> Prediction:
+    def predict(self, roughly: bool = False) -> Prediction:
         """The steady state of this plan on this machine."""
-        return predict(self.cfg, self.plan, self.machine.rates, self.batch)
+        return predict(self.cfg, self.plan, self.machine.rates, self.batch, roughly)
 
     # ------------------------------------------------ memory and disk
 
@@ -212,16 +212,16 @@ class Forecast:
 
     def faster_lines(self, found: Prediction) -> list[str]:
         """Up to three changes that would train more tokens a second, the best first, each planned and predicted."""
-        now, better = self.tokens / found.step_s, []
+        now, better = self.tokens / self.predict(roughly=True).step_s, []
         for name, change in self._changes() if self.cuda else ():
             try:
                 changed = change()
             except DoesNotFit:
                 continue
-            then = changed.predict()
-            gain = changed.tokens / then.step_s / now
+            gain = changed.tokens / changed.predict(roughly=True).step_s / now
             if gain >= WORTH:
-                better.append((gain, f"{name}: {gain:.1f} times the tokens/s ({_seconds(then.step_s)} a step)"))
+                step = _seconds(changed.tokens / self.tokens * found.step_s / gain)
+                better.append((gain, f"{name}: {gain:.1f} times the tokens/s ({step} a step)"))
         return [line for _, line in sorted(better, key=lambda b: -b[0])[:3]]
 
     def _changes(self) -> Iterable[tuple[str, Callable[[], Forecast]]]:

@@ -42,7 +42,7 @@ def test_never_slower_than_the_rule_and_within_its_limits(gpu, host, mode, bus):
     choice = choose(SMALL, limits, rates, 256, mode=mode, **RULE)
     batch = Batch(first.tokens, 256, first.n_micro)
     assert choice.found.step_s <= predict(SMALL, first, rates, batch).step_s
-    assert fits(Geometry(SMALL, "BF16"), choice.plan, limits)
+    assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
     build(SMALL, choice.plan, limits, SimulatedLanes(lambda task: 0.0))
     assert choice == choose(SMALL, limits, rates, 256, mode=mode, **RULE)
 
@@ -83,8 +83,8 @@ def test_a_run_that_has_begun_keeps_its_updates_where_they_are(gpu, host, faster
         again = choose(SMALL, now, rates, 256, like=begun, **RULE | {"batch_tokens": [(begun.tokens, begun.n_micro)]})
     except DoesNotFit:
         return
-    assert fits(Geometry(SMALL, "BF16"), again.plan, now)
-    if fits(Geometry(SMALL, "BF16"), begun, now):
+    assert fits(Geometry.of(SMALL, again.plan), again.plan, now)
+    if fits(Geometry.of(SMALL, begun), begun, now):
         assert pinned(again.plan, begun) == again.plan
         assert again.found.step_s <= predict(SMALL, begun, rates, Batch(begun.tokens, 256, begun.n_micro)).step_s
 
@@ -122,7 +122,7 @@ def test_fast_drives_take_activations_that_ram_does_not_hold():
 def test_floors_are_below_what_is_simulated():
     limits = {"gpu": 200 * MIB, "host": 400 * MIB}
     choice = choose(SMALL, limits, RATES, 256, **RULE)
-    floor = floors(Geometry(SMALL, "BF16"), choice.plan, RATES, 256)
+    floor = floors(Geometry.of(SMALL, choice.plan), choice.plan, RATES, 256)
     assert max(floor.values()) <= choice.found.step_s
 
 

@@ -63,7 +63,7 @@ def moved(stay: Options, monkeypatch, capsys) -> None:
 
     def better(job, steps):
         to = another(job.plan)
-        if not fits(Geometry(job.cfg, to.dtype), to, job.limits):
+        if not fits(Geometry.of(job.cfg, to), to, job.limits):
             to = replace(job.plan, window=1, state_slots=2)
         moves.append(to)
         return Choice(to, predict(job.cfg, to, job.machine.rates, Batch(to.tokens, job.seq_len, to.n_micro)), ())

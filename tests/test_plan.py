@@ -32,7 +32,7 @@ def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
     except DoesNotFit as refusal:
         assert "--gpu-memory" in str(refusal) or "--ram" in str(refusal)
         return
-    geo = Geometry(SMALL, plan.dtype, plan.adam_bits)
+    geo = Geometry.of(SMALL, plan)
     promised = usage(geo, plan)
     assert fits(geo, plan, limits)
     e = build(SMALL, plan, limits, SimulatedLanes(lambda task: 0.0))
