@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Slot, memory_of, views
-from trireme.engine.plan import TIERS, Geometry, Plan
+from trireme.engine.plan import TIERS, Plan
 
 Key = tuple[int, int, str]  # unit, micro-batch, part: "x", "dx", or the tier of a span of saved tensors
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from trireme.engine.activations import ActivationSwap
+from trireme.engine.buffers import workspace
+from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Memory, Slot
 from trireme.engine.optimizer import AdamW, Optimizer
-from trireme.engine.plan import Geometry, Plan, workspace
+from trireme.engine.plan import Plan
 from trireme.engine.step import Engine, Inputs
 from trireme.engine.weights import WeightStream
 from trireme.models import shapes

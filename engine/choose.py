@@ -16,8 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from trireme.engine.buffers import fits
+from trireme.engine.geometry import Geometry
 from trireme.engine.optimizer import PARTS
-from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, fits
+from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.predict import FEW, Batch, Prediction, drive_seconds, lane_seconds, predict, together, unit_seconds
 from trireme.engine.rates import Rates
 from trireme.engine.rule import Lean, largest, longer_pieces, share_updates, simple_plan, spread

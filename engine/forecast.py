@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.choose import LEANS, choose
-from trireme.engine.plan import TIERS, DoesNotFit, Geometry, Plan, buffers, usage, workspace
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import TIERS, DoesNotFit, Plan
 from trireme.engine.predict import Batch, Prediction, predict
 from trireme.engine.rates import ENDURANCE, TB, Machine
 from trireme.engine.rule import simple_plan

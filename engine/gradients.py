@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trireme.engine.geometry import Geometry, Stretch
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Slot, flat, memory_of, views
-from trireme.engine.plan import Geometry, Plan, Stretch
+from trireme.engine.plan import Plan
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
 
@@ -32,9 +33,9 @@ class Gradients:
         self.out = homes.ring("gpu", "gradient out")  # rounded, on its way
         self.landings, self.back = homes.rings("host", "gradient"), homes.ring("host", "gradient ring")
         self.holding: dict[int, Slot] = {}  # accumulators in use
-        self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM, and when it is there
+        self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM or none, when it is there
         self.offset: dict[int, int] = {}  # place in the scratch file of a unit whose gradient waits on the SSD
-        self.spilled: dict[int, Task] = {}  # the last write of it
+        self.written: dict[int, Task] = {}  # the last write of it
         self.read: dict[int, Task] = {}  # the last read of it
         self.scratch_bytes = 0
         for u in range(geo.n_units):
@@ -109,7 +110,7 @@ class Gradients:
 
         task = self.lanes.run("state_write", f"gradient {self.geo.names[u]}", write, (landed, *before), nbytes=nbytes)
         host.ring.release(host, (task,))
-        self.spilled[u] = task
+        self.written[u] = task
         return task
 
     def fetch(self, u: int, a: int, b: int) -> tuple[Slot, int]:
@@ -121,7 +122,7 @@ class Gradients:
             self.scratch.read(self.offset[u] + first, memory_of(slot.buffer, end - first)).result()
 
         name = f"gradient {self.geo.names[u]}"
-        self.read[u] = self.lanes.run("state_read", name, read, (*slot.ready, self.spilled[u]), nbytes=end - first)
+        self.read[u] = self.lanes.run("state_read", name, read, (*slot.ready, self.written[u]), nbytes=end - first)
         slot.ready = (self.read[u],)
         return slot, a * size - first
 

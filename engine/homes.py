@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trireme.engine.buffers import ENDS, buffers
+from trireme.engine.geometry import Geometry
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Memory, Ring, memory_of
-from trireme.engine.plan import ENDS, Geometry, Plan, buffers
+from trireme.engine.plan import Plan
 from trireme.models.shapes import HALVES
 from trireme.storage.layout import Layout
 

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Slot, flat, views
-from trireme.engine.plan import Geometry, Plan
+from trireme.engine.plan import Plan
 from trireme.engine.rates import ADAM_BYTES
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from trireme.engine.plan import STRETCH, TIERS, DoesNotFit, Geometry, Plan, UnitPlan, fits, usage
+from trireme.engine.buffers import fits, usage
+from trireme.engine.geometry import STRETCH, Geometry
+from trireme.engine.plan import TIERS, DoesNotFit, Plan, UnitPlan
 from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trireme.engine.activations import ActivationSwap, Here
+from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Memory, flat, views
 from trireme.engine.optimizer import Optimizer, StepStats
-from trireme.engine.plan import Geometry, Plan
+from trireme.engine.plan import Plan
 from trireme.engine.weights import Held, WeightStream
 from trireme.models import head, model, shapes
 from trireme.models.config import ModelConfig

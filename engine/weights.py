@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Ring, Slot
-from trireme.engine.plan import Geometry, Plan
+from trireme.engine.plan import Plan
 
 
 @dataclass

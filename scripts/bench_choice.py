@@ -21,10 +21,12 @@ import bench_step
 from bench_plan import leave, results_folder, run_arguments
 from bench_step import MODELS
 
+from trireme.engine.buffers import fits
 from trireme.engine.choose import LEANS, choose, front, swapped
+from trireme.engine.geometry import Geometry
 from trireme.engine.job import record_size
 from trireme.engine.machine import choose_device, memory_limits
-from trireme.engine.plan import DoesNotFit, Geometry, Plan, fits
+from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import Rates, assume
 from trireme.engine.rule import largest, simple_plan

@@ -22,7 +22,9 @@ from pathlib import Path
 
 from bench_step import MODELS
 
-from trireme.engine.plan import Geometry, Plan, usage
+from trireme.engine.buffers import usage
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import Plan
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import CODE, rates_of
 

@@ -23,10 +23,12 @@ import numpy as np
 import torch
 from bare_step import bare_step
 
+from trireme.engine.buffers import usage
 from trireme.engine.build import build, inputs
 from trireme.engine.choose import choose
 from trireme.engine.correct import measured
 from trireme.engine.data import MicroBatch
+from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes, Staged
 from trireme.engine.job import record_size
 from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, Span, busy, write_perfetto
@@ -34,7 +36,7 @@ from trireme.engine.machine import as_planned, choose_device, matmul_rate, memor
 from trireme.engine.memory import DTYPE, flat, views
 from trireme.engine.optimizer import AdamW
 from trireme.engine.options import size
-from trireme.engine.plan import DoesNotFit, Geometry, Plan, UnitPlan, usage
+from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.predict import Batch, predict
 from trireme.engine.probe import drive_rates, processor_rates
 from trireme.engine.rates import CODE, Machine, Rates, rates_of

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trireme.engine.plan import Geometry, fits
+from trireme.engine.buffers import fits
+from trireme.engine.geometry import Geometry
 from trireme.engine.predict import predict
 from trireme.engine.rule import simple_plan
 

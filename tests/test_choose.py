@@ -8,11 +8,13 @@ from engines import LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trireme.engine.buffers import fits
 from trireme.engine.build import build
 from trireme.engine.choose import choose, floors, front, pinned
+from trireme.engine.geometry import Geometry
 from trireme.engine.job import record_size
 from trireme.engine.lanes import SimulatedLanes
-from trireme.engine.plan import DoesNotFit, Geometry, fits
+from trireme.engine.plan import DoesNotFit
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.rule import simple_plan

@@ -11,11 +11,13 @@ from test_predict import RATES, SMALL, plan
 from test_resume import checkpoint, losses, options  # noqa: F401
 
 from trireme.engine import train
+from trireme.engine.buffers import fits
 from trireme.engine.choose import Choice
 from trireme.engine.correct import TIMED_BY, corrected, measured
+from trireme.engine.geometry import Geometry
 from trireme.engine.lanes import Span
 from trireme.engine.options import Options
-from trireme.engine.plan import Geometry, Plan, UnitPlan, fits
+from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.predict import Batch, predict
 from trireme.models.config import read_config
 

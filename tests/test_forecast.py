@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from trireme.engine import demo, probe
+from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.forecast import Forecast, check_drive
 from trireme.engine.job import forecast as of_job
 from trireme.engine.job import prepare
 from trireme.engine.options import Options
-from trireme.engine.plan import TIERS, DoesNotFit, buffers, usage, workspace
+from trireme.engine.plan import TIERS, DoesNotFit
 from trireme.engine.rates import assume
 from trireme.engine.rule import simple_plan
 from trireme.models import shapes

@@ -8,9 +8,11 @@ from engines import LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trireme.engine.buffers import fits, usage
 from trireme.engine.build import build
+from trireme.engine.geometry import Geometry
 from trireme.engine.lanes import SimulatedLanes
-from trireme.engine.plan import DoesNotFit, Geometry, Plan, fits, usage
+from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.rule import simple_plan, spread
 from trireme.models.config import InputError, Rope
 

@@ -8,7 +8,8 @@ from engines import LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.plan import Geometry, Plan, UnitPlan
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.predict import Batch, Intervals, predict, together, unit_seconds
 from trireme.engine.rates import ADAM_BYTES, GPUS, Rates, assume, rates_of
 from trireme.engine.rule import simple_plan

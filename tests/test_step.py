@@ -9,7 +9,7 @@ from engines import GPT, LLAMA, JitterLanes, batches, final_weights, gpu_plan, m
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trireme.engine import plan as plan_module
+from trireme.engine import geometry
 from trireme.engine.build import inputs
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
@@ -27,7 +27,7 @@ LLAMAS = ("untied", "tied")
 def small_stretches():
     """So that gradients leave in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "STRETCH", 256)
+        patch.setattr(geometry, "STRETCH", 256)
         yield
 
 

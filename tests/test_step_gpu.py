@@ -7,7 +7,7 @@ import pytest
 import torch
 from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, train
 
-from trireme.engine import plan as plan_module
+from trireme.engine import geometry
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import UnitPlan
 from trireme.models import shapes
@@ -32,7 +32,7 @@ UNITS = {
 def small_stretches():
     """So that gradients leave in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "STRETCH", 256)
+        patch.setattr(geometry, "STRETCH", 256)
         yield
 
 

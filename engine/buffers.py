@@ -1,0 +1,155 @@
+"""Every buffer that follows from a plan: its memory is known to the byte before the run. Pure; no torch.
+
+What the engine allocates is exactly what `buffers` lists, so a plan that cannot fit is refused with its numbers before
+anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import TIERS, Plan
+from trireme.models import shapes
+from trireme.storage.layout import ITEMSIZE, round_up
+
+ENDS = ("embed", "head", "ends")  # size classes of which one unit at a time is in use
+OUT_SLOTS = 2  # slots through which pieces of rounded gradients leave the GPU: one is filled, one emptied
+GRADIENT_SLOTS = 2  # host slots in which gradients come back from the SSD, a record in each
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One line of the memory table: `count` equal buffers of `nbytes`. `key` is how the engine asks for it."""
+
+    tier: str
+    key: str
+    nbytes: int
+    count: int = 1
+
+
+def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
+    """Every buffer that the engine makes for this plan, by tier and key."""
+    return [
+        b
+        for b in (*_weight_buffers(geo, plan), *_optimizer_buffers(geo, plan), *_activation_buffers(geo, plan))
+        if b.count and b.nbytes
+    ]
+
+
+def _by_class(geo: Geometry, units: Iterable[int], size: Callable[[int], int]) -> dict[str, tuple[int, int]]:
+    """size class -> (largest size, number of units) over `units`."""
+    found: dict[str, tuple[int, int]] = {}
+    for u in units:
+        kind = geo.size_class(u)
+        biggest, count = found.get(kind, (0, 0))
+        found[kind] = (max(biggest, size(u)), count + 1)
+    return found
+
+
+def _weight_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
+    span = lambda u: geo.weights[u].span  # noqa: E731
+    everyone = range(geo.n_units)
+    for u in everyone:
+        unit = plan.units[u]
+        if unit.weights == "gpu" or unit.resident:
+            yield Buffer("gpu", f"weights {geo.names[u]}", span(u))
+        if unit.weights == "host":
+            yield Buffer("host", f"weights {geo.names[u]}", span(u))
+    streamed = [u for u in everyone if plan.units[u].weights != "gpu" and not plan.units[u].resident]
+    for kind, (size, count) in _by_class(geo, streamed, span).items():
+        yield Buffer("gpu", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.window, count))
+    from_ssd = [u for u in everyone if plan.units[u].weights == "ssd"]
+    yield Buffer("host", "staging", _staging(geo, plan))
+    for kind, (size, count) in _by_class(geo, from_ssd, span).items():
+        yield Buffer("host", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.host_window, count))
+
+
+def _staging(geo: Geometry, plan: Plan) -> int:
+    """Bytes of the host buffer through which pieces not at home in RAM are loaded and saved between steps."""
+    weights = (geo.weights[u].span for u, unit in enumerate(plan.units) if unit.weights != "host")
+    largest = max((geo.numel[u] for u, unit in enumerate(plan.units) if unit.state != "host"), default=0)
+    return max(0, geo.state_layout(min(largest, plan.record)).span, *weights)
+
+
+def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
+    everyone = range(geo.n_units)
+    wide = geo.gradients if plan.n_micro > 1 else geo.weights
+    tied = geo.cfg.tied  # then the embedding's gradient is added to from the head on; all others come one by one
+    yield Buffer("gpu", "gradient", max(layout.span for layout in wide[tied:]))
+    yield Buffer("gpu", "gradient embed", wide[0].span if tied else 0)
+    for u in everyone:
+        if plan.units[u].state == "gpu":
+            yield Buffer("gpu", f"gradient out {geo.names[u]}", geo.weights[u].span)
+        if plan.units[u].state != "ssd":
+            yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record))
+    on_cpu = [u for u in everyone if plan.units[u].state != "gpu"]
+    if on_cpu:
+        pieces = {geo.kinds[u]: geo.pieces(u, plan.piece) for u in on_cpu}.values()
+        largest = max(piece[-1].stop - piece[0].start for unit in pieces for piece in unit)
+        count = max(len(on_cpu), *map(len, pieces))
+        yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
+    for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
+        spilled = sum(plan.spilled(u) and geo.size_class(u) == kind for u in on_cpu)
+        passing = count if plan.mode == "backward" else spilled
+        yield Buffer("host", f"gradient {kind}", size, count - passing + min(plan.host_window, passing))
+    spilled = [n for u in everyone if plan.spilled(u) for n in geo.record_sizes(u, plan.record)]
+    if spilled:  # a record begins and ends within a block of the drive
+        size = round_up(max(spilled) * ITEMSIZE[plan.dtype]) + 4096
+        yield Buffer("host", "gradient ring", size, min(GRADIENT_SLOTS, len(spilled)))
+    streamed = [n for u in everyone if plan.units[u].update == "gpu" for n in geo.record_sizes(u, plan.record)]
+    if streamed:
+        span = geo.state_layout(max(streamed)).span + round_up(max(streamed) * ITEMSIZE[plan.dtype])
+        yield Buffer("gpu", "stream ring", span, min(plan.stream_slots, len(streamed)))
+    from_ssd = [n for u in everyone if plan.units[u].state == "ssd" for n in geo.record_sizes(u, plan.record)]
+    if from_ssd:
+        yield Buffer("host", "state ring", geo.state_layout(max(from_ssd)).span, min(plan.state_slots, len(from_ssd)))
+
+
+def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
+    x, n = geo.x_bytes(plan.tokens), plan.n_micro
+    away = plan.between == "host"
+    inner = plan.units[1:]  # the embedding's input is the token ids
+    yield Buffer("gpu", "x", x, n * sum(u.x == "gpu" for u in inner))
+    if any(u.x != "gpu" for u in inner):
+        yield Buffer("gpu", "x ring", x, plan.swap_slots + (plan.swap_slots if away else n))
+        yield Buffer("host", "x", x, n * sum(u.x == "host" for u in inner))
+    yield Buffer("gpu", "dx ring", x, 2 * plan.swap_slots if away else n + 1)
+    yield Buffer("host", "dx", x, n if away else 0)
+    for tier in TIERS:
+        spans = [geo.saved_layout(u.names(tier), plan.tokens).span for u in inner]
+        if not any(spans):
+            continue
+        if tier == "gpu":
+            for u, span in enumerate(spans, 1):
+                yield Buffer("gpu", f"saved {geo.names[u]}", span, n)
+        else:
+            yield Buffer("gpu", f"swap ring {tier}", max(spans), plan.swap_slots)
+            for u, span in enumerate(spans, 1):
+                yield Buffer("host", f"saved {geo.names[u]}", span if tier == "host" else 0, n)
+    if any("ssd" in (u.x, *(t for _, t in u.saved)) for u in inner):
+        largest = max(x, *(geo.saved_layout(u.names("ssd"), plan.tokens).span for u in inner))
+        yield Buffer("host", "swap ring ssd", largest, 2 * plan.swap_slots)
+
+
+def workspace(geo: Geometry, plan: Plan) -> int:
+    """GPU bytes beside the named buffers: the largest unit's temporaries, the rotary table, inputs, fragmentation."""
+    wide = 4 if plan.n_micro > 1 else ITEMSIZE[plan.dtype]
+    each = {geo.kinds[u]: u for u in range(geo.n_units)}.values()  # a unit of each kind
+    temporaries = max(shapes.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each)
+    inputs = plan.tokens * plan.n_micro * 48
+    return round_up(int(temporaries * 1.02)) + inputs
+
+
+def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
+    """Bytes in each of gpu and host: all buffers, and on the GPU the workspace."""
+    total = {"gpu": workspace(geo, plan), "host": 0}
+    for b in buffers(geo, plan):
+        total[b.tier] += b.nbytes * b.count
+    return total
+
+
+def fits(geo: Geometry, plan: Plan, limits: dict[str, int]) -> bool:
+    total = usage(geo, plan)
+    return all(total[tier] <= limits[tier] for tier in ("gpu", "host"))

@@ -1,0 +1,169 @@
+"""Sizes that follow from a model: where each unit's tensors, gradients, optimizer records and activations lie. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from trireme.engine.plan import Plan
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, sequential
+
+STRETCH = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
+
+
+class Stretch(NamedTuple):
+    """Elements [start, stop) of a unit's gradient, and the place of the sum of their squares among the unit's."""
+
+    start: int
+    stop: int
+    place: int
+
+
+class Geometry:
+    """Sizes that follow from a model, how it is cut and a compute dtype, for every unit: layouts, spans, records."""
+
+    @staticmethod
+    def of(cfg: ModelConfig, plan: Plan) -> Geometry:
+        return Geometry(plan.cut(cfg), plan.dtype, plan.adam_bits)
+
+    def __init__(self, cfg: ModelConfig, dtype: str, adam_bits: int = 32):
+        self.cfg, self.dtype, self.adam_bits = cfg, dtype, adam_bits
+        self.names = shapes.unit_names(cfg)
+        self.n_units = len(self.names)
+        self.kinds = [shapes.kind(cfg, u) for u in range(self.n_units)]
+        self.head = self.n_units - 1
+        self._saved: dict[tuple[frozenset[str], int], Layout] = {}
+        self._state: dict[int, Layout] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._cut: dict[str, tuple[Stretch, ...]] = {}
+        self._pieces: dict[tuple[str, int], tuple[tuple[Stretch, ...], ...]] = {}
+        self._records: dict[tuple[int, int], list[tuple[int, int]]] = {}
+
+    @cached_property
+    def weights(self) -> tuple[Layout, ...]:
+        """The layout of each unit's weights, gradients in the compute dtype included."""
+        return tuple(pack(shapes.weight_groups(self.cfg, u), self.dtype) for u in range(self.n_units))
+
+    @cached_property
+    def gradients(self) -> tuple[Layout, ...]:
+        """The layout of each unit's fp32 gradient accumulators: the same tensors in the same order as the weights."""
+        return tuple(sequential([(t.name, "F32", t.shape) for t in layout.tensors]) for layout in self.weights)
+
+    @cached_property
+    def numel(self) -> tuple[int, ...]:
+        return tuple(sum(t.numel for t in layout.tensors) for layout in self.weights)
+
+    @cached_property
+    def n_decay(self) -> tuple[int, ...]:
+        """Elements of each unit that weight decay applies to: the matrices, which come first."""
+        return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
+
+    def _stretches(self, u: int) -> tuple[Stretch, ...]:
+        """A unit's stretches in the order of its weights. Sizes and places, and so the bits of the gradients' norm,
+        follow from the model and its dtype alone: matrices and vectors of each half of a block are cut by themselves.
+        """
+        kind = self.kinds[u]
+        if kind not in self._cut:
+            size: Counter[tuple[int, int]] = Counter()
+            for half, groups in enumerate(shapes.weight_parts(self.cfg, u)):
+                for group in groups:
+                    size[half, rank(group, self.dtype)] += sum(prod(shape) for _, shape in group)
+            in_memory = sorted(size, key=lambda key: key[::-1])
+            ends = dict(zip(in_memory, accumulate(size[key] for key in in_memory), strict=True))
+            stretches: list[Stretch] = []
+            for key in sorted(size):
+                for start in range(ends[key] - size[key], ends[key], STRETCH):
+                    stretches.append(Stretch(start, min(start + STRETCH, ends[key]), len(stretches)))
+            self._cut[kind] = tuple(sorted(stretches))
+        return self._cut[kind]
+
+    @cached_property
+    def first_stretch(self) -> tuple[int, ...]:
+        """How many stretches come before each unit's, and at the end how many there are."""
+        return tuple(accumulate((len(self._stretches(u)) for u in range(self.n_units)), initial=0))
+
+    def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
+        """A unit's stretches, as many neighbours together as have no more than `most` elements; at least one."""
+        kind = self.kinds[u]
+        if (kind, most) not in self._pieces:
+            pieces: list[list[Stretch]] = []
+            for stretch in self._stretches(u):
+                if pieces and stretch.stop - pieces[-1][0].start <= most:
+                    pieces[-1].append(stretch)
+                else:
+                    pieces.append([stretch])
+            self._pieces[kind, most] = tuple(map(tuple, pieces))
+        return self._pieces[kind, most]
+
+    def half_piece(self) -> int:
+        """Elements of a piece of which the largest unit between the ends has two."""
+        u = max(range(1, self.head), key=self.numel.__getitem__)
+        return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
+
+    def size_class(self, u: int) -> str:
+        """Units of one size class share rings. The two ends follow each other, so they share one slot unless tied."""
+        if 0 < u < self.head or self.cfg.tied:
+            return self.kinds[u]
+        return "ends"
+
+    def records(self, u: int, record: int) -> list[tuple[int, int]]:
+        """[start, stop) element ranges of a unit's optimizer records."""
+        n = self.numel[u]
+        if (n, record) not in self._records:
+            self._records[n, record] = [(a, min(a + record, n)) for a in range(0, n, record)]
+        return self._records[n, record]
+
+    def record_sizes(self, u: int, record: int) -> list[int]:
+        return [b - a for a, b in self.records(u, record)]
+
+    def state_layout(self, n: int) -> Layout:
+        """Optimizer state of one record of n parameters: its parts, one after another."""
+        if n not in self._state:
+            parts = self.state_parts(n).values()
+            tensors = (replace(t, offset=first + t.offset) for first, layout in parts for t in layout.tensors)
+            self._state[n] = Layout(tuple(tensors))
+        return self._state[n]
+
+    def state_parts(self, n: int) -> dict[str, tuple[int, Layout]]:
+        """part -> (its first byte, its layout): m and v; and lo where the master is split, a shard of its own.
+
+        8-bit moments have a floor for each 256 of them (kernels/moments.py).
+        """
+        if self.adam_bits == 8:
+            floors = [(name, "I16", (-(-n // 256),)) for name in ("m_floor", "v_floor")]
+            moments = sequential([*floors, ("m", "U8", (n,)), ("v", "U8", (n,))])
+        else:
+            dtype = {32: "F32", 16: "BF16"}[self.adam_bits]
+            moments = sequential([("m", dtype, (n,)), ("v", dtype, (n,))])
+        low = {"low": (moments.span, sequential([("lo", "I16", (n,))]))} if self.dtype == "BF16" else {}
+        return {"moments": (0, moments)} | low
+
+    def state_span(self, u: int, record: int) -> int:
+        """Bytes of a unit's whole optimizer state, each record rounded up to 4,096."""
+        return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
+
+    def saved_names(self, u: int) -> tuple[str, ...]:
+        """What unit u, a block or half of one, can save for its backward."""
+        kind = self.kinds[u]
+        if kind not in self._names:
+            self._names[kind] = tuple(shapes.saved_shapes(self.cfg, 1, kind))
+        return self._names[kind]
+
+    def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
+        """Layout of some of a block's saved tensors for a micro-batch of `tokens`."""
+        wanted = frozenset(names)
+        if (wanted, tokens) not in self._saved:
+            found = shapes.saved_shapes(self.cfg, tokens)
+            specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in wanted]
+            self._saved[wanted, tokens] = sequential(specs, align=256)  # the allocator's: cuBLAS chooses by alignment
+        return self._saved[wanted, tokens]
+
+    def x_bytes(self, tokens: int) -> int:
+        return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
