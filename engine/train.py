@@ -72,8 +72,10 @@ def _train(options: Options) -> None:
     try:
         screen, begun = Screen(sys.stdout), time.monotonic()
         tell = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)  # noqa: E731
-        job = jobs.prepare(options, like=extra and extra["cut"], progress=tell)
-        screen.clear()
+        try:
+            job = jobs.prepare(options, like=extra and extra["cut"], progress=tell)
+        finally:
+            screen.clear()
         for line in jobs.report(job):
             print(line)
         if not (extra or options.assume):
