@@ -69,8 +69,8 @@ def _weight_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
 def _staging(geo: Geometry, plan: Plan) -> int:
     """Bytes of the host buffer through which pieces not at home in RAM are loaded and saved between steps."""
     weights = (geo.weights[u].span for u, unit in enumerate(plan.units) if unit.weights != "host")
-    largest = max((geo.numel[u] for u, unit in enumerate(plan.units) if unit.state != "host"), default=0)
-    return max(0, geo.state_layout(min(largest, plan.record)).span, *weights)
+    n, _ = _records(geo, plan, [u for u, unit in enumerate(plan.units) if unit.state != "host"])
+    return max(0, geo.state_layout(n).span, *weights)
 
 
 def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
@@ -94,17 +94,20 @@ def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
         spilled = sum(plan.spilled(u) and geo.size_class(u) == kind for u in on_cpu)
         passing = count if plan.mode == "backward" else spilled
         yield Buffer("host", f"gradient {kind}", size, count - passing + min(plan.host_window, passing))
-    spilled = [n for u in everyone if plan.spilled(u) for n in geo.record_sizes(u, plan.record)]
-    if spilled:  # a record begins and ends within a block of the drive
-        size = round_up(max(spilled) * ITEMSIZE[plan.dtype]) + 4096
-        yield Buffer("host", "gradient ring", size, min(GRADIENT_SLOTS, len(spilled)))
-    streamed = [n for u in everyone if plan.units[u].update == "gpu" for n in geo.record_sizes(u, plan.record)]
-    if streamed:
-        span = geo.state_layout(max(streamed)).span + round_up(max(streamed) * ITEMSIZE[plan.dtype])
-        yield Buffer("gpu", "stream ring", span, min(plan.stream_slots, len(streamed)))
-    from_ssd = [n for u in everyone if plan.units[u].state == "ssd" for n in geo.record_sizes(u, plan.record)]
-    if from_ssd:
-        yield Buffer("host", "state ring", geo.state_layout(max(from_ssd)).span, min(plan.state_slots, len(from_ssd)))
+    n, count = _records(geo, plan, [u for u in everyone if plan.spilled(u)])
+    size = round_up(n * ITEMSIZE[plan.dtype]) + 4096  # a record begins and ends within a block of the drive
+    yield Buffer("host", "gradient ring", size, min(GRADIENT_SLOTS, count))
+    n, count = _records(geo, plan, [u for u in everyone if plan.units[u].update == "gpu"])
+    size = geo.state_layout(n).span + round_up(n * ITEMSIZE[plan.dtype])
+    yield Buffer("gpu", "stream ring", size, min(plan.stream_slots, count))
+    n, count = _records(geo, plan, [u for u in everyone if plan.units[u].state == "ssd"])
+    yield Buffer("host", "state ring", geo.state_layout(n).span, min(plan.state_slots, count))
+
+
+def _records(geo: Geometry, plan: Plan, units: list[int]) -> tuple[int, int]:
+    """(parameters of the largest, number) of the optimizer records of `units`."""
+    largest = max((geo.numel[u] for u in units), default=0)
+    return min(largest, plan.record), sum(len(geo.records(u, plan.record)) for u in units)
 
 
 def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
@@ -117,8 +120,9 @@ def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
         yield Buffer("host", "x", x, n * sum(u.x == "host" for u in inner))
     yield Buffer("gpu", "dx ring", x, 2 * plan.swap_slots if away else n + 1)
     yield Buffer("host", "dx", x, n if away else 0)
+    kinds = {u.saved: {tier: geo.saved_layout(u.names(tier), plan.tokens).span for tier in TIERS} for u in {*inner}}
     for tier in TIERS:
-        spans = [geo.saved_layout(u.names(tier), plan.tokens).span for u in inner]
+        spans = [kinds[u.saved][tier] for u in inner]
         if not any(spans):
             continue
         if tier == "gpu":
@@ -129,7 +133,7 @@ def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
             for u, span in enumerate(spans, 1):
                 yield Buffer("host", f"saved {geo.names[u]}", span if tier == "host" else 0, n)
     if any("ssd" in (u.x, *(t for _, t in u.saved)) for u in inner):
-        largest = max(x, *(geo.saved_layout(u.names("ssd"), plan.tokens).span for u in inner))
+        largest = max(x, *(spans["ssd"] for spans in kinds.values()))
         yield Buffer("host", "swap ring ssd", largest, 2 * plan.swap_slots)
 
 
