@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trireme.engine.homes import Homes, Progress, Staged, silent
+from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
@@ -104,7 +106,8 @@ def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Callable[[st
         for t in homes.geo.weights[u].tensors:
             first, last, at = max(a, start), min(b, start + t.numel), max(a, start) - a
             for values in read(t.name, first - start, last - start) if first < last and not in_bf16(t.name) else ():
-                low[at : at + len(values)] = _split(convert(values, dtype_of(values), "F32"))[1]
+                master = torch.from_numpy(convert(values, dtype_of(values), "F32"))
+                low[at : at + len(values)] = split_master(master)[1].numpy()
                 at += len(values)
             start += t.numel
 
@@ -126,10 +129,11 @@ def fetch(homes: Homes, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
             with Staged(homes, "state", u, r, "low", write=False, reuse=True) as buffer:
                 low = _numpy(buffer, homes.record_layout(u, r)["lo"])[first - a : last - a]
                 for hi, lo in zip(_pieces(high[first - start : last - start]), _pieces(low), strict=True):
-                    yield _join(hi, lo)
+                    high_bits = torch.from_numpy(hi.view(np.int16)).view(torch.bfloat16)
+                    yield join_master(high_bits, torch.from_numpy(lo)).numpy()
 
 
-# ---------------------------------------------------------------- masters in pieces; numpy, which needs no thread team
+# ---------------------------------------------------------------- tensors in pieces
 
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
@@ -150,17 +154,7 @@ def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> None:
         exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
         if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:
             raise InputError(f"{t.name} holds NaN or infinite values; the checkpoint is damaged or diverged")
-        out[at : at + len(values)] = _split(values)[0] if t.dtype == "BF16" != dtype_of(values) else values
+        if t.dtype == "BF16" != dtype_of(values):
+            values = split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
+        out[at : at + len(values)] = values
         at += len(values)
-
-
-def _split(master: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 -> (hi as bf16 bits, lo int16), as kernels.reference.split_master."""
-    bits = master.view(np.uint32)
-    hi = (bits + np.uint32(0x8000)) >> np.uint32(16)
-    return hi.astype(np.uint16), (bits - (hi << np.uint32(16))).astype(np.uint16).view(np.int16)
-
-
-def _join(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
-    """(hi as bf16 bits, lo int16) -> fp32, the inverse of _split."""
-    return ((hi.astype(np.uint32) << np.uint32(16)) + lo.astype(np.int32).view(np.uint32)).view(np.float32)

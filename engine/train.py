@@ -163,7 +163,7 @@ class Run:
             self.store.add(name, layout, weights=name.startswith("weights"))
         if any("ssd" in (u.weights, u.state) for u in job.plan.units):
             self.store.reserve()
-        with self.log.screen.working("loading", jobs.forecast(job).stored()) as more:
+        with self.log.screen.working("loading", sum(layout.span for _, layout in e.homes.shards())) as more:
             Exchange(job.cfg, job.source, e.homes).load(more)
         return e
 
