@@ -18,7 +18,9 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
+import block_parts
 import numpy as np
 import torch
 from bare_step import bare_step
@@ -26,7 +28,7 @@ from bare_step import bare_step
 from trireme.engine.buffers import usage
 from trireme.engine.build import build, inputs
 from trireme.engine.choose import choose
-from trireme.engine.correct import measured
+from trireme.engine.correct import corrected, measured
 from trireme.engine.data import MicroBatch
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes, Staged
@@ -117,6 +119,22 @@ def floors(spans: list[Span], c: Rates, adam_params: float) -> dict[str, float]:
     }
 
 
+def held_rates(cfg: ModelConfig, plan: Plan, seq: int, device: torch.device) -> dict[str, float]:
+    """FLOP/s that the GPU holds, by what it computes: what a step may be measured against besides the ceiling."""
+    return {"one product": block_parts.product_rate(device),
+            "a block's products and attention": block_parts.parts_rate(cfg, plan.tokens, seq, device)}  # fmt: skip
+
+
+def against(result: dict, c: Rates, what: str, rate: float) -> dict[str, float]:
+    """Prints and returns the floor and the ratio if computation runs at `rate`, which the GPU holds at `what`."""
+    lanes = {lane: times["floor_s"] for lane, times in result["lanes"].items() if lane != "measured"}
+    lanes["compute"] *= c.matmul / rate
+    floor = max(lanes.values())
+    ratio = result["step_s"] / floor
+    print(f"of {what} the GPU holds {rate / 1e12:.0f} TFLOP/s: floor {floor:.3f} s, ratio {ratio:.3f}")
+    return {"rate": rate, "floor_s": floor, "ratio": ratio}
+
+
 def random_homes(homes: Homes) -> None:
     """Random weights straight into their homes, moments zero: no checkpoint, no second copy."""
     tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
@@ -196,35 +214,46 @@ def without_split_master() -> None:
 # ---------------------------------------------------------------- the run
 
 
-def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> tuple[list[float], list[float], list[Span]]:
-    """(seconds of each timed step, loss of each step, spans of the last step)."""
+class Run(NamedTuple):
+    """The seconds of each timed step and of the last one of warm-up, the loss of each step, and two steps' spans."""
+
+    times: list[float]
+    warm_s: float
+    losses: list[float]
+    warm: list[Span]
+    last: list[Span]
+
+
+def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> Run:
+    """Warms up, then times steps. Nothing is drained between steps."""
     cfg, tables = e.cfg, rope_tables(e.cfg, a.seq, device)
     micro = e.plan.tokens // a.seq
-    times, losses = [], []
+    times, losses, traced = [], [], {}
     for step in range(1, a.warmup + a.steps + 1):
         batch = make_batch(cfg, a.tokens, a.seq, micro, step, text)
         start = time.perf_counter()
-        if step == a.warmup + a.steps:
-            e.lanes.tracing = True
+        e.lanes.tracing = step in (a.warmup, a.warmup + a.steps)
         if a.bare:
             stats = bare_step(e, [inputs(cfg, mb, tables, device) for mb in batch], step, a.lr)
         elif "vertical" in a.off:
             stats = _horizontal(e, batch, tables, device, step, a.lr)
         else:
             stats = train_step(e, [inputs(cfg, mb, tables, device) for mb in batch], step, a.lr)
+        took = time.perf_counter() - start
         losses.append(stats.loss)
-        if step > a.warmup:
-            times.append(time.perf_counter() - start)
-        print(
-            f"step {step}: {time.perf_counter() - start:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}",
-            flush=True,
-        )
+        times.append(took)
+        traced[step], e.lanes.tasks = e.lanes.tasks, []
+        print(f"step {step}: {took:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}", flush=True)
     e.lanes.tracing = False
     start = time.perf_counter()
     e.optimizer.flush()
     e.lanes.drain()
     print(f"last updates: {time.perf_counter() - start:.3f} s")
-    return times, losses, e.lanes.trace()
+    spans = []
+    for step in (a.warmup, a.warmup + a.steps):
+        e.lanes.tasks = traced.get(step, [])
+        spans.append(e.lanes.trace())
+    return Run(times[a.warmup :], times[a.warmup - 1], losses, *spans)
 
 
 def _horizontal(e: Engine, batch, tables, device, step: int, lr: float):
@@ -255,8 +284,10 @@ def main(argv: list[str]) -> int:
     print(f"{a.model}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
     plan = make_plan(a, cfg, dtype, limits, rates)
+    slower = held_rates(cfg, plan, a.seq, device) if device.type == "cuda" and not a.bare else {}
     forget_peaks(device)
     result = measure(a, cfg, plan, limits, rates, device, at_start)
+    result["held"] = {what: against(result, rates, what, rate) for what, rate in slower.items()}
     if a.json:
         Path(a.json).write_text(json.dumps(result, indent=1))
     return 0
@@ -288,10 +319,10 @@ def measure(
     print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens; "
           f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)  # fmt: skip
     text = Path(a.text).read_bytes() if a.text else None
-    times, losses, spans = run_steps(a, e, device, text)
-    result = summary(a, e, rates, at_start, times, losses, spans) | {"limits": limits}
+    run = run_steps(a, e, device, text)
+    result = summary(a, e, rates, at_start, run) | {"limits": limits}
     if a.trace:
-        write_perfetto(Path(a.trace), spans)
+        write_perfetto(Path(a.trace), run.last)
     lanes.close()
     e.optimizer.close()
     e.memory.close()
@@ -301,9 +332,9 @@ def measure(
     return result
 
 
-def summary(a, e: Engine, c: Rates, at_start: float, times: list[float], losses: list[float], spans) -> dict:
+def summary(a, e: Engine, c: Rates, at_start: float, run: Run) -> dict:
     """Prints the table and returns it. `at_start`: GiB of RAM resident before the engine was built."""
-    cfg, device = e.cfg, e.memory.device
+    cfg, device, times, losses, spans = e.cfg, e.memory.device, run.times, run.losses, run.last
     on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
     step_s = statistics.median(times)
     if a.bare:
@@ -315,14 +346,18 @@ def summary(a, e: Engine, c: Rates, at_start: float, times: list[float], losses:
     gpu, ram = memory_in_use(device)
     promised = {tier: nbytes / 2**30 for tier, nbytes in usage(e.geo, e.plan).items()}
     promised["host"] += CODE / 2**30 if device.type == "cuda" else 0.0
-    predicted = predict(cfg, e.plan, c, Batch(e.plan.tokens, a.seq, e.plan.n_micro)).step_s
+    batch = Batch(e.plan.tokens, a.seq, e.plan.n_micro)
+    found = predict(cfg, e.plan, c, batch)
+    predicted, known = found.step_s, corrected(c, found, run.warm, run.warm_s) if run.warm else c
+    again = predict(cfg, e.plan, known, batch).step_s
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
     for lane in floor:
         print(f"{lane:10} {floor[lane]:9.3f} {at_work.get(lane, 0):9.3f}")
     print(f"step {step_s:.3f} s, floor {floor[bound]:.3f} s ({bound}), ratio {step_s / floor[bound]:.3f}; "
           f"{flops / step_s / 1e12:.1f} model TFLOP/s, {a.tokens / step_s:.0f} tokens/s; "
           f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")  # fmt: skip
-    print(f"predicted {predicted:.3f} s ({predicted / step_s - 1:+.1%}); peaks GPU {gpu:.2f} GiB (predicted "
+    print(f"predicted {predicted:.3f} s ({predicted / step_s - 1:+.1%}), by the tasks of the last step of warm-up "
+          f"{again:.3f} s ({again / step_s - 1:+.1%}); peaks GPU {gpu:.2f} GiB (predicted "
           f"{promised['gpu']:.2f}), RAM {ram - at_start:.2f} GiB (predicted {promised['host']:.2f}) beside "
           f"{at_start:.2f} of interpreter and libraries")  # fmt: skip
     return {
@@ -330,7 +365,7 @@ def summary(a, e: Engine, c: Rates, at_start: float, times: list[float], losses:
         "ratio": step_s / floor[bound], "bound": bound, "ceilings": vars(c),
         "lanes": {k: {"floor_s": v, "busy_s": at_work.get(k, 0)} for k, v in floor.items()} | {"measured": at_work},
         "peaks": {"gpu_gib": gpu, "ram_gib": ram, "rss_start_gib": at_start}, "predicted_s": predicted,
-        "promised_gib": promised, "tokens_per_s": a.tokens / step_s,
+        "corrected_s": again, "corrected": vars(known), "promised_gib": promised, "tokens_per_s": a.tokens / step_s,
         "model_tflops": flops / step_s / 1e12, "losses": losses, "seq": a.seq, "plan": asdict(e.plan),
     }  # fmt: skip
 

@@ -50,6 +50,9 @@ def test_a_result_becomes_a_line_and_a_verdict(result):
     assert bench_plan.compare("a run", known)["ram_measured_gib"] == 18.5
     assert bench_plan.row(row).count("|") == bench_plan.HEAD[0].count("|")
     assert "1 of 1 within 10 %" in bench_plan.verdict([row | {"ratio": 1.04}])
+    after = bench_plan.compare("a run", result | {"corrected_s": 0.56})
+    assert after["corrected_ratio"] == pytest.approx(0.8) and "0.800" in bench_plan.row(after)
+    assert "corrected 0 of 1 within 10 %, off by 20.0%" in bench_plan.verdict([after])
 
 
 def test_every_line_of_the_grid_is_one_that_bench_step_takes():
