@@ -5,7 +5,7 @@
 - `compare`: the same table from results of bench_step.py --json that there are already.
 
 A prediction uses the plan and the ceilings of its own run, and nothing else of it. The corrected one uses what the
-tasks of the last step of warm-up took too, as a run corrects its own after its second step.
+tasks of a step of warm-up took too, as a run corrects its own after its second step.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ GRID = (
     "llama-1.3b --gpu-memory 80GiB --ram 60GiB --seq 8192",
     "llama-1.3b --gpu-memory 12GiB --ram 40GiB --seq 512",
     "llama-1.3b --gpu-memory 16GiB --ram 60GiB --homes host --tokens 4096",
-    "llama-1.3b --gpu-memory 12GiB --ram 10GiB --warmup 2 --steps 3 --store",
-    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --adam-bits 8 --warmup 2 --steps 3 --store",
-    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --tokens 65536 --warmup 2 --steps 3 --store",
+    "llama-1.3b --gpu-memory 12GiB --ram 10GiB --store",
+    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --adam-bits 8 --store",
+    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --tokens 65536 --store",
     "llama-3b --gpu-memory 24GiB --ram 100GiB",
     "llama-3b --gpu-memory 12GiB --ram 60GiB --clip 0 --seq 2048 --tokens 8192",
-    "llama-3b --gpu-memory 16GiB --ram 30GiB --clip 0 --warmup 2 --steps 3 --store",
+    "llama-3b --gpu-memory 16GiB --ram 30GiB --clip 0 --store",
     "llama-7b --gpu-memory 24GiB --ram 110GiB",
     "llama-7b --gpu-memory 80GiB --ram 60GiB --seq 4096",
-    "llama-13b --gpu-memory 80GiB --ram 110GiB --clip 0 --warmup 2 --steps 3 --store",
+    "llama-13b --gpu-memory 80GiB --ram 110GiB --clip 0 --store",
 )
 
 

@@ -215,7 +215,7 @@ def without_split_master() -> None:
 
 
 class Run(NamedTuple):
-    """The seconds of each timed step and of the last one of warm-up, the loss of each step, and two steps' spans."""
+    """The seconds of each timed step and of the one that was traced before, each step's loss, both steps' spans."""
 
     times: list[float]
     warm_s: float
@@ -225,35 +225,32 @@ class Run(NamedTuple):
 
 
 def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> Run:
-    """Warms up, then times steps. Nothing is drained between steps."""
+    """Warms up, then times steps. The last but one of warm-up is traced to its end, as a run's second step is."""
     cfg, tables = e.cfg, rope_tables(e.cfg, a.seq, device)
     micro = e.plan.tokens // a.seq
     times, losses, traced = [], [], {}
     for step in range(1, a.warmup + a.steps + 1):
         batch = make_batch(cfg, a.tokens, a.seq, micro, step, text)
         start = time.perf_counter()
-        e.lanes.tracing = step in (a.warmup, a.warmup + a.steps)
+        e.lanes.tracing = step in (a.warmup - 1, a.warmup + a.steps)
         if a.bare:
             stats = bare_step(e, [inputs(cfg, mb, tables, device) for mb in batch], step, a.lr)
         elif "vertical" in a.off:
             stats = _horizontal(e, batch, tables, device, step, a.lr)
         else:
             stats = train_step(e, [inputs(cfg, mb, tables, device) for mb in batch], step, a.lr)
-        took = time.perf_counter() - start
+        times.append(time.perf_counter() - start)
         losses.append(stats.loss)
-        times.append(took)
-        traced[step], e.lanes.tasks = e.lanes.tasks, []
-        print(f"step {step}: {took:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}", flush=True)
+        print(f"step {step}: {times[-1]:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}", flush=True)
+        if e.lanes.tracing and step < a.warmup:
+            e.lanes.drain()
+            traced[step] = e.lanes.trace()
     e.lanes.tracing = False
     start = time.perf_counter()
     e.optimizer.flush()
     e.lanes.drain()
     print(f"last updates: {time.perf_counter() - start:.3f} s")
-    spans = []
-    for step in (a.warmup, a.warmup + a.steps):
-        e.lanes.tasks = traced.get(step, [])
-        spans.append(e.lanes.trace())
-    return Run(times[a.warmup :], times[a.warmup - 1], losses, *spans)
+    return Run(times[a.warmup :], times[a.warmup - 2], losses, traced.get(a.warmup - 1, []), e.lanes.trace())
 
 
 def _horizontal(e: Engine, batch, tables, device, step: int, lr: float):
@@ -356,7 +353,7 @@ def summary(a, e: Engine, c: Rates, at_start: float, run: Run) -> dict:
     print(f"step {step_s:.3f} s, floor {floor[bound]:.3f} s ({bound}), ratio {step_s / floor[bound]:.3f}; "
           f"{flops / step_s / 1e12:.1f} model TFLOP/s, {a.tokens / step_s:.0f} tokens/s; "
           f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")  # fmt: skip
-    print(f"predicted {predicted:.3f} s ({predicted / step_s - 1:+.1%}), by the tasks of the last step of warm-up "
+    print(f"predicted {predicted:.3f} s ({predicted / step_s - 1:+.1%}), by the tasks of a step of warm-up "
           f"{again:.3f} s ({again / step_s - 1:+.1%}); peaks GPU {gpu:.2f} GiB (predicted "
           f"{promised['gpu']:.2f}), RAM {ram - at_start:.2f} GiB (predicted {promised['host']:.2f}) beside "
           f"{at_start:.2f} of interpreter and libraries")  # fmt: skip
@@ -385,7 +382,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--rule", action="store_true", help="the plain rule's plan rather than the fastest that is found")
     p.add_argument("--plan", help="a plan as JSON or YAML, for --seq and --tokens as given")
     p.add_argument("--steps", type=int, default=3)
-    p.add_argument("--warmup", type=int, default=2)
+    p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--clip", type=float, default=1.0)
     p.add_argument("--adam-bits", type=int, default=32, choices=(32, 16, 8))
