@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trireme.engine.choose import Choice, choose, pinned
 from trireme.engine.job import Job
 from trireme.engine.lanes import READS, WRITES, Span, busy
-from trireme.engine.predict import Batch, Prediction, predict
+from trireme.engine.predict import Batch, Prediction, drive_seconds, predict
 from trireme.engine.rates import COMPUTATION, Rates
 
 TIMED_BY = {  # rates by which the tasks of each kind are timed
@@ -39,12 +40,39 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
     return {kind: found[kind] for kind in TIMED_BY}
 
 
+def until_its_end(spans: Sequence[Span]) -> list[Span]:
+    """What was done of a traced step until its last task on the compute lane was over.
+
+    Lanes are drained before a trace is read. What they do then, last updates and reading ahead for the next step, is
+    another matter.
+    """
+    end, cut = max((s.end for s in spans if s.lane == "compute"), default=float("inf")), []
+    for span in spans:
+        if span.end <= end:
+            cut.append(span)
+        elif span.start < end:
+            share = (end - span.start) / (span.end - span.start)
+            cut.append(replace(span, end=end, nbytes=share * span.nbytes, flops=share * span.flops))
+    return cut
+
+
 def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
-    """The rates by which `found`, the prediction of a step of `seconds`, would have had each kind's measured time."""
-    said = measured(found.spans) | {"ssd": found.busy["ssd"]}
-    for kind, took in measured(spans).items():
-        if min(took, said[kind]) > (0 if kind in COMPUTATION else SHARE * seconds):
-            rates = rates.times(said[kind] / took, TIMED_BY[kind])
+    """The rates by which `found`, the prediction of a step of `seconds`, would have had each kind's measured time.
+
+    A first step may have moved more or less than a usual one: what was measured is compared byte by byte.
+    """
+    spans = until_its_end(spans)
+    took, said, here, there = measured(spans), measured(found.spans), Counter(), Counter()
+    for moved, traced in ((here, spans), (there, found.spans)):
+        for span in traced:
+            moved[span.lane] += span.nbytes
+    for kind in ("h2d", "d2h", "cpu"):
+        said[kind] *= here[kind] / there[kind] if there[kind] else 0.0
+    read, written = (sum(here[lane] for lane in way) for way in (READS, WRITES))
+    said["ssd"] = drive_seconds(read, written, rates)
+    for kind in TIMED_BY:
+        if min(took[kind], said[kind]) > (0 if kind in COMPUTATION else SHARE * seconds):
+            rates = rates.times(said[kind] / took[kind], TIMED_BY[kind])
     return rates
 
 

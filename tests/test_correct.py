@@ -44,6 +44,19 @@ def test_a_lane_that_hardly_works_says_nothing():
     assert corrected(RATES, found, [Span("h2d", "x", 0.0, 1e-9, 1e9, 0)], 1.0) == RATES
 
 
+@given(st.floats(0.4, 2.0), st.sampled_from(("backward", "forward")))
+@settings(max_examples=10, deadline=None)
+def test_what_a_drained_lane_does_after_a_step_says_nothing(slower, mode):
+    """The second step of a run reads its own records and, while it is drained, the next one's."""
+    p = replace(plan(SMALL, UnitPlan("host", "ssd"), keep=2, tokens=16384, record=1 << 22), mode=mode)
+    true = replace(RATES, ssd_read=RATES.ssd_read / slower, ssd_write=RATES.ssd_write / slower)
+    real, found = predict(SMALL, p, true, BATCH), predict(SMALL, p, RATES, BATCH)
+    end = max(s.end for s in real.spans)
+    later = [Span("state_read", f"state {i}", end + i, end + i + 1, 1e9, 0) for i in range(20)]
+    known = corrected(RATES, found, [*real.spans, *later], real.step_s)
+    assert predict(SMALL, p, known, BATCH).step_s == pytest.approx(real.step_s, rel=0.05)
+
+
 def test_a_drive_is_at_work_while_anything_is_in_flight():
     spans = [Span("ssd_read", "a", 0, 4, 1, 0), Span("ssd_write", "b", 2, 3, 1, 0), Span("ssd_write", "c", 6, 9, 1, 0)]
     assert measured(spans)["ssd"] == 7
