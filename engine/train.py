@@ -1,4 +1,4 @@
-"""The loop around the step: set-up, epochs, evaluation, snapshots, signals, and the folder that is left at the end."""
+"""The loop around the step: set-up, epochs, evaluation, snapshots, and the folder that is left at the end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch
 from trireme.engine import job as jobs
 from trireme.engine.build import build, inputs
 from trireme.engine.command import write_config
-from trireme.engine.correct import better, corrected
+from trireme.engine.correct import better, corrected, measured, until_its_end
 from trireme.engine.exchange import Exchange
 from trireme.engine.job import Job
 from trireme.engine.lanes import READS, WRITES, RealLanes, Span, busy, write_perfetto
@@ -34,6 +34,7 @@ from trireme.engine.predict import Batch, predict
 from trireme.engine.sample import prompts, sample
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import Screen, duration
+from trireme.engine.signals import stop_signals
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
 from trireme.engine.verify import check_free, reopen, swept_on_failure
 from trireme.models import shapes
@@ -134,7 +135,7 @@ class Run:
         self.stop: str | None = None
         self.doing = self.step  # the step that is begun or, between two, the last: what a run asked to stop finishes
         self.last = job.total_steps  # the last step that is done
-        self.bound: str | None = None  # the lane that was busiest when last traced
+        self.bound: str | None = None  # the lane, or the drive, that was busiest when last traced
         self.moved = self.lanes.moved.copy()
         self.written = extra["written"] if extra else 0  # bytes written to SSD before this process
         self.e = self._engine(resumed=extra is not None)
@@ -172,7 +173,7 @@ class Run:
     def go(self) -> None:
         job = self.job
         try:
-            with self._signals():
+            with stop_signals(self._asked, lambda: f"\nleft at once. Last snapshot: step {self.saved_step}"):
                 if job.data.held_out and self.step == 0:
                     self._evaluate()
                 while self._goes_on():
@@ -346,7 +347,9 @@ class Run:
         """Finds out which lane was busiest in this step, and writes the step's timeline where asked for."""
         self.lanes.drain()
         spans = self.lanes.trace()
-        at_work = busy(spans)
+        step = until_its_end(spans)
+        at_work = {lane: seconds for lane, seconds in busy(step).items() if lane not in READS + WRITES}
+        at_work["ssd"] = measured(step)["ssd"]  # one drive, whichever lanes use it
         self.bound = max(at_work, key=at_work.get)
         if self.options.trace:
             write_perfetto(self.job.out / "trace.json", spans)
@@ -382,32 +385,11 @@ class Run:
 
     # ------------------------------------------------ the end
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C, SIGTERM or hang-up finishes the step and saves; the second leaves at once."""
-        caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-
-        def tell(line: str) -> None:
-            with suppress(OSError):  # after a hang-up there is nobody to tell
-                print(line, file=sys.stderr, flush=True)
-
-        def first(number, frame):
-            self.stop = "^C " if number == signal.SIGINT else "asked to stop:"
-            self.last = self.doing
-            tell(f"\n  finishing step {self.doing} and saving; again: leave at once")
-            for n in caught:
-                signal.signal(n, second)
-
-        def second(number, frame):
-            tell(f"\nleft at once. Last snapshot: step {self.saved_step}")
-            os._exit(130)
-
-        before = {n: signal.signal(n, first) for n in caught}
-        try:
-            yield
-        finally:
-            for n, handler in before.items():
-                signal.signal(n, handler)
+    def _asked(self, number: int) -> str:
+        """Makes the step that is begun the last one; returns what to tell whoever asked."""
+        self.stop = "^C " if number == signal.SIGINT else "asked to stop:"
+        self.last = self.doing
+        return f"\n  finishing step {self.doing} and saving; again: leave at once"
 
     def _close(self) -> None:
         if self.e is not None:
