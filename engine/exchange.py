@@ -48,6 +48,7 @@ class Exchange:
     def replace(self, folder: Path, progress: Progress = silent) -> None:
         """As save, over an older checkpoint in `folder`, which stands until the new one is whole."""
         new, old = (folder.with_name(folder.name + ending) for ending in (".new", ".old"))
+        bring_back(folder)
         for left in (new, old):
             shutil.rmtree(left, ignore_errors=True)
         self.save(new, progress)
@@ -74,6 +75,13 @@ class Exchange:
                     f"{stored} and {first} are tied by config.json but differ in the files of {self.source.folder}. "
                     'Set "tie_word_embeddings": false in config.json if they are meant to.'
                 )
+
+
+def bring_back(folder: Path) -> None:
+    """Undoes a `replace` of `folder` that was killed when the older checkpoint was out of its place already."""
+    old = folder.with_name(folder.name + ".old")
+    if old.exists() and not folder.exists():
+        os.rename(old, folder)
 
 
 # ---------------------------------------------------------------- the homes, from values and as values

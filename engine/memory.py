@@ -141,12 +141,6 @@ class Memory:
         slab = self._gpu_slab(nbytes * count) if on_gpu else self._host_slab(nbytes * count, pin=tier == "host")
         return list(slab.split(nbytes))
 
-    def ring(self, tier: str, name: str, nbytes: int, count: int) -> Ring:
-        """A ring of `count` slots of `nbytes`."""
-        ring = Ring(name, self.alloc(tier, name, nbytes, count), self.poison)
-        self.rings.append(ring)
-        return ring
-
     def _gpu_slab(self, nbytes: int) -> Tensor:
         slab = torch.empty(nbytes + 4096, dtype=torch.uint8, device=self.device)
         skip = -slab.data_ptr() % 4096

@@ -21,7 +21,7 @@ from trireme.engine import job as jobs
 from trireme.engine.build import build, inputs
 from trireme.engine.command import write_config
 from trireme.engine.correct import better, corrected, measured, until_its_end
-from trireme.engine.exchange import Exchange
+from trireme.engine.exchange import Exchange, bring_back
 from trireme.engine.job import Job
 from trireme.engine.lanes import READS, WRITES, RealLanes, Span, busy, write_perfetto
 from trireme.engine.log import RunLog
@@ -36,17 +36,16 @@ from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import Screen, duration
 from trireme.engine.signals import stop_signals
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
-from trireme.engine.verify import check_free, reopen, swept_on_failure
+from trireme.engine.verify import new_run, reopen
 from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
-from trireme.storage.shards import Store
+from trireme.storage.shards import FINISHED, IDENTITY, Store, remove_finished
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
 SAMPLING = 60.0  # seconds after which a sample ends: a token takes a whole pass over the weights
-SPENT = "store.finished"  # the store of a run that is over, while it is removed
 PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
 
 
@@ -62,9 +61,7 @@ def finetune(options: Options) -> None:
     """Trains as the options say. Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted."""
     if options.resume or options.dry_run:
         return _train(options)
-    out = Path(options.out)
-    check_free(out, Path(options.model))
-    with swept_on_failure(out, [Path(d) for d in options.store], Interrupted):
+    with new_run(Path(options.out), Path(options.model), [Path(d) for d in options.store], Interrupted):
         _train(options)
 
 
@@ -86,8 +83,15 @@ def _train(options: Options) -> None:
             return
         if extra is None:
             store = _new_store(job)
-        elif extra["data"] != job.data.fingerprint:
-            raise InputError(f"--resume {options.resume}: the data is not what the run was started with. Restore it.")
+        else:
+            if extra["data"] != job.data.fingerprint:
+                raise InputError(f"--resume {job.out}: the data is not what the run was started with. Restore it.")
+            if job.total_steps < extra["step"]:
+                raise InputError(
+                    f"--resume {job.out}: the run stands at step {extra['step']}, and {job.total_steps} are asked for. "
+                    "Ask for more: --max-steps or --epochs."
+                )
+            write_config(job.options, job.out / "config.yaml")  # what was changed holds from now on
         Run(job, store, extra).go()
     finally:
         if store is not None:
@@ -96,13 +100,19 @@ def _train(options: Options) -> None:
 
 def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
     """The store of an interrupted run at its last snapshot, or (None, None) where it had not come to a first one."""
-    dirs = options.store or (os.path.join(options.out, "store"),)
-    if not any(map(os.path.isdir, dirs)) and any(Path(options.out).glob("*.safetensors")):
-        shutil.rmtree(Path(options.out) / SPENT, ignore_errors=True)
+    out, dirs = Path(options.out), [Path(d) for d in options.store or (os.path.join(options.out, "store"),)]
+    finished, lost = ([d for d in dirs if (d / FINISHED).exists()], [d for d in dirs if not (d / IDENTITY).exists()])
+    ours = not options.store or all(d.is_dir() for d in dirs)  # what is empty may also be a drive that is not mounted
+    if finished or (lost and ours and any(out.glob("*.safetensors"))):
+        for d in finished:
+            remove_finished(d)
         raise InputError(
-            f"--resume {options.out}: that run is finished. To train its result further, name the folder as the "
-            "checkpoint, and another --out."
+            f"--resume {out}: that run is finished. To train its result further, name the folder as the checkpoint, "
+            "and another --out."
         )
+    log = out / "log.jsonl"
+    if lost and log.exists() and log.stat().st_size:
+        raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
         store = Store.open([open_device(d, 0) for d in dirs], options.keep)
     except StoreError as error:
@@ -127,7 +137,6 @@ class Run:
         self.job, self.store, self.options = job, store, job.options
         self.step = self.begun = extra["step"] if extra else 0
         self.best, self.best_step = extra["best"] if extra else (None, None)
-        self.first_loss: float | None = extra["first_loss"] if extra else None
         self.log = RunLog(job.out, job.options, job.total_steps, self.step)
         self.lanes = RealLanes(job.device)
         self.tables = rope_tables(job.cfg, job.seq_len, job.device)
@@ -142,7 +151,8 @@ class Run:
         if extra:
             self.log.say(f"resumed at step {self.step}")
         self.saved_at, self.saved_step = time.monotonic(), self.step
-        self.evaluated_at, self.evaluated_step = time.monotonic(), -1
+        self.evaluated_at, self.evaluated_step = time.monotonic(), extra["evaluated"] if extra else -1
+        bring_back(job.out / "best")
 
     # ------------------------------------------------ set-up
 
@@ -173,9 +183,8 @@ class Run:
     def go(self) -> None:
         job = self.job
         try:
-            with stop_signals(self._asked, lambda: f"\nleft at once. Last snapshot: step {self.saved_step}"):
-                if job.data.held_out and self.step == 0:
-                    self._evaluate()
+            with stop_signals(self._asked, lambda: f"\nleft at once. {self._last_snapshot()}"):
+                self._evaluate_if_due()
                 while self._goes_on():
                     self._one_step()
                 if self.stop and self.step < job.total_steps:
@@ -207,16 +216,14 @@ class Run:
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             self._diverged(stats)
         self.step += 1
-        self.first_loss = self.first_loss or stats.loss
         seconds = time.perf_counter() - began
         spans = self._trace() if self.lanes.tracing else []
         self._log_step(stats, rate, micro, seconds)
         if warm:
             self._correct(spans, micro, seconds)
+        self._evaluate_if_due()  # before a snapshot, which knows the best so far then
         if o.save_every.due(self.step, job.total_steps, time.monotonic() - self.saved_at):
             self._save()
-        if job.data.held_out and o.eval_every.due(self.step, job.total_steps, time.monotonic() - self.evaluated_at):
-            self._evaluate()
 
     def _log_step(self, stats: StepStats, rate: float, micro, seconds: float) -> None:
         job = self.job
@@ -252,20 +259,32 @@ class Run:
         self.e.gradients.discard()
         raise Diverged(
             f"step {self.step + 1}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of this step was "
-            f"saved; snapshot {self.saved_step} stands. Lower --lr, or look at the data of this step."
+            f"saved. {self._last_snapshot()}. Lower --lr, or look at the data of this step."
         )
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluates before training, and as often as asked for; a run that is to stop, when it is resumed."""
+        job, seconds = self.job, time.monotonic() - self.evaluated_at
+        due = self.step == 0 or self.options.eval_every.due(self.step, job.total_steps, seconds)
+        if due and job.data.held_out and self.evaluated_step != self.step and not self._is_leaving():
+            self._evaluate()
+
+    def _is_leaving(self) -> bool:
+        """Whether the run was asked to stop before its last step."""
+        return self.stop is not None and self.step < self.job.total_steps
 
     def _evaluate(self) -> None:
         """Token-weighted loss on the held-out data; the best checkpoint so far is kept in OUT/best."""
         job, total, count = self.job, 0.0, 0
         group: list = []
-        micro = job.data.held_out.batches(job.micro_rows)
-        for mb in micro:
+        for mb in job.data.held_out.batches(job.micro_rows):
             group.append(inputs(job.cfg, mb, self.tables, job.device))
             count += mb.trained
             if len(group) == job.plan.n_micro:
                 total += self._eval_group(group)
                 group = []
+            if self._is_leaving():
+                return
         total += self._eval_group(group) if group else 0.0
         loss = total / max(1, count)
         per_epoch = job.data.steps_per_epoch(self.options.batch_size)
@@ -312,7 +331,7 @@ class Run:
             extra
             | {
                 "best": [self.best, self.best_step],
-                "first_loss": self.first_loss,
+                "evaluated": self.evaluated_step,
                 "written": self._written(),
             },
         )
@@ -337,11 +356,10 @@ class Run:
             shutil.rmtree(job.out / "best", ignore_errors=True)  # it is the output itself
         elif self.best_step is not None:
             self.log.say(f"best     {job.out / 'best'}: eval_loss {self.best:.4f} at step {self.best_step}")
+        self._close()
+        self.store.remove()
         if not self.options.store:
-            self._close()
-            self.store.close()
-            os.rename(job.out / "store", job.out / SPENT)  # in one step: killed while removing it, the run is finished
-            shutil.rmtree(job.out / SPENT)
+            (job.out / "store").rmdir()
 
     def _trace(self) -> list[Span]:
         """Finds out which lane was busiest in this step, and writes the step's timeline where asked for."""
@@ -390,6 +408,9 @@ class Run:
         self.stop = "^C " if number == signal.SIGINT else "asked to stop:"
         self.last = self.doing
         return f"\n  finishing step {self.doing} and saving; again: leave at once"
+
+    def _last_snapshot(self) -> str:
+        return f"Last snapshot: step {self.saved_step}" if self.store.snapshots else "There is no snapshot yet"
 
     def _close(self) -> None:
         if self.e is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -43,22 +44,43 @@ def check_free(out: Path, source: Path) -> None:
 
 
 @contextmanager
-def swept_on_failure(out: Path, store: Sequence[Path], saved: type[BaseException]) -> Iterator[None]:
-    """Removes what a new run has made in `out` and `store` when it fails before its first step is done.
+def new_run(out: Path, source: Path, store: Sequence[Path], saved: type[BaseException]) -> Iterator[None]:
+    """Takes `out` for a new run of this process; removes what it made when it fails before its first step is done.
 
-    `saved`: the exception of a run that has stopped and saved itself, which keeps everything.
+    `store`: the folders of its store. `saved`: the exception of a run that has stopped and saved itself, which keeps
+    everything. Raises InputError where the folder is not free, or another process has taken it.
     """
+    check_free(out, source)
     made = [folder for folder in (out, *store) if not folder.exists()]
+    with _taken(out):
+        check_free(out, source)  # nobody was faster
+        try:
+            yield
+        except saved:
+            raise
+        except BaseException:
+            log = out / "log.jsonl"
+            if not log.exists() or not log.stat().st_size:
+                for path in (*made, *(out.iterdir() if out.exists() else ())):
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _taken(out: Path) -> Iterator[None]:
+    """Makes the folder and holds it by a lock that leaves no file behind."""
+    out.mkdir(parents=True, exist_ok=True)
+    fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"--out {out}: another run has just begun there. Name another folder.") from None
+        except OSError:
+            pass  # a filesystem without locks
         yield
-    except saved:
-        raise
-    except BaseException:
-        log = out / "log.jsonl"
-        if not log.exists() or not log.stat().st_size:
-            for path in (*made, *(out.iterdir() if out.exists() else ())):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        raise
+    finally:
+        os.close(fd)
 
 
 def reopen(source: Source, out: Path) -> list[str]:

@@ -15,6 +15,7 @@ is made, grown or removed. In each folder:
     files/000012.safetensors      every version and every spare (versions.py)
     snapshot-000003-step-100/     hard links to versions, manifest, index (snapshots.py)
     store.id, store.lock          which store this is; the lock is held while a process uses it
+    store.finished                in place of store.id while a store that is needed no more is removed
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +43,7 @@ from trireme.storage.stripes import Stripe, deal_cut, deal_whole
 from trireme.storage.versions import FOLDER, Version, Versions, version_files
 
 IN_FLIGHT = 2  # spares of each size beyond what snapshots hold: writes under way while old versions can still be read
-IDENTITY = "store.id"
+IDENTITY, FINISHED = "store.id", "store.finished"
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Store:
         with ExitStack() as stack:
             for d in dirs:
                 lock_folder(_path(d), stack)
+                remove_finished(_path(d))
                 if _is_taken(_path(d), _path(dirs[0])):
                     raise StoreError(errno.EEXIST, "holds a run already; resume it or choose another", str(_path(d)))
             store = cls([_device(d, stack) for d in dirs], keep)
@@ -279,11 +281,34 @@ class Store:
         """Ends what is in flight, closes every file and gives up the folders."""
         self._resources.close()
 
+    def remove(self) -> None:
+        """Closes the store and removes everything that it made in its folders. Killed meanwhile, it is finished."""
+        self.close()
+        for path in self._paths:
+            os.rename(path / IDENTITY, path / FINISHED)
+        for name in (*self._companions, checkpoint.INDEX):
+            (self._paths[0] / name).unlink(missing_ok=True)
+        for path in self._paths:
+            remove_finished(path)
+
     def __enter__(self) -> Store:
         return self
 
     def __exit__(self, *error) -> None:
         self.close()
+
+
+def remove_finished(path: Path) -> None:
+    """Removes what is left of a store that is finished; where there is none, nothing."""
+    if not (path / FINISHED).exists():
+        return
+    snapshots.clean([path], set(), whole=True)
+    for version in version_files(path):
+        version.unlink()
+    with suppress(OSError):  # a file of somebody else's stays, with its folder
+        (path / FOLDER).rmdir()
+    for name in ("store.lock", FINISHED):
+        (path / name).unlink(missing_ok=True)
 
 
 def _path(d: str | os.PathLike | Device) -> Path:

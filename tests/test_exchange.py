@@ -9,7 +9,7 @@ from engines import LIMITS, LLAMA, MemoryStore, gpu_plan
 from safetensors.numpy import save_file
 
 from trireme.engine.build import build
-from trireme.engine.exchange import Exchange
+from trireme.engine.exchange import Exchange, bring_back
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.memory import views
 from trireme.engine.plan import UnitPlan
@@ -83,6 +83,10 @@ def test_replace_leaves_only_the_new_checkpoint(tmp_path):
         x.replace(tmp_path / "best")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "in"]
     assert (tmp_path / "best/model.safetensors").is_file()
+    (tmp_path / "best").rename(tmp_path / "best.old")  # killed between two renames
+    for _ in range(2):
+        bring_back(tmp_path / "best")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "in"]
 
 
 def test_a_master_is_split_as_the_kernels_split_it(tmp_path):

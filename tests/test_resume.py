@@ -62,7 +62,7 @@ def child(opts: Options) -> int:
 
 def finished(out: Path) -> bool:
     """Whether the run was killed when all that was left to do was to remove its store."""
-    return (out / "model.safetensors").exists() and not (out / "store").exists()
+    return (out / "model.safetensors").exists() and not (out / "store" / "store.id").exists()
 
 
 def ended(pid: int) -> int:
@@ -131,6 +131,83 @@ def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsy
         finetune(run)
     said, step = capsys.readouterr(), 0 if "first" in where else 3
     assert f"finishing step {step} and saving" in said.err and f"at step {step}. Resume" in said.out
+
+
+def evaluations(out: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
+
+
+@pytest.mark.parametrize("stop", ["before an evaluation", "in an evaluation", "after a snapshot"])
+def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
+    """The model gets worse after step 4, where a snapshot and an evaluation fall together."""
+    run = options(checkpoint, checkpoint / "never-stopped", "gpu", val="0.1", eval_every=every("2"))
+    worse = lambda step, *_: 3e-3 if step <= 4 else 0.5  # noqa: E731
+    monkeypatch.setattr(train, "learning_rate", worse)
+    if not (checkpoint / "never-stopped").exists():
+        finetune(run)
+    before = checkpoint / "never-stopped"
+    assert min(evaluations(before), key=evaluations(before).get) == 4
+
+    out, made = checkpoint / f"best-{stop}", []
+    name = {"before an evaluation": "_evaluate_if_due", "in an evaluation": "_evaluate"}.get(stop, "_save")
+    real = getattr(train.Run, name)
+
+    def asked(self, *args):
+        made.append(name)
+        if stop == "after a snapshot":
+            real(self, *args)
+        if self.step == 4 and len(made) > 1 and not self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *args)
+
+    monkeypatch.setattr(train.Run, name, asked)
+    with pytest.raises(Interrupted):
+        finetune(replace(run, out=str(out)))
+    monkeypatch.setattr(train.Run, name, real)
+    finetune(replace(run, out=str(out), resume=str(out)))
+    assert evaluations(out) == evaluations(before) and losses(out) == losses(before)
+    assert (out / "best" / "model.safetensors").read_bytes() == (before / "best" / "model.safetensors").read_bytes()
+
+
+def stopped(run: Options, step: int, monkeypatch) -> None:
+    """Starts a run that is asked to stop in a step, and saves."""
+    real = train.train_step
+
+    def asked(e, micro, number, rate):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(e, micro, number, rate)
+
+    with monkeypatch.context() as m, pytest.raises(Interrupted):
+        m.setattr(train, "train_step", asked)
+        finetune(run)
+
+
+def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch):
+    run = options(checkpoint, checkpoint / "longer", "gpu")
+    stopped(run, 3, monkeypatch)
+    stopped(replace(run, resume=run.out, max_steps=20), 15, monkeypatch)
+    assert "max_steps: 20" in (checkpoint / "longer" / "config.yaml").read_text()
+    with pytest.raises(InputError, match="stands at step 15, and 12 are asked for"):
+        finetune(replace(run, resume=run.out))
+
+
+def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):
+    drive = checkpoint / "drive"
+    run = options(checkpoint, checkpoint / "on-a-drive", "ssd", store=(str(drive / "store"),))
+    stopped(run, 3, monkeypatch)
+    drive.rename(checkpoint / "elsewhere")
+    for where in (drive, checkpoint / "never"):
+        with pytest.raises(InputError, match="Is its drive mounted"):
+            finetune(replace(run, resume=run.out, store=(str(where / "store"),)))
+        assert len(losses(Path(run.out))) == 3 and not where.exists()
+    (checkpoint / "elsewhere").rename(drive)
+    finetune(replace(run, resume=run.out))
+    assert list((drive / "store").iterdir()) == []  # a run that is over leaves nothing on the drive
+    with pytest.raises(InputError, match="that run is finished"):
+        finetune(replace(run, resume=run.out))
+    finetune(replace(run, out=str(checkpoint / "again")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

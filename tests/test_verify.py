@@ -12,7 +12,7 @@ from trireme.engine import demo
 from trireme.engine import job as jobs
 from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit
-from trireme.engine.verify import check_free, reopen
+from trireme.engine.verify import check_free, new_run, reopen
 from trireme.models.config import InputError
 from trireme.storage.checkpoint import export, open_source
 from trireme.storage.files import StoreError
@@ -37,6 +37,23 @@ def test_where_a_run_may_write(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before, "looking makes nothing"
     (tmp_path / "empty").mkdir()
     check_free(tmp_path / "empty", tmp_path / "source")
+
+
+def test_a_run_that_comes_second_sweeps_nothing_away(tmp_path):
+    out = tmp_path / "out"
+    with new_run(out, tmp_path / "source", [], KeyboardInterrupt):
+        with pytest.raises(InputError, match="another run has just begun"):
+            with new_run(out, tmp_path / "source", [], KeyboardInterrupt):
+                raise AssertionError("it may not come this far")
+        (out / "config.yaml").write_text("the first one's")
+    assert [p.name for p in out.iterdir()] == ["config.yaml"]
+    with pytest.raises(InputError, match="holds a run"), new_run(out, tmp_path / "source", [], KeyboardInterrupt):
+        pass
+    with pytest.raises(ZeroDivisionError), new_run(tmp_path / "b", tmp_path / "source", [tmp_path / "s"], SystemExit):
+        (tmp_path / "s").mkdir()
+        (tmp_path / "b" / "config.yaml").write_text("gone")
+        1 / 0  # noqa: B018
+    assert not (tmp_path / "b").exists() and not (tmp_path / "s").exists()
 
 
 def test_where_it_may_not(tmp_path, monkeypatch):
