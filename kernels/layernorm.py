@@ -94,8 +94,8 @@ def _layernorm_bwd(
         b_dw += b_dy * b_xhat
         b_db += b_dy
         b_g = b_dy * b_w[None, :]
-        b_dh = b_g - (tl.sum(b_g, 1) / D)[:, None] - b_xhat * (tl.sum(b_g * b_xhat, 1) / D)[:, None]
-        b_dh *= b_rstd
+        b_sum, b_dot = tl.split(tl.sum(tl.join(b_g, b_g * b_xhat), 1))  # both at one go: half the barriers
+        b_dh = (b_g - (b_sum / D)[:, None] - b_xhat * (b_dot / D)[:, None]) * b_rstd
         if RESIDUAL:
             b_dh += tl.load(p_dresidual + o, mask, 0.0).to(tl.float32)
         tl.store(p_dh + o, b_dh.to(p_dh.dtype.element_ty), mask)
