@@ -33,6 +33,7 @@ def _rmsnorm_fwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
@@ -41,9 +42,9 @@ def _rmsnorm_fwd(
     b_w = tl.load(p_w + o_d, o_d < D, 0.0).to(tl.float32)
     b_h = tl.load(p_x + o, mask, 0.0).to(tl.float32)
     if RESIDUAL:
-        b_sum = (b_h + tl.load(p_residual + o, mask, 0.0).to(tl.float32)).to(p_h.dtype.element_ty)
-        tl.store(p_h + o, b_sum, mask)
-        b_h = b_sum.to(tl.float32)
+        b_h = (b_h + tl.load(p_residual + o, mask, 0.0).to(tl.float32)).to(p_h.dtype.element_ty).to(tl.float32)
+    if KEPT:
+        tl.store(p_h + o, b_h.to(p_h.dtype.element_ty), mask)
     b_rstd = tl.rsqrt(tl.sum(b_h * b_h, 1) / D + eps)
     tl.store(p_rstd + i_row, b_rstd, i_row < N)
     b_y = b_h * b_rstd[:, None] * b_w[None, :]
@@ -89,18 +90,20 @@ def _rmsnorm_bwd(
     tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
-def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None):
+def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None):
     """As reference.rmsnorm_fwd. All arguments contiguous."""
     N, D = x.shape
     assert x.is_contiguous() and weight.shape == (D,)
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    assert out is None or (out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous())
     y = torch.empty_like(x)
-    h = x if residual is None else torch.empty_like(x)
+    h = out if out is not None else x if residual is None else torch.empty_like(x)
     rstd = torch.empty(N, dtype=torch.float32, device=x.device)
     tile = rows_fwd(D)
     _rmsnorm_fwd[(cdiv(N, tile.rows),)](
-        x, residual, weight, y, h, rstd, N, eps, D, tile.rows, tile.columns, residual is not None, num_warps=tile.warps
-    )
+        x, residual, weight, y, h, rstd, N, eps, D, tile.rows, tile.columns, residual is not None, h is not x,
+        num_warps=tile.warps,
+    )  # fmt: skip
     return y, rstd, h
 
 
