@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from trireme.kernels import launch
 from trireme.kernels.attention_bwd import Backward
 from trireme.kernels.attention_fwd import flat
-from trireme.kernels.launcher import Fixed, launcher
+from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 LOG2E = gl.constexpr(1.4426950408889634)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both were renamed
@@ -107,6 +107,7 @@ def dkv_kernel(
     STAGES: gl.constexpr,
 ):
     """dk and dv of one key tile of one key/value head."""
+    await_previous()
     WARPS: gl.constexpr = gl.num_warps()
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -248,6 +249,7 @@ def dq_kernel(
     STAGES: gl.constexpr,
 ):
     """dq of one query tile, and its delta, which dkv_kernel reads."""
+    await_previous()
     WARPS: gl.constexpr = gl.num_warps()
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 
 @launcher
@@ -36,6 +36,7 @@ def _layernorm_fwd(
     BLOCK_D: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
+    await_previous()
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -76,6 +77,7 @@ def _layernorm_bwd(
     STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
+    await_previous()
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 
 @launcher
@@ -35,6 +35,7 @@ def _rmsnorm_fwd(
     RESIDUAL: tl.constexpr,
     KEPT: tl.constexpr,
 ):
+    await_previous()
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
     mask = (i_row < N)[:, None] & (o_d < D)[None, :]
@@ -68,6 +69,7 @@ def _rmsnorm_bwd(
     STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
+    await_previous()
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -151,6 +153,7 @@ def _head_fwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    await_previous()
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
     m_row = i_row < N * H
@@ -185,6 +188,7 @@ def _head_bwd(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    await_previous()
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
