@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.launch import cdiv
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 BLOCK = 1024
 HALVINGS, LANE_ROWS = 10, 64  # the blocks of reference.sum_squares: 64 rows of 1,024 lanes
@@ -41,6 +41,7 @@ def _adamw(
     MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_previous()
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = o < n
     b_g = tl.load(p_grad + o, mask, 0.0).to(tl.float32) * tl.load(p_clip)
@@ -87,6 +88,7 @@ def _sum_squares(
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    await_previous()
     LANES: tl.constexpr = 1 << HALVINGS
     o = tl.program_id(0).to(tl.int64) * (LANES * LANE_ROWS) + tl.arange(0, LANES)
     b_sum = tl.zeros((LANES,), tl.float32)
@@ -104,6 +106,7 @@ def _sum_squares(
 @launcher
 @triton.jit(do_not_specialize=["n_blocks"])
 def _sum_blocks(p_sums, p_total, n_blocks, HALVINGS: tl.constexpr):
+    await_previous()
     o = tl.arange(0, 1 << HALVINGS)
     b_total = _halve(tl.load(p_sums + o, o < n_blocks, 0.0).to(tl.float64), HALVINGS)
     tl.store(p_total + tl.arange(0, 1), b_total.to(tl.float32))

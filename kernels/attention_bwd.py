@@ -16,7 +16,7 @@ import triton.language as tl
 
 from trireme.kernels import launch
 from trireme.kernels.attention_fwd import LOG2E, _key_ranges, _load_rows, _visible, flat
-from trireme.kernels.launcher import Fixed, launcher
+from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 
 @triton.jit
@@ -99,6 +99,7 @@ def _attention_bwd_dq(
     WINDOWED: tl.constexpr,
 ):
     """dq of one query tile, and its delta, which the (dk, dv) kernel reads."""
+    await_previous()
     i_tile, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(p_tiles + 3 * i_tile).to(tl.int64)
     offset = tl.load(p_tiles + 3 * i_tile + 1)
@@ -235,6 +236,7 @@ def _attention_bwd_dkv(
     WINDOWED: tl.constexpr,
 ):
     """dk and dv of one key tile of one key/value head."""
+    await_previous()
     i_tile, i_h = tl.program_id(0) // K, tl.program_id(0) % K
     start = tl.load(p_tiles + 3 * i_tile).to(tl.int64)
     offset = tl.load(p_tiles + 3 * i_tile + 1)

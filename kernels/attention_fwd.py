@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from trireme.kernels import launch
-from trireme.kernels.launcher import Fixed, launcher
+from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -140,6 +140,7 @@ def _attention_fwd(
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
+    await_previous()
     i_tile, i_h = (
         tl.program_id(0) // H,
         tl.program_id(0) % H,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.launch import cdiv
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 BLOCK_P, BLOCK_D = 64, 16
 
@@ -20,6 +20,7 @@ BLOCK_P, BLOCK_D = 64, 16
 @launcher
 @triton.jit(do_not_specialize=["P"])
 def _add_rows(p_out, p_parts, p_out2, p_parts2, P, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    await_previous()
     if tl.program_id(1) == 1:
         p_out, p_parts = p_out2, p_parts2
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -39,6 +39,7 @@ def _cross_entropy(
     GRADIENT: tl.constexpr,
 ):
     """Loss of each row, and dlogits over its logits. The second pass walks back, and finds what is left in L2."""
+    await_previous()
     GROUP: tl.constexpr = 8  # logits of one thread, which share a maximum
     LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
     o_d = tl.arange(0, BLOCK_D)

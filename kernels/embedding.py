@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.launch import cdiv, power2
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 CHUNK, ROWS = 64, 2  # places of a chunk; rows of a run that are read at once
 FEW = 12288  # tokens up to which all pairs are compared
@@ -23,6 +23,7 @@ FEW = 12288  # tokens up to which all pairs are compared
 @launcher
 @triton.jit
 def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    await_previous()
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     i_v = tl.load(p_ids + i_n)
@@ -33,6 +34,7 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def _sort(p_sorted, p_order, p_ids, N, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
     """A token's place is the number of tokens that are smaller, or equal and before it."""
+    await_previous()
     first = tl.program_id(0) * BLOCK
     o_i = first + tl.arange(0, BLOCK)
     o_j = tl.arange(0, OTHERS)
@@ -73,6 +75,7 @@ def _embedding_bwd(
     BLOCK_D: tl.constexpr,
 ):
     """The part of a run that begins at place i, if one does: a run begins there, or a chunk."""
+    await_previous()
     i = tl.program_id(0)
     i_v = tl.load(p_sorted + i).to(tl.int64)
     run_begins = tl.load(p_sorted + i - 1, i > 0, -1) != i_v
@@ -105,6 +108,7 @@ def _embedding_bwd(
 @triton.jit(do_not_specialize=["N"])
 def _embedding_add(p_dw, p_sorted, p_parts, N, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):
     """The run that crosses the end of chunk i, if it begins in that chunk: its parts, one after the other."""
+    await_previous()
     i = tl.program_id(0)
     end = (i + 1) * CHUNK
     i_v = tl.load(p_sorted + end - 1).to(tl.int64)

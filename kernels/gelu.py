@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, column_splits
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 FWD_ROWS, FWD_COLUMNS = 4, 512  # tile of the forward: its rows share the bias
 ROWS, BIAS_ROWS, COLUMNS = 8, 32, 128  # tiles of the backward, and of the bias gradient alone
@@ -31,6 +31,7 @@ def gelu_tanh(x):
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _gelu_bias_fwd(p_h, p_bias, p_y, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    await_previous()
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     i_row = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_f = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)  # neighbours lie side by side in memory
@@ -46,6 +47,7 @@ def _gelu_bias_fwd(p_h, p_bias, p_y, N, F: tl.constexpr, ROWS: tl.constexpr, COL
 def _gelu_bias_bwd(
     p_dy, p_h, p_bias, p_dh, p_y, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    await_previous()
     o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     i_part = tl.program_id(1)
     b_bias = tl.load(p_bias + o_f, o_f < F, 0.0).to(tl.float32)[None, :]
@@ -65,6 +67,7 @@ def _gelu_bias_bwd(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    await_previous()
     o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     i_part = tl.program_id(1)
     b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)

@@ -125,7 +125,7 @@ def hopper_dq(block_d: int) -> Tile:
 
 def hopper_dkv(block_d: int) -> Tile:
     """Tile of attention_hopper.py's kernel for (dk, dv)."""
-    return Tile(64, 128, 8, 2) if block_d == 128 else Tile(32, 64, 4, 3)
+    return Tile(64, 128, 8, 3) if block_d == 128 else Tile(32, 64, 4, 4)
 
 
 class Logits(NamedTuple):

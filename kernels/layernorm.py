@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 
 @launcher
@@ -36,6 +36,7 @@ def _layernorm_fwd(
     BLOCK_D: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
+    await_previous()
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -76,6 +77,7 @@ def _layernorm_bwd(
     STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
+    await_previous()
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -94,8 +96,8 @@ def _layernorm_bwd(
         b_dw += b_dy * b_xhat
         b_db += b_dy
         b_g = b_dy * b_w[None, :]
-        b_dh = b_g - (tl.sum(b_g, 1) / D)[:, None] - b_xhat * (tl.sum(b_g * b_xhat, 1) / D)[:, None]
-        b_dh *= b_rstd
+        b_sum, b_dot = tl.split(tl.sum(tl.join(b_g, b_g * b_xhat), 1))  # both at one go: half the barriers
+        b_dh = (b_g - (b_sum / D)[:, None] - b_xhat * (b_dot / D)[:, None]) * b_rstd
         if RESIDUAL:
             b_dh += tl.load(p_dresidual + o, mask, 0.0).to(tl.float32)
         tl.store(p_dh + o, b_dh.to(p_dh.dtype.element_ty), mask)

@@ -26,12 +26,14 @@ def _add_(out: Tensor, value: Tensor) -> None:
 # ---------------------------------------------------------------- norms
 
 
-def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None):
+def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None):
     """y = h / rms(h) * weight with h = x, or x + residual (rounded to x's dtype).
 
-    x, residual (N, D); weight (D,). Returns (y (N, D), rstd (N,) fp32, h (N, D): x itself where there is no residual).
+    x, residual (N, D); weight (D,). Returns (y (N, D), rstd (N,) fp32, h (N, D): `out` filled with it where given, else
+    x itself where there is no residual).
     """
     h = x if residual is None else (_up(x) + _up(residual)).to(x.dtype)
+    h = h if out is None else out.copy_(h)
     hf = _up(h)
     rstd = torch.rsqrt(hf.square().mean(-1) + eps)
     return (hf * rstd[:, None] * _up(weight)).to(x.dtype), rstd, h

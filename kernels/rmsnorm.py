@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 
 @launcher
@@ -33,7 +33,9 @@ def _rmsnorm_fwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
+    await_previous()
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
     mask = (i_row < N)[:, None] & (o_d < D)[None, :]
@@ -41,9 +43,9 @@ def _rmsnorm_fwd(
     b_w = tl.load(p_w + o_d, o_d < D, 0.0).to(tl.float32)
     b_h = tl.load(p_x + o, mask, 0.0).to(tl.float32)
     if RESIDUAL:
-        b_sum = (b_h + tl.load(p_residual + o, mask, 0.0).to(tl.float32)).to(p_h.dtype.element_ty)
-        tl.store(p_h + o, b_sum, mask)
-        b_h = b_sum.to(tl.float32)
+        b_h = (b_h + tl.load(p_residual + o, mask, 0.0).to(tl.float32)).to(p_h.dtype.element_ty).to(tl.float32)
+    if KEPT:
+        tl.store(p_h + o, b_h.to(p_h.dtype.element_ty), mask)
     b_rstd = tl.rsqrt(tl.sum(b_h * b_h, 1) / D + eps)
     tl.store(p_rstd + i_row, b_rstd, i_row < N)
     b_y = b_h * b_rstd[:, None] * b_w[None, :]
@@ -67,6 +69,7 @@ def _rmsnorm_bwd(
     STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
+    await_previous()
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -89,18 +92,20 @@ def _rmsnorm_bwd(
     tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
-def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None):
+def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None):
     """As reference.rmsnorm_fwd. All arguments contiguous."""
     N, D = x.shape
     assert x.is_contiguous() and weight.shape == (D,)
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    assert out is None or (out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous())
     y = torch.empty_like(x)
-    h = x if residual is None else torch.empty_like(x)
+    h = out if out is not None else x if residual is None else torch.empty_like(x)
     rstd = torch.empty(N, dtype=torch.float32, device=x.device)
     tile = rows_fwd(D)
     _rmsnorm_fwd[(cdiv(N, tile.rows),)](
-        x, residual, weight, y, h, rstd, N, eps, D, tile.rows, tile.columns, residual is not None, num_warps=tile.warps
-    )
+        x, residual, weight, y, h, rstd, N, eps, D, tile.rows, tile.columns, residual is not None, h is not x,
+        num_warps=tile.warps,
+    )  # fmt: skip
     return y, rstd, h
 
 
@@ -148,6 +153,7 @@ def _head_fwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    await_previous()
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
     m_row = i_row < N * H
@@ -182,6 +188,7 @@ def _head_bwd(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    await_previous()
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.launch import cdiv, power2
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 
 @launcher
@@ -30,6 +30,7 @@ def _rope(
     BLOCK_D: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
+    await_previous()
     BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
     o_h = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)  # neighbours lie side by side in memory

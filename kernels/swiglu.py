@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trireme.kernels.gelu import gelu_tanh
 from trireme.kernels.launch import cdiv
-from trireme.kernels.launcher import launcher
+from trireme.kernels.launcher import await_previous, launcher
 
 BLOCK = 2048  # values of a row that one program takes
 
@@ -29,6 +29,7 @@ def silu(x):
 @launcher
 @triton.jit
 def _glu_fwd(p_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
     BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
     o_f = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)  # neighbours lie side by side in memory
@@ -41,6 +42,7 @@ def _glu_fwd(p_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.const
 @launcher
 @triton.jit
 def _glu_bwd(p_dy, p_gate_up, p_d_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
     BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
     o_f = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)

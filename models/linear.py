@@ -21,6 +21,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = 
     return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
+def add_linear_(out_: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """out_ (N, out) += x (N, in) @ weight + bias, rounded once without a bias."""
+    out_.addmm_(x, weight)
+    return out_ if bias is None else out_.add_(bias)
+
+
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor | None = None) -> Tensor:
     """residual (N, out) + x @ weight + bias, into `out` where given. Without a bias the sum is rounded once."""
     if bias is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
-from trireme.models.linear import add_product_, fuse, linear, linear_add
+from trireme.models.linear import add_linear_, add_product_, fuse, linear
 from trireme.models.rows import Rows
 from trireme.models.shapes import layer_prefix
 
@@ -98,8 +98,10 @@ def _rotate_(cfg: ModelConfig, qkv_: Tensor, rows: Rows, inverse: bool = False) 
     ops.rope_(heads, rows.cos, rows.sin, rows.docs.positions, inverse)
 
 
-def _qkv(cfg: ModelConfig, w: Weights, x: Tensor, rows: Rows, out: Tensor | None = None) -> Tensor:
-    y, _, _ = ops.rmsnorm_fwd(x, w.norm1, cfg.eps)
+def _qkv(
+    cfg: ModelConfig, w: Weights, x: Tensor, rows: Rows, out: Tensor | None = None, copy: Tensor | None = None
+) -> Tensor:
+    y, _, _ = ops.rmsnorm_fwd(x, w.norm1, cfg.eps, out=copy)
     qkv = linear(y, w.qkv.T, w.qkv_bias, out)
     if not cfg.qk_norm:
         _rotate_(cfg, qkv, rows)
@@ -141,7 +143,7 @@ def forward(
 
     `attention` may stand in for ops.attention_fwd: a generator's, which sees a cache too.
     """
-    resid = attention_forward(cfg, layer, w, x, rows, saved, saved.get("resid"), attention)
+    resid = attention_forward(cfg, layer, w, x, rows, saved, saved.get("resid", out), attention)
     mlp_forward(cfg, layer, w, resid, rows, saved, out)
 
 
@@ -152,16 +154,16 @@ def attention_forward(
     x: Tensor,
     rows: Rows,
     saved: dict[str, Tensor],
-    out: Tensor | None,
+    out: Tensor,
     attention: Callable | None = None,
 ) -> Tensor:
-    """The first half, as forward; returns its result (N, D), in `out` where given."""
-    qkv = _qkv(cfg, w, x, rows, saved.get("qkv"))
+    """The first half, as forward; returns `out`. The norm copies x there, and what is to be added is added to it."""
+    qkv = _qkv(cfg, w, x, rows, saved.get("qkv"), out)
     attn_out, lse = _attend(cfg, layer, _heads(cfg, w, qkv, rows), rows, saved.get("attn_out"), attention)
     if "lse" in saved:
         saved["lse"].copy_(lse)
     del qkv, lse
-    return linear_add(attn_out, w.o.T, w.o_bias, x, out)
+    return add_linear_(out, attn_out, w.o.T, w.o_bias)
 
 
 def mlp_forward(
@@ -174,13 +176,13 @@ def mlp_forward(
     out: Tensor,
     attention: Callable | None = None,
 ) -> None:
-    """The second half, as forward; x (N, D) is what the first has made."""
-    y, _, _ = ops.rmsnorm_fwd(x, w.norm2, cfg.eps)
+    """The second half, as forward; x (N, D) is what the first has made, and may be `out`."""
+    y, _, _ = ops.rmsnorm_fwd(x, w.norm2, cfg.eps, out=None if x is out else out)
     gate_up = linear(y, w.gate_up.T, w.gate_up_bias, saved.get("gate_up"))
     del y
     act = ops.swiglu_fwd(gate_up)
     del gate_up
-    linear_add(act, w.down.T, w.down_bias, x, out)
+    add_linear_(out, act, w.down.T, w.down_bias)
 
 
 def backward(
@@ -200,7 +202,7 @@ def backward(
         resid = saved["resid"]
     else:
         attention = _rebuild_attention(cfg, layer, w, x, saved, rows)
-        resid = linear_add(attention.out, w.o.T, w.o_bias, x)
+        resid = add_linear_(x.clone(), attention.out, w.o.T, w.o_bias)
     dresid = mlp_backward(cfg, layer, w, g, resid, saved, dy, rows)
     del resid
     attention = attention or _rebuild_attention(cfg, layer, w, x, saved, rows)

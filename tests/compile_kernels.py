@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.language import target_info
 from triton.runtime import jit
 
 from trireme.kernels import adamw, attention, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
@@ -74,6 +75,13 @@ def _run_tool(name: str, *args) -> str:
     return done.stdout + done.stderr
 
 
+def _target(arch: int):
+    """What kernels find when they ask for the chip that they are compiled for."""
+    target = lambda: GPUTarget("cuda", arch, 32)  # noqa: E731
+    target.__triton_builtin__ = True  # or Triton wants to compile it
+    return target
+
+
 def compiled(arch: int, calls):
     """Resources of each distinct kernel that the functions in `calls` launch, on a chip of that arch."""
     found, seen = [], set()
@@ -88,6 +96,7 @@ def compiled(arch: int, calls):
             found.append(dict(name=fn.__name__, constants=shown, **_resources(kernel)))
 
     jit.JITFunction.run, launch.chip = run, lambda device: launch.Chip(arch, 128)
+    target_info.current_target = _target(arch)
     for call in calls:
         call()
     return found

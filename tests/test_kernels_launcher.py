@@ -1,6 +1,8 @@
 """The launcher's memory of compiled kernels: no form is ever called with arguments it was not compiled for."""
 
+import ast
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +15,24 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
-from trireme.kernels.launcher import Fixed, Kernel  # noqa: E402
+from trireme.kernels.launcher import Fixed, Kernel, await_previous  # noqa: E402
 
 
 def _scaled(p_y, p_x, n, x_n, factor, BLOCK: tl.constexpr):
+    await_previous()
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_y + o, tl.load(p_x + o * x_n, o < n, 0.0) * factor, o < n)
+
+
+def test_every_kernel_first_awaits_the_one_before():
+    """A kernel that did not would read what is still being written."""
+    found = 0
+    for path in (Path(__file__).parents[1] / "kernels").glob("*.py"):
+        for f in ast.walk(ast.parse(path.read_text())):
+            if isinstance(f, ast.FunctionDef) and "launcher" in [ast.unparse(d) for d in f.decorator_list]:
+                found += 1
+                assert ast.unparse(f.body[ast.get_docstring(f) is not None]) == "await_previous()", f"{path}: {f.name}"
+    assert found > 20
 
 
 def test_calls_of_one_key_are_one_specialisation_to_triton():

@@ -21,6 +21,9 @@ def test_rmsnorm(device, dtype, shape, residual):
     w = randn(shape[1], device=device, dtype=dtype)
     y, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r)
     assert torch.equal(h, (x + r) if residual else x)
+    kept = torch.empty_like(x)
+    again, _, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r, out=kept)
+    assert torch.equal(again, y) and torch.equal(kept, (x + r) if residual else x) and h is kept
     y64, rstd64, _ = reference.rmsnorm_fwd(*up(h, w), 1e-5)
     check(y, y64, ONE_ROUNDING[dtype])
     check(rstd, rstd64, FP32_SUM)

@@ -92,7 +92,7 @@ def _bare_ops():
     stats = lambda x, n=1: torch.empty(n, x.shape[0])  # noqa: E731
     glu = lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)  # noqa: E731
     return types.SimpleNamespace(
-        rmsnorm_fwd=lambda x, *_: (new(x), stats(x)[0], x),
+        rmsnorm_fwd=lambda x, *_, out=None: (new(x), stats(x)[0], x if out is None else out),
         rmsnorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 6 or rest[5] is None else None,
         layernorm_fwd=lambda x, *_: (new(x), stats(x)[0], stats(x)[0], x),
         layernorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 8 or rest[7] is None else None,
@@ -129,7 +129,7 @@ class Watch(TorchDispatchMode):
         if op in ("mm", "addmm", "addmm_"):
             a, b = args[-2:]
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        if "empty" in op or op in ("mm", "addmm") and variant == "default":
+        if "empty" in op or op in ("mm", "addmm", "clone") and variant == "default":
             nbytes = result.untyped_storage().nbytes()
             self.live += nbytes
             self.peak = max(self.peak, self.live)
