@@ -19,10 +19,11 @@ from itertools import combinations
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.optimizer import PARTS
-from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
-from trireme.engine.predict import FEW, Batch, Prediction, drive_seconds, lane_seconds, predict, together, unit_seconds
+from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.rates import Rates
 from trireme.engine.rule import Lean, largest, longer_pieces, share_updates, simple_plan, spread
+from trireme.engine.simulate import drive_seconds, lane_seconds
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
@@ -180,7 +181,7 @@ def front(cfg: ModelConfig, seq_len: int) -> list[tuple[str, ...]]:
 def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int, tier: str = "host") -> Iterable[Plan]:
     """Variants that send saved tensors of some blocks to `tier`; as many of the last as fit stay on the GPU."""
     n = geo.cfg.n_layers
-    plain = replace(plan, units=tuple(replace(u, saved=()) for u in plan.units))
+    plain = plan.changed(range(geo.n_units), saved=())
     for names in front(geo.cfg, seq_len):
         with_ = lambda k, j, names=names: swapped(geo, plain, names, k, j, tier)  # noqa: E731
         room = largest(n, lambda k: fits(geo, with_(k, 0), limits))  # noqa: B023
@@ -204,16 +205,12 @@ def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, 
     """`plan` with `names` of k evenly spread blocks in `tier`, everything of the last `keep` blocks on the GPU."""
     n = geo.cfg.n_layers
     away = spread(max(n - keep, 0), min(k, n - keep))
-
-    def unit(u: int, old: UnitPlan) -> UnitPlan:
-        layer = shapes.layer(geo.cfg, u)
-        if 0 < u < geo.head and layer >= n - keep:
-            return replace(old, saved=tuple((name, "gpu") for name in geo.saved_names(u)))
-        if 0 < u < geo.head and layer in away:
-            return replace(old, saved=tuple((name, tier) for name in names if name in geo.saved_names(u)))
-        return old
-
-    return replace(plan, units=tuple(unit(u, old) for u, old in enumerate(plan.units)))
+    for kind in shapes.inner_kinds(geo.cfg):
+        layers = [(u, shapes.layer(geo.cfg, u)) for u in range(1, geo.head) if geo.kinds[u] == kind]
+        everything, some = geo.saved_names(kind), [name for name in geo.saved_names(kind) if name in names]
+        plan = plan.changed({u for u, i in layers if i >= n - keep}, saved=tuple((name, "gpu") for name in everything))
+        plan = plan.changed({u for u, i in layers if i in away}, saved=tuple((name, tier) for name in some))
+    return plan
 
 
 # ---------------------------------------------------------------- a floor in closed form

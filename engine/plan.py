@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Plan:
     halves: bool = False  # units are halves of blocks, attention and MLP: where whole blocks do not fit
 
     def __post_init__(self):
-        for u, unit in enumerate(self.units):
+        for u, unit in {id(unit): (u, unit) for u, unit in enumerate(self.units)}.values():
             if (unit.weights == "gpu") != (unit.state == "gpu"):
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
@@ -92,6 +93,12 @@ class Plan:
     def ahead(self) -> int:
         """Units on their way to the GPU beside the one in use: attention and MLP have a ring each."""
         return self.window * (2 if self.halves else 1) - 1
+
+    def changed(self, chosen: Container[int], **change) -> Plan:
+        """This plan with that change of the units in `chosen`. Units alike stay one object: quick to count."""
+        made = {id(unit): replace(unit, **change) for unit in {id(unit): unit for unit in self.units}.values()}
+        units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
+        return replace(self, units=tuple(units))
 
     def uses(self, tier: str) -> bool:
         """Whether anything has its home in `tier`."""

@@ -13,11 +13,11 @@ from trireme.engine.build import build
 from trireme.engine.choose import choose, floors, front, pinned
 from trireme.engine.geometry import Geometry
 from trireme.engine.job import record_size
-from trireme.engine.lanes import SimulatedLanes
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.rule import simple_plan
+from trireme.engine.simulate import SimulatedLanes
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
 
@@ -45,7 +45,7 @@ def test_never_slower_than_the_rule_and_within_its_limits(gpu, host, mode, bus):
     batch = Batch(first.tokens, 256, first.n_micro)
     assert choice.found.step_s <= predict(SMALL, first, rates, batch).step_s
     assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
-    build(SMALL, choice.plan, limits, SimulatedLanes(lambda task: 0.0))
+    build(SMALL, choice.plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
     assert choice == choose(SMALL, limits, rates, 256, mode=mode, **RULE)
 
 
@@ -186,7 +186,7 @@ def test_half_blocks_keep_to_the_limits(gpu, host, mode, bus):
     except DoesNotFit:
         return
     assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
-    build(SMALL, choice.plan, limits, SimulatedLanes(lambda task: 0.0))
+    build(SMALL, choice.plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
 
 
 @pytest.mark.parametrize("ram", [64, 256])

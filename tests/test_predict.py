@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan, UnitPlan
-from trireme.engine.predict import Batch, Intervals, predict, together, unit_seconds
+from trireme.engine.predict import Batch, predict, together, unit_seconds
 from trireme.engine.rates import ADAM_BYTES, GPUS, Rates, assume, rates_of
 from trireme.engine.rule import simple_plan
 from trireme.models import shapes
@@ -34,24 +34,6 @@ def plan(cfg: ModelConfig, unit: UnitPlan, keep: int = 0, tokens: int = 16384, n
     kept = replace(unit, saved=tuple((name, "gpu") for name in shapes.saved_shapes(cfg, 1)))
     units = [kept if cfg.n_layers - keep < u <= cfg.n_layers else unit for u in range(cfg.n_units)]
     return Plan(tuple(units), tokens, n_micro, **more)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=40))
-def test_a_device_does_one_thing_at_a_time(requests):
-    device = Intervals()
-    for start, seconds in requests:
-        assert device.take(start, seconds) >= start + seconds
-    pairs = list(zip(device.starts, device.ends, strict=True))
-    assert sum(b - a for a, b in pairs) == sum(seconds for _, seconds in requests)
-    assert all(b < c for (_, b), (c, _) in zip(pairs, pairs[1:], strict=False))
-
-
-def test_a_drive_fills_its_gaps():
-    device = Intervals()
-    assert device.take(10, 5) == 15
-    assert device.take(0, 4) == 4  # before it, although handed over later
-    assert device.take(3, 8) == 17  # what is left before it, and after
 
 
 def test_a_drive_that_binds_is_never_idle():
