@@ -44,10 +44,9 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
     """One unit of each kind and plan, and how many there are."""
-    found: dict[tuple[str, int], list[int]] = {}
-    for u, key in enumerate(zip(geo.kinds, map(id, plan.units), strict=True)):
-        found.setdefault(key, [u, 0])[1] += 1
-    return [(u, count) for u, count in found.values()]
+    keys = list(zip(geo.kinds, map(id, plan.units), strict=True))
+    one = dict(zip(keys, range(geo.n_units), strict=True))
+    return [(one[key], count) for key, count in Counter(keys).items()]
 
 
 def _by_class(geo: Geometry, units: Alike, size: Callable[[int], int]) -> dict[str, tuple[int, int]]:

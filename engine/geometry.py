@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Geometry:
 
     @staticmethod
     def of(cfg: ModelConfig, plan: Plan) -> Geometry:
-        return Geometry(plan.cut(cfg), plan.dtype, plan.adam_bits)
+        return geometry(plan.cut(cfg), plan.dtype, plan.adam_bits)
 
     def __init__(self, cfg: ModelConfig, dtype: str, adam_bits: int = 32):
         self.cfg, self.dtype, self.adam_bits = cfg, dtype, adam_bits
@@ -169,3 +169,9 @@ class Geometry:
 
     def x_bytes(self, tokens: int) -> int:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
+
+
+@lru_cache(maxsize=4)  # a search asks for the same one a hundred times
+def geometry(cfg: ModelConfig, dtype: str, adam_bits: int) -> Geometry:
+    """The Geometry of these."""
+    return Geometry(cfg, dtype, adam_bits)

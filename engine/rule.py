@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from trireme.engine.buffers import fits, usage
-from trireme.engine.geometry import STRETCH, Geometry
+from trireme.engine.geometry import STRETCH, Geometry, geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Plan, UnitPlan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -65,7 +65,7 @@ def simple_plan(
     """
     refused = []
     for cut in (False, True) if halves is None else (halves,):
-        geo = Geometry(replace(cfg, halves=cut), dtype, adam_bits)
+        geo = geometry(replace(cfg, halves=cut), dtype, adam_bits)
         plan, found = _smallest(geo, limits, batch_tokens, mode, homes, record, on_cuda, lean)
         if found:
             gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
