@@ -37,6 +37,7 @@ LEANS = (
 )
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
 WINDOWS = (2, 3, 4)
+SLOTS = (2, 3, 4)  # that activations on their way pass through: bursts of them are waited for less where there are more
 LATE = ((), ("host",), ("host", "ssd"))  # tiers whose moments are written under backward
 WEAR = 1.05  # how many times faster a plan has to be that sends activations to the SSD, which wears it
 WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
@@ -86,6 +87,7 @@ def choose(
     plans, judged = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
     if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
         plans, judged = alike, {alike[0]: judge(alike[0])}
+    plans = list(dict.fromkeys(longer_pieces(geo, plan, limits) for plan in plans))
     wear = lambda plan: WEAR if any(unit.names("ssd") for unit in plan.units) else 1.0  # noqa: E731
     per_token = lambda plan, seconds: wear(plan) * seconds / (plan.tokens * plan.n_micro)  # noqa: E731
     floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))  # noqa: E731
@@ -96,9 +98,11 @@ def choose(
             break
         judged[plans[i]] = judge(plans[i])
     for rank, base in enumerate(sorted(judged, key=taken)[:REFINED]):
-        for plan in _refined(geo, base, limits, may_move=like is None):
-            if plan not in judged and (rank == 0 or len(judged) < most):
-                judged[plan] = judge(plan)
+        for vary in (_windows, _slots, _late, *(() if like else (_updates,))):
+            for plan in vary(geo, base, limits, first.piece):
+                if plan not in judged and (rank == 0 or len(judged) < most):
+                    judged[plan] = judge(plan)
+                base = min((p for p in (base, plan) if p in judged), key=taken)
     best = min(judged, key=taken)
     because = _because(geo, first, before, best, judged[best])
     if like and pinned(best, like) != best:
@@ -127,19 +131,44 @@ def _sizes(first: Plan, rule: dict) -> list[tuple[int, int]]:
     return sizes[max(0, at - 1) : at + MICRO_BATCHES]
 
 
-def _refined(geo: Geometry, plan: Plan, limits: dict[str, int], may_move: bool) -> Iterable[Plan]:
-    """Plans around `plan`: other windows, longer pieces, moments late or not, and if `may_move` other updates."""
+# ---------------------------------------------------------------- plans around a plan
+
+# What needs room takes it from pieces of gradients that are longer than `piece`, which then grow again.
+
+
+def _windows(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
+    """Other windows of weights."""
     for window in WINDOWS:
-        wider = replace(plan, window=window)
+        wider = replace(plan, window=window, piece=min(plan.piece, piece))
         if window != plan.window and fits(geo, wider, limits):
-            yield wider
-    yield longer_pieces(geo, plan, limits)
-    if plan.mode == "forward" and plan.adam_bits == 32:
-        for late in LATE:
-            if late != plan.late_moments:
-                yield replace(plan, late_moments=late)
-    if may_move and any(unit.update == "gpu" for unit in plan.units):
-        yield from dict.fromkeys(share_updates(geo, plan, limits, share) for share in UPDATES)
+            yield longer_pieces(geo, wider, limits)
+
+
+def _slots(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
+    """Other numbers of slots for activations that travel; where need be with fewer blocks kept on the GPU."""
+    away = any(unit.x != "gpu" or unit.names("host") or unit.names("ssd") for unit in plan.units)
+    kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
+    for slots in SLOTS if away or plan.between == "host" else ():
+        deeper = replace(plan, swap_slots=slots, piece=min(plan.piece, piece))
+        some = lambda k, deeper=deeper: deeper.changed(kept[: len(kept) - k], saved=())
+        deeper = some(largest(len(kept), lambda k: fits(geo, some(k), limits)))  # noqa: B023
+        if slots != plan.swap_slots and fits(geo, deeper, limits):
+            yield longer_pieces(geo, deeper, limits)
+
+
+def _late(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
+    """Moments written under backward, or not."""
+    for late in LATE if plan.mode == "forward" and plan.adam_bits == 32 else ():
+        if late != plan.late_moments:
+            yield replace(plan, late_moments=late)
+
+
+def _updates(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
+    """Other shares of the updates on the GPU."""
+    if any(unit.update == "gpu" for unit in plan.units):
+        short = replace(plan, piece=min(plan.piece, piece))
+        for other in dict.fromkeys(share_updates(geo, short, limits, share) for share in UPDATES):
+            yield longer_pieces(geo, other, limits)
 
 
 def pinned(plan: Plan, like: Plan) -> Plan | None:
