@@ -4,9 +4,10 @@ The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it
 time: whether activations should rather travel to RAM or the SSD and back than be computed again, whether GPU memory
 serves better as a home of states, of weights, of inputs or of what blocks save, where updates run, how wide the window
 of weights and how large a micro-batch should be. Here variants that fit are made without a look at the rates, ranked by
-a floor in closed form, and simulated for as long as one could still be faster than the best so far; updates and window
-of the best are then varied. The rule's plan is the first of them, so the choice is never predicted to be slower. Of all
-that a plan decides, only where updates run and the size of a micro-batch can change a rounding.
+a floor in closed form, and simulated for as long as one could still be faster than the best so far; then the window of
+weights, the slots that activations travel through, and when and where updates run are varied around the best. The
+rule's plan is the first of them, so the choice is never predicted to be slower. Of all that a plan decides, only where
+updates run and the size of a micro-batch can change a rounding.
 """
 
 from __future__ import annotations
@@ -87,16 +88,16 @@ def choose(
     plans, judged = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
     if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
         plans, judged = alike, {alike[0]: judge(alike[0])}
-    plans = list(dict.fromkeys(longer_pieces(geo, plan, limits) for plan in plans))
     wear = lambda plan: WEAR if any(unit.names("ssd") for unit in plan.units) else 1.0  # noqa: E731
     per_token = lambda plan, seconds: wear(plan) * seconds / (plan.tokens * plan.n_micro)  # noqa: E731
     floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))  # noqa: E731
     taken = lambda plan: per_token(plan, judged[plan].step_s)  # noqa: E731
     most = max(LEAST, WORK // (geo.n_units * max(FEW, first.n_micro // together(first.n_micro))))
-    for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans) if plan not in judged)[:most]:
+    for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans))[: most + 1]:
         if least >= WORTH * min(map(taken, judged)):
             break
-        judged[plans[i]] = judge(plans[i])
+        if (plan := longer_pieces(geo, plans[i], limits)) not in judged and len(judged) <= most:
+            judged[plan] = judge(plan)
     for rank, base in enumerate(sorted(judged, key=taken)[:REFINED]):
         for vary in (_windows, _slots, _late, *(() if like else (_updates,))):
             for plan in vary(geo, base, limits, first.piece):
@@ -150,7 +151,7 @@ def _slots(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Ite
     kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
     for slots in SLOTS if away or plan.between == "host" else ():
         deeper = replace(plan, swap_slots=slots, piece=min(plan.piece, piece))
-        some = lambda k, deeper=deeper: deeper.changed(kept[: len(kept) - k], saved=())
+        some = lambda k, deeper=deeper: deeper.changed(kept[: len(kept) - k], saved=())  # noqa: E731
         deeper = some(largest(len(kept), lambda k: fits(geo, some(k), limits)))  # noqa: B023
         if slots != plan.swap_slots and fits(geo, deeper, limits):
             yield longer_pieces(geo, deeper, limits)
@@ -158,8 +159,11 @@ def _slots(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Ite
 
 def _late(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
     """Moments written under backward, or not."""
+    tiers = {unit.state for unit in plan.units if unit.update == "cpu"}
+    tried = [tiers.intersection(plan.late_moments)]
     for late in LATE if plan.mode == "forward" and plan.adam_bits == 32 else ():
-        if late != plan.late_moments:
+        if tiers.intersection(late) not in tried:
+            tried.append(tiers.intersection(late))
             yield replace(plan, late_moments=late)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from trireme.engine.build import build
+from trireme.engine.geometry import Geometry
 from trireme.engine.lanes import Span
 from trireme.engine.plan import Plan
 from trireme.engine.rates import ADAM_BYTES, Rates
@@ -21,6 +22,7 @@ from trireme.storage.layout import ITEMSIZE
 PASSES = {"finish": 1.9, "zero": 1.3}
 KERNELS = {"forward": 12, "backward": 40, "loss": 200, "zero": 1, "finish": 2, "adamw": 1, "statistics": 10}
 FEW = 8  # micro-batches that are told apart, at least
+PIECES = 16  # of the largest gradient that are told apart, if `roughly` will do
 HALF = 450  # tokens of a document over which attention reaches half of its best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
 STEADY, STEPS = 1e-4, 6  # two steps that differ by no more are the steady state; the last of so many passes for it
 
@@ -71,6 +73,7 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
 
     Of very many micro-batches some pass as one that takes as long: that is quicker, and says the same within 2 %. Where
     what units leave for each other waits outside the GPU, each is a wait of its own: there only if `roughly` will do.
+    So do very many pieces of a gradient.
     Raises ValueError where the plan uses a drive and the rates have none.
     """
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
@@ -80,9 +83,13 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     lanes = SimulatedLanes(durations(cfg, plan, rates, batch, k), rates)
     if k > 1:
         plan, batch = (replace(p, tokens=k * p.tokens, n_micro=batch.n_micro // k) for p in (plan, batch))
+    if roughly:
+        plan = replace(plan, piece=max(plan.piece, max(Geometry.of(cfg, plan).numel) // PIECES))
     with _no_collection():
         seconds = _steady(build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes), batch.inputs(cfg))
-        return _prediction(seconds, lanes, () if roughly else tuple(lanes.trace()))
+        found = _prediction(seconds, lanes, () if roughly else tuple(lanes.trace()))
+        lanes.close()
+    return found
 
 
 def _steady(e: Engine, inputs: Sequence[Inputs]) -> float:
@@ -133,7 +140,7 @@ def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) 
 
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[..., float]:
     """(lane, name, bytes) of a task -> seconds with its resources to itself; k micro-batches pass as one."""
-    launches = lambda kind: KERNELS.get(kind, 1) * rates.launch  # noqa: E731
+    latency, launches = rates.latency, lambda kind: KERNELS.get(kind, 1) * rates.launch
     known = {
         name: launches(name.split()[0]) + k * seconds for name, seconds in unit_seconds(cfg, plan, rates, batch).items()
     }
@@ -143,7 +150,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
 
     def duration(lane: str, name: str, nbytes: float) -> float:
         if lane in speed:
-            return rates.latency + nbytes / speed[lane]
+            return latency + nbytes / speed[lane]
         if name in known:
             return known[name]
         kind = name.split()[0]

@@ -152,8 +152,9 @@ def _fill(
 
 def longer_pieces(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
     """Lets gradients leave in pieces as long as there is room for: the next waits for the last but one to be gone."""
+    most = max((n for unit, n in zip(plan.units, geo.numel, strict=True) if unit.state != "gpu"), default=0)
     longer = lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))  # noqa: E731
-    return longer(largest(-(-max(geo.numel) // STRETCH), lambda k: fits(geo, longer(k), limits)))
+    return longer(largest(-(-most // STRETCH), lambda k: fits(geo, longer(k), limits)))
 
 
 def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:

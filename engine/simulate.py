@@ -53,6 +53,7 @@ class SimulatedLanes:
         self.duration, self.rates, self.device = duration, rates, torch.device("cpu")
         self.tasks: list[Noted] = []  # of a step, in the order of the program
         self.levels: list[int] = []  # how many of them are to be over before the next begins
+        self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, how much slower each lane is
         self.free = dict.fromkeys(LANES, 0.0)
         self.drive = Intervals()
         self.waited = 0.0  # when the last statistics were known
@@ -67,11 +68,14 @@ class SimulatedLanes:
         self.levels.append(len(self.tasks))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Forgets the noted tasks at once, without the help of the garbage collector, to which they are many."""
+        for task in self.tasks:
+            task.after = ()
+        self.begin()
 
     def begin(self) -> None:
         """Forgets the noted tasks: those of the next step are handed over."""
-        self.tasks, self.levels = [], []
+        self.tasks, self.levels, self.parts = [], [], []
 
     def trace(self) -> list[Span]:
         """The spans of the noted tasks as they were timed last."""
@@ -94,18 +98,24 @@ class SimulatedLanes:
 
         A task that waits for one handed over later waits for that of the step before.
         """
-        begun, n = self.waited, len(self.tasks)
-        turn = next(i for i, t in enumerate(self.tasks) if t.name.startswith(TURN))
-        end = 1 + next(i for i in range(n - 1, -1, -1) if self.tasks[i].name == "statistics")
-        slow = _slowness({"up": self.tasks[:turn] + self.tasks[end:], "down": self.tasks[turn:end]}, self.rates)
-        for a, b in pairwise(sorted({0, turn, end, n, *self.levels})):
+        begun, self.parts = self.waited, self.parts or self._cut()
+        for a, b, slow in self.parts:
             if a in self.levels:
                 self.free = dict.fromkeys(LANES, max(self.free.values()))
-            self._time(self.tasks[a:b], slow["down" if turn <= a < end else "up"])
-            if b == end:
-                self.waited = self.tasks[end - 1].end
+            self._time(self.tasks[a:b], slow)
+            if self.tasks[b - 1].name == "statistics":
+                self.waited = self.tasks[b - 1].end
                 self.free = {lane: max(t, self.waited) for lane, t in self.free.items()}
         return self.waited - begun
+
+    def _cut(self) -> list[tuple[int, int, dict[str, float]]]:
+        """The noted tasks in parts: the way up, the way down until the statistics, and what belongs to the next up."""
+        n = len(self.tasks)
+        turn = next(i for i, task in enumerate(self.tasks) if task.name.startswith(TURN))
+        end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].name == "statistics")
+        up, down = _slowness((self.tasks[:turn] + self.tasks[end:], self.tasks[turn:end]), self.rates)
+        places = pairwise(sorted({0, turn, end, n, *self.levels}))
+        return [(a, b, down if turn <= a < end else up) for a, b in places]
 
     def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
         free, take = self.free, self.drive.take
@@ -147,16 +157,16 @@ class Intervals:
 # ---------------------------------------------------------------- what lanes take from each other
 
 
-def _slowness(halves: dict[str, Sequence[Noted]], rates: Rates) -> dict[str, dict[str, float]]:
-    """How many times longer each lane's tasks of a half of a step take for what the others move."""
-    moved = {half: dict.fromkeys(LANES, 0.0) for half in halves}
-    for half, tasks in halves.items():
+def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates) -> list[dict[str, float]]:
+    """For each half of a step, how many times longer each lane's tasks take for what the others move."""
+    moved = [dict.fromkeys(LANES, 0.0) for _ in halves]
+    for half, tasks in zip(moved, halves, strict=True):
         for task in tasks:
-            moved[half][task.lane] += task.nbytes
-    read, written = (sum(m[lane] for m in moved.values() for lane in way) for way in (READS, WRITES))
+            half[task.lane] += task.nbytes
+    read, written = (sum(half[lane] for half in moved for lane in way) for way in (READS, WRITES))
     alone = drive_seconds(read, written, replace(rates, mixed=1.0)) or 1.0
     both = dict.fromkeys(DRIVE, drive_seconds(read, written, rates) / alone or 1.0)
-    return {half: dict.fromkeys(LANES, 1.0) | _sharing(m, rates) | both for half, m in moved.items()}
+    return [dict.fromkeys(LANES, 1.0) | _sharing(half, rates) | both for half in moved]
 
 
 def drive_seconds(read: float, written: float, rates: Rates) -> float:
