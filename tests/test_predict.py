@@ -194,3 +194,12 @@ def test_very_many_micro_batches_pass_some_as_one(homes, off, monkeypatch):
     assert found.step_s == pytest.approx(exact.step_s, rel=off)
     assert found.busy["compute"] == pytest.approx(exact.busy["compute"], rel=0.01)
     assert (found.ssd_read, found.ssd_written) == (exact.ssd_read, exact.ssd_written)
+
+
+def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
+    """Of a block of 2.4 B parameters that leaves the GPU in 72 pieces."""
+    wide = replace(LLAMA, width=16384, n_layers=2, n_heads=128, n_kv_heads=8, head_dim=128, ffn=32768)
+    p, batch = plan(wide, UnitPlan("host", "host"), tokens=2048, piece=1), Batch(2048, 2048, 2)
+    rough, exact = (predict(wide, p, RATES, batch, roughly) for roughly in (True, False))
+    assert rough.step_s == pytest.approx(exact.step_s, rel=0.01)
+    assert not rough.spans and sum(s.name == "finish block000" for s in exact.spans) > 60
