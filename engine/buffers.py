@@ -6,7 +6,8 @@ anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from trireme.engine.geometry import Geometry
@@ -17,6 +18,8 @@ from trireme.storage.layout import ITEMSIZE, round_up
 ENDS = ("embed", "head", "ends")  # size classes of which one unit at a time is in use
 OUT_SLOTS = 2  # slots through which pieces of rounded gradients leave the GPU: one is filled, one emptied
 GRADIENT_SLOTS = 2  # host slots in which gradients come back from the SSD, a record in each
+
+Alike = Sequence[tuple[int, int]]  # a unit, and how many there are like it: in kind and in what is planned for it
 
 
 @dataclass(frozen=True)
@@ -31,110 +34,112 @@ class Buffer:
 
 def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
     """Every buffer that the engine makes for this plan, by tier and key."""
-    return [
-        b
-        for b in (*_weight_buffers(geo, plan), *_optimizer_buffers(geo, plan), *_activation_buffers(geo, plan))
-        if b.count and b.nbytes
-    ]
+    return _buffers(geo, plan, [(u, 1) for u in range(geo.n_units)])
 
 
-def _by_class(geo: Geometry, units: Iterable[int], size: Callable[[int], int]) -> dict[str, tuple[int, int]]:
+def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
+    made = (make(geo, plan, units) for make in (_weight_buffers, _optimizer_buffers, _activation_buffers))
+    return [b for some in made for b in some if b.count and b.nbytes]
+
+
+def _alike(geo: Geometry, plan: Plan) -> Alike:
+    """One unit of each kind and plan, and how many there are."""
+    keys = list(zip(geo.kinds, map(id, plan.units), strict=True))
+    one = dict(zip(keys, range(geo.n_units), strict=True))
+    return [(one[key], count) for key, count in Counter(keys).items()]
+
+
+def _by_class(geo: Geometry, units: Alike, size: Callable[[int], int]) -> dict[str, tuple[int, int]]:
     """size class -> (largest size, number of units) over `units`."""
     found: dict[str, tuple[int, int]] = {}
-    for u in units:
+    for u, alike in units:
         kind = geo.size_class(u)
         biggest, count = found.get(kind, (0, 0))
-        found[kind] = (max(biggest, size(u)), count + 1)
+        found[kind] = (max(biggest, size(u)), count + alike)
     return found
 
 
-def _weight_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
+def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     span = lambda u: geo.weights[u].span  # noqa: E731
-    everyone = range(geo.n_units)
-    for u in everyone:
+    for u, alike in units:
         unit = plan.units[u]
         if unit.weights == "gpu" or unit.resident:
-            yield Buffer("gpu", f"weights {geo.names[u]}", span(u))
+            yield Buffer("gpu", f"weights {geo.names[u]}", span(u), alike)
         if unit.weights == "host":
-            yield Buffer("host", f"weights {geo.names[u]}", span(u))
-    streamed = [u for u in everyone if plan.units[u].weights != "gpu" and not plan.units[u].resident]
+            yield Buffer("host", f"weights {geo.names[u]}", span(u), alike)
+    streamed = [(u, n) for u, n in units if plan.units[u].weights != "gpu" and not plan.units[u].resident]
     for kind, (size, count) in _by_class(geo, streamed, span).items():
         yield Buffer("gpu", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.window, count))
-    from_ssd = [u for u in everyone if plan.units[u].weights == "ssd"]
-    yield Buffer("host", "staging", _staging(geo, plan))
+    from_ssd = [(u, n) for u, n in units if plan.units[u].weights == "ssd"]
+    yield Buffer("host", "staging", _staging(geo, plan, units))
     for kind, (size, count) in _by_class(geo, from_ssd, span).items():
         yield Buffer("host", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.host_window, count))
 
 
-def _staging(geo: Geometry, plan: Plan) -> int:
+def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
     """Bytes of the host buffer through which pieces not at home in RAM are loaded and saved between steps."""
-    weights = (geo.weights[u].span for u, unit in enumerate(plan.units) if unit.weights != "host")
-    n, _ = _records(geo, plan, [u for u, unit in enumerate(plan.units) if unit.state != "host"])
+    weights = (geo.weights[u].span for u, _ in units if plan.units[u].weights != "host")
+    n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
     return max(0, geo.state_layout(n).span, *weights)
 
 
-def _optimizer_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
-    everyone = range(geo.n_units)
+def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     wide = geo.gradients if plan.n_micro > 1 else geo.weights
     tied = geo.cfg.tied  # then the embedding's gradient is added to from the head on; all others come one by one
-    yield Buffer("gpu", "gradient", max(layout.span for layout in wide[tied:]))
+    yield Buffer("gpu", "gradient", max(wide[u].span for u, _ in units if u >= tied))
     yield Buffer("gpu", "gradient embed", wide[0].span if tied else 0)
-    for u in everyone:
+    for u, alike in units:
         if plan.units[u].state == "gpu":
-            yield Buffer("gpu", f"gradient out {geo.names[u]}", geo.weights[u].span)
+            yield Buffer("gpu", f"gradient out {geo.names[u]}", geo.weights[u].span, alike)
         if plan.units[u].state != "ssd":
-            yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record))
-    on_cpu = [u for u in everyone if plan.units[u].state != "gpu"]
+            yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record), alike)
+    on_cpu = [(u, n) for u, n in units if plan.units[u].state != "gpu"]
     if on_cpu:
-        pieces = {geo.kinds[u]: geo.pieces(u, plan.piece) for u in on_cpu}.values()
+        pieces = {geo.kinds[u]: geo.pieces(u, plan.piece) for u, _ in on_cpu}.values()
         largest = max(piece[-1].stop - piece[0].start for unit in pieces for piece in unit)
-        count = max(len(on_cpu), *map(len, pieces))
+        count = max(sum(n for _, n in on_cpu), *map(len, pieces))
         yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
     for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
-        spilled = sum(plan.spilled(u) and geo.size_class(u) == kind for u in on_cpu)
+        spilled = sum(n for u, n in on_cpu if plan.spilled(u) and geo.size_class(u) == kind)
         passing = count if plan.mode == "backward" else spilled
         yield Buffer("host", f"gradient {kind}", size, count - passing + min(plan.host_window, passing))
-    n, count = _records(geo, plan, [u for u in everyone if plan.spilled(u)])
+    n, count = _records(geo, plan, [(u, n) for u, n in units if plan.spilled(u)])
     size = round_up(n * ITEMSIZE[plan.dtype]) + 4096  # a record begins and ends within a block of the drive
     yield Buffer("host", "gradient ring", size, min(GRADIENT_SLOTS, count))
-    n, count = _records(geo, plan, [u for u in everyone if plan.units[u].update == "gpu"])
+    n, count = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].update == "gpu"])
     size = geo.state_layout(n).span + round_up(n * ITEMSIZE[plan.dtype])
     yield Buffer("gpu", "stream ring", size, min(plan.stream_slots, count))
-    n, count = _records(geo, plan, [u for u in everyone if plan.units[u].state == "ssd"])
+    n, count = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state == "ssd"])
     yield Buffer("host", "state ring", geo.state_layout(n).span, min(plan.state_slots, count))
 
 
-def _records(geo: Geometry, plan: Plan, units: list[int]) -> tuple[int, int]:
+def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
     """(parameters of the largest, number) of the optimizer records of `units`."""
-    largest = max((geo.numel[u] for u in units), default=0)
-    return min(largest, plan.record), sum(len(geo.records(u, plan.record)) for u in units)
+    largest = max((geo.numel[u] for u, _ in units), default=0)
+    return min(largest, plan.record), sum(n * len(geo.records(u, plan.record)) for u, n in units)
 
 
-def _activation_buffers(geo: Geometry, plan: Plan) -> Iterable[Buffer]:
+def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
     away = plan.between == "host"
-    inner = plan.units[1:]  # the embedding's input is the token ids
-    yield Buffer("gpu", "x", x, n * sum(u.x == "gpu" for u in inner))
-    if any(u.x != "gpu" for u in inner):
+    inner = [(u, alike) for u, alike in units if u]  # the embedding's input is the token ids
+    homes = Counter()
+    for u, alike in inner:
+        homes[plan.units[u].x] += alike
+    yield Buffer("gpu", "x", x, n * homes["gpu"])
+    if homes["host"] or homes["ssd"]:
         yield Buffer("gpu", "x ring", x, plan.swap_slots + (plan.swap_slots if away else n))
-        yield Buffer("host", "x", x, n * sum(u.x == "host" for u in inner))
+        yield Buffer("host", "x", x, n * homes["host"])
     yield Buffer("gpu", "dx ring", x, 2 * plan.swap_slots if away else n + 1)
     yield Buffer("host", "dx", x, n if away else 0)
-    kinds = {u.saved: {tier: geo.saved_layout(u.names(tier), plan.tokens).span for tier in TIERS} for u in {*inner}}
-    for tier in TIERS:
-        spans = [kinds[u.saved][tier] for u in inner]
-        if not any(spans):
-            continue
-        if tier == "gpu":
-            for u, span in enumerate(spans, 1):
-                yield Buffer("gpu", f"saved {geo.names[u]}", span, n)
-        else:
-            yield Buffer("gpu", f"swap ring {tier}", max(spans), plan.swap_slots)
-            for u, span in enumerate(spans, 1):
-                yield Buffer("host", f"saved {geo.names[u]}", span if tier == "host" else 0, n)
-    if any("ssd" in (u.x, *(t for _, t in u.saved)) for u in inner):
-        largest = max(x, *(spans["ssd"] for spans in kinds.values()))
-        yield Buffer("host", "swap ring ssd", largest, 2 * plan.swap_slots)
+    spans = {tier: [geo.saved_layout(plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in TIERS}
+    for (u, alike), gpu, host in zip(inner, spans["gpu"], spans["host"], strict=True):
+        yield Buffer("gpu", f"saved {geo.names[u]}", gpu, n * alike)
+        yield Buffer("host", f"saved {geo.names[u]}", host, n * alike)
+    for tier in ("host", "ssd"):
+        yield Buffer("gpu", f"swap ring {tier}", max(spans[tier]), plan.swap_slots)
+    if homes["ssd"] or any(spans["ssd"]):
+        yield Buffer("host", "swap ring ssd", max(x, *spans["ssd"]), 2 * plan.swap_slots)
 
 
 def workspace(geo: Geometry, plan: Plan) -> int:
@@ -149,7 +154,7 @@ def workspace(geo: Geometry, plan: Plan) -> int:
 def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
     """Bytes in each of gpu and host: all buffers, and on the GPU the workspace."""
     total = {"gpu": workspace(geo, plan), "host": 0}
-    for b in buffers(geo, plan):
+    for b in _buffers(geo, plan, _alike(geo, plan)):
         total[b.tier] += b.nbytes * b.count
     return total
 

@@ -4,9 +4,10 @@ The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it
 time: whether activations should rather travel to RAM or the SSD and back than be computed again, whether GPU memory
 serves better as a home of states, of weights, of inputs or of what blocks save, where updates run, how wide the window
 of weights and how large a micro-batch should be. Here variants that fit are made without a look at the rates, ranked by
-a floor in closed form, and simulated for as long as one could still be faster than the best so far; updates and window
-of the best are then varied. The rule's plan is the first of them, so the choice is never predicted to be slower. Of all
-that a plan decides, only where updates run and the size of a micro-batch can change a rounding.
+a floor in closed form, and simulated for as long as one could still be faster than the best so far; then the window of
+weights, the slots that activations travel through, and when and where updates run are varied around the best. The
+rule's plan is the first of them, so the choice is never predicted to be slower. Of all that a plan decides, only where
+updates run and the size of a micro-batch can change a rounding.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from itertools import combinations
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.optimizer import PARTS
-from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
-from trireme.engine.predict import FEW, Batch, Prediction, drive_seconds, lane_seconds, predict, together, unit_seconds
+from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.rates import Rates
 from trireme.engine.rule import Lean, largest, longer_pieces, share_updates, simple_plan, spread
+from trireme.engine.simulate import drive_seconds, lane_seconds
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
@@ -36,6 +38,7 @@ LEANS = (
 )
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
 WINDOWS = (2, 3, 4)
+SLOTS = (2, 3, 4)  # that activations on their way pass through: bursts of them are waited for less where there are more
 LATE = ((), ("host",), ("host", "ssd"))  # tiers whose moments are written under backward
 WEAR = 1.05  # how many times faster a plan has to be that sends activations to the SSD, which wears it
 WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
@@ -90,14 +93,17 @@ def choose(
     floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))  # noqa: E731
     taken = lambda plan: per_token(plan, judged[plan].step_s)  # noqa: E731
     most = max(LEAST, WORK // (geo.n_units * max(FEW, first.n_micro // together(first.n_micro))))
-    for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans) if plan not in judged)[:most]:
+    for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans))[: most + 1]:
         if least >= WORTH * min(map(taken, judged)):
             break
-        judged[plans[i]] = judge(plans[i])
+        if (plan := longer_pieces(geo, plans[i], limits)) not in judged and len(judged) <= most:
+            judged[plan] = judge(plan)
     for rank, base in enumerate(sorted(judged, key=taken)[:REFINED]):
-        for plan in _refined(geo, base, limits, may_move=like is None):
-            if plan not in judged and (rank == 0 or len(judged) < most):
-                judged[plan] = judge(plan)
+        for vary in (_windows, _slots, _late, *(() if like else (_updates,))):
+            for plan in vary(geo, base, limits, first.piece):
+                if plan not in judged and (rank == 0 or len(judged) < most):
+                    judged[plan] = judge(plan)
+                base = min((p for p in (base, plan) if p in judged), key=taken)
     best = min(judged, key=taken)
     because = _because(geo, first, before, best, judged[best])
     if like and pinned(best, like) != best:
@@ -126,19 +132,47 @@ def _sizes(first: Plan, rule: dict) -> list[tuple[int, int]]:
     return sizes[max(0, at - 1) : at + MICRO_BATCHES]
 
 
-def _refined(geo: Geometry, plan: Plan, limits: dict[str, int], may_move: bool) -> Iterable[Plan]:
-    """Plans around `plan`: other windows, longer pieces, moments late or not, and if `may_move` other updates."""
+# ---------------------------------------------------------------- plans around a plan
+
+# What needs room takes it from pieces of gradients that are longer than `piece`, which then grow again.
+
+
+def _windows(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
+    """Other windows of weights."""
     for window in WINDOWS:
-        wider = replace(plan, window=window)
+        wider = replace(plan, window=window, piece=min(plan.piece, piece))
         if window != plan.window and fits(geo, wider, limits):
-            yield wider
-    yield longer_pieces(geo, plan, limits)
-    if plan.mode == "forward" and plan.adam_bits == 32:
-        for late in LATE:
-            if late != plan.late_moments:
-                yield replace(plan, late_moments=late)
-    if may_move and any(unit.update == "gpu" for unit in plan.units):
-        yield from dict.fromkeys(share_updates(geo, plan, limits, share) for share in UPDATES)
+            yield longer_pieces(geo, wider, limits)
+
+
+def _slots(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
+    """Other numbers of slots for activations that travel; where need be with fewer blocks kept on the GPU."""
+    away = any(unit.x != "gpu" or unit.names("host") or unit.names("ssd") for unit in plan.units)
+    kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
+    for slots in SLOTS if away or plan.between == "host" else ():
+        deeper = replace(plan, swap_slots=slots, piece=min(plan.piece, piece))
+        some = lambda k, deeper=deeper: deeper.changed(kept[: len(kept) - k], saved=())  # noqa: E731
+        deeper = some(largest(len(kept), lambda k: fits(geo, some(k), limits)))  # noqa: B023
+        if slots != plan.swap_slots and fits(geo, deeper, limits):
+            yield longer_pieces(geo, deeper, limits)
+
+
+def _late(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
+    """Moments written under backward, or not."""
+    tiers = {unit.state for unit in plan.units if unit.update == "cpu"}
+    tried = [tiers.intersection(plan.late_moments)]
+    for late in LATE if plan.mode == "forward" and plan.adam_bits == 32 else ():
+        if tiers.intersection(late) not in tried:
+            tried.append(tiers.intersection(late))
+            yield replace(plan, late_moments=late)
+
+
+def _updates(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
+    """Other shares of the updates on the GPU."""
+    if any(unit.update == "gpu" for unit in plan.units):
+        short = replace(plan, piece=min(plan.piece, piece))
+        for other in dict.fromkeys(share_updates(geo, short, limits, share) for share in UPDATES):
+            yield longer_pieces(geo, other, limits)
 
 
 def pinned(plan: Plan, like: Plan) -> Plan | None:
@@ -180,7 +214,7 @@ def front(cfg: ModelConfig, seq_len: int) -> list[tuple[str, ...]]:
 def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int, tier: str = "host") -> Iterable[Plan]:
     """Variants that send saved tensors of some blocks to `tier`; as many of the last as fit stay on the GPU."""
     n = geo.cfg.n_layers
-    plain = replace(plan, units=tuple(replace(u, saved=()) for u in plan.units))
+    plain = plan.changed(range(geo.n_units), saved=())
     for names in front(geo.cfg, seq_len):
         with_ = lambda k, j, names=names: swapped(geo, plain, names, k, j, tier)  # noqa: E731
         room = largest(n, lambda k: fits(geo, with_(k, 0), limits))  # noqa: B023
@@ -204,16 +238,12 @@ def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, 
     """`plan` with `names` of k evenly spread blocks in `tier`, everything of the last `keep` blocks on the GPU."""
     n = geo.cfg.n_layers
     away = spread(max(n - keep, 0), min(k, n - keep))
-
-    def unit(u: int, old: UnitPlan) -> UnitPlan:
-        layer = shapes.layer(geo.cfg, u)
-        if 0 < u < geo.head and layer >= n - keep:
-            return replace(old, saved=tuple((name, "gpu") for name in geo.saved_names(u)))
-        if 0 < u < geo.head and layer in away:
-            return replace(old, saved=tuple((name, tier) for name in names if name in geo.saved_names(u)))
-        return old
-
-    return replace(plan, units=tuple(unit(u, old) for u, old in enumerate(plan.units)))
+    for kind in shapes.inner_kinds(geo.cfg):
+        layers = [(u, shapes.layer(geo.cfg, u)) for u in range(1, geo.head) if geo.kinds[u] == kind]
+        everything, some = geo.saved_names(kind), [name for name in geo.saved_names(kind) if name in names]
+        plan = plan.changed({u for u, i in layers if i >= n - keep}, saved=tuple((name, "gpu") for name in everything))
+        plan = plan.changed({u for u, i in layers if i in away}, saved=tuple((name, tier) for name in some))
+    return plan
 
 
 # ---------------------------------------------------------------- a floor in closed form

@@ -14,8 +14,9 @@ from dataclasses import replace
 from trireme.engine.choose import Choice, choose, pinned
 from trireme.engine.job import Job
 from trireme.engine.lanes import READS, WRITES, Span, busy
-from trireme.engine.predict import Batch, Prediction, drive_seconds, predict
+from trireme.engine.predict import Batch, Prediction, predict
 from trireme.engine.rates import COMPUTATION, Rates
+from trireme.engine.simulate import drive_seconds
 
 TIMED_BY = {  # rates by which the tasks of each kind are timed
     **{kind: (kind,) for kind in COMPUTATION},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Geometry:
 
     @staticmethod
     def of(cfg: ModelConfig, plan: Plan) -> Geometry:
-        return Geometry(plan.cut(cfg), plan.dtype, plan.adam_bits)
+        return geometry(plan.cut(cfg), plan.dtype, plan.adam_bits)
 
     def __init__(self, cfg: ModelConfig, dtype: str, adam_bits: int = 32):
         self.cfg, self.dtype, self.adam_bits = cfg, dtype, adam_bits
@@ -41,6 +41,7 @@ class Geometry:
         self.head = self.n_units - 1
         self._saved: dict[tuple[frozenset[str], int], Layout] = {}
         self._state: dict[int, Layout] = {}
+        self._parts: dict[int, dict[str, tuple[int, Layout]]] = {}
         self._names: dict[str, tuple[str, ...]] = {}
         self._cut: dict[str, tuple[Stretch, ...]] = {}
         self._pieces: dict[tuple[str, int], tuple[tuple[Stretch, ...], ...]] = {}
@@ -136,22 +137,23 @@ class Geometry:
 
         8-bit moments have a floor for each 256 of them (kernels/moments.py).
         """
-        if self.adam_bits == 8:
-            floors = [(name, "I16", (-(-n // 256),)) for name in ("m_floor", "v_floor")]
-            moments = sequential([*floors, ("m", "U8", (n,)), ("v", "U8", (n,))])
-        else:
-            dtype = {32: "F32", 16: "BF16"}[self.adam_bits]
-            moments = sequential([("m", dtype, (n,)), ("v", dtype, (n,))])
-        low = {"low": (moments.span, sequential([("lo", "I16", (n,))]))} if self.dtype == "BF16" else {}
-        return {"moments": (0, moments)} | low
+        if n not in self._parts:
+            if self.adam_bits == 8:
+                floors = [(name, "I16", (-(-n // 256),)) for name in ("m_floor", "v_floor")]
+                moments = sequential([*floors, ("m", "U8", (n,)), ("v", "U8", (n,))])
+            else:
+                dtype = {32: "F32", 16: "BF16"}[self.adam_bits]
+                moments = sequential([("m", dtype, (n,)), ("v", dtype, (n,))])
+            low = {"low": (moments.span, sequential([("lo", "I16", (n,))]))} if self.dtype == "BF16" else {}
+            self._parts[n] = {"moments": (0, moments)} | low
+        return self._parts[n]
 
     def state_span(self, u: int, record: int) -> int:
         """Bytes of a unit's whole optimizer state, each record rounded up to 4,096."""
         return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
 
-    def saved_names(self, u: int) -> tuple[str, ...]:
-        """What unit u, a block or half of one, can save for its backward."""
-        kind = self.kinds[u]
+    def saved_names(self, kind: str) -> tuple[str, ...]:
+        """What a block or half of one can save for its backward."""
         if kind not in self._names:
             self._names[kind] = tuple(shapes.saved_shapes(self.cfg, 1, kind))
         return self._names[kind]
@@ -167,3 +169,9 @@ class Geometry:
 
     def x_bytes(self, tokens: int) -> int:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
+
+
+@lru_cache(maxsize=4)  # a search asks for the same one a hundred times
+def geometry(cfg: ModelConfig, dtype: str, adam_bits: int) -> Geometry:
+    """The Geometry of these."""
+    return Geometry(cfg, dtype, adam_bits)

@@ -6,7 +6,7 @@ wait for each other in a circle. Three kinds of lanes run the same step:
 
 - `InlineLanes`: every task at once, in program order;
 - `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; hand-over by CUDA event or future;
-- `SimulatedLanes`: nothing runs; start = max(lane free, inputs ready), end = start + duration(task).
+- `SimulatedLanes` (simulate.py): nothing runs; start = max(lane free, inputs ready), end = start + its seconds.
 
 The `compute` lane is the calling thread (and its current CUDA stream) in all three.
 """
@@ -37,14 +37,14 @@ class Task:
 
     __slots__ = ("lane", "name", "nbytes", "flops", "start", "end", "result", "error", "began", "ended", "_issued")
 
-    def __init__(self, lane: str, name: str, nbytes: float, flops: float, issued: threading.Event | None = None):
+    def __init__(self, lane: str, name: str, nbytes: float, flops: float):
         self.lane, self.name, self.nbytes, self.flops = lane, name, nbytes, flops
         self.start = self.end = 0.0  # seconds; for work on a GPU stream filled in when the trace is read
         self.result: Any = None
         self.error: BaseException | None = None
         self.began: torch.cuda.Event | None = None  # on a stream: the work is over when `ended` has happened there
         self.ended: torch.cuda.Event | None = None
-        self._issued = issued or threading.Event()  # the lane has run the task's function
+        self._issued = threading.Event()  # the lane has run the task's function
 
     def wait(self) -> Any:
         """Blocks this thread until the work is over, on the GPU too; returns the result or raises the task's error."""
@@ -65,10 +65,6 @@ class Task:
             raise self.error
         if self.ended is not None:
             stream.wait_event(self.ended)
-
-
-OVER = threading.Event()  # of all simulated tasks: making an event takes longer than all else in a simulation
-OVER.set()
 
 
 @dataclass(frozen=True)
@@ -242,39 +238,6 @@ class RealLanes(InlineLanes):
                 t.start = self.origin.elapsed_time(t.began) / 1e3
                 t.end = self.origin.elapsed_time(t.ended) / 1e3
         return super().trace()
-
-
-class SimulatedLanes:
-    """Runs nothing: predicts when each task would start and end. `duration(task) -> seconds` is the machine's model."""
-
-    simulated = True
-
-    def __init__(self, duration: Callable[[Task], float], device: torch.device | str = "cpu"):
-        self.duration, self.device = duration, torch.device(device)
-        self.free = dict.fromkeys(LANES, 0.0)
-        self.tasks: list[Task] = []
-        self.tracing = True
-
-    def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Task:
-        task = Task(lane, name, nbytes, flops, OVER)
-        task.start = max([self.free[lane], *(t.end for t in after)])
-        task.end = self.free[lane] = task.start + self.duration(task)
-        self.tasks.append(task)
-        return task
-
-    @property
-    def now(self) -> float:
-        """When the last lane falls idle, in seconds."""
-        return max(self.free.values())
-
-    def drain(self) -> None:
-        """All lanes are level again, as after a real drain."""
-        self.free = dict.fromkeys(self.free, self.now)
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    trace = InlineLanes.trace
 
 
 def busy(spans: Sequence[Span]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -61,7 +62,8 @@ class Plan:
     halves: bool = False  # units are halves of blocks, attention and MLP: where whole blocks do not fit
 
     def __post_init__(self):
-        for u, unit in enumerate(self.units):
+        for u in self.distinct():
+            unit = self.units[u]
             if (unit.weights == "gpu") != (unit.state == "gpu"):
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
@@ -93,9 +95,20 @@ class Plan:
         """Units on their way to the GPU beside the one in use: attention and MLP have a ring each."""
         return self.window * (2 if self.halves else 1) - 1
 
+    def changed(self, chosen: Container[int], **change) -> Plan:
+        """This plan with that change of the units in `chosen`. Units alike stay one object: quick to count."""
+        made = {id(unit): replace(unit, **change) for unit in map(self.units.__getitem__, self.distinct())}
+        units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
+        return replace(self, units=tuple(units))
+
+    def distinct(self) -> Iterable[int]:
+        """One unit for each object among `units`."""
+        return dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values()
+
     def uses(self, tier: str) -> bool:
         """Whether anything has its home in `tier`."""
-        return any(tier in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in self.units)
+        units = map(self.units.__getitem__, self.distinct())
+        return any(tier in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in units)
 
     def spilled(self, u: int) -> bool:
         """Whether unit u's gradient waits on the SSD for its update."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from trireme.engine.buffers import fits, usage
-from trireme.engine.geometry import STRETCH, Geometry
+from trireme.engine.geometry import STRETCH, Geometry, geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Plan, UnitPlan
+from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
@@ -64,7 +65,7 @@ def simple_plan(
     """
     refused = []
     for cut in (False, True) if halves is None else (halves,):
-        geo = Geometry(replace(cfg, halves=cut), dtype, adam_bits)
+        geo = geometry(replace(cfg, halves=cut), dtype, adam_bits)
         plan, found = _smallest(geo, limits, batch_tokens, mode, homes, record, on_cuda, lean)
         if found:
             gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
@@ -115,17 +116,13 @@ def _fill(
 ) -> Plan:
     """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits; homes only if `move`."""
     n = geo.n_units
-    everything = replace(plan, units=tuple(replace(u, weights="gpu", state="gpu") for u in plan.units))
+    everything = plan.changed(range(n), weights="gpu", state="gpu")
     if move and gpu_updates and fits(geo, everything, limits):
         return _keep_activations(geo, everything, limits)
 
-    def raised(base: Plan, chosen: Iterable[int], **change) -> Plan:
-        chosen = frozenset(chosen)
-        return replace(base, units=tuple(replace(u, **change) if i in chosen else u for i, u in enumerate(base.units)))
-
     def upgrade(base: Plan, pick: Callable[[int], Iterable[int]], most: int = n, **change) -> Plan:
-        k = largest(most, lambda k: fits(geo, raised(base, pick(k), **change), limits))
-        return raised(base, pick(k), **change)
+        raised = lambda k: base.changed(frozenset(pick(k)), **change)  # noqa: E731
+        return raised(largest(most, lambda k: fits(geo, raised(k), limits)))
 
     if move:
         plan = upgrade(plan, lambda k: spread(n, k), weights="host")
@@ -155,8 +152,9 @@ def _fill(
 
 def longer_pieces(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
     """Lets gradients leave in pieces as long as there is room for: the next waits for the last but one to be gone."""
+    most = max((n for unit, n in zip(plan.units, geo.numel, strict=True) if unit.state != "gpu"), default=0)
     longer = lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))  # noqa: E731
-    return longer(largest(-(-max(geo.numel) // STRETCH), lambda k: fits(geo, longer(k), limits)))
+    return longer(largest(-(-most // STRETCH), lambda k: fits(geo, longer(k), limits)))
 
 
 def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:
@@ -181,11 +179,8 @@ def share_updates(geo: Geometry, plan: Plan, limits: dict[str, int], share: floa
     """
     in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
     chosen = {in_ram[i] for i in spread(len(in_ram), round(share * len(in_ram)))}
-    units = tuple(
-        replace(unit, update="gpu" if u in chosen else "cpu") if u in in_ram else unit
-        for u, unit in enumerate(plan.units)
-    )
-    shared = replace(plan, units=units, window=max(plan.window, 3))
+    shared = plan.changed(set(in_ram) - chosen, update="cpu").changed(chosen, update="gpu")
+    shared = replace(shared, window=max(plan.window, 3))
     return shared if fits(geo, shared, limits) else plan
 
 
@@ -193,10 +188,11 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan
     """Keeps every saved tensor of the last blocks on the GPU, as many blocks as fit: they live shortest."""
 
     def kept(k: int) -> Plan:
-        units = list(plan.units)
-        for u in range(geo.head - k, geo.head):
-            units[u] = replace(units[u], saved=tuple((name, "gpu") for name in geo.saved_names(u)))
-        return replace(plan, units=tuple(units))
+        base = plan
+        for kind in shapes.inner_kinds(geo.cfg):
+            chosen = {u for u in range(geo.head - k, geo.head) if geo.kinds[u] == kind}
+            base = base.changed(chosen, saved=tuple((name, "gpu") for name in geo.saved_names(kind)))
+        return base
 
     return kept(largest(geo.n_units - 2, lambda k: fits(geo, kept(k), limits)))
 

@@ -8,12 +8,15 @@ import pytest
 from engines import LIMITS, LLAMA, batches, gpu_plan, make
 
 from trireme.engine.build import build, inputs
-from trireme.engine.lanes import LANES, InlineLanes, RealLanes, SimulatedLanes, busy, write_perfetto
+from trireme.engine.lanes import LANES, InlineLanes, RealLanes, busy, write_perfetto
 from trireme.engine.plan import UnitPlan
+from trireme.engine.rates import Rates
+from trireme.engine.simulate import SimulatedLanes
 from trireme.engine.step import Inputs, train_step
 from trireme.models import shapes
 from trireme.models.rows import rope_tables
 
+ALONE = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1e30, ssd_read=1.0, ssd_write=1.0, mixed=1.0, duplex=1.0, reading=1.0)
 ALL_SSD = UnitPlan("ssd", "ssd", x="ssd", saved=tuple((n, "ssd") for n in shapes.saved_shapes(LLAMA, 1)))
 
 
@@ -85,18 +88,14 @@ def test_an_error_in_any_lane_ends_the_step_with_that_error(lane):
 
 def simulate(plan, rates):
     """Seconds of the second of two simulated steps, and its spans."""
-
-    def duration(task):
-        return task.flops / rates.get("flops", 1e12) + task.nbytes / rates.get(task.lane, 1e12)
-
-    lanes = SimulatedLanes(duration)
+    lanes = SimulatedLanes(lambda lane, name, nbytes: nbytes / rates.get(lane, 1e12), ALONE)
     e = build(LLAMA, plan, LIMITS, lanes)
     batch = [Inputs(None, None, None, None, 24, 20, 300) for _ in range(plan.n_micro)]
-    train_step(e, batch, 1, 0.0)
-    start = lanes.now
-    lanes.trace()
-    train_step(e, batch, 2, 0.0)
-    seconds, spans = lanes.now - start, lanes.trace()
+    for step in (1, 2):
+        lanes.begin()
+        train_step(e, batch, step, 0.0)
+        seconds = lanes.time()
+    spans = lanes.trace()
     e.optimizer.flush()
     assert e.memory.owned() == len(e.optimizer.ahead)
     return seconds, spans

@@ -10,7 +10,6 @@ from engines import LLAMA
 from test_predict import SMALL
 
 from trireme.engine import probe
-from trireme.engine.lanes import Task
 from trireme.engine.machine import as_planned, this_machine, with_drives
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.predict import Batch, durations, unit_seconds
@@ -125,7 +124,7 @@ def test_what_is_timed_is_what_is_predicted(monkeypatch):
     }
     assert sums == pytest.approx({"forward": 2 * 2.0 + 4 * 1.0, "backward": 2 * 3.0 + 4 * 5.0}) and found["loss"] == 7.0
     n = max(shapes.parameters(SMALL, u) for u in range(SMALL.n_units))
-    finish = durations(SMALL, p, rates, batch)(Task("compute", "finish x", 3 * 4 * n, 0))
+    finish = durations(SMALL, p, rates, batch)("compute", "finish x", 3 * 4 * n)
     assert finish == pytest.approx(0.5, rel=1e-3)
     assert as_planned(known(), SMALL, p, batch, torch.device("cuda")) == known()
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from trireme.engine.buffers import fits, usage
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes import SimulatedLanes
 from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.rates import Rates
 from trireme.engine.rule import simple_plan, spread
+from trireme.engine.simulate import SimulatedLanes
 from trireme.models.config import InputError, Rope
 
 SMALL = replace(LLAMA, width=256, n_layers=8, n_heads=4, head_dim=64, ffn=688, vocab=1000, rope=Rope(1e4))
+RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10)
 MIB = 1 << 20
 
 
@@ -37,7 +39,7 @@ def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
     geo = Geometry.of(SMALL, plan)
     promised = usage(geo, plan)
     assert fits(geo, plan, limits)
-    e = build(SMALL, plan, limits, SimulatedLanes(lambda task: 0.0))
+    e = build(SMALL, plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
     for tier in limits:
         assert e.memory.used(tier) == pytest.approx(promised[tier], abs=4096 * 200)
         assert e.memory.used(tier) <= limits[tier]
