@@ -225,7 +225,7 @@ class Run(NamedTuple):
 
 
 def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> Run:
-    """Warms up, then times steps. The last but one of warm-up is traced to its end, as a run's second step is."""
+    """Warms up, then times steps. The last but one of warm-up is traced between two drains, as a run's second is."""
     cfg, tables = e.cfg, rope_tables(e.cfg, a.seq, device)
     micro = e.plan.tokens // a.seq
     times, losses, traced = [], [], {}
@@ -242,7 +242,7 @@ def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> Run:
         times.append(time.perf_counter() - start)
         losses.append(stats.loss)
         print(f"step {step}: {times[-1]:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}", flush=True)
-        if e.lanes.tracing and step < a.warmup:
+        if step in (a.warmup - 2, a.warmup - 1):
             e.lanes.drain()
             traced[step] = e.lanes.trace()
     e.lanes.tracing = False
