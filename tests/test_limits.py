@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import LLAMA, batches, fork, gpu_plan, make, train
+from engines import LLAMA, batches, fork
 
 from trireme.engine import demo, memory
 from trireme.engine import train as finetune
@@ -23,7 +23,7 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.rule import simple_plan
 from trireme.engine.step import train_step
 from trireme.models import shapes
-from trireme.models.config import Rope
+from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
 from trireme.storage.shards import Store
@@ -47,22 +47,26 @@ def random_pieces(name: str, first: int, last: int) -> Iterator[np.ndarray]:
 
 def a_few_steps(folder: Path) -> dict:
     """Trains and returns the memory that it took: before, and at the highest."""
-    train(make(LLAMA, gpu_plan(LLAMA)), batches(LLAMA, 1, 2, 24))  # libraries load their code at first use
+    a_run(LLAMA, {"gpu": 8 * MIB, "host": 8 * MIB}, folder / "small")  # libraries load their code at first use
     Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
     before = resident("VmRSS")
-    plan = simple_plan(BIG, LIMITS, batch_tokens=[(64, 2)], dtype="F32", record=1 << 18, on_cuda=False)
+    return {"before": before, "homes": a_run(BIG, LIMITS, folder / "big"), "highest": resident("VmHWM")}
+
+
+def a_run(cfg: ModelConfig, limits: dict[str, int], folder: Path) -> list[str]:
+    """Trains a few steps within the limits, with a store; returns the homes of states."""
+    plan = simple_plan(cfg, limits, batch_tokens=[(64, 2)], dtype="F32", record=1 << 18, on_cuda=False)
     with Store.create([open_device(folder, 0)]) as store:
-        e = build(BIG, plan, LIMITS, RealLanes(), store=store)
+        e = build(cfg, plan, limits, RealLanes(), store=store)
         for name, layout in e.homes.shards():
             store.add(name, layout)
         fill(e.homes, random_pieces)
-        tables = rope_tables(BIG, 64, "cpu")
-        for i, step in enumerate(batches(BIG, 3, 2, 64), 1):
-            train_step(e, [inputs(BIG, mb, tables, e.memory.device) for mb in step], i, 1e-3)
+        tables = rope_tables(cfg, 64, "cpu")
+        for i, step in enumerate(batches(cfg, 3, 2, 64), 1):
+            train_step(e, [inputs(cfg, mb, tables, e.memory.device) for mb in step], i, 1e-3)
         e.optimizer.flush()
         e.lanes.close()
-        homes = sorted({unit.state for unit in plan.units})
-    return {"before": before, "highest": resident("VmHWM"), "homes": homes}
+    return sorted({unit.state for unit in plan.units})
 
 
 def test_resident_memory_stays_within_the_limits(tmp_path):
