@@ -70,6 +70,8 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
 
     Raises InputError, CheckpointError, DoesNotFit.
     """
+    if like is not None:
+        _check_resumed(options, like)
     folder = Path(options.model)
     cfg = read_config(folder)
     source = open_source(folder)
@@ -91,6 +93,8 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     plan = _first_plan(options, cfg, seq_len, limits, machine, rule)
     because = (f"read from {options.plan}",) if options.plan else ()
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
+    if options.plan:
+        _check_room_for_step(options, plan, min(options.batch_size, data.n_sequences), seq_len)
     if device.type == "cuda" and not options.plan:
         plan, because, machine = _searched(options, cfg, data, limits, machine, like, plan, rule)
     per_epoch = data.steps_per_epoch(options.batch_size)
@@ -173,13 +177,23 @@ def cut(job: Job) -> dict:
     """
     p = job.plan
     keys = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")
-    return {key: getattr(p, key) for key in keys} | {"rows": job.micro_rows, "plan": asdict(p)}
+    asked = {"batch_size": job.options.batch_size, "rows": job.micro_rows}
+    return {key: getattr(p, key) for key in keys} | asked | {"plan": asdict(p)}
+
+
+def _check_resumed(options: Options, like: dict) -> None:
+    """Raises InputError where the options contradict the cut of the run that is resumed."""
+    if not {"halves", "batch_size"} <= like.keys():
+        raise InputError(f"--resume {options.resume}: begun by an older version, which cut its files otherwise.")
+    if options.batch_size != like["batch_size"]:
+        raise InputError(
+            f"--batch-size {options.batch_size}: the run began with {like['batch_size']}, which says where in the data "
+            "it is. Leave it out."
+        )
 
 
 def _rule(options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, limits, like: dict | None) -> dict:
     """What simple_plan is told."""
-    if like is not None and "halves" not in like:
-        raise InputError(f"--resume {options.resume}: begun by an older version, which cut its files otherwise.")
     if like is None:
         most = max(1, MICRO_TOKENS[device.type] // seq_len)
         if options.micro_batch == "auto":
@@ -214,6 +228,17 @@ def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machin
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
     return plan
+
+
+def _check_room_for_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> None:
+    """Raises InputError where a step of so many sequences has more micro-batches than the plan that was given."""
+    rows = plan.tokens // seq_len
+    needed = math.ceil(sequences / rows)
+    if needed > plan.n_micro:
+        raise InputError(
+            f"{options.plan}: a step of {sequences} sequences is {needed} micro-batches of {rows}, the plan has room "
+            f"for {plan.n_micro}. Raise its n_micro, or lower --batch-size."
+        )
 
 
 def _searched(

@@ -247,3 +247,19 @@ def test_a_run_keeps_its_half_blocks(checkpoint):
         prepare(replace(small, out=str(checkpoint / "planned")), like)
     with pytest.raises(DoesNotFit, match="--gpu-memory"):
         prepare(replace(small, out=str(checkpoint / "planned")), like | {"halves": False})
+
+
+def test_a_run_keeps_its_batch_size(checkpoint):
+    """The step number says where in the data a run is: with another batch size it would not."""
+    given = options(checkpoint, checkpoint / "planned", "gpu")
+    like = cut(prepare(given))
+    for batch_size in (2, 8):
+        with pytest.raises(InputError, match=f"--batch-size {batch_size}: the run began with 4"):
+            prepare(replace(given, batch_size=batch_size), like)
+
+
+def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
+    given = options(checkpoint, checkpoint / "planned", "gpu", micro_batch=2)
+    prepare(given).plan.save(checkpoint / "two.json")
+    with pytest.raises(InputError, match="two.json: a step of 6 sequences is 3 micro-batches of 2, .*room for 2"):
+        prepare(replace(given, plan=str(checkpoint / "two.json"), batch_size=6))
