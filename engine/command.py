@@ -187,14 +187,19 @@ def parse(argv: Sequence[str]) -> Options:
     """Options from a command line (without the program's name). InputError where it makes no sense; --help exits."""
     given = _from_flags(argv)
     if "resume" in given:
-        run = Path(given["resume"] or latest_run(Path(given.get("out", "runs"))))
+        run = Path(given["resume"] or latest_run(Path("runs")))
         if not (run / "config.yaml").is_file():
             raise InputError(f"--resume {run}: there is no run in that folder (no config.yaml).")
+        if os.path.abspath(given.get("out", run)) != os.path.abspath(run):
+            raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
         given = {**_from_yaml(run / "config.yaml"), **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
         given = {**_from_yaml(Path(given["config"])), **given}
     options = Options(**given)
     if options.demo:
+        own = [_flag(name) for name in ("model", "data", "val", "resume") if getattr(options, name)]
+        if own:
+            raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {' and '.join(own)}.")
         return options
     if options.model is None:
         raise InputError("no checkpoint given. Try: finetune.py CHECKPOINT --data FILE, or --demo, or --help.")

@@ -80,7 +80,7 @@ def prepare(options: Options) -> Options:
         seq_len=options.seq_len or 256,
         max_steps=options.max_steps or 110,
         lr=options.lr or 4e-3,
-        eval_every=every("0.25"),
+        eval_every=every("0.25") if options.eval_every == Options.eval_every else options.eval_every,
     )
 
 

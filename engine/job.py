@@ -29,6 +29,8 @@ from trireme.storage.versions import version_files
 
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
 MARGIN = 1.03  # for the larger records of state that more RAM brings
+DTYPES = {"bf16": "BF16", "fp32": "F32"}
+CUT = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")  # of a plan, that a run keeps to its end
 MICRO_TOKENS = {"cuda": 16384, "cpu": 4096}  # beyond this a larger micro-batch is no faster
 
 
@@ -84,18 +86,19 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
     assumed = _assumed(options)
     device = torch.device("cuda") if assumed else choose_device(options.device)
-    dtype = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}[options.dtype]
+    given = _given_plan(options, cfg, seq_len, like)
+    dtype = like["dtype"] if like else given.dtype if given else _dtype(options, device)
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
     rule = _rule(options, cfg, seq_len, dtype, device, limits, like)
-    if device.type == "cpu" and not (options.gpu_memory or options.plan):
+    if device.type == "cpu" and not (options.gpu_memory or given):
         limits = _shared(cfg, limits, rule)
     machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
-    plan = _first_plan(options, cfg, seq_len, limits, machine, rule)
+    plan = given or _first_plan(options, cfg, seq_len, limits, machine, rule)
     because = (f"read from {options.plan}",) if options.plan else ()
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
-    if options.plan:
+    if given:
         _check_room_for_step(options, plan, min(options.batch_size, data.n_sequences), seq_len)
-    if device.type == "cuda" and not options.plan:
+    if device.type == "cuda" and not given:
         plan, because, machine = _searched(options, cfg, data, limits, machine, like, plan, rule)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
@@ -176,20 +179,26 @@ def cut(job: Job) -> dict:
     by the plan where updates run.
     """
     p = job.plan
-    keys = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")
     asked = {"batch_size": job.options.batch_size, "rows": job.micro_rows}
-    return {key: getattr(p, key) for key in keys} | asked | {"plan": asdict(p)}
+    return {key: getattr(p, key) for key in CUT} | asked | {"plan": asdict(p)}
 
 
 def _check_resumed(options: Options, like: dict) -> None:
     """Raises InputError where the options contradict the cut of the run that is resumed."""
     if not {"halves", "batch_size"} <= like.keys():
         raise InputError(f"--resume {options.resume}: begun by an older version, which cut its files otherwise.")
-    if options.batch_size != like["batch_size"]:
-        raise InputError(
-            f"--batch-size {options.batch_size}: the run began with {like['batch_size']}, which says where in the data "
-            "it is. Leave it out."
-        )
+    asked = {"--batch-size": (options.batch_size, like["batch_size"])}
+    if options.seq_len is not None:
+        asked["--seq-len"] = options.seq_len, like["tokens"] // like["rows"]
+    if options.dtype != "auto":
+        asked["--dtype"] = options.dtype, next(name for name, dtype in DTYPES.items() if dtype == like["dtype"])
+    if not options.plan:  # which says these
+        asked["--adam-bits"] = options.adam_bits, like["adam_bits"]
+        if options.micro_batch != "auto":
+            asked["--micro-batch"] = min(options.micro_batch, options.batch_size), like["rows"]
+    for flag, (now, before) in asked.items():
+        if now != before:
+            raise InputError(f"{flag} {now}: the run began with {before}, which cannot change. Leave it out.")
 
 
 def _rule(options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, limits, like: dict | None) -> dict:
@@ -203,7 +212,7 @@ def _rule(options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, 
         candidates = [(r * seq_len, math.ceil(options.batch_size / r)) for r in rows]
         record = record_size(shapes.parameters(cfg), limits["host"])
     else:
-        candidates, record, dtype = [(like["tokens"], like["n_micro"])], like["record"], like["dtype"]
+        candidates, record = [(like["tokens"], like["n_micro"])], like["record"]
     mode = options.optimizer_mode
     if mode == "auto":
         mode = "forward" if options.max_grad_norm else "backward"
@@ -215,15 +224,28 @@ def _rule(options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, 
     return dict(batch_tokens=candidates, dtype=dtype, mode=mode, **more)
 
 
+def _dtype(options: Options, device: torch.device) -> str:
+    """What to compute in, where neither a plan nor a run that has begun says it."""
+    return DTYPES.get(options.dtype, "BF16" if device.type == "cuda" else "F32")
+
+
+def _given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | None) -> Plan | None:
+    """The plan that was given, for this model and this run."""
+    if not options.plan:
+        return None
+    plan = Plan.load(Path(options.plan))
+    if len(plan.units) != plan.cut(cfg).n_units or plan.tokens % seq_len:
+        raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
+    if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
+        raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
+    for key in CUT if like else ():
+        if getattr(plan, key) != like[key]:
+            raise InputError(f"{options.plan}: the run began with {key} {like[key]}, the plan has {getattr(plan, key)}")
+    return plan
+
+
 def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machine: Machine, rule: dict) -> Plan:
-    """The plan that was given, or the plain rule's: what cannot fit is refused before the data are read."""
-    if options.plan:
-        plan = Plan.load(Path(options.plan))
-        if len(plan.units) != plan.cut(cfg).n_units or plan.tokens % seq_len:
-            raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
-        if rule["halves"] not in (None, plan.halves):
-            raise InputError(f"{options.plan}: the run began with units of another kind (halves: {rule['halves']})")
-        return plan
+    """The plain rule's plan: what cannot fit is refused before the data are read."""
     plan = simple_plan(cfg, limits, **rule)
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())

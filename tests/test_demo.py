@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.engine import demo
-from trireme.engine.options import Options
+from trireme.engine.options import Options, every
 from trireme.engine.train import finetune
 from trireme.models.config import read_config
 from trireme.models.hf import canonical_names
@@ -40,8 +40,8 @@ def test_it_is_the_same_every_time(tmp_path, monkeypatch):
     for name in ("a", "b"):
         monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix, name=name: str(tmp_path / name))
         (tmp_path / name).mkdir()
-        options = demo.prepare(Options(demo=True, lr=0.5))
-        assert options.lr == 0.5 and options.out.startswith(str(tmp_path / name))
+        options = demo.prepare(Options(demo=True, lr=0.5, eval_every=every("5")))
+        assert options.lr == 0.5 and options.eval_every == every("5") and options.out.startswith(str(tmp_path / name))
         made.append({p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()})
     assert made[0] == made[1] and "model.safetensors" in made[0] and "stories.txt" in made[0]
 

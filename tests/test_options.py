@@ -94,6 +94,16 @@ def test_the_essentials_are_asked_for():
     assert parse(["--demo"]).demo
 
 
+def test_what_would_be_ignored_is_refused(tmp_path):
+    assert refused(*BASE, "--demo") == (
+        "--demo trains a model of its own on stories of its own. Leave out --model and --data."
+    )
+    assert "Leave out --val" in refused("--demo", "--val", "0.1")
+    write_config(parse(BASE), tmp_path / "config.yaml")
+    assert "a run goes on in its own folder" in refused("--resume", str(tmp_path), "--out", "elsewhere")
+    assert parse(["--resume", str(tmp_path), "--out", f"{tmp_path}/"]).out == str(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text, nbytes", [("24GiB", 24 << 30), ("2TB", 2 * 10**12), ("512 MiB", 512 << 20), ("1.5GB", 1500000000), ("7B", 7)]
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from engines import fork
 
-from trireme.engine import demo, train
+from trireme.engine import demo, job, train
 from trireme.engine.job import cut, prepare
 from trireme.engine.options import Options, every
 from trireme.engine.plan import DoesNotFit
@@ -249,13 +249,48 @@ def test_a_run_keeps_its_half_blocks(checkpoint):
         prepare(replace(small, out=str(checkpoint / "planned")), like | {"halves": False})
 
 
-def test_a_run_keeps_its_batch_size(checkpoint):
-    """The step number says where in the data a run is: with another batch size it would not."""
+@pytest.fixture(scope="module")
+def begun(checkpoint) -> tuple[Options, dict]:
+    """A run's options and its cut."""
     given = options(checkpoint, checkpoint / "planned", "gpu")
-    like = cut(prepare(given))
-    for batch_size in (2, 8):
-        with pytest.raises(InputError, match=f"--batch-size {batch_size}: the run began with 4"):
-            prepare(replace(given, batch_size=batch_size), like)
+    return given, cut(prepare(given))
+
+
+@pytest.mark.parametrize(
+    "now, says",
+    [
+        ({"batch_size": 8}, "--batch-size 8: the run began with 4"),
+        ({"batch_size": 2}, "--batch-size 2: the run began with 4"),
+        ({"micro_batch": 1}, "--micro-batch 1: the run began with 4"),
+        ({"adam_bits": 8}, "--adam-bits 8: the run began with 32"),
+        ({"dtype": "bf16"}, "--dtype bf16: the run began with fp32"),
+        ({"seq_len": 32}, "--seq-len 32: the run began with 64"),
+    ],
+)
+def test_what_a_run_keeps_cannot_be_asked_for_otherwise(begun, now, says):
+    given, like = begun
+    with pytest.raises(InputError, match=says):
+        prepare(replace(given, **now), like)
+
+
+def test_what_a_run_keeps_may_be_said_again(begun, monkeypatch):
+    given, like = begun
+    made, measured = prepare(given).machine, []
+    monkeypatch.setattr(job, "this_machine", lambda device, dtype, *_: measured.append(dtype) or made)
+    prepare(replace(given, micro_batch=4, dtype="bf16"), like | {"dtype": "BF16"})
+    prepare(given, like | {"dtype": "BF16"})
+    assert measured == ["BF16", "BF16"], "the machine is measured in what the run computes in"
+
+
+def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
+    given, like = begun
+    prepare(given).plan.save(checkpoint / "same.json")
+    given = replace(given, plan=str(checkpoint / "same.json"))
+    assert prepare(given, like).plan.tokens == like["tokens"]
+    with pytest.raises(InputError, match="same.json: the run began with record 4096, the plan has"):
+        prepare(given, like | {"record": 4096})
+    with pytest.raises(InputError, match="same.json: the plan computes in F32. Leave --dtype out"):
+        prepare(replace(given, dtype="bf16"))
 
 
 def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
