@@ -50,6 +50,7 @@ class Forecast:
     sequences: int  # of a step
     steps: int
     keep: int = 1  # snapshots kept beside the best
+    most: int = 1 << 40  # sequences that there are for a step
     used: float = 1.0  # share of a sequence's room that holds tokens
     document: int = 0  # tokens of a usual document in a sequence; 0: it fills the sequence
     trained: float = 1.0  # share of the tokens whose label counts
@@ -231,7 +232,8 @@ class Forecast:
         if p.adam_bits == 32 and self.bits_open:
             yield "--adam-bits 8", lambda: self.again(adam_bits=8)
         doubled = 2 * self.sequences
-        yield f"--batch-size {doubled}", lambda: replace(self.again(n_micro=2 * p.n_micro), sequences=doubled)
+        if doubled <= self.most:
+            yield f"--batch-size {doubled}", lambda: replace(self.again(n_micro=2 * p.n_micro), sequences=doubled)
         more = 2 * self.limits["host"]
         yield f"--ram {_gib(more)}", lambda: self.again(limits=self.limits | {"host": more})
         if any(u.state == "ssd" for u in p.units):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,17 +91,23 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     given = _given_plan(options, cfg, seq_len, like)
     dtype = like["dtype"] if like else given.dtype if given else _dtype(options, device)
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
-    rule = _rule(options, cfg, seq_len, dtype, device, limits, like)
-    if device.type == "cpu" and not (options.gpu_memory or given):
+    rule_for = partial(_rule, options, cfg, seq_len, dtype, device, limits, like)
+    shared = device.type == "cpu" and not (options.gpu_memory or given)
+    if not given:
+        _refuse_early(cfg, limits, shared, rule_for, options.batch_size)
+    data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
+    sequences = min(options.batch_size, data.n_sequences)
+    rule = rule_for(sequences)
+    if shared:
         limits = _shared(cfg, limits, rule)
     machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
-    plan = given or _first_plan(options, cfg, seq_len, limits, machine, rule)
-    because = (f"read from {options.plan}",) if options.plan else ()
-    data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
     if given:
-        _check_room_for_step(options, plan, min(options.batch_size, data.n_sequences), seq_len)
-    if device.type == "cuda" and not given:
-        plan, because, machine = _searched(options, cfg, data, limits, machine, like, plan, rule)
+        _check_room_for_step(options, given, sequences, seq_len)
+        plan, because = given, (f"read from {options.plan}",)
+    else:
+        plan, because = _first_plan(options, cfg, seq_len, limits, machine, rule), ()
+        if device.type == "cuda":
+            plan, because, machine = _searched(options, cfg, data, limits, machine, like, plan, rule)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
     job = Job(
@@ -130,7 +138,7 @@ def forecast(job: Job) -> Forecast:
     rows = min(job.options.batch_size, job.data.n_sequences)
     return Forecast(
         job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
-        used=job.data.report.used, document=job.data.document, trained=job.data.trained,
+        most=job.data.n_sequences, used=job.data.report.used, document=job.data.document, trained=job.data.trained,
         cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
         held=sum(file.stat().st_blocks * 512 for d in job.store_dirs for file in version_files(d)),
     )  # fmt: skip
@@ -195,21 +203,24 @@ def _check_resumed(options: Options, like: dict) -> None:
     if not options.plan:  # which says these
         asked["--adam-bits"] = options.adam_bits, like["adam_bits"]
         if options.micro_batch != "auto":
-            asked["--micro-batch"] = min(options.micro_batch, options.batch_size), like["rows"]
+            most = like["rows"] if like["n_micro"] == 1 else options.micro_batch  # of a whole step there is no more
+            asked["--micro-batch"] = min(options.micro_batch, most), like["rows"]
     for flag, (now, before) in asked.items():
         if now != before:
             raise InputError(f"{flag} {now}: the run began with {before}, which cannot change. Leave it out.")
 
 
-def _rule(options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, limits, like: dict | None) -> dict:
-    """What simple_plan is told."""
+def _rule(
+    options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, limits, like: dict | None, sequences: int
+) -> dict:
+    """What simple_plan is told for steps of so many sequences."""
     if like is None:
         most = max(1, MICRO_TOKENS[device.type] // seq_len)
         if options.micro_batch == "auto":
-            rows = sorted({min(options.batch_size, most >> k) for k in range(20) if most >> k}, reverse=True)
+            rows = sorted({min(sequences, most >> k) for k in range(20) if most >> k}, reverse=True)
         else:
-            rows = [min(options.batch_size, options.micro_batch)]
-        candidates = [(r * seq_len, math.ceil(options.batch_size / r)) for r in rows]
+            rows = [min(sequences, options.micro_batch)]
+        candidates = [(r * seq_len, math.ceil(sequences / r)) for r in rows]
         record = record_size(shapes.parameters(cfg), limits["host"])
     else:
         candidates, record = [(like["tokens"], like["n_micro"])], like["record"]
@@ -244,8 +255,25 @@ def _given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | N
     return plan
 
 
+def _refuse_early(cfg: ModelConfig, limits, shared: bool, rule_for: Callable[[int], dict], batch_size: int) -> None:
+    """Raises DoesNotFit where not even steps of one sequence fit: then the data need not be read.
+
+    How many there are is not known yet, and a step has no more than all of them.
+    """
+
+    def planned(sequences: int) -> None:
+        rule = rule_for(sequences)
+        _shared(cfg, limits, rule) if shared else simple_plan(cfg, limits, **rule)
+
+    try:
+        planned(1)
+    except DoesNotFit:
+        planned(batch_size)  # which says what a usual step needs
+        raise
+
+
 def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machine: Machine, rule: dict) -> Plan:
-    """The plain rule's plan: what cannot fit is refused before the data are read."""
+    """The plain rule's plan."""
     plan = simple_plan(cfg, limits, **rule)
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
@@ -279,21 +307,31 @@ def _shared(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, i
     """`limits`, or where both tiers are RAM and halves do not do, a cut by which a plan fits. Raises DoesNotFit."""
     room, refused = sum(limits.values()), []
     for halves in (False, True) if rule["halves"] is None else (rule["halves"],):
-        try:
-            simple_plan(cfg, limits, **rule | {"halves": halves})
+        need = _lacking(cfg, limits, rule | {"halves": halves})
+        if need is None:
             return limits
-        except DoesNotFit as error:
-            need = error.need
         spare = room - sum(need.values())
         if spare >= 0:
             return {"gpu": need["gpu"] + spare // 2, "host": need["host"] + spare - spare // 2}
         refused.append(need)
     need = min(refused, key=lambda need: sum(need.values()))
     out = f"Raise --ram by {amount((sum(need.values()) - room) * MARGIN)}, or lower --seq-len"
+    few = _lacking(cfg, limits, rule | {"batch_tokens": [(tokens, 1) for tokens, _ in rule["batch_tokens"]]})
+    if few is None or sum(few.values()) <= room:
+        out += " or --batch-size"
     raise DoesNotFit(
         f"even the smallest plan needs {amount(sum(need.values()))} of RAM, {amount(need['gpu'])} of it to compute in; "
         f"the limit is {amount(room)}. {out}."
     )
+
+
+def _lacking(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, int] | None:
+    """Bytes that the smallest plan needs in each tier where none fits; None where one does."""
+    try:
+        simple_plan(cfg, limits, **rule)
+    except DoesNotFit as error:
+        return error.need
+    return None
 
 
 def record_size(parameters: int, ram: int) -> int:
@@ -323,8 +361,9 @@ def report(job: Job) -> list[str]:
     )
     lines.append(f"machine  {job.machine.describe()}")
     rows = min(o.batch_size, job.data.n_sequences)
+    fewer = f" (all there are, fewer than --batch-size {o.batch_size:,})" if rows < o.batch_size else ""
     lines.append(
-        f"steps    {job.total_steps:,} of {rows} sequences of up to {job.seq_len:,} tokens, "
+        f"steps    {job.total_steps:,} of {rows} sequences{fewer} of up to {job.seq_len:,} tokens, "
         f"{job.plan.n_micro} micro-batch{'es' * (job.plan.n_micro > 1)} of {job.micro_rows}"
     )
     return [*lines, *forecast(job).lines(), *_labelled("because", list(job.because))]

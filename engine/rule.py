@@ -206,6 +206,10 @@ def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
     out = [f"Raise {' and '.join(raises)}"]
     if "gpu" in short:
         out.append(f"lower --seq-len (a micro-batch is {plan.tokens} tokens)")
+    with_ = lambda k: replace(plan, n_micro=1 + k)  # noqa: E731
+    if fits(geo, with_(0), limits):
+        most = 1 + largest(plan.n_micro - 1, lambda k: fits(geo, with_(k), limits))
+        out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {most:,} fit)")
     if short == ["host"] and plan.mode != "backward" and plan.gradients == "host":
         out.append("--max-grad-norm 0, which needs no room for all gradients")
     return f"even the smallest plan needs {' and '.join(numbers)}. {', or '.join(out)}."

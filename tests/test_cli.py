@@ -245,6 +245,28 @@ def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, given, 
     assert "MiB" in total and "MiB" in limit
 
 
+def test_a_step_has_no_more_sequences_than_the_data(here, capsys):
+    """However large --batch-size is, what is planned and refused is what the data come to."""
+    step, lines = ["--seq-len", "64", "--ram", "64MiB", "--gpu-memory", "64MiB", "--micro-batch", "1", "--dry-run"], []
+    for batch_size in ("47", "4096", "1000000"):
+        data = ["--data", "stories.txt:0.3", "--batch-size", batch_size]
+        assert finetune.main(["model", *data, "--out", "out", *step]) == 0
+        out = capsys.readouterr().out
+        (count,) = re.findall(r"packed into (\d+) sequences", out)
+        assert f" of {count} sequences" in out and f", {count} micro-batches of 1\n" in out
+        assert (f"fewer than --batch-size {int(batch_size):,}" in out) == (int(batch_size) > int(count))
+        lines.append(re.findall(r"^ +(?:activations|total) .*", out, re.MULTILINE))
+    assert lines[1] == lines[2] and int(count) < 47
+
+
+@pytest.mark.parametrize("limits", [["--ram", "12MiB"], ["--ram", "1GiB", "--gpu-memory", "12MiB"]])
+def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits):
+    write("many.jsonl", '{"text": "a story of sailors"}\n' * 20_000)
+    argv = ["model", "--data", "many.jsonl", "--out", "out", "--seq-len", "64", "--no-pack", "--dry-run", *limits]
+    assert "--batch-size" in fails(capsys, here, *argv, "--batch-size", "20000", code=3)
+    assert finetune.main([*argv, "--batch-size", "4"]) == 0
+
+
 @pytest.mark.parametrize("limit", [100, 5_000, 100_000, 3_000_000])
 def test_a_disk_that_is_full(here, capsys, limit):
     """However early the disk is full: exit code 4, one line, no checkpoint that looks whole and is not."""

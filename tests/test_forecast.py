@@ -52,6 +52,11 @@ def test_a_drive_that_binds_is_named_and_more_of_it_helps():
     assert "--adam-bits 8" in lines or "--batch-size 32" in lines or "twice the drives" in lines
 
 
+def test_a_larger_step_is_not_offered_where_there_are_no_more_sequences():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", most=31)
+    assert "--batch-size" not in "\n".join(f.lines()) and "--batch-size" in "\n".join(replace(f, most=32).lines())
+
+
 def test_what_a_change_promises_is_what_it_predicts():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert f.again(adam_bits=8).predict().ssd_written < 0.6 * f.predict().ssd_written
