@@ -238,8 +238,9 @@ def _window(keys: _Keys, model_type: str, layers: int) -> tuple[int, int]:
     if type(first) is not int or first < 0:
         raise keys.error("max_window_layers", "an integer >= 0")
     first = min(first, layers) if window else layers
-    types = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-    if keys.raw.get("layer_types") not in (None, types):
+    types = keys.raw.get("layer_types")
+    wanted = lambda: ["full_attention"] * first + ["sliding_attention"] * (layers - first)  # noqa: E731
+    if types is not None and not (isinstance(types, list) and len(types) == layers and types == wanted()):
         raise InputError(
             f'{keys.where}: "layer_types" must be full_attention in the first {first} layers and sliding_attention in '
             "the others, as use_sliding_window and max_window_layers say; other patterns are not supported."

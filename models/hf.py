@@ -23,6 +23,11 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
     `found` maps names to shapes. With a tied model both stored names lead to the embedding. InputError where a tensor
     is missing, unknown, or has another shape than config.json says.
     """
+    if cfg.n_layers > len(found):  # no work for layers of which nothing can be there
+        raise InputError(
+            f"the checkpoint has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers. "
+            "The weights and config.json are not of the same model, or it was not downloaded to the end."
+        )
     wanted = {name: shape for u in range(cfg.n_units) for group in weight_groups(cfg, u) for name, shape in group}
     names = {name: _canonical(cfg, name, wanted) for name in found}
     for name, target in names.items():
@@ -31,7 +36,8 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
                 f"{name} has shape {list(found[name])}, config.json says {list(wanted[target])}. "
                 "The weights and config.json are not of the same model."
             )
-    missing = [name for name in wanted if name not in names.values()]
+    present = set(names.values())
+    missing = [name for name in wanted if name not in present]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"the checkpoint lacks {missing[0]}{more}, which config.json calls for. Download it again.")

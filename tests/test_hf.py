@@ -60,8 +60,18 @@ def test_faults_are_named():
         (wrong, ["lm_head.weight", "[8, 11]", "[11, 8]"]),
         (unknown, ["score.weight"]),
         (missing, ["lm_head.weight"]),
-        ({}, ["and 20 more"]),
+        (dict(list(found.items())[:2]), ["and 18 more"]),
+        ({}, ["0 tensors", "2 layers"]),
     ):
         with pytest.raises(InputError) as e:
             canonical_names(LLAMA, bad)
         assert all(word in str(e.value) for word in words), str(e.value)
+
+
+def test_layers_that_cannot_be_there_make_no_work():
+    """A config.json that claims two billion layers is refused by counts alone: their names would fill the RAM."""
+    claim = KEYS | dict(model_type="qwen2", num_key_value_heads=2, num_hidden_layers=2**31 - 1)
+    with pytest.raises(InputError, match="22 tensors, config.json calls for 2,147,483,647 layers"):
+        canonical_names(parse_config(claim), {f"{i}": (1,) for i in range(22)})
+    with pytest.raises(InputError, match="layer_types"):
+        parse_config(claim | dict(layer_types=["full_attention"] * 2))
