@@ -71,6 +71,22 @@ def generate(
         rows = single._replace(docs=single.docs._replace(positions=positions))
 
 
+def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
+    """Bytes that generate takes at most for prompts of `length` tokens, beside a unit's weights.
+
+    `itemsize`: bytes of a number of the compute dtype. The bound of a block's temporaries is that of training.
+    """
+    positions, tokens = n_prompts * (length + max_new), n_prompts * length
+    cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
+    blocks = [shapes.workspace_bytes(cfg, u, tokens, itemsize) for u in range(1, 3 if cfg.halves else 2)]
+    whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # what goes into a block and what comes out
+    single = (
+        2 * positions * cfg.q_width * (itemsize + 4)
+    )  # a layer's cache, again for each head that shares it, in fp32
+    ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits and their copies
+    return cache + max(whole, single) + ends
+
+
 def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
     """How many tokens may follow a prompt. Only learned positions come to an end."""
     if cfg.rope is not None:

@@ -8,15 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
+from trireme.engine.buffers import workspace
 from trireme.engine.data import Dataset
-from trireme.engine.generate import generate
+from trireme.engine.generate import generate, needs
 from trireme.engine.memory import DTYPE, views
+from trireme.engine.rule import largest
 from trireme.engine.step import Engine, approach
 from trireme.engine.tokens import Tokenizer
 from trireme.models import model
 
 LEAD = 8  # tokens of running text that serve as a prompt
+MAX_NEW = 48  # tokens that follow a prompt, at most
+NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
 
 
 def prompts(data: Dataset, count: int) -> list[list[int]]:
@@ -32,18 +37,44 @@ def prompts(data: Dataset, count: int) -> list[list[int]]:
     return found
 
 
-def sample(
-    e: Engine, tokenizer: Tokenizer, given: list[list[int]], max_new: int = 48, until: float = math.inf
-) -> list[tuple[str, bool]]:
-    """(text, whether it ended by itself) that greedily follows each prompt. Applies updates that are due.
+def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[list[int]]:
+    """The ends of the prompts, as long as there is memory for: what a step works in is free between steps."""
+    room = e.memory.gpu_limit - e.memory.used("gpu") + workspace(e.geo, e.plan)
+    most = max(map(len, given), default=0)
+    most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None else most
+    itemsize = DTYPE[e.plan.dtype].itemsize
+    length = largest(most, lambda n: needs(e.cfg, len(given), n, max_new, itemsize) <= room)
+    return [prompt[max(0, len(prompt) - length) :] for prompt in given]
 
-    `until`: the moment, by time.monotonic, after which no further token is begun.
+
+def sample(
+    e: Engine, tokenizer: Tokenizer, given: list[list[int]], max_new: int = MAX_NEW, until: float = math.inf
+) -> list[tuple[str, bool]]:
+    """(text, whether it ended by itself) that greedily follows each prompt, `fitted`. Applies updates that are due.
+
+    `until`: the moment, by time.monotonic, after which no further token is begun. Where memory does not do after all,
+    the text says so: no run ends for a sample.
     """
+    given = fitted(e, given, max_new)
+    if not all(given):
+        return [(NO_ROOM, True)] * len(given)
     fetch, eos = _fetcher(e), frozenset([tokenizer.eos]) if tokenizer.eos is not None else frozenset()
     late = lambda: time.monotonic() > until  # noqa: E731
     options = dict(eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype], enough=late)
-    out = generate(e.cfg, fetch, given, max_new, **options)
+    try:
+        out = generate(e.cfg, fetch, given, max_new, **options)
+    except torch.OutOfMemoryError:
+        _let_go(e)
+        return [(NO_ROOM, True)] * len(given)
     return [(tokenizer.decode(ids), bool(ids) and ids[-1] in eos) for ids in out]
+
+
+def _let_go(e: Engine) -> None:
+    """Releases the units that a pass held or had on their way when it broke off."""
+    on_their_way = [task for held in e.weights.held.values() for task in held.ready]
+    done = e.lanes.run("compute", "break off the sample", lambda: None, on_their_way)
+    for u in list(e.weights.held):
+        e.weights.release(u, done)
 
 
 def _fetcher(e: Engine):

@@ -1,14 +1,19 @@
 """The generator: token for token what transformers generates, streamed once a token for all prompts."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+from engines import GPT, LLAMA, batches, gpu_plan, make, train
 from safetensors.torch import load_file
 from tiny import CASES, Tiny, oracle
 from transformers import AutoModelForCausalLM
 
-from trireme.engine.generate import _pick, generate
+from trireme.engine import sample
+from trireme.engine.buffers import workspace
+from trireme.engine.generate import _Cache, _pick, generate, needs
+from trireme.engine.plan import UnitPlan
 from trireme.models.config import InputError, read_config
 
 PROMPTS = [[5, 9, 2, 44, 17, 3, 8], [11], [60, 61, 62, 1, 2, 3, 4, 5, 6, 7, 8, 9], [90, 3, 90]]
@@ -106,3 +111,71 @@ def test_bf16_runs():
     reference, cfg = oracle(*CASES["qwen3"])
     tiny = Tiny(cfg, reference.state_dict(), "BF16")
     assert [len(t) for t in generate(cfg, fetch_of(tiny), PROMPTS, 5, dtype=torch.bfloat16)] == [5] * 4
+
+
+# ---------------------------------------------------------------- beside an engine
+
+
+class Words:
+    """A tokenizer as sample asks for it."""
+
+    eos = None
+
+    def decode(self, ids) -> str:
+        return " ".join(map(str, ids))
+
+
+SSD = UnitPlan("ssd", "ssd")
+LONG = [[(7 * i + k) % 61 for i in range(40)] for k in range(3)]
+
+
+def streamed(cfg, **more):
+    """An engine whose units all pass through the rings."""
+    plan = gpu_plan(cfg, units=(SSD,) * cfg.n_units, window=2)
+    return make(cfg, replace(plan, **more))
+
+
+@pytest.mark.parametrize("cfg", [LLAMA, GPT])
+def test_prompts_are_cut_to_what_memory_holds(cfg):
+    e = streamed(cfg)
+    assert sample.fitted(e, LONG) == LONG
+    held = e.memory.used("gpu") - workspace(e.geo, e.plan)
+    for length in (17, 1):
+        e.memory.gpu_limit = held + needs(e.cfg, 3, length, 48, 4)
+        assert sample.fitted(e, LONG) == [prompt[-length:] for prompt in LONG]
+        cut = sample.sample(e, Words(), LONG)
+        e.memory.gpu_limit = 1 << 30
+        assert cut == sample.sample(e, Words(), [prompt[-length:] for prompt in LONG])
+    e.memory.gpu_limit = held
+    assert sample.sample(e, Words(), LONG) == [(sample.NO_ROOM, True)] * 3
+    assert sample.sample(e, Words(), []) == []
+
+
+def test_learned_positions_leave_room_for_a_token():
+    assert [len(p) for p in sample.fitted(streamed(GPT), [[1] * 64, [1] * 5])] == [63, 5]
+
+
+def test_a_cache_takes_what_is_said():
+    cache = _Cache(LLAMA, 3, 40 + 48, "cpu", torch.bfloat16)
+    rest = needs(replace(LLAMA, n_layers=1), 3, 40, 48, 2)
+    each = (cache.k.nbytes + cache.v.nbytes) // LLAMA.n_layers
+    assert needs(LLAMA, 3, 40, 48, 2) == rest + (LLAMA.n_layers - 1) * each and rest > each
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_out_of_memory_costs_the_sample_alone(after, monkeypatch):
+    """Wherever in a pass it happens, no slot stays owned, and training goes on as if nothing had been."""
+    steps = batches(LLAMA, 2, 2, 24)
+    expected = train(streamed(LLAMA), steps)
+    e, calls, real = streamed(LLAMA), [], sample.views
+
+    def views(*given):
+        calls.append(1)
+        if len(calls) == 1 + after:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*given)
+
+    monkeypatch.setattr(sample, "views", views)
+    assert sample.sample(e, Words(), LONG) == [(sample.NO_ROOM, True)] * 3
+    assert e.memory.owned() == 0 and not e.weights.held
+    assert train(e, steps) == expected
