@@ -128,6 +128,10 @@ class Dataset:
         """The data report, line by line."""
         return self.report.lines()
 
+    def describe_held_out(self) -> list[str]:
+        """The same of held-out files; a share of the rows is in the data report."""
+        return self.held_out.describe() if self.held_out and not self.report.held_out else []
+
     def example(self, k: int = 0) -> str:
         """Document k of the files, decoded; what is trained on stands in [..]."""
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
@@ -186,9 +190,10 @@ def load_dataset(
         rows, kept = documents.hold_out(rows, share, options.seed, is_text)
         held_out, n_held = _lay_out([Source(s.path) for s in given], files, kept, tokenizer, options), len(kept)
     train = _lay_out(given, files, rows, tokenizer, options)
+    lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if share else []
     talks = any(file.meta["format"] in CHATS for file in files)
-    notes = tuple(template.notes()) if template and talks else ()
-    report = replace(train.report, held_out=n_held, notes=notes)
+    notes = template.notes() if template and talks else ()
+    report = replace(train.report, held_out=n_held, notes=(*lost, *notes))
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 

@@ -350,6 +350,7 @@ def report(job: Job) -> list[str]:
         f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, {files}; "
         f"{cfg.n_layers} layers; {head}; {vocabulary}",
         *_labelled("data", job.data.describe()),
+        *_labelled("val", job.data.describe_held_out()),
     ]
     for k in range(o.show_example):
         lines += _labelled("example", job.data.example(k).splitlines() or [""])

@@ -51,9 +51,9 @@ class Report:
             f"{held}{human(tokens)} tokens, {human(trained)} trained ({100 * trained / max(tokens, 1):.0f} %); "
             f"length p50 {p50:,.0f}, p99 {p99:,.0f}, max {self.rows['length'].max():,}"
         )
-        lines.append(self._long_rows())
-        if self.fitted.unlearnable:
-            lines.append(f"{_count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
+        if not self.fitted.longer:
+            lines.append(f"at --seq-len {self.seq_len}: no row is longer")
+        lines += self.losses()
         packed = "packed into " if self.packed else ""
         single = "" if self.packed else ", one row each"
         lines.append(
@@ -62,10 +62,15 @@ class Report:
         )
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
+    def losses(self) -> list[str]:
+        """What became of rows that are not trained on as they are."""
+        lines = [self._long_rows()] if self.fitted.longer else []
+        if self.fitted.unlearnable:
+            lines.append(f"{_count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
+        return lines
+
     def _long_rows(self) -> str:
         f = self.fitted
-        if not f.longer:
-            return f"at --seq-len {self.seq_len}: no row is longer"
         verb = "row is" if f.longer == 1 else "rows are"
         done = [f"{n:,} {word}" for n, word in ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped")) if n]
         return (

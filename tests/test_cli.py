@@ -245,6 +245,11 @@ def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, given, 
     assert "MiB" in total and "MiB" in limit
 
 
+def test_held_out_files_are_in_the_report(here, capsys):
+    assert finetune.main([*TRAIN, "--val", "stories.txt", "--dry-run"]) == 0
+    assert re.search(r"^val      stories.txt: \d+ rows", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_a_step_has_no_more_sequences_than_the_data(here, capsys):
     """However large --batch-size is, what is planned and refused is what the data come to."""
     step, lines = ["--seq-len", "64", "--ram", "64MiB", "--gpu-memory", "64MiB", "--micro-batch", "1", "--dry-run"], []

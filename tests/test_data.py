@@ -211,6 +211,18 @@ def test_a_share_is_held_out_and_never_trained(tokenizer, tmp_path):
     assert "20 rows held out" in data.describe()[1]
 
 
+def test_what_is_held_out_is_reported_as_what_is_trained_on_is(tokenizer, tmp_path):
+    a = write(tmp_path / "a.jsonl", [{"prompt": "why", "completion": "because " * 40}] * 20)
+    b = write(tmp_path / "b.jsonl", [{"prompt": "so " * 90, "completion": "yes"}, {"prompt": "a", "completion": "b"}])
+    said = load(a, tokenizer, val=b).describe_held_out()
+    assert said[0].endswith('b.jsonl: 2 rows, format "prompt,completion"') and "2 sequences" not in said[-1]
+    assert said[2].startswith("at --seq-len 64: 1 row is longer (50.0 %): ")
+    assert said[3] == "1 row dropped: nothing to learn in what is kept"
+    shared = load(a, tokenizer, val="0.1")
+    assert shared.describe_held_out() == []
+    assert shared.describe()[-1].startswith("note: of the rows held out: at --seq-len 64: 2 rows are longer (100.0 %)")
+
+
 def test_a_file_is_held_out(tokenizer, tmp_path):
     a, b = (write(tmp_path / f"{n}.jsonl", [{"text": n * 5}] * 4) for n in "ab")
     data = load(a, tokenizer, val=b)
