@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from trireme.engine.buffers import usage
 from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
+from trireme.engine.geometry import Geometry
 from trireme.engine.machine import as_planned, choose_device, drive, memory_limits, this_machine, with_drives
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
@@ -91,6 +93,8 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     given = _given_plan(options, cfg, seq_len, like)
     dtype = like["dtype"] if like else given.dtype if given else _dtype(options, device)
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
+    if given:
+        _check_memory(options, cfg, given, limits)
     rule_for = partial(_rule, options, cfg, seq_len, dtype, device, limits, like)
     shared = device.type == "cpu" and not (options.gpu_memory or given)
     if not given:
@@ -241,7 +245,7 @@ def _dtype(options: Options, device: torch.device) -> str:
 
 
 def _given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | None) -> Plan | None:
-    """The plan that was given, for this model and this run."""
+    """The plan that was given; InputError where it is not for this model or this run."""
     if not options.plan:
         return None
     plan = Plan.load(Path(options.plan))
@@ -249,6 +253,11 @@ def _given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | N
         raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
     if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
         raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
+    geo = Geometry.of(cfg, plan)
+    for u, unit in enumerate(plan.units):
+        unknown = {name for name, _ in unit.saved} - set(geo.saved_names(u) if 0 < u < geo.head else ())
+        if unknown:
+            raise InputError(f"{options.plan}: unit {u} saves {unknown.pop()!r}, which it does not have")
     for key in CUT if like else ():
         if getattr(plan, key) != like[key]:
             raise InputError(f"{options.plan}: the run began with {key} {like[key]}, the plan has {getattr(plan, key)}")
@@ -278,6 +287,15 @@ def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machin
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
     return plan
+
+
+def _check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: dict[str, int]) -> None:
+    """Raises DoesNotFit where the plan that was given takes more than there is."""
+    need = usage(Geometry.of(cfg, plan), plan)
+    if any(need[tier] > limits[tier] for tier in need):
+        numbers = [f"{amount(need[t])} of {what}, the limit is {amount(limits[t])}"
+                   for t, what in (("gpu", "GPU memory"), ("host", "RAM")) if need[t] > limits[t]]  # fmt: skip
+        raise DoesNotFit(f"{options.plan}: the plan needs {' and '.join(numbers)}. Change it, or leave it out.")
 
 
 def _check_room_for_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> None:

@@ -11,6 +11,7 @@ from trireme.models.config import InputError, ModelConfig
 
 TIERS = ("gpu", "host", "ssd")
 MODES = ("forward", "backward", "serial")
+COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots")
 
 
 class DoesNotFit(Exception):
@@ -62,12 +63,22 @@ class Plan:
     halves: bool = False  # units are halves of blocks, attention and MLP: where whole blocks do not fit
 
     def __post_init__(self):
+        for name in COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or value <= 0:
+                raise InputError(f"plan: {name} is {value!r}, expected a whole number above 0")
+        if self.dtype not in ("BF16", "F32") or self.adam_bits not in (32, 16, 8):
+            raise InputError(
+                f"plan: dtype {self.dtype!r}, adam_bits {self.adam_bits!r}: there are BF16, F32; 32, 16, 8"
+            )
         for u in self.distinct():
             unit = self.units[u]
             if (unit.weights == "gpu") != (unit.state == "gpu"):
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
                 )
+            if unit.update not in ("cpu", "gpu"):
+                raise InputError(f"plan: unit {u} is updated on {unit.update!r}; there are cpu and gpu")
             if unit.update == "gpu" and (unit.weights, unit.state, unit.resident) != ("host", "host", False):
                 raise InputError(f"plan: unit {u} is to be updated on the gpu, so weights and state must be in host")
             for tier in (unit.weights, unit.state, unit.x, *(t for _, t in unit.saved)):
@@ -130,5 +141,5 @@ class Plan:
 
         try:
             return Plan.of(yaml.safe_load(path.read_text()))
-        except (OSError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        except (OSError, TypeError, KeyError, AttributeError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise InputError(f"{path}: not a plan: {error}") from error

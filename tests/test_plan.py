@@ -74,9 +74,20 @@ def test_a_plan_survives_its_file(tmp_path):
         {"units": [{"weights": "gpu", "state": "host"}]},
         {"units": [{"weights": "tape", "state": "host"}]},
         {"units": [{"weights": "ssd", "state": "ssd", "update": "gpu"}]},
+        {"units": [{"weights": "host", "state": "host", "update": "tpu"}]},
         {"mode": "sideways"},
         {"color": "blue"},
         {"units": 3},
+        {"units": [{"weights": "host", "state": "host", "saved": [["qkv"]]}]},
+        {"n_micro": "x"},
+        {"n_micro": True},
+        {"tokens": 0},
+        {"tokens": 64.0},
+        {"record": -4096},
+        {"swap_slots": None},
+        {"dtype": "F16"},
+        {"adam_bits": "8"},
+        {"late_moments": 3},
     ],
 )
 def test_a_plan_file_that_makes_no_sense_is_refused(tmp_path, change):
@@ -84,6 +95,13 @@ def test_a_plan_file_that_makes_no_sense_is_refused(tmp_path, change):
     (tmp_path / "plan.yaml").write_text(json.dumps(good | change))
     with pytest.raises(InputError, match="plan"):
         Plan.load(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"\x00", b"[" * 10_000, b""])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, content):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(InputError, match="plan.json: not a plan"):
+        Plan.load(tmp_path / "plan.json")
 
 
 def test_a_step_may_have_any_number_of_micro_batches():

@@ -16,7 +16,7 @@ from engines import fork
 from trireme.engine import demo, job, train
 from trireme.engine.job import cut, prepare
 from trireme.engine.options import Options, every
-from trireme.engine.plan import DoesNotFit
+from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.train import Interrupted, finetune
 from trireme.models.config import InputError
 
@@ -291,6 +291,13 @@ def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
         prepare(given, like | {"record": 4096})
     with pytest.raises(InputError, match="same.json: the plan computes in F32. Leave --dtype out"):
         prepare(replace(given, dtype="bf16"))
+    plan = Plan.load(checkpoint / "same.json")
+    replace(plan, n_micro=1 << 40).save(checkpoint / "same.json")
+    with pytest.raises(DoesNotFit, match=r"same.json: the plan needs .* of GPU memory, the limit is 1.00 GiB"):
+        prepare(given)
+    replace(plan, units=(UnitPlan(saved=(("foo", "gpu"),)),) * len(plan.units)).save(checkpoint / "same.json")
+    with pytest.raises(InputError, match="same.json: unit 0 saves 'foo'"):
+        prepare(given)
 
 
 def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
