@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,28 +38,35 @@ def choose_device(wanted: str) -> torch.device:
 def available_ram() -> int:
     """Bytes that this process may still take: what is available, within every cgroup limit above it."""
     found = [_meminfo("MemAvailable")]
-    for limit, used, stat in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
+    for group, limit, used in _memory_groups():
         try:
-            ceiling = int((_CGROUP / limit).read_text())
-            taken = int((_CGROUP / used).read_text()) - _reclaimable(_CGROUP / stat)
-            found.append(ceiling - taken)
+            found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
         except (OSError, ValueError):  # no such limit here ("max" is none)
             continue
     return max(0, min(found))
 
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def _reclaimable(stat: Path) -> int:
-    """Page cache that a cgroup counts as used, in bytes."""
-    for line in stat.read_text().splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
+def _memory_groups() -> Iterator[tuple[Path, str, str]]:
+    """(folder, name of its limit, name of what it uses) of this process's memory cgroup and all above it, of either
+    version. In a container the outer part of the path may not be there to be seen; its own limit is the root's.
+    """
+    for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ["0::/", "1:memory:/"]:
+        number, controllers, path = line.split(":", 2)
+        own = Path(path.lstrip("/"))
+        for group in (own, *own.parents):
+            if number == "0":
+                yield _CGROUP / group, "memory.max", "memory.current"
+            elif "memory" in controllers.split(","):
+                yield _CGROUP / "memory" / group, "memory.limit_in_bytes", "memory.usage_in_bytes"
+
+
+def _reclaimable(group: Path) -> int:
+    """Page cache that a cgroup counts as used, in bytes; version 1 gives the sum over the groups below it apart."""
+    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
 
 
 def _meminfo(key: str) -> int:

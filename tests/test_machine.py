@@ -9,7 +9,7 @@ import torch
 from engines import LLAMA
 from test_predict import SMALL
 
-from trireme.engine import probe
+from trireme.engine import machine, probe
 from trireme.engine.machine import as_planned, this_machine, with_drives
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.predict import Batch, durations, unit_seconds
@@ -90,6 +90,37 @@ def test_this_machine_and_its_drives(tmp_path, monkeypatch):
     assert (known.rates.ssd_read, known.rates.ssd_write, known.rates.mixed) == (3e9, 2e9, 0.8)
     assert "assumed" not in known.drives and "(measured, 0 s)" in known.drives
     assert "(measured before)" in with_drives(made, [str(tmp_path)]).drives
+
+
+def group(folder, limit: str, used: int, cache: int, names=("memory.max", "memory.current"), key="inactive_file"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in zip((*names, "memory.stat"), (limit, used, f"anon 5\n{key} {cache}\n"), strict=True):
+        (folder / name).write_text(f"{text}\n" if name != "memory.stat" else text)
+
+
+@pytest.mark.parametrize(
+    "own, least",
+    [
+        ("0::/job/step\n", 300),  # the middle group binds: 1000 - 900 + 200 of page cache
+        ("0::/job\n", 300),
+        ("0::/elsewhere\n", 5000),  # not to be seen from here: the root's
+        ("4:cpu:/job\n9:cpuset,memory:/batch\n0::/\n", 40),
+        (None, 5000),
+    ],
+)
+def test_every_cgroup_above_counts(tmp_path, monkeypatch, own, least):
+    """Limits of a batch system or of systemd are set above the process, in either version; use is the same group's."""
+    root, names = tmp_path / "cgroup", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group(root, "6000", 1000, 0)
+    group(root / "job", "1000", 900, 200)
+    group(root / "job" / "step", "max", 800, 100)
+    group(root / "memory", str(2**63 - 4096), 1000, 0, names)
+    group(root / "memory" / "batch", "100", 90, 30, names, key="total_inactive_file")
+    if own:
+        (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(machine, "_CGROUP", root)
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path / "own")
+    assert machine.available_ram() == least
 
 
 def like(cfg: ModelConfig, *kept: int) -> Plan:
