@@ -204,11 +204,11 @@ class Forecast:
         return shapes.model_flops(self.cfg, self.tokens, pairs) / found.step_s / 1e12
 
     def wear_line(self, found: Prediction) -> str:
-        written, room = found.ssd_written * self.steps, self.machine.ssd or 2 * TB
-        rated = self.machine.endurance or ENDURANCE * room
+        written = found.ssd_written * self.steps
+        rated = self.machine.endurance or ENDURANCE * (self.machine.ssd or 2 * TB)
         return (
             f"{_bytes(found.ssd_read)} read and {_bytes(found.ssd_written)} written a step, {_bytes(written)} written "
-            f"in all: {written / rated:.1%} of what {_bytes(room)} of drives are often rated for ({_bytes(rated)})"
+            f"in all: {written / rated:.1%} of the {_bytes(rated)} that drives of this size are often rated for"
         )
 
     # ------------------------------------------------ what would be faster

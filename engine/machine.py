@@ -15,7 +15,7 @@ from trireme.engine import probe
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.predict import PASSES, Batch, unit_seconds
-from trireme.engine.rates import CODE, DRIVES, GB, Machine, rates_of
+from trireme.engine.rates import CODE, DRIVES, ENDURANCE, GB, Machine, rates_of
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.files import existing
@@ -125,10 +125,11 @@ def this_machine(device: torch.device, dtype: str, limits: dict[str, int], folde
     found, how = probe.kept(probe.processor(device, dtype), measure) if cuda else (measure(), "measured")
     places, usual = _places(folders), DRIVES["gen4"]
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
-    room, count = sum(shutil.disk_usage(place).free for place in places), len(places)
+    disks, count = [shutil.disk_usage(place) for place in places], len(places)
+    room, worn = sum(disk.free for disk in disks), ENDURANCE * sum(disk.total for disk in disks)
     rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
-    return Machine(name, limits["gpu"], limits["host"], rates, room, drives=drives, how=how)
+    return Machine(name, limits["gpu"], limits["host"], rates, room, worn, drives, how)
 
 
 def as_planned(machine: Machine, cfg: ModelConfig, plan: Plan, batch: Batch, device: torch.device) -> Machine:

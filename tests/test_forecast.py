@@ -57,6 +57,13 @@ def test_a_larger_step_is_not_offered_where_there_are_no_more_sequences():
     assert "--batch-size" not in "\n".join(f.lines()) and "--batch-size" in "\n".join(replace(f, most=32).lines())
 
 
+def test_wear_is_of_the_drive_not_of_its_free_room():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    full = replace(f, machine=replace(f.machine, ssd=10**11))
+    assert f.wear_line(f.predict()) == full.wear_line(f.predict())
+    assert "of the 1.2 PB that drives of this size are often rated for" in f.wear_line(f.predict())
+
+
 def test_what_a_change_promises_is_what_it_predicts():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert f.again(adam_bits=8).predict().ssd_written < 0.6 * f.predict().ssd_written

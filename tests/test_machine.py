@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from trireme.engine import machine, probe
 from trireme.engine.machine import as_planned, this_machine, with_drives
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.predict import Batch, durations, unit_seconds
-from trireme.engine.rates import ADAM_BYTES, COMPUTATION, Machine, rates_of
+from trireme.engine.rates import ADAM_BYTES, COMPUTATION, ENDURANCE, Machine, rates_of
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
@@ -85,6 +86,7 @@ def test_this_machine_and_its_drives(tmp_path, monkeypatch):
     made = this_machine(CPU, "F32", {"gpu": 1 << 30, "host": 1 << 30}, [str(tmp_path / "not" / "yet")])
     assert min(made.rates.matmul, made.rates.copy, made.rates.adam, made.rates.ssd_read) > 0 and made.ssd > 0
     assert "assumed" in made.drives and "(measured)" in made.describe()
+    assert made.endurance == ENDURANCE * shutil.disk_usage(tmp_path).total, "what is full of other files wears too"
     monkeypatch.setattr(probe, "drive_rates", lambda folder: RATES)
     known = with_drives(made, [str(tmp_path), str(tmp_path / "same drive")])
     assert (known.rates.ssd_read, known.rates.ssd_write, known.rates.mixed) == (3e9, 2e9, 0.8)
