@@ -6,13 +6,13 @@ import math
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int) -> float:
-    """The rate of `step` (from 1) of `total`: linear from 0 over `warmup` steps, then cosine to 10 % of the peak,
-    linear to 0, or constant."""
+    """The rate of `step` (from 1) of `total`: linear from 0 over `warmup` steps, then cosine to 10 % of the peak in the
+    last step, linear to what would be 0 in the step after it, as in transformers, or constant."""
     if step <= warmup:
         return peak * step / warmup
-    done = (step - warmup) / max(1, total - warmup)
+    left = max(1, total - warmup)
     if schedule == "cosine":
-        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
+        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / left))))
     if schedule == "linear":
-        return peak * max(0.0, 1 - done)
+        return peak * max(0.0, 1 - (step - warmup - 1) / left)
     return peak

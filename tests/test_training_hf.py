@@ -4,6 +4,7 @@ import pytest
 import torch
 from engines import LIMITS, Batch, MemoryStore
 from tiny import oracle
+from transformers import get_linear_schedule_with_warmup
 
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill
@@ -98,3 +99,17 @@ def test_fifty_steps_in_bf16(family, device):
     ours, theirs = both(family, RealLanes(device), "BF16")
     for (loss, _), (expected, _) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=0.03, abs=0.03)
+
+
+@pytest.mark.parametrize("total, warmup", [(1, 0), (10, 0), (10, 3), (7, 6)])
+def test_linear_decay_as_transformers(total, warmup):
+    """From the end of warm-up on. Its first step has rate 0 in transformers, and so does nothing; not here."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    theirs, scheduler = [], get_linear_schedule_with_warmup(optimizer, warmup, total)
+    for _ in range(total):
+        theirs.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    ours = [learning_rate(i, total, LR, "linear", warmup) for i in range(1, total + 1)]
+    assert ours[warmup:] == pytest.approx(theirs[warmup:]) and min(ours) > 0 and max(ours) == LR
+    assert ours[:warmup] == pytest.approx([LR * i / warmup for i in range(1, warmup + 1)])
