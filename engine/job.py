@@ -17,7 +17,15 @@ from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
 from trireme.engine.geometry import Geometry
-from trireme.engine.machine import as_planned, choose_device, drive, memory_limits, this_machine, with_drives
+from trireme.engine.machine import (
+    as_planned,
+    available_ram,
+    choose_device,
+    drive,
+    memory_limits,
+    this_machine,
+    with_drives,
+)
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit, Plan
@@ -379,6 +387,11 @@ def report(job: Job) -> list[str]:
         f"clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
     )
     lines.append(f"machine  {job.machine.describe()}")
+    given = job.limits["host"] + (job.limits["gpu"] if job.device.type == "cpu" else 0)  # on a CPU both tiers are RAM
+    if not o.assume and given > (free := available_ram()):
+        lines += _labelled(
+            "", [f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free"]
+        )
     rows = min(o.batch_size, job.data.n_sequences)
     fewer = f" (all there are, fewer than --batch-size {o.batch_size:,})" if rows < o.batch_size else ""
     lines.append(

@@ -245,6 +245,15 @@ def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, given, 
     assert "MiB" in total and "MiB" in limit
 
 
+def test_limits_beyond_the_machine_are_warned_of(here, capsys):
+    for limit, warned in (["--ram", "100TB"], True), (["--gpu-memory", "100TB"], True), ([], False):
+        assert finetune.main([*TRAIN, *limit, "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        assert (
+            bool(re.search(r"warning: the limit of [\d.]+ GiB is more than the [\d.]+ GiB of RAM that", said)) == warned
+        )
+
+
 def test_held_out_files_are_in_the_report(here, capsys):
     assert finetune.main([*TRAIN, "--val", "stories.txt", "--dry-run"]) == 0
     assert re.search(r"^val      stories.txt: \d+ rows", capsys.readouterr().out, re.MULTILINE)
