@@ -21,13 +21,12 @@ class Format:
     read: Callable[[dict], Example]
 
 
-def find_format(row: Mapping[str, Any]) -> Format:
-    """The format of a row, from its keys. BadRow where none fits."""
+def find_format(row: Mapping[str, Any], hint: str = "") -> Format:
+    """The format of a row, from its keys. BadRow where none fits, with `hint` or one that is likelier."""
     for form in FORMATS:
         if all(key in row for key in form.keys):
             return form
     keys = set(row)
-    hint = ""
     if {"chosen", "rejected"} <= keys:
         hint = " It looks like preference data, which is not supported."
     for ours, theirs in _LIKELY:
@@ -49,6 +48,12 @@ def parse_map(text: str | None) -> dict[str, str]:
         if part:
             renames[theirs.strip()] = ours.strip()
     return renames
+
+
+def not_there(row: Mapping[str, Any], renames: Mapping[str, str]) -> str:
+    """What is to be said of columns that --map names and `row` lacks, where that may be why it cannot be read."""
+    absent = ", ".join(repr(theirs) for theirs in renames if theirs not in row)
+    return f" --map names {absent}: there is no such column." if absent else ""
 
 
 def rename(row: dict, renames: Mapping[str, str]) -> dict:

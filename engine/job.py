@@ -31,6 +31,7 @@ from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.rates import Machine, assume
 from trireme.engine.rule import amount, simple_plan
+from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import compact
 from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes
@@ -92,7 +93,8 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
     tokenizer = load_tokenizer(options.tokenizer or folder)
     if options.tokenizer and tokenizer is None:
-        raise InputError(f"--tokenizer {options.tokenizer}: there is no tokenizer.json in that folder.")
+        wrong = "is a file; name its folder" if Path(options.tokenizer).is_file() else "holds no tokenizer.json"
+        raise InputError(f"--tokenizer {options.tokenizer} {wrong}.")
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
@@ -398,7 +400,20 @@ def report(job: Job) -> list[str]:
         f"steps    {job.total_steps:,} of {rows} sequences{fewer} of up to {job.seq_len:,} tokens, "
         f"{job.plan.n_micro} micro-batch{'es' * (job.plan.n_micro > 1)} of {job.micro_rows}"
     )
+    lines += _labelled("", _length_notes(job))
     return [*lines, *forecast(job).lines(), *_labelled("because", list(job.because))]
+
+
+def _length_notes(job: Job) -> list[str]:
+    """What the options say of the run's length that is not as it seems."""
+    o, notes = job.options, []
+    if o.max_steps and o.epochs:
+        notes.append(f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}")
+    warmup = o.warmup_steps(job.total_steps)
+    if warmup >= job.total_steps and o.warmup >= 1:
+        rate = learning_rate(job.total_steps, job.total_steps, job.lr, o.schedule, warmup)
+        notes.append(f"note: --warmup {warmup:,} takes the whole run; its last step has lr {rate:.1e}")
+    return notes
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:

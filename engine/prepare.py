@@ -11,7 +11,7 @@ from trireme.engine.cache import TokenFile, TokenWriter, cache_key, digest, open
 from trireme.engine.chat import ChatTemplate
 from trireme.engine.encode import Encoders, Numbered
 from trireme.engine.examples import Chat, Example, Ids, Text
-from trireme.engine.formats import Format, find_format, rename
+from trireme.engine.formats import Format, find_format, not_there, rename
 from trireme.engine.rows import BadRow, Row
 from trireme.engine.sources import Reader, Source
 from trireme.engine.tokens import Tokenizer
@@ -116,13 +116,15 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
     try:
         if isinstance(value, BadRow):
             raise value
+        hint = not_there(value, reading.renames)
         value = rename(value, reading.renames)
-        tally.format = tally.format or find_format(value)
+        tally.format = tally.format or find_format(value, hint)
         absent = [repr(k) for k in tally.format.keys if k not in value]
         if absent:
             other = ", ".join(map(repr, list(value)[:8]))
             raise BadRow(
                 f"has no {' and no '.join(absent)} (its keys: {other}); the file's format is {tally.format.name!r}"
+                f"{hint and '.' + hint}"
             )
         example = _without_template(tally.format.read(value), reading)
         if isinstance(example, Text):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import numpy as np
 import torch
@@ -20,18 +21,21 @@ from trireme.engine.tokens import Tokenizer
 from trireme.models import model
 
 LEAD = 8  # tokens of running text that serve as a prompt
+FIRST = 100  # sequences in which prompts are sought
 MAX_NEW = 48  # tokens that follow a prompt, at most
 NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
 
 
 def prompts(data: Dataset, count: int) -> list[list[int]]:
-    """Beginnings of the first documents: what comes before the first trained token, or a few words of running text."""
+    """Different beginnings of the first documents: what comes before the first trained token, or a few words of running
+    text. Fewer where not so many of the first FIRST sequences differ."""
     found: list[list[int]] = []
-    for mb in data.batches(1):
+    for mb in islice(data.batches(1), FIRST):
         for ids, labels in zip(*(np.split(a, np.cumsum(mb.lengths)[:-1]) for a in (mb.ids, mb.labels)), strict=True):
             trained = np.flatnonzero(labels >= 0)
-            if len(trained):
-                found.append(ids[: max(LEAD, int(trained[0]) + 1)].tolist())
+            prompt = ids[: max(LEAD, int(trained[0]) + 1)].tolist() if len(trained) else []
+            if prompt and prompt not in found:
+                found.append(prompt)
             if len(found) == count:
                 return found
     return found

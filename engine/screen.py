@@ -119,8 +119,9 @@ class Screen:
         """How many bytes of long work are done that began at the moment `begun` (time.monotonic)."""
         seconds = time.monotonic() - begun
         if seconds > PATIENCE and 0 < done < total:
-            parts = {"what": f"{what}  {done / 1e9:.3g} of {total / 1e9:.3g} GB"}
-            parts["speed"] = f"{done / seconds / 1e9:.2g} GB/s"
+            size, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if total >= s)
+            parts = {"what": f"{what}  {done / size:.3g} of {total / size:.3g} {unit}"}
+            parts["speed"] = f"{done / seconds / size:.2g} {unit}/s"
             self.show(parts | {"eta": f"eta {duration(seconds * (total - done) / done)}"}, False)
 
     @contextmanager

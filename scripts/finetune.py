@@ -6,11 +6,16 @@ Exit codes: 0 done; 1 a bug; 2 wrong input; 3 the model does not fit; 4 a disk f
 import os
 import sys
 
-from trireme.engine.command import parse
-from trireme.engine.options import Options
-from trireme.engine.plan import DoesNotFit
-from trireme.models.config import InputError
-from trireme.storage.checkpoint import CheckpointError
+try:
+    from trireme.engine.command import parse
+    from trireme.engine.options import Options
+    from trireme.engine.plan import DoesNotFit
+    from trireme.models.config import InputError
+    from trireme.storage.checkpoint import CheckpointError
+except ModuleNotFoundError as missing:
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    print(f"error: {missing.name} is not installed. Do this first: pip install -e {root}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main(argv: list[str]) -> int:

@@ -204,7 +204,8 @@ REQUESTS = {
     "a plan that is none": (["--plan", "stories.txt"], 2, ["stories.txt"]),
     "a mode that cannot clip": (["--optimizer-mode", "backward"], 2, ["--max-grad-norm 0"]),
     "a map that maps nothing": (["--map", "prompt"], 2, ["--map"]),
-    "a tokenizer that is not there": (["--tokenizer", "none"], 2, ["none"]),
+    "a tokenizer that is not there": (["--tokenizer", "none"], 2, ["none holds no tokenizer.json"]),
+    "a tokenizer's file": (["--tokenizer", "model/tokenizer.json"], 2, ["tokenizer.json is a file; name its folder"]),
     "a template that is not there": (["--chat-template", "none.jinja"], 2, ["none.jinja"]),
     "output is the checkpoint": (["--out", "model"], 2, ["checkpoint itself"]),
     "output is a file": (["--out", "stories.txt"], 2, ["is a file"]),
@@ -252,6 +253,22 @@ def test_limits_beyond_the_machine_are_warned_of(here, capsys):
         assert (
             bool(re.search(r"warning: the limit of [\d.]+ GiB is more than the [\d.]+ GiB of RAM that", said)) == warned
         )
+
+
+def test_lengths_that_contradict_each_other_are_noted(here, capsys):
+    assert finetune.main([*TRAIN, "--epochs", "2", "--warmup", "1000", "--lr", "1e-3", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "note: --max-steps 2 decides, not --epochs 2" in said
+    assert "note: --warmup 1,000 takes the whole run; its last step has lr 2.0e-06" in said
+    assert finetune.main([*TRAIN, "--dry-run"]) == 0
+    assert "note: --" not in capsys.readouterr().out
+
+
+def test_without_installation_what_to_do_is_said():
+    bare = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "finetune.py"), "--help"]
+    done = subprocess.run(bare, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: trireme is not installed")
+    assert f"pip install -e {ROOT}" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_held_out_files_are_in_the_report(here, capsys):

@@ -2,7 +2,9 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from engines import GPT, LLAMA, batches, gpu_plan, make, train
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from trireme.engine import sample
 from trireme.engine.buffers import workspace
+from trireme.engine.data import MicroBatch
 from trireme.engine.generate import _Cache, _pick, generate, needs
 from trireme.engine.plan import UnitPlan
 from trireme.models.config import InputError, read_config
@@ -149,6 +152,17 @@ def test_prompts_are_cut_to_what_memory_holds(cfg):
     e.memory.gpu_limit = held
     assert sample.sample(e, Words(), LONG) == [(sample.NO_ROOM, True)] * 3
     assert sample.sample(e, Words(), []) == []
+
+
+def test_prompts_differ():
+    rows = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9]]
+    ids = [np.array(row * 4) for row in rows]
+    labels = [np.where(np.arange(12) < len(row) + k // 3, -100, row * 4) for k, row in enumerate(rows)]
+    pairs = [MicroBatch(np.concatenate(ids[k : k + 2]), np.concatenate(labels[k : k + 2]), (12, 12)) for k in (0, 2)]
+    data = SimpleNamespace(batches=lambda rows: iter(pairs))
+    first, second, third = ([*row * 4][:8] for row in (rows[0], rows[1], rows[3]))
+    assert sample.prompts(data, 3) == [first, second, third]
+    assert sample.prompts(data, 9) == [first, second, third] and sample.prompts(data, 1) == [first]
 
 
 def test_learned_positions_leave_room_for_a_token():

@@ -177,6 +177,9 @@ def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_pat
         monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
         more(10**9)
         assert on_screen(stream)[-1].startswith("saving  2 of 4 GB  ") and " eta 0s" in on_screen(stream)[-1]
+    with log.screen.working("reading stories.txt", 1_090_000) as more:
+        more(287_000)
+        assert re.match(r"reading stories.txt  0.287 of 1.09 MB  \S+ MB/s", on_screen(stream)[-1])
     assert on_screen(stream) == before
 
 
