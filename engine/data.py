@@ -91,6 +91,12 @@ class Dataset:
         return int(self.pieces["length"].sum())
 
     @property
+    def nbytes(self) -> int:
+        """Of the tokens on disk: a file that is given twice, or of which a share is held out, is there once."""
+        files = (*self.files, *(self.held_out.files if self.held_out else ()))
+        return sum({file.meta["key"]: file.meta["bytes"] for file in files}.values())
+
+    @property
     def document(self) -> int:
         """Tokens of a usual document: in one of this length a token attends to as many as it does here on average."""
         lengths = self.pieces["length"].astype(float)

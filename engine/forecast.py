@@ -56,6 +56,7 @@ class Forecast:
     trained: float = 1.0  # share of the tokens whose label counts
     cuda: bool = True  # else both tiers are RAM
     bits_open: bool = True  # whether --adam-bits may still be chosen
+    data: int = 0  # bytes of the tokenized data, kept beside the result
     held: int = 0  # bytes of the drives that the run has taken already
 
     @property
@@ -154,6 +155,7 @@ class Forecast:
             "store": stored,
             "snapshots": self.keep * stored,
             "export": export,
+            "tokens": self.data,
             "waiting": self._scratch() + self._spilled(),
         }
 
@@ -171,6 +173,7 @@ class Forecast:
         copies = f"as much again for {self.keep} snapshot{'s' * (self.keep > 1)}"
         part = self.disk_parts()
         parts = f"store {_bytes(part['store'])}, {copies}, export {_bytes(part['export'])}"
+        parts += f", tokens {_bytes(part['tokens'])}" if part["tokens"] else ""
         parts += f", activations and gradients {_bytes(part['waiting'])}" if part["waiting"] else ""
         need, room = self.disk(), self.machine.ssd + self.held
         if not room:

@@ -150,11 +150,13 @@ def _assumed(options: Options) -> Machine | None:
 def forecast(job: Job) -> Forecast:
     """What the run will take."""
     rows = min(job.options.batch_size, job.data.n_sequences)
+    stores = sum(file.stat().st_blocks * 512 for d in job.store_dirs for file in version_files(d))
+    tokens = job.data.nbytes
     return Forecast(
         job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
         most=job.data.n_sequences, used=job.data.report.used, document=job.data.document, trained=job.data.trained,
         cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
-        held=sum(file.stat().st_blocks * 512 for d in job.store_dirs for file in version_files(d)),
+        data=tokens, held=stores + (0 if job.options.dry_run else tokens),
     )  # fmt: skip
 
 

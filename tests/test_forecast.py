@@ -185,6 +185,8 @@ def test_documents_and_labels_are_predicted_as_they_are(tmp_path, monkeypatch):
     (tokens, learned), documents = asked
     assert set(documents[:-1]) == {data.document} and sum(documents) == tokens == f.batch.tokens < 4 * 256
     assert learned == round(data.trained * tokens)
+    on_disk = sum(file.stat().st_size for file in Path(out).glob("tokens/*/tokens"))
+    assert f.disk_parts()["tokens"] == f.held == on_disk > 0 and ", tokens " in f.disk_line()
     forward = [s.end - s.start for s in f.predict().spans if s.name.startswith("forward block")]
     assert forward == pytest.approx([1.0] * 4, rel=0.01)
 
