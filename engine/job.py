@@ -12,11 +12,9 @@ from pathlib import Path
 
 import torch
 
-from trireme.engine.buffers import usage
 from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast, check_drive
-from trireme.engine.geometry import Geometry
 from trireme.engine.machine import (
     as_planned,
     available_ram,
@@ -33,6 +31,7 @@ from trireme.engine.rates import Machine, assume
 from trireme.engine.rule import amount, simple_plan
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import compact
+from trireme.engine.settled import CUT, DTYPES, check_memory, check_resumed, check_step, given_plan
 from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
@@ -42,8 +41,6 @@ from trireme.storage.versions import version_files
 
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
 MARGIN = 1.03  # for the larger records of state that more RAM brings
-DTYPES = {"bf16": "BF16", "fp32": "F32"}
-CUT = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")  # of a plan, that a run keeps to its end
 MICRO_TOKENS = {"cuda": 16384, "cpu": 4096}  # beyond this a larger micro-batch is no faster
 
 
@@ -86,7 +83,7 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
     Raises InputError, CheckpointError, DoesNotFit.
     """
     if like is not None:
-        _check_resumed(options, like)
+        check_resumed(options, like)
     folder = Path(options.model)
     cfg = read_config(folder)
     source = open_source(folder)
@@ -100,11 +97,11 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
     assumed = _assumed(options)
     device = torch.device("cuda") if assumed else choose_device(options.device)
-    given = _given_plan(options, cfg, seq_len, like)
+    given = given_plan(options, cfg, seq_len, like)
     dtype = like["dtype"] if like else given.dtype if given else _dtype(options, device)
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
     if given:
-        _check_memory(options, cfg, given, limits)
+        check_memory(options, cfg, given, limits)
     rule_for = partial(_rule, options, cfg, seq_len, dtype, device, limits, like)
     shared = device.type == "cpu" and not (options.gpu_memory or given)
     if not given:
@@ -116,7 +113,7 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
         limits = _shared(cfg, limits, rule)
     machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
     if given:
-        _check_room_for_step(options, given, sequences, seq_len)
+        check_step(options, given, sequences, seq_len)
         plan, because = given, (f"read from {options.plan}",)
     else:
         plan, because = _first_plan(options, cfg, seq_len, limits, machine, rule), ()
@@ -207,25 +204,6 @@ def cut(job: Job) -> dict:
     return {key: getattr(p, key) for key in CUT} | asked | {"plan": asdict(p)}
 
 
-def _check_resumed(options: Options, like: dict) -> None:
-    """Raises InputError where the options contradict the cut of the run that is resumed."""
-    if not {"halves", "batch_size"} <= like.keys():
-        raise InputError(f"--resume {options.resume}: begun by an older version, which cut its files otherwise.")
-    asked = {"--batch-size": (options.batch_size, like["batch_size"])}
-    if options.seq_len is not None:
-        asked["--seq-len"] = options.seq_len, like["tokens"] // like["rows"]
-    if options.dtype != "auto":
-        asked["--dtype"] = options.dtype, next(name for name, dtype in DTYPES.items() if dtype == like["dtype"])
-    if not options.plan:  # which says these
-        asked["--adam-bits"] = options.adam_bits, like["adam_bits"]
-        if options.micro_batch != "auto":
-            most = like["rows"] if like["n_micro"] == 1 else options.micro_batch  # of a whole step there is no more
-            asked["--micro-batch"] = min(options.micro_batch, most), like["rows"]
-    for flag, (now, before) in asked.items():
-        if now != before:
-            raise InputError(f"{flag} {now}: the run began with {before}, which cannot change. Leave it out.")
-
-
 def _rule(
     options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, limits, like: dict | None, sequences: int
 ) -> dict:
@@ -256,26 +234,6 @@ def _dtype(options: Options, device: torch.device) -> str:
     return DTYPES.get(options.dtype, "BF16" if device.type == "cuda" else "F32")
 
 
-def _given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | None) -> Plan | None:
-    """The plan that was given; InputError where it is not for this model or this run."""
-    if not options.plan:
-        return None
-    plan = Plan.load(Path(options.plan))
-    if len(plan.units) != plan.cut(cfg).n_units or plan.tokens % seq_len:
-        raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
-    if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
-        raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
-    geo = Geometry.of(cfg, plan)
-    for u, unit in enumerate(plan.units):
-        unknown = {name for name, _ in unit.saved} - set(geo.saved_names(u) if 0 < u < geo.head else ())
-        if unknown:
-            raise InputError(f"{options.plan}: unit {u} saves {unknown.pop()!r}, which it does not have")
-    for key in CUT if like else ():
-        if getattr(plan, key) != like[key]:
-            raise InputError(f"{options.plan}: the run began with {key} {like[key]}, the plan has {getattr(plan, key)}")
-    return plan
-
-
 def _refuse_early(cfg: ModelConfig, limits, shared: bool, rule_for: Callable[[int], dict], batch_size: int) -> None:
     """Raises DoesNotFit where not even steps of one sequence fit: then the data need not be read.
 
@@ -299,26 +257,6 @@ def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machin
     if options.assume:
         check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
     return plan
-
-
-def _check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: dict[str, int]) -> None:
-    """Raises DoesNotFit where the plan that was given takes more than there is."""
-    need = usage(Geometry.of(cfg, plan), plan)
-    if any(need[tier] > limits[tier] for tier in need):
-        numbers = [f"{amount(need[t])} of {what}, the limit is {amount(limits[t])}"
-                   for t, what in (("gpu", "GPU memory"), ("host", "RAM")) if need[t] > limits[t]]  # fmt: skip
-        raise DoesNotFit(f"{options.plan}: the plan needs {' and '.join(numbers)}. Change it, or leave it out.")
-
-
-def _check_room_for_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> None:
-    """Raises InputError where a step of so many sequences has more micro-batches than the plan that was given."""
-    rows = plan.tokens // seq_len
-    needed = math.ceil(sequences / rows)
-    if needed > plan.n_micro:
-        raise InputError(
-            f"{options.plan}: a step of {sequences} sequences is {needed} micro-batches of {rows}, the plan has room "
-            f"for {plan.n_micro}. Raise its n_micro, or lower --batch-size."
-        )
 
 
 def _searched(

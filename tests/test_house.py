@@ -24,7 +24,7 @@ MAY_IMPORT = {
 }
 ENGINE_FREE = (
     "cache chat command conversations curve data demo documents encode examples formats log options pack plan prepare "
-    "rates report rows rule schedule screen sources template tokens verify"
+    "rates report rows rule schedule screen settled sources template tokens verify"
 ).split()
 TORCH_FREE = [
     *(f"trireme.storage.{p.stem}" for p in sorted((ROOT / "storage").glob("*.py"))),
