@@ -199,7 +199,7 @@ def parse(argv: Sequence[str]) -> Options:
     if options.demo:
         own = [_flag(name) for name in ("model", "data", "val", "resume") if getattr(options, name)]
         if own:
-            raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {' and '.join(own)}.")
+            raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
     if options.model is None:
         raise InputError("no checkpoint given. Try: finetune.py CHECKPOINT --data FILE, or --demo, or --help.")

@@ -48,7 +48,7 @@ def given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | No
         raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
     geo = Geometry.of(cfg, plan)
     for u, unit in enumerate(plan.units):
-        unknown = {name for name, _ in unit.saved} - set(geo.saved_names(u) if 0 < u < geo.head else ())
+        unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())
         if unknown:
             raise InputError(f"{options.plan}: unit {u} saves {unknown.pop()!r}, which it does not have")
     for key in CUT if like else ():

@@ -97,7 +97,7 @@ def test_the_essentials_are_asked_for():
 
 def test_what_would_be_ignored_is_refused(tmp_path):
     assert refused(*BASE, "--demo") == (
-        "--demo trains a model of its own on stories of its own. Leave out --model and --data."
+        "--demo trains a model of its own on stories of its own. Leave out --model, --data."
     )
     assert "Leave out --val" in refused("--demo", "--val", "0.1")
     write_config(parse(BASE), tmp_path / "config.yaml")
