@@ -80,9 +80,7 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
     cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
     blocks = [shapes.workspace_bytes(cfg, u, tokens, itemsize) for u in range(1, 3 if cfg.halves else 2)]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # what goes into a block and what comes out
-    single = (
-        2 * positions * cfg.q_width * (itemsize + 4)
-    )  # a layer's cache, again for each head that shares it, in fp32
+    single = 2 * positions * cfg.q_width * (itemsize + 4)  # a layer's cache, once more for each head, and in fp32
     ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits and their copies
     return cache + max(whole, single) + ends
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
@@ -52,19 +50,22 @@ def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[li
 
 
 def sample(
-    e: Engine, tokenizer: Tokenizer, given: list[list[int]], max_new: int = MAX_NEW, until: float = math.inf
+    e: Engine,
+    tokenizer: Tokenizer,
+    given: list[list[int]],
+    max_new: int = MAX_NEW,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[tuple[str, bool]]:
     """(text, whether it ended by itself) that greedily follows each prompt, `fitted`. Applies updates that are due.
 
-    `until`: the moment, by time.monotonic, after which no further token is begun. Where memory does not do after all,
-    the text says so: no run ends for a sample.
+    No further token is begun once `enough()`. Where memory does not do after all, the text says so: no run ends for a
+    sample.
     """
     given = fitted(e, given, max_new)
     if not all(given):
         return [(NO_ROOM, True)] * len(given)
     fetch, eos = _fetcher(e), frozenset([tokenizer.eos]) if tokenizer.eos is not None else frozenset()
-    late = lambda: time.monotonic() > until  # noqa: E731
-    options = dict(eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype], enough=late)
+    options = dict(eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype], enough=enough)
     try:
         out = generate(e.cfg, fetch, given, max_new, **options)
     except torch.OutOfMemoryError:

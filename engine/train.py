@@ -290,6 +290,8 @@ class Run:
         per_epoch = job.data.steps_per_epoch(self.options.batch_size)
         record = {"step": self.step, "epoch": round(self.step / per_epoch, 4), "eval_loss": loss}
         samples = self._samples(1)
+        if self._is_leaving():
+            return
         self.log.eval(record | ({"sample": samples[0][1]} if samples else {}))
         if self.best is None or loss < self.best:
             self.best, self.best_step = loss, self.step or None
@@ -305,7 +307,8 @@ class Run:
         if job.tokenizer is None:
             return []
         given = prompts(job.data.held_out or job.data, count)
-        said = sample(self.e, job.tokenizer, given, until=time.monotonic() + SAMPLING)
+        end = time.monotonic() + SAMPLING
+        said = sample(self.e, job.tokenizer, given, enough=lambda: time.monotonic() > end or self._is_leaving())
         return [(job.tokenizer.decode(ids), text, ended) for ids, (text, ended) in zip(given, said, strict=True)]
 
     def _eval_group(self, group: list) -> float:
