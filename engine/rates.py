@@ -158,8 +158,9 @@ class Machine:
 
     def describe(self) -> str:
         r = self.rates
+        amount = lambda n: f"{n / 2**30:.0f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"  # noqa: E731
         return (
-            f"{self.name}, {self.gpu / 2**30:.0f} GiB | RAM {self.ram / 2**30:.0f} GiB, {r.dram / GB:.0f} GB/s | "
+            f"{self.name}, {amount(self.gpu)} | RAM {amount(self.ram)}, {r.dram / GB:.0f} GB/s | "
             f"{self.drives} | bus {r.h2d / GB:.0f} GB/s | CPU AdamW {r.adam / GB:.1f} G parameters/s"
             f"{f' ({self.how})' * bool(self.how)}"
         )

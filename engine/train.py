@@ -31,7 +31,7 @@ from trireme.engine.optimizer import AdamW, StepStats
 from trireme.engine.options import Options
 from trireme.engine.plan import Plan
 from trireme.engine.predict import Batch, predict
-from trireme.engine.sample import prompts, sample
+from trireme.engine.sample import fitted, prompts, sample
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import Screen, duration
 from trireme.engine.signals import stop_signals
@@ -306,7 +306,7 @@ class Run:
         job = self.job
         if job.tokenizer is None:
             return []
-        given = prompts(job.data.held_out or job.data, count)
+        given = fitted(self.e, prompts(job.data.held_out or job.data, count))
         end = time.monotonic() + SAMPLING
         said = sample(self.e, job.tokenizer, given, enough=lambda: time.monotonic() > end or self._is_leaving())
         return [(job.tokenizer.decode(ids), text, ended) for ids, (text, ended) in zip(given, said, strict=True)]
@@ -360,6 +360,7 @@ class Run:
         elif self.best_step is not None:
             self.log.say(f"best     {job.out / 'best'}: eval_loss {self.best:.4f} at step {self.best_step}")
         self._close()
+        shutil.rmtree(job.out / "tokens", ignore_errors=True)  # a run that is over goes on no more
         self.store.remove()
         if not self.options.store:
             (job.out / "store").rmdir()
