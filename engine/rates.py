@@ -121,7 +121,7 @@ ENDURANCE = 600  # bytes that may be written for each byte of a consumer drive's
 # What the CPU's memory gives to all its users over what AdamW alone takes of it; from measured steps that it binds.
 SHARED = 1.05
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
-CODE = 540 << 20  # bytes of RAM that code loaded and compiled during the first steps on a GPU takes
+CODE = 600 << 20  # bytes of RAM that code loaded and compiled during the first steps on a GPU takes
 RESERVE = {"gpu": 5 << 28, "host": 0.85}  # bytes for the driver's context and late kernels; share of RAM to be used
 
 
