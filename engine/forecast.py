@@ -13,7 +13,7 @@ from trireme.engine.plan import TIERS, DoesNotFit, Plan
 from trireme.engine.predict import Batch, Prediction, predict
 from trireme.engine.rates import ENDURANCE, TB, Machine
 from trireme.engine.rule import simple_plan
-from trireme.engine.screen import compact, duration
+from trireme.engine.screen import compact, count, duration
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
@@ -129,7 +129,8 @@ class Forecast:
         plan, n = self.plan, len(self.plan.units)
         if row == "weights":
             homes = _counted(u.weights for u in plan.units)
-            return f"   homes of {n} units: {homes}; {plan.ahead + 1} {self._blocks} on their way"
+            way = f"{plan.ahead + 1} {self._blocks} on their way" if plan.ahead else f"1 {self._blocks[:-1]} on its way"
+            return f"   homes of {n} units: {homes}; {way}"
         if row == "optimizer state":
             updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
             where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
@@ -186,9 +187,9 @@ class Forecast:
     def time_line(self, found: Prediction) -> str:
         step, about = found.step_s, "" if self.cuda else "about "  # others may be using the CPU too
         return (
-            f"{about}{_seconds(step)} a step ({self.sequences} sequences, {compact(self.tokens)} tokens: "
+            f"{about}{_seconds(step)} a step ({count(self.sequences, 'sequence')}, {compact(self.tokens)} tokens: "
             f"{compact(self.tokens / step)} tok/s, {self.tflops(found):.3g} TFLOP/s); "
-            f"{self.steps:,} steps = {about}{duration(self.steps * step)}; "
+            f"{count(self.steps, 'step')} = {about}{duration(self.steps * step)}; "
             f"limited by {BINDS[found.bound]} ({_seconds(found.busy[found.bound])} of {_seconds(step)})"
         )
 

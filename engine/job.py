@@ -30,7 +30,7 @@ from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.rates import Machine, assume
 from trireme.engine.rule import amount, simple_plan
 from trireme.engine.schedule import learning_rate
-from trireme.engine.screen import compact
+from trireme.engine.screen import compact, count
 from trireme.engine.settled import CUT, DTYPES, check_memory, check_resumed, check_step, given_plan
 from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes
@@ -337,7 +337,7 @@ def report(job: Job) -> list[str]:
     rows = min(o.batch_size, job.data.n_sequences)
     fewer = f" (all there are, fewer than --batch-size {o.batch_size:,})" if rows < o.batch_size else ""
     lines.append(
-        f"steps    {job.total_steps:,} of {rows} sequences{fewer} of up to {job.seq_len:,} tokens, "
+        f"steps    {job.total_steps:,} of {count(rows, 'sequence')}{fewer} of up to {job.seq_len:,} tokens, "
         f"{job.plan.n_micro} micro-batch{'es' * (job.plan.n_micro > 1)} of {job.micro_rows}"
     )
     lines += _labelled("", _length_notes(job))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trireme.engine.documents import Fitted
+from trireme.engine.screen import count
 from trireme.engine.tokens import Tokenizer
 
 
@@ -24,7 +25,7 @@ class FileReport:
     def __str__(self) -> str:
         weight = "" if self.weight == 1 else f", weight {self.weight:g}"
         bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
-        return f'{self.name}: {_count(self.rows, "row")}, format "{self.format}"{weight}{bad}'
+        return f'{self.name}: {count(self.rows, "row")}, format "{self.format}"{weight}{bad}'
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Report:
         """The report as it is printed."""
         tokens, trained = int(self.rows["length"].sum()), int(self.rows["trained"].sum())
         p50, p99 = np.percentile(self.rows["length"], [50, 99])
-        held = f"{_count(self.held_out, 'row')} held out; " if self.held_out else ""
+        held = f"{count(self.held_out, 'row')} held out; " if self.held_out else ""
         lines = [str(file) for file in self.files]
         lines.append(
             f"{held}{human(tokens)} tokens, {human(trained)} trained ({100 * trained / max(tokens, 1):.0f} %); "
@@ -57,7 +58,7 @@ class Report:
         packed = "packed into " if self.packed else ""
         single = "" if self.packed else ", one row each"
         lines.append(
-            f"{packed}{_count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
+            f"{packed}{count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
             f"{100 * (1 - self.used):.1f} % of the room is left free, and costs nothing"
         )
         return [*lines, *(f"note: {note}" for note in self.notes)]
@@ -66,7 +67,7 @@ class Report:
         """What became of rows that are not trained on as they are."""
         lines = [self._long_rows()] if self.fitted.longer else []
         if self.fitted.unlearnable:
-            lines.append(f"{_count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
+            lines.append(f"{count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
         return lines
 
     def _long_rows(self) -> str:
@@ -85,10 +86,6 @@ def human(n: int) -> str:
         if n >= size:
             return f"{n / size:.1f} {unit}"
     return str(n)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def example_text(ids: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer | None) -> str:

@@ -24,6 +24,11 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
 
 
+def count(n: int, noun: str) -> str:
+    """`1 row`, `1,100 rows`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def compact(n: float) -> str:
     """Three figures or so: `243`, `11.7k`, `1.24M`, `13B`."""
     units = ["", "k", "M", "B"]
