@@ -363,7 +363,7 @@ class Run:
         shutil.rmtree(job.out / "tokens", ignore_errors=True)  # a run that is over goes on no more
         self.store.remove()
         if not self.options.store:
-            (job.out / "store").rmdir()
+            shutil.rmtree(job.out / "store", ignore_errors=True)
 
     def _trace(self) -> list[Span]:
         """Finds out which lane was busiest in this step, and writes the step's timeline where asked for."""

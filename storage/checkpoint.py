@@ -20,7 +20,7 @@ from trireme.storage.files import StoreError, check_space, sync_folder, write_sy
 from trireme.storage.headers import MAX_HEADER, CheckpointError, parse_json, read_header
 from trireme.storage.layout import ITEMSIZE
 
-INDEX = "model.safetensors.index.json"
+INDEX, TEMPLATES = "model.safetensors.index.json", "additional_chat_templates"
 SINGLE = "model.safetensors"
 CHUNK = 16 << 20  # bytes read or written at a time
 PIECE = 1 << 20  # bytes handed on at a time: they stay in a core's cache while they are worked on
@@ -202,7 +202,7 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
 def companions(folder: Path) -> list[str]:
     """The files that travel with the weights (config, tokenizer, templates), relative to `folder`."""
     found = [p for p in folder.iterdir() if p.suffix in COMPANIONS and not p.name.endswith(".index.json")]
-    found += (folder / "additional_chat_templates").glob("*.jinja")
+    found += (folder / TEMPLATES).glob("*.jinja")
     return sorted(str(p.relative_to(folder)) for p in found if p.is_file() and not p.name.startswith("."))
 
 

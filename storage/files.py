@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 FLUSH = 256 << 20  # dirty bytes allowed in the page cache while a file is written
+LOCK = "store.lock"
 
 
 class StoreError(OSError):
@@ -77,7 +78,7 @@ def lock_folder(path: Path, stack: ExitStack) -> None:
     """Makes the folder and takes it for this process, until `stack` closes or the process ends, however it ends."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as e:
         raise StoreError(e.errno, e.strerror, str(path)) from e
     stack.callback(os.close, fd)

@@ -37,7 +37,7 @@ from pathlib import Path
 from trireme.storage import checkpoint, snapshots
 from trireme.storage.aio import together
 from trireme.storage.devices import Device, open_device
-from trireme.storage.files import StoreError, lock_folder, replace_synced, sync_folder, write_synced
+from trireme.storage.files import LOCK, StoreError, lock_folder, replace_synced, sync_folder, write_synced
 from trireme.storage.layout import Layout, round_up
 from trireme.storage.stripes import Stripe, deal_cut, deal_whole
 from trireme.storage.versions import FOLDER, Version, Versions, version_files
@@ -282,14 +282,17 @@ class Store:
         self._resources.close()
 
     def remove(self) -> None:
-        """Closes the store and removes everything that it made in its folders. Killed meanwhile, it is finished."""
-        self.close()
+        """Removes everything that the store made in its folders, and closes it. Killed meanwhile, it is finished."""
         for path in self._paths:
             os.rename(path / IDENTITY, path / FINISHED)
         for name in (*self._companions, checkpoint.INDEX):
             (self._paths[0] / name).unlink(missing_ok=True)
+        with suppress(OSError):  # where the checkpoint has none, or there is something of somebody else's
+            (self._paths[0] / checkpoint.TEMPLATES).rmdir()
         for path in self._paths:
             remove_finished(path)
+            (path / LOCK).unlink()  # last, and while it is held
+        self.close()
 
     def __enter__(self) -> Store:
         return self
@@ -307,8 +310,7 @@ def remove_finished(path: Path) -> None:
         version.unlink()
     with suppress(OSError):  # a file of somebody else's stays, with its folder
         (path / FOLDER).rmdir()
-    for name in ("store.lock", FINISHED):
-        (path / name).unlink(missing_ok=True)
+    (path / FINISHED).unlink()
 
 
 def _path(d: str | os.PathLike | Device) -> Path:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 
+from trireme.storage import shards
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.checkpoint import INDEX, open_source
 from trireme.storage.devices import Device, is_direct
@@ -280,6 +281,33 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
     for name in foreign:
         assert (tmp_path / "d0" / name).read_text() == "x"
     assert not any((tmp_path / "d0" / name).exists() for name in leftovers) and not orphan.exists()
+
+
+def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    for name in ("config.json", "additional_chat_templates/tool.jinja"):
+        (source / name).write_text("{}")
+    for stopped in (False, True):  # killed half-way, the next store there takes the rest away
+        with create(tmp_path, 2, companions=source) as store:
+            for seed in range(2):
+                write_all(store, seed)
+                store.commit(seed, {})
+            (tmp_path / "d0" / "notes.txt").write_text("mine")
+            if stopped:
+                with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+                    m.setattr(shards, "remove_finished", lambda path: interrupt())
+                    store.remove()
+            else:
+                store.remove()
+    with create(tmp_path, 2) as store:
+        assert {p.name for p in (tmp_path / "d0").iterdir()} == {"notes.txt", "files", "store.id", "store.lock"}
+        store.remove()
+    assert [p.name for d in ("d0", "d1") for p in (tmp_path / d).iterdir()] == ["notes.txt"]
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 # ---------------------------------------------------------------- faults
