@@ -20,6 +20,7 @@ from trireme.engine.rows import BadRow
 from trireme.engine.template import Rendering, Span, Template
 from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
+from trireme.storage.checkpoint import TEMPLATES
 
 # For models that have no template: roles on lines of their own, the tokenizer's end token after every message.
 PLAIN = """\
@@ -265,7 +266,7 @@ def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
     """(templates by name, where they stand)."""
     path = tokenizer.folder / "chat_template.jinja"
     if path.is_file():
-        more = sorted((tokenizer.folder / "additional_chat_templates").glob("*.jinja"))
+        more = sorted((tokenizer.folder / TEMPLATES).glob("*.jinja"))
         return {"default": _read(path), **{p.stem: _read(p) for p in more}}, str(path)
     where = str(tokenizer.folder / "tokenizer_config.json")
     written = tokenizer.config.get("chat_template")

@@ -36,7 +36,7 @@ from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import Screen, duration
 from trireme.engine.signals import stop_signals
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
-from trireme.engine.verify import new_run, reopen
+from trireme.engine.verify import has_begun, new_run, reopen
 from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
@@ -101,7 +101,8 @@ def _train(options: Options) -> None:
 def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
     """The store of an interrupted run at its last snapshot, or (None, None) where it had not come to a first one."""
     out, dirs = Path(options.out), [Path(d) for d in options.store or (os.path.join(options.out, "store"),)]
-    finished, lost = ([d for d in dirs if (d / FINISHED).exists()], [d for d in dirs if not (d / IDENTITY).exists()])
+    finished = [d for d in dirs if (d / FINISHED).exists()]
+    lost = [d for d in dirs if not (d / IDENTITY).exists()]
     ours = not options.store or all(d.is_dir() for d in dirs)  # what is empty may also be a drive that is not mounted
     if finished or (lost and ours and any(out.glob("*.safetensors"))):
         for d in finished:
@@ -110,8 +111,7 @@ def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
             f"--resume {out}: that run is finished. To train its result further, name the folder as the checkpoint, "
             "and another --out."
         )
-    log = out / "log.jsonl"
-    if lost and log.exists() and log.stat().st_size:
+    if lost and has_begun(out):
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
         store = Store.open([open_device(d, 0) for d in dirs], options.keep)

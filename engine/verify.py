@@ -59,11 +59,16 @@ def new_run(out: Path, source: Path, store: Sequence[Path], saved: type[BaseExce
         except saved:
             raise
         except BaseException:
-            log = out / "log.jsonl"
-            if not log.exists() or not log.stat().st_size:
+            if not has_begun(out):
                 for path in (*made, *(out.iterdir() if out.exists() else ())):
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
             raise
+
+
+def has_begun(out: Path) -> bool:
+    """Whether a run in the folder has said anything of a step."""
+    log = out / "log.jsonl"
+    return log.exists() and log.stat().st_size > 0
 
 
 @contextmanager

@@ -228,7 +228,7 @@ def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> Run:
     """Warms up, then times steps. The last but one of warm-up is traced between two drains, as a run's second is."""
     cfg, tables = e.cfg, rope_tables(e.cfg, a.seq, device)
     micro = e.plan.tokens // a.seq
-    times, losses, traced = [], [], {}
+    times, losses, warm = [], [], []
     for step in range(1, a.warmup + a.steps + 1):
         batch = make_batch(cfg, a.tokens, a.seq, micro, step, text)
         start = time.perf_counter()
@@ -244,13 +244,13 @@ def run_steps(a, e: Engine, device: torch.device, text: bytes | None) -> Run:
         print(f"step {step}: {times[-1]:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}", flush=True)
         if step in (a.warmup - 2, a.warmup - 1):
             e.lanes.drain()
-            traced[step] = e.lanes.trace()
+            warm = e.lanes.trace()
     e.lanes.tracing = False
     start = time.perf_counter()
     e.optimizer.flush()
     e.lanes.drain()
     print(f"last updates: {time.perf_counter() - start:.3f} s")
-    return Run(times[a.warmup :], times[a.warmup - 2], losses, traced.get(a.warmup - 1, []), e.lanes.trace())
+    return Run(times[a.warmup :], times[a.warmup - 2], losses, warm, e.lanes.trace())
 
 
 def _horizontal(e: Engine, batch, tables, device, step: int, lr: float):

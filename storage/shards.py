@@ -25,6 +25,7 @@ import json
 import mmap
 import os
 import re
+import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
@@ -305,7 +306,9 @@ def remove_finished(path: Path) -> None:
     """Removes what is left of a store that is finished; where there is none, nothing."""
     if not (path / FINISHED).exists():
         return
-    snapshots.clean([path], set(), whole=True)
+    for name in snapshots.folders(path):
+        shutil.rmtree(path / name)
+    snapshots.clean([path], set())
     for version in version_files(path):
         version.unlink()
     with suppress(OSError):  # a file of somebody else's stays, with its folder

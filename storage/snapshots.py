@@ -162,11 +162,11 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
             raise StoreError(5, message, str(path))
 
 
-def clean(devices: Sequence[Path], valid: set[str], whole: bool = False) -> None:
-    """Removes what a crash left of snapshots that were being made or removed; if `whole`, all that are not `valid`."""
+def clean(devices: Sequence[Path], valid: set[str]) -> None:
+    """Removes what a crash left of snapshots that were being made or removed. Nothing else is touched."""
     for k, device in enumerate(devices):
         for path in list(device.iterdir()):
-            orphan = (whole or k > 0) and NAME.fullmatch(path.name) and path.name not in valid
+            orphan = k > 0 and NAME.fullmatch(path.name) and path.name not in valid
             if (orphan or LEFTOVER.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
 
