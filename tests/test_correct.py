@@ -47,14 +47,18 @@ def test_a_lane_that_hardly_works_says_nothing():
 @given(st.floats(0.4, 2.0), st.sampled_from(("backward", "forward")))
 @settings(max_examples=10, deadline=None)
 def test_what_a_drained_lane_does_after_a_step_says_nothing(slower, mode):
-    """The second step of a run reads its own records and, while it is drained, the next one's."""
-    p = replace(plan(SMALL, UnitPlan("host", "ssd"), keep=2, tokens=16384, record=1 << 22), mode=mode)
+    """The second step of a run reads its own records and, while it is drained, the next one's.
+
+    Of a record that is under way as the step ends, the share that was done is a guess: many blocks make it small.
+    """
+    cfg = replace(SMALL, n_layers=12)
+    p = replace(plan(cfg, UnitPlan("host", "ssd"), keep=2, tokens=16384, record=1 << 22), mode=mode)
     true = replace(RATES, ssd_read=RATES.ssd_read / slower, ssd_write=RATES.ssd_write / slower)
-    real, found = predict(SMALL, p, true, BATCH), predict(SMALL, p, RATES, BATCH)
+    real, found = predict(cfg, p, true, BATCH), predict(cfg, p, RATES, BATCH)
     end = max(s.end for s in real.spans)
     later = [Span("state_read", f"state {i}", end + i, end + i + 1, 1e9, 0) for i in range(20)]
     known = corrected(RATES, found, [*real.spans, *later], real.step_s)
-    assert predict(SMALL, p, known, BATCH).step_s == pytest.approx(real.step_s, rel=0.05)
+    assert predict(cfg, p, known, BATCH).step_s == pytest.approx(real.step_s, rel=0.02)
 
 
 def test_a_drive_is_at_work_while_anything_is_in_flight():
