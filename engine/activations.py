@@ -1,7 +1,7 @@
 """Activations between forward and backward: kept on the GPU, or swapped to RAM or SSD and fetched back in time.
 
 Each block and micro-batch has up to three spans of saved tensors, one per tier, its input `x`, which is a span too, and
-on the way down the gradient `dx` of that. Names that the plan gives to no tier are not saved; backward recomputes them.
+in backward the gradient `dx` of that. Names that the plan gives to no tier are not saved; backward recomputes them.
 A swapped span passes through a ring of GPU slots, and on the way to the SSD through a ring of host slots (Fuyou,
 section 4.4: full pipelining, first in first out, bounded by the slots that the plan found room for).
 
@@ -12,30 +12,20 @@ very many micro-batches it waits outside instead: `x` where it waits for backwar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
-from trireme.engine.memory import Slot, memory_of, views
+from trireme.engine.memory import OnGpu, memory_of, views
 from trireme.engine.plan import TIERS, Plan
 
 Key = tuple[int, int, str]  # unit, micro-batch, part: "x", "dx", or the tier of a span of saved tensors
 
 
-@dataclass
-class Here:
-    """A span on the GPU: its buffer, its slot where it passes through a ring, and what to be ordered after."""
-
-    buffer: Tensor | None
-    slot: Slot | None
-    ready: tuple[Task, ...]
-
-
 class ActivationSwap:
-    """Hands out spans to fill on the way up and brings them back, in reverse, on the way down."""
+    """Hands out spans to be filled in forward and brings them back, in reverse, in backward."""
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes, scratch=None):
         self.geo, self.plan, self.lanes, self.scratch = geo, plan, lanes, scratch
@@ -47,7 +37,7 @@ class ActivationSwap:
         self.host: dict[Key, Tensor | None] = {}
         self.offset: dict[Key, int] = {}  # place in the scratch file of spans that go to the SSD
         self._place(homes)
-        self.here: dict[Key, Here] = {}
+        self.here: dict[Key, OnGpu] = {}
         self.away: dict[Key, Task] = {}  # the task after which a swapped span is whole outside the GPU
 
     def _place(self, homes: Homes) -> None:
@@ -83,20 +73,20 @@ class ActivationSwap:
             return self.geo.x_bytes(tokens)
         return self.geo.saved_layout(self.names[u, part], tokens).span
 
-    # ------------------------------------------------ the way up
+    # ------------------------------------------------ forward
 
-    def open(self, u: int, b: int, part: str) -> Here:
+    def open(self, u: int, b: int, part: str) -> OnGpu:
         """A span on the GPU to be filled; whoever writes it is ordered after `ready`."""
         key = (u, b, part)
         if key in self.fixed:
-            here = Here(self.fixed[key], None, ())
+            here = OnGpu(self.fixed[key], ())
         else:
             slot = self.rings[part].acquire(f"{self.geo.names[u]} {part} {b}")
-            here = Here(slot.buffer, slot, slot.ready)
+            here = OnGpu(slot.buffer, slot.ready, slot)
         self.here[key] = here
         return here
 
-    def saved(self, u: int, tokens: int, here: dict[str, Here]) -> dict[str, Tensor]:
+    def saved(self, u: int, tokens: int, here: dict[str, OnGpu]) -> dict[str, Tensor]:
         """The saved tensors of a block by name, as views of the spans in `here`."""
         found: dict[str, Tensor] = {}
         for part, span in here.items():
@@ -129,7 +119,7 @@ class ActivationSwap:
     def _gone(self, key: Key) -> tuple[Task, ...]:
         return (self.away[key],) if key in self.away else ()
 
-    # ------------------------------------------------ the way down
+    # ------------------------------------------------ backward
 
     def prefetch(self, u: int, b: int, part: str, tokens: int) -> None:
         """Starts a swapped span on its way back; nothing where it is on the GPU."""
@@ -151,9 +141,9 @@ class ActivationSwap:
         if slot is not None:
             slot.ring.release(slot, (task,))
         self.away[home] = task  # the next writer of the host copy comes after this reader
-        self.here[key] = Here(gpu.buffer, gpu, (task,))
+        self.here[key] = OnGpu(gpu.buffer, (task,), gpu)
 
-    def get(self, u: int, b: int, part: str) -> Here:
+    def get(self, u: int, b: int, part: str) -> OnGpu:
         """A span that was opened or prefetched."""
         return self.here[u, b, part]
 

@@ -252,13 +252,13 @@ def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, 
 def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float = 1.0) -> dict[str, float]:
     """Seconds that each resource needs at least for a step of this plan, if it were never kept waiting.
 
-    `halves`: each half of a step waits for the slowest of its own. What is swapped leaves on the way up and comes back
-    on the way down; where updates wait for the norm, all of them run on the way up.
+    `halves`: each half of a step waits for the slowest of its own. What is swapped leaves in forward and comes back in
+    backward; where updates wait for the norm, all of them run in forward.
     """
     seconds = unit_seconds(geo.cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))
     forward = plan.n_micro * sum(s for name, s in seconds.items() if name.startswith("forward"))
     compute = plan.n_micro * sum(seconds.values())
-    up, down = Counter(), Counter()  # bytes of each lane on the way up and on the way down
+    up, down = Counter(), Counter()  # bytes of each lane in forward and in backward
     updates, read, written = down if plan.mode == "backward" else up, 0, 0
     for u, unit in enumerate(plan.units):
         weights, state = geo.weights[u].span, geo.state_span(u, plan.record)

@@ -59,6 +59,18 @@ class Slot:
         self.ring, self.buffer, self.owner, self.ready = ring, buffer, None, ()
 
 
+@dataclass
+class OnGpu:
+    """A span on the GPU: its buffer, the tasks that whoever touches it comes after, the slot that it passes through.
+
+    Without a slot the buffer is its own for good. In a simulation there is no buffer.
+    """
+
+    buffer: Tensor | None
+    ready: tuple[Task, ...]
+    slot: Slot | None = None
+
+
 class Ring:
     """Equal slots, handed out first released first.
 

@@ -14,7 +14,7 @@ from trireme.engine.data import Dataset
 from trireme.engine.generate import generate, needs
 from trireme.engine.memory import DTYPE, views
 from trireme.engine.rule import largest
-from trireme.engine.step import Engine, approach
+from trireme.engine.step import Engine, update_and_prefetch
 from trireme.engine.tokens import Tokenizer
 from trireme.models import model
 
@@ -87,10 +87,10 @@ def _fetcher(e: Engine):
 
     @contextmanager
     def fetch(u: int) -> Iterator:
-        approach(e, u)
+        update_and_prefetch(e, u)
         held = e.weights.get(u)
         if e.plan.window > 1:
-            approach(e, u + 1)
+            update_and_prefetch(e, u + 1)
         e.lanes.run("compute", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
         yield model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
         done = e.lanes.run("compute", f"read {e.geo.names[u]}", lambda: None)

@@ -5,7 +5,7 @@ The step's own code hands over exactly the tasks that a run hands over. How long
 - **one drive**: all lanes to and from the SSD are queues of one half-duplex device. A request uses whatever moments of
   the device are left by those handed over before it, in pieces if need be; but what the step itself waits for shares
   the drive with the optimizer's records, rather than wait behind them. Several drives are one of their summed rate.
-- **one memory**: all that is copied in the same half of a step as CPU AdamW, the way up or the way down, takes from it
+- **one memory**: all that is copied in the same half of a step as CPU AdamW, forward or backward, takes from it
   the time that the memory needs for it, and copies to the GPU run beside updates, slower, for as long as both can; what
   both directions of the bus carry in a half, they carry beside each other. All are bytes of a half, not moments: a
   faster part never makes another one slower.
@@ -26,7 +26,7 @@ from trireme.engine.optimizer import PARTS
 from trireme.engine.rates import ADAM_BYTES, Rates
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lanes to and from it -> their rate
-TURN = ("loss", PARTS["moments"][0])  # how the names of tasks begin with which the way down does
+TURN = ("loss", PARTS["moments"][0])  # how the names of the tasks begin with which backward does
 
 
 class Noted:
@@ -109,7 +109,7 @@ class SimulatedLanes:
         return self.waited - begun
 
     def _cut(self) -> list[tuple[int, int, dict[str, float]]]:
-        """The noted tasks in parts: the way up, the way down until the statistics, and what belongs to the next up."""
+        """The noted tasks in parts: forward, backward until the statistics, and what belongs to the next forward."""
         n = len(self.tasks)
         turn = next(i for i, task in enumerate(self.tasks) if task.name.startswith(TURN))
         end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].name == "statistics")

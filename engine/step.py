@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trireme.engine.activations import ActivationSwap, Here
+from trireme.engine.activations import ActivationSwap
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
-from trireme.engine.memory import Memory, flat, views
+from trireme.engine.memory import Memory, OnGpu, flat, views
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan
-from trireme.engine.weights import Held, WeightStream
+from trireme.engine.weights import WeightStream
 from trireme.models import head, model, shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Rows
@@ -76,10 +76,10 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> Step
     `e.optimizer.flush()` runs it at once. `step` counts from 1. Returns the step's statistics.
     """
     trained = sum(mb.trained for mb in batch)
-    _up(e, batch, train=True)
+    _forward(e, batch, train=True)
     e.optimizer.begin(step, lr)
-    losses = _turn(e, batch, 1 / trained)
-    _down(e, batch)
+    losses = _head(e, batch, 1 / trained)
+    _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
     e.optimizer.read_ahead()
     return stats
@@ -87,59 +87,62 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> Step
 
 def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
     """Each micro-batch's losses (N,), zero where no label counts. Any update that is due runs on the way."""
-    _up(e, batch, train=False)
-    return _turn(e, batch, None)
+    _forward(e, batch, train=False)
+    return _head(e, batch, None)
 
 
-# ---------------------------------------------------------------- the way up
+# ---------------------------------------------------------------- forward
 
 
-def _up(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
+def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
     """Forward through the embedding and the blocks; each unit's pending update and its weights run ahead of it."""
     ahead = min(e.plan.ahead, e.geo.head - 1)  # the two ends share a slot: the last waits until the first is through
     e.optimizer.begin_updates()
     for u in range(ahead):
-        approach(e, u)
+        update_and_prefetch(e, u)
     for u in range(e.geo.head):
-        approach(e, u + ahead)
+        update_and_prefetch(e, u + ahead)
         w = e.weights.get(u)
         for b, mb in enumerate(batch):
-            _come(e, batch, "x", u, b, up=True)
+            _prefetch_between(e, batch, "x", u, b)
             out = e.activations.open(u + 1, b, "x")
-            done = _embed(e, w, mb, out) if u == 0 else _block_up(e, u, b, w, mb, out, train)
+            done = _forward_embedding(e, w, mb, out) if u == 0 else _forward_block(e, u, b, w, mb, out, train)
             e.activations.send(u + 1, b, "x", mb.tokens, done)
         e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train))
     for u in range(e.geo.head + ahead - 1, e.geo.head + 1):
-        approach(e, u)
+        update_and_prefetch(e, u)
 
 
-def approach(e: Engine, u: int) -> None:
-    """Unit u's turn comes soon: hands over its update, if one is due, and starts its weights on their way."""
+def update_and_prefetch(e: Engine, u: int) -> None:
+    """Hands over unit u's update, if one is due, and starts its weights on their way: its forward comes soon."""
     if u <= e.geo.head:
         e.optimizer.update(u)
         e.optimizer.run_ahead()
         e.weights.prefetch(u)
 
 
-def _come(e: Engine, batch: Sequence[Inputs], part: str, u: int, b: int, up: bool) -> None:
-    """Where what units leave for each other waits outside the GPU: starts those of micro-batch b of unit u and on."""
+def _prefetch_between(e: Engine, batch: Sequence[Inputs], part: str, u: int, b: int) -> None:
+    """Where what units leave for each other waits outside the GPU: fetches it from micro-batch b of unit u on.
+
+    `part`: "x", which forward takes to the next unit, or its gradient "dx", which backward takes to the one before.
+    """
     if e.plan.between == "gpu":
         return
     n = len(batch)
     for i in range(b, b + min(e.plan.swap_slots, n)):
-        v = u + i // n if up else u - i // n
+        v = u + i // n if part == "x" else u - i // n
         if 0 < v <= e.geo.head:
             e.activations.prefetch(v, i % n, part, batch[i % n].tokens)
 
 
-def _embed(e: Engine, w: Held, mb: Inputs, out: Here) -> Task:
+def _forward_embedding(e: Engine, w: OnGpu, mb: Inputs, out: OnGpu) -> Task:
     def forward():
         head.embed_forward(e.cfg, _weights(e, 0, w), mb.ids, mb.rows, _rows(e, out.buffer, mb))
 
     return e.run("forward embed", forward, (*w.ready, *out.ready), flops=0)
 
 
-def _block_up(e: Engine, u: int, b: int, w: Held, mb: Inputs, out: Here, train: bool) -> Task:
+def _forward_block(e: Engine, u: int, b: int, w: OnGpu, mb: Inputs, out: OnGpu, train: bool) -> Task:
     swap = e.activations
     x = swap.get(u, b, "x")
     spans = {part: swap.open(u, b, part) for part in swap.parts(u)} if train else {}
@@ -148,7 +151,7 @@ def _block_up(e: Engine, u: int, b: int, w: Held, mb: Inputs, out: Here, train: 
         saved = swap.saved(u, mb.tokens, spans)
         model.forward(e.cfg, u, _weights(e, u, w), _rows(e, x.buffer, mb), mb.rows, saved, _rows(e, out.buffer, mb))
 
-    before = [t for here in (x, out, *spans.values()) for t in here.ready]
+    before = [t for span in (x, out, *spans.values()) for t in span.ready]
     flops = shapes.forward_flops(e.cfg, u, mb.tokens, mb.pairs)
     done = e.run(f"forward {e.geo.names[u]}", forward, (*w.ready, *before), flops)
     for part in spans:
@@ -163,17 +166,17 @@ def _block_up(e: Engine, u: int, b: int, w: Held, mb: Inputs, out: Here, train: 
 # ---------------------------------------------------------------- the head
 
 
-def _turn(e: Engine, batch: Sequence[Inputs], scale: float | None) -> list[Tensor]:
-    """The head: each token's loss and, unless `scale` is None, the gradients of scale * the sum of the losses."""
+def _head(e: Engine, batch: Sequence[Inputs], scale: float | None) -> list[Tensor]:
+    """Each micro-batch's losses and, unless `scale` is None, the head's gradients of scale * the sum of the losses."""
     u, tied, train = e.geo.head, e.cfg.tied, scale is not None
     losses: list[Tensor] = []
     held = {v: e.weights.get(v) for v in ((u, 0) if tied else (u,))}
     grads = {v: e.gradients.get(v) for v in held} if train else {}
     for b, mb in enumerate(batch):
-        _come(e, batch, "x", u, b, up=True)
+        _prefetch_between(e, batch, "x", u, b)
         x = e.activations.get(u, b, "x")
         dx = e.activations.open(u, b, "dx") if train else None
-        before = [t for here in (*held.values(), x) for t in here.ready] + [zeroed for _, zeroed in grads.values()]
+        before = [t for span in (*held.values(), x) for t in span.ready] + [zeroed for _, zeroed in grads.values()]
 
         def loss(mb=mb, x=x, dx=dx):
             w = {v: _weights(e, v, h) for v, h in held.items()}
@@ -196,37 +199,37 @@ def _turn(e: Engine, batch: Sequence[Inputs], scale: float | None) -> list[Tenso
     return losses
 
 
-# ---------------------------------------------------------------- the way down
+# ---------------------------------------------------------------- backward
 
 
-def _down(e: Engine, batch: Sequence[Inputs]) -> None:
+def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     """Backward through the blocks and the embedding; each gradient goes to the optimizer when its unit is through."""
     order = [(u, b) for u in range(e.geo.head - 1, 0, -1) for b in range(len(batch))]
     ahead = e.plan.ahead
     reach = e.plan.swap_slots - 1  # micro-batches whose activations are fetched ahead
     for u, b in order[:reach]:
-        _fetch(e, u, b, batch[b])
+        _prefetch_saved(e, u, b, batch[b])
     for i, (u, b) in enumerate(order):
         if b == 0:
             for v in range(u, max(0, u - ahead - 1), -1):
                 e.weights.prefetch(v)
             w, (grads, zeroed) = e.weights.get(u), e.gradients.get(u)
         if i + reach < len(order):
-            _fetch(e, *order[i + reach], batch[order[i + reach][1]])
-        _come(e, batch, "dx", u + 1, b, up=False)
-        done = _block_down(e, u, b, w, grads, zeroed, batch[b])
+            _prefetch_saved(e, *order[i + reach], batch[order[i + reach][1]])
+        _prefetch_between(e, batch, "dx", u + 1, b)
+        done = _backward_block(e, u, b, w, grads, zeroed, batch[b])
         if b == len(batch) - 1:
             e.weights.release(u, done)
             e.optimizer.finish(u, done)
-    _embed_down(e, batch)
+    _backward_embedding(e, batch)
 
 
-def _fetch(e: Engine, u: int, b: int, mb: Inputs) -> None:
+def _prefetch_saved(e: Engine, u: int, b: int, mb: Inputs) -> None:
     for part in ("x", *e.activations.parts(u)):
         e.activations.prefetch(u, b, part, mb.tokens)
 
 
-def _block_down(e: Engine, u: int, b: int, w: Held, grads, zeroed: Task, mb: Inputs) -> Task:
+def _backward_block(e: Engine, u: int, b: int, w: OnGpu, grads, zeroed: Task, mb: Inputs) -> Task:
     swap = e.activations
     x, dy = swap.get(u, b, "x"), swap.get(u + 1, b, "dx")
     spans = {part: swap.get(u, b, part) for part in swap.parts(u)}
@@ -238,7 +241,7 @@ def _block_down(e: Engine, u: int, b: int, w: Held, grads, zeroed: Task, mb: Inp
         tensors = (_rows(e, x.buffer, mb), saved, _rows(e, dy.buffer, mb), mb.rows, _rows(e, dx.buffer, mb))
         model.backward(e.cfg, u, _weights(e, u, w), g, *tensors)
 
-    before = [t for here in (w, x, dy, *spans.values(), dx) for t in here.ready] + [zeroed]
+    before = [t for span in (w, x, dy, *spans.values(), dx) for t in span.ready] + [zeroed]
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
     flops = shapes.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
     flops += shapes.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
@@ -250,10 +253,10 @@ def _block_down(e: Engine, u: int, b: int, w: Held, grads, zeroed: Task, mb: Inp
     return done
 
 
-def _embed_down(e: Engine, batch: Sequence[Inputs]) -> None:
+def _backward_embedding(e: Engine, batch: Sequence[Inputs]) -> None:
     grads, zeroed = e.gradients.get(0)
     for b, mb in enumerate(batch):
-        _come(e, batch, "dx", 1, b, up=False)
+        _prefetch_between(e, batch, "dx", 1, b)
         dy = e.activations.get(1, b, "dx")
 
         def backward(mb=mb, dy=dy):
@@ -265,7 +268,7 @@ def _embed_down(e: Engine, batch: Sequence[Inputs]) -> None:
     e.optimizer.finish(0, done)
 
 
-def _weights(e: Engine, u: int, held: Held):
+def _weights(e: Engine, u: int, held: OnGpu):
     """Unit u's weights by the names that its block uses."""
     return model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
 

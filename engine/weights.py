@@ -1,7 +1,7 @@
 """Weights on their way to the GPU: prefetch, get, release, in the order of the step.
 
 A unit's weights lie on the GPU for good (home there, or a resident copy refreshed once a step), or pass through a ring
-of slots. The units used last on the way up stay in their slots for the way down (STRONGHOLD's window; the order of use
+of slots. The units that forward uses last stay in their slots for backward (STRONGHOLD's window; the order of use
 is known, so this is Belady's choice too).
 """
 
@@ -14,17 +14,8 @@ from torch import Tensor
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
-from trireme.engine.memory import Ring, Slot
+from trireme.engine.memory import OnGpu, Ring, Slot
 from trireme.engine.plan import Plan
-
-
-@dataclass
-class Held:
-    """A unit's weights on the GPU: the buffer, and the tasks to be ordered after before reading it."""
-
-    buffer: Tensor | None
-    ready: tuple[Task, ...]
-    slot: Slot | None = None
 
 
 @dataclass
@@ -40,7 +31,7 @@ class WeightStream:
     updated: dict[int, Task] = field(default_factory=dict)
     fresh: dict[int, tuple[Slot, Task]] = field(default_factory=dict)  # SSD-home weights still in a host slot
     stale: set[int] = field(default_factory=set)  # resident copies older than their home
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, OnGpu] = field(default_factory=dict)
 
     def __post_init__(self):
         self.stale = {u for u, unit in enumerate(self.plan.units) if unit.resident}
@@ -51,24 +42,24 @@ class WeightStream:
             return
         unit = self.plan.units[u]
         if unit.weights == "gpu":
-            self.held[u] = Held(self.homes.weights[u], self._ready(u))
+            self.held[u] = OnGpu(self.homes.weights[u], self._ready(u))
         elif unit.resident:
             buffer, ready = self.homes.resident[u], ()
             if u in self.stale:
                 ready = (self._copy_up(u, buffer, ()),)
                 self.stale.discard(u)
-            self.held[u] = Held(buffer, ready)
+            self.held[u] = OnGpu(buffer, ready)
         else:
             slot = self.gpu_rings[self.geo.size_class(u)].acquire(self.geo.names[u])
-            self.held[u] = Held(slot.buffer, (self._copy_up(u, slot.buffer, slot.ready),), slot)
+            self.held[u] = OnGpu(slot.buffer, (self._copy_up(u, slot.buffer, slot.ready),), slot)
 
-    def get(self, u: int) -> Held:
+    def get(self, u: int) -> OnGpu:
         """Unit u's weights; whoever reads them is ordered after `ready`."""
         self.prefetch(u)
         return self.held[u]
 
     def release(self, u: int, after: Task, keep: bool = False) -> None:
-        """Unit u is not needed once `after` is over; with `keep` its slot is held for the way down."""
+        """Unit u is not needed once `after` is over; with `keep` its slot is held for backward."""
         held = self.held[u]
         held.ready = (*held.ready, after)
         if keep:
@@ -78,7 +69,7 @@ class WeightStream:
             held.slot.ring.release(held.slot, (after, *self._ready(u)))
 
     def kept_for_turn(self, u: int, train: bool) -> bool:
-        """Whether unit u, released on the way up, stays: for the way down, or a tied embedding for the head."""
+        """Whether unit u, released in forward, stays: for backward, or a tied embedding for the head."""
         if u == 0 or not train:
             return u == 0 and self.geo.cfg.tied
         if self.plan.units[u].weights == "gpu" or self.plan.units[u].resident:
