@@ -17,6 +17,7 @@ from trireme.engine.lanes import READS, WRITES, Span, busy
 from trireme.engine.predict import Batch, Prediction, predict
 from trireme.engine.rates import COMPUTATION, Rates
 from trireme.engine.simulate import drive_seconds
+from trireme.engine.step import Inputs
 
 TIMED_BY = {  # rates by which the tasks of each kind are timed
     **{kind: (kind,) for kind in COMPUTATION},
@@ -39,6 +40,19 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
         found["ssd"] += max(0.0, span.end - max(end, span.start))
         end = max(end, span.end)
     return {kind: found[kind] for kind in TIMED_BY}
+
+
+def at_work(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds that each lane was at work, those of the drive as one: "ssd"."""
+    found = {lane: seconds for lane, seconds in busy(spans).items() if lane not in READS + WRITES}
+    return found | {"ssd": measured(spans)["ssd"]}
+
+
+def batch_of(micro: Sequence[Inputs]) -> Batch:
+    """A step's micro-batches as a prediction takes them: as many, each like the largest."""
+    most = max(micro, key=lambda mb: mb.tokens)
+    document = max(1, round(2 * most.pairs / most.tokens) - 1)
+    return Batch(most.tokens, document, len(micro), most.trained / most.tokens)
 
 
 def until_its_end(spans: Sequence[Span]) -> list[Span]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,14 @@ LEAD = 8  # tokens of running text that serve as a prompt
 FIRST = 100  # sequences in which prompts are sought
 MAX_NEW = 48  # tokens that follow a prompt, at most
 NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
+
+
+class Sample(NamedTuple):
+    """A prompt as the model saw it, what the model said after it, and whether it came to an end by itself."""
+
+    prompt: str
+    text: str
+    ended: bool
 
 
 def prompts(data: Dataset, count: int) -> list[list[int]]:
@@ -55,23 +64,26 @@ def sample(
     given: list[list[int]],
     max_new: int = MAX_NEW,
     enough: Callable[[], bool] = lambda: False,
-) -> list[tuple[str, bool]]:
-    """(text, whether it ended by itself) that greedily follows each prompt, `fitted`. Applies updates that are due.
+) -> list[Sample]:
+    """What greedily follows each prompt (token ids), `fitted`. Applies updates that are due.
 
     No further token is begun once `enough()`. Where memory does not do after all, the text says so: no run ends for a
     sample.
     """
     given = fitted(e, given, max_new)
+    shown = [tokenizer.decode(ids) for ids in given]
+    none = [Sample(prompt, NO_ROOM, True) for prompt in shown]
     if not all(given):
-        return [(NO_ROOM, True)] * len(given)
+        return none
     fetch, eos = _fetcher(e), frozenset([tokenizer.eos]) if tokenizer.eos is not None else frozenset()
     options = dict(eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype], enough=enough)
     try:
         out = generate(e.cfg, fetch, given, max_new, **options)
     except torch.OutOfMemoryError:
         _let_go(e)
-        return [(NO_ROOM, True)] * len(given)
-    return [(tokenizer.decode(ids), bool(ids) and ids[-1] in eos) for ids in out]
+        return none
+    ended = [bool(ids) and ids[-1] in eos for ids in out]
+    return [Sample(*each) for each in zip(shown, map(tokenizer.decode, out), ended, strict=True)]
 
 
 def _let_go(e: Engine) -> None:

@@ -64,6 +64,13 @@ class Engine:
         if nbytes:
             self.activations.scratch = self.gradients.scratch = Scratch(devices, nbytes)
 
+    def close(self) -> None:
+        """Ends the optimizer's threads, and gives the scratch space and the memory back. The lanes are the caller's."""
+        self.optimizer.close()
+        if self.activations.scratch is not None:
+            self.activations.scratch.close()
+        self.memory.close()
+
     def run(self, name: str, fn, after: Sequence[Task], flops: float) -> Task:
         """Hands `fn` to the compute lane."""
         return self.lanes.run("compute", name, fn, after, flops=flops)

@@ -1,10 +1,8 @@
-"""The loop around the step: set-up, epochs, evaluation, snapshots, and the folder that is left at the end."""
+"""The loop around the step: evaluations, snapshots, a change of plan, and the folder that is left at the end."""
 
 from __future__ import annotations
 
-import errno
 import gc
-import os
 import shutil
 import signal
 import sys
@@ -12,41 +10,39 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from trireme.engine import job as jobs
-from trireme.engine.build import build, inputs
+from trireme.engine.build import inputs
 from trireme.engine.command import write_config
-from trireme.engine.correct import better, corrected, measured, until_its_end
+from trireme.engine.correct import at_work, batch_of, better, corrected, until_its_end
 from trireme.engine.exchange import Exchange, bring_back
 from trireme.engine.job import Job
-from trireme.engine.lanes import READS, WRITES, RealLanes, Span, busy, write_perfetto
+from trireme.engine.lanes import READS, WRITES, RealLanes, Span, write_perfetto
 from trireme.engine.log import RunLog
 from trireme.engine.machine import memory_in_use
-from trireme.engine.memory import gib
-from trireme.engine.optimizer import AdamW, StepStats
+from trireme.engine.optimizer import StepStats
 from trireme.engine.options import Options
 from trireme.engine.plan import Plan
-from trireme.engine.predict import Batch, predict
-from trireme.engine.sample import fitted, prompts, sample
+from trireme.engine.predict import predict
+from trireme.engine.sample import Sample, prompts, sample
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import Screen, duration
 from trireme.engine.signals import stop_signals
-from trireme.engine.step import Engine, Inputs, evaluate, train_step
-from trireme.engine.verify import has_begun, new_run, reopen
+from trireme.engine.start import check_continues, new_store, open_snapshot, start_engine
+from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.verify import new_run, reopen
 from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
-from trireme.storage.devices import open_device
-from trireme.storage.files import StoreError
-from trireme.storage.shards import FINISHED, IDENTITY, Store, remove_finished
+from trireme.storage.shards import Store
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
 SAMPLING = 60.0  # seconds after which a sample ends: a token takes a whole pass over the weights
-PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
 
 
 class Interrupted(Exception):
@@ -66,77 +62,39 @@ def finetune(options: Options) -> None:
 
 
 def _train(options: Options) -> None:
-    store, extra = _open_snapshot(options) if options.resume else (None, None)
+    store, snapshot = open_snapshot(options) if options.resume else (None, None)
     try:
         screen, begun = Screen(sys.stdout), time.monotonic()
         tell = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)  # noqa: E731
         try:
-            job = jobs.prepare(options, like=extra and extra["cut"], progress=tell)
+            job = jobs.prepare(options, like=snapshot and snapshot["cut"], progress=tell)
         finally:
             screen.clear()
         for line in jobs.report(job):
             print(line)
-        if not (extra or options.assume):
+        if not (snapshot or options.assume):
             jobs.check_room(job)
         if options.dry_run:
             print("Dry run: nothing written.")
             return
-        if extra is None:
-            store = _new_store(job)
+        if snapshot is None:
+            store = new_store(job)
         else:
-            if extra["data"] != job.data.fingerprint:
-                raise InputError(f"--resume {job.out}: the data is not what the run was started with. Restore it.")
-            if job.total_steps < extra["step"]:
-                raise InputError(
-                    f"--resume {job.out}: the run stands at step {extra['step']}, and {job.total_steps} are asked for. "
-                    "Ask for more: --max-steps or --epochs."
-                )
+            check_continues(job, snapshot)
             write_config(job.options, job.out / "config.yaml")  # what was changed holds from now on
-        Run(job, store, extra).go()
+        Run(job, store, snapshot).go()
     finally:
         if store is not None:
             store.close()
 
 
-def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
-    """The store of an interrupted run at its last snapshot, or (None, None) where it had not come to a first one."""
-    out, dirs = Path(options.out), [Path(d) for d in options.store or (os.path.join(options.out, "store"),)]
-    finished = [d for d in dirs if (d / FINISHED).exists()]
-    lost = [d for d in dirs if not (d / IDENTITY).exists()]
-    ours = not options.store or all(d.is_dir() for d in dirs)  # what is empty may also be a drive that is not mounted
-    if finished or (lost and ours and any(out.glob("*.safetensors"))):
-        for d in finished:
-            remove_finished(d)
-        raise InputError(
-            f"--resume {out}: that run is finished. To train its result further, name the folder as the checkpoint, "
-            "and another --out."
-        )
-    if lost and has_begun(out):
-        raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
-    try:
-        store = Store.open([open_device(d, 0) for d in dirs], options.keep)
-    except StoreError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        print("no snapshot yet: starts from the beginning")
-        return None, None
-    return store, store.restore()
-
-
-def _new_store(job: Job) -> Store:
-    job.out.mkdir(parents=True, exist_ok=True)
-    write_config(job.options, job.out / "config.yaml")
-    probe = min(PROBE, 4 * job.parameters)
-    return Store.create([open_device(d, probe) for d in job.store_dirs], job.options.keep, job.source.folder)
-
-
 class Run:
     """One run from its first or resumed step to its last."""
 
-    def __init__(self, job: Job, store: Store, extra: dict | None):
+    def __init__(self, job: Job, store: Store, snapshot: dict | None):
         self.job, self.store, self.options = job, store, job.options
-        self.step = self.begun = extra["step"] if extra else 0
-        self.best, self.best_step = extra["best"] if extra else (None, None)
+        self.step = self.begun = snapshot["step"] if snapshot else 0  # steps done, and those before this process
+        self.best, self.best_step = snapshot["best"] if snapshot else (None, None)  # the least eval_loss
         self.log = RunLog(job.out, job.options, job.total_steps, self.step)
         self.lanes = RealLanes(job.device)
         self.tables = rope_tables(job.cfg, job.seq_len, job.device)
@@ -146,37 +104,13 @@ class Run:
         self.last = job.total_steps  # the last step that is done
         self.bound: str | None = None  # the lane, or the drive, that was busiest when last traced
         self.moved = self.lanes.moved.copy()
-        self.written = extra["written"] if extra else 0  # bytes written to SSD before this process
-        self.e = self._engine(resumed=extra is not None)
-        if extra:
+        self.written = snapshot["written"] if snapshot else 0  # bytes written to SSD before this process
+        self.e = start_engine(job, self.lanes, store, self.log, resumed=snapshot is not None)
+        if snapshot:
             self.log.say(f"resumed at step {self.step}")
         self.saved_at, self.saved_step = time.monotonic(), self.step
-        self.evaluated_at, self.evaluated_step = time.monotonic(), extra["evaluated"] if extra else -1
+        self.evaluated_at, self.evaluated_step = time.monotonic(), snapshot["evaluated"] if snapshot else -1
         bring_back(job.out / "best")
-
-    # ------------------------------------------------ set-up
-
-    def _engine(self, resumed: bool) -> Engine:
-        job, o = self.job, self.options
-        adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
-        e = build(job.cfg, job.plan, job.limits, self.lanes, adamw=adamw, store=self.store)
-        if e.memory.refused:
-            self.log.say(
-                f"warning: CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
-                f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
-            )
-        e.claim_scratch(self.store.devices)
-        if resumed:
-            with self.log.screen.working("loading", e.homes.off_the_ssd()) as more:
-                e.homes.load_from_store(more)
-            return e
-        for name, layout in e.homes.shards():
-            self.store.add(name, layout, weights=name.startswith("weights"))
-        if any("ssd" in (u.weights, u.state) for u in job.plan.units):
-            self.store.reserve()
-        with self.log.screen.working("loading", sum(layout.span for _, layout in e.homes.shards())) as more:
-            Exchange(job.cfg, job.source, e.homes).load(more)
-        return e
 
     # ------------------------------------------------ the loop
 
@@ -230,12 +164,11 @@ class Run:
         tokens, trained = sum(mb.tokens for mb in micro), sum(mb.trained for mb in micro)
         flops = sum(shapes.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
         gpu, ram = memory_in_use(job.device)
-        per_epoch = job.data.steps_per_epoch(self.options.batch_size)
         read = sum(self.lanes.moved[lane] - self.moved[lane] for lane in READS)
         self.moved = self.lanes.moved.copy()
         record = {
             "step": self.step,
-            "epoch": round(self.step / per_epoch, 4),
+            "epoch": self._epoch(),
             "loss": stats.loss,
             "learning_rate": rate,
             "grad_norm": stats.grad_norm,
@@ -250,6 +183,9 @@ class Run:
         }
         self.log.step(record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {}))
 
+    def _epoch(self) -> float:
+        return round(self.step / self.job.data.steps_per_epoch(self.options.batch_size), 4)
+
     def _written(self) -> int:
         """Bytes written to the SSD since the run's first step."""
         return self.written + sum(self.lanes.moved[lane] for lane in WRITES)
@@ -261,6 +197,8 @@ class Run:
             f"step {self.step + 1}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of this step was "
             f"saved. {self._last_snapshot()}. Lower --lr, or look at the data of this step."
         )
+
+    # ------------------------------------------------ evaluation
 
     def _evaluate_if_due(self) -> None:
         """Evaluates before training, and as often as asked for; a run that is to stop, when it is resumed."""
@@ -274,45 +212,41 @@ class Run:
         return self.stop is not None and self.step < self.job.total_steps
 
     def _evaluate(self) -> None:
-        """Token-weighted loss on the held-out data; the best checkpoint so far is kept in OUT/best."""
-        job, total, count = self.job, 0.0, 0
-        group: list = []
-        for mb in job.data.held_out.batches(job.micro_rows):
-            group.append(inputs(job.cfg, mb, self.tables, job.device))
-            count += mb.trained
-            if len(group) == job.plan.n_micro:
-                total += self._eval_group(group)
-                group = []
-            if self._is_leaving():
-                return
-        total += self._eval_group(group) if group else 0.0
-        loss = total / max(1, count)
-        per_epoch = job.data.steps_per_epoch(self.options.batch_size)
-        record = {"step": self.step, "epoch": round(self.step / per_epoch, 4), "eval_loss": loss}
-        samples = self._samples(1)
+        """The loss on the held-out data and a sample; the best checkpoint so far is kept in OUT/best.
+
+        Nothing of it counts where the run is asked to stop meanwhile: it is made when the run is resumed.
+        """
+        loss, samples = self._held_out_loss(), self._samples(1)
         if self._is_leaving():
             return
-        self.log.eval(record | ({"sample": samples[0][1]} if samples else {}))
+        record = {"step": self.step, "epoch": self._epoch(), "eval_loss": loss}
+        self.log.eval(record | ({"sample": samples[0].text} if samples else {}))
         if self.best is None or loss < self.best:
             self.best, self.best_step = loss, self.step or None
             if self.step:
                 self._settle()
                 with self._exporting() as more:
-                    Exchange(job.cfg, job.source, self.e.homes).replace(job.out / "best", more)
+                    Exchange(self.job.cfg, self.job.source, self.e.homes).replace(self.job.out / "best", more)
         self.evaluated_at, self.evaluated_step = time.monotonic(), self.step
 
-    def _samples(self, count: int) -> list[tuple[str, str, bool]]:
-        """(prompt, what the model says after it, whether it came to an end) for documents of the held-out data."""
-        job = self.job
-        if job.tokenizer is None:
-            return []
-        given = fitted(self.e, prompts(job.data.held_out or job.data, count))
-        end = time.monotonic() + SAMPLING
-        said = sample(self.e, job.tokenizer, given, enough=lambda: time.monotonic() > end or self._is_leaving())
-        return [(job.tokenizer.decode(ids), text, ended) for ids, (text, ended) in zip(given, said, strict=True)]
+    def _held_out_loss(self) -> float:
+        """Mean loss of a label of the held-out data, or of those before the run was asked to stop."""
+        job, total, count = self.job, 0.0, 0
+        batches = iter(job.data.held_out.batches(job.micro_rows))
+        while (group := list(islice(batches, job.plan.n_micro))) and not self._is_leaving():
+            micro = [inputs(job.cfg, mb, self.tables, job.device) for mb in group]
+            total += float(sum(losses.double().sum() for losses in evaluate(self.e, micro)))
+            count += sum(mb.trained for mb in micro)
+        return total / max(1, count)
 
-    def _eval_group(self, group: list) -> float:
-        return float(sum(losses.double().sum() for losses in evaluate(self.e, group)))
+    def _samples(self, count: int) -> list[Sample]:
+        """What the model says after the beginnings of documents of the held-out data."""
+        job = self.job
+        if job.tokenizer is None or self._is_leaving():
+            return []
+        end = time.monotonic() + SAMPLING
+        enough = lambda: time.monotonic() > end or self._is_leaving()  # noqa: E731
+        return sample(self.e, job.tokenizer, prompts(job.data.held_out or job.data, count), enough=enough)
 
     # ------------------------------------------------ saving
 
@@ -328,16 +262,15 @@ class Run:
         self._settle()
         with self.log.screen.working("saving", self.e.homes.off_the_ssd()) as more:
             self.e.homes.save_to_store(more)
-        extra = {"step": self.step, "cut": jobs.cut(self.job), "data": self.job.data.fingerprint}
-        self.store.commit(
-            self.step,
-            extra
-            | {
-                "best": [self.best, self.best_step],
-                "evaluated": self.evaluated_step,
-                "written": self._written(),
-            },
-        )
+        snapshot = {
+            "step": self.step,
+            "cut": jobs.cut(self.job),
+            "data": self.job.data.fingerprint,
+            "best": [self.best, self.best_step],
+            "evaluated": self.evaluated_step,
+            "written": self._written(),
+        }
+        self.store.commit(self.step, snapshot)
         self.saved_at, self.saved_step = time.monotonic(), self.step
 
     def _exporting(self) -> AbstractContextManager[Callable[[int], None]]:
@@ -365,28 +298,23 @@ class Run:
         if not self.options.store:
             shutil.rmtree(job.out / "store", ignore_errors=True)
 
+    # ------------------------------------------------ what a traced step tells about the machine
+
     def _trace(self) -> list[Span]:
         """Finds out which lane was busiest in this step, and writes the step's timeline where asked for."""
         self.lanes.drain()
         spans = self.lanes.trace()
-        step = until_its_end(spans)
-        at_work = {lane: seconds for lane, seconds in busy(step).items() if lane not in READS + WRITES}
-        at_work["ssd"] = measured(step)["ssd"]  # one drive, whichever lanes use it
-        self.bound = max(at_work, key=at_work.get)
+        found = at_work(until_its_end(spans))
+        self.bound = max(found, key=found.get)
         if self.options.trace:
             write_perfetto(self.job.out / "trace.json", spans)
-            self.log.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in at_work.items()))
+            self.log.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in found.items()))
         return spans
-
-    # ------------------------------------------------ what a step has told about the machine
 
     def _correct(self, spans: list[Span], micro: list[Inputs], seconds: float) -> None:
         """Says how a traced step compares with its prediction; goes on by another plan where that is worth a move."""
         job, left = self.job, self.job.total_steps - self.step
-        most = max(micro, key=lambda mb: mb.tokens)
-        document = max(1, round(2 * most.pairs / most.tokens) - 1)
-        batch = Batch(most.tokens, document, len(micro), most.trained / most.tokens)
-        found = predict(job.cfg, job.plan, job.machine.rates, batch)
+        found = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
         rates = corrected(job.machine.rates, found, spans, seconds)
         self.job = replace(job, machine=replace(job.machine, rates=rates))
         then = jobs.forecast(self.job).predict().step_s  # not every step is as large as this one
@@ -403,7 +331,7 @@ class Run:
         self._save()
         self._let_go()
         self.job = replace(self.job, plan=plan)
-        self.e = self._engine(resumed=True)
+        self.e = start_engine(self.job, self.lanes, self.store, self.log, resumed=True)
 
     # ------------------------------------------------ the end
 
@@ -423,12 +351,8 @@ class Run:
 
     def _let_go(self) -> None:
         """Gives back the engine's memory."""
-        e, self.e = self.e, None
-        e.optimizer.close()
-        if e.activations.scratch is not None:
-            e.activations.scratch.close()
-        e.memory.close()
-        del e
+        self.e.close()
+        self.e = None
         gc.collect()
         if self.job.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -321,8 +321,7 @@ def measure(
     if a.trace:
         write_perfetto(Path(a.trace), run.last)
     lanes.close()
-    e.optimizer.close()
-    e.memory.close()
+    e.close()
     if store is not None:
         store.close()
         folder.cleanup()

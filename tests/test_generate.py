@@ -150,7 +150,7 @@ def test_prompts_are_cut_to_what_memory_holds(cfg):
         e.memory.gpu_limit = 1 << 30
         assert cut == sample.sample(e, Words(), [prompt[-length:] for prompt in LONG])
     e.memory.gpu_limit = held
-    assert sample.sample(e, Words(), LONG) == [(sample.NO_ROOM, True)] * 3
+    assert sample.sample(e, Words(), LONG) == [("", sample.NO_ROOM, True)] * 3
     assert sample.sample(e, Words(), []) == []
 
 
@@ -190,6 +190,6 @@ def test_out_of_memory_costs_the_sample_alone(after, monkeypatch):
         return real(*given)
 
     monkeypatch.setattr(sample, "views", views)
-    assert sample.sample(e, Words(), LONG) == [(sample.NO_ROOM, True)] * 3
+    assert sample.sample(e, Words(), LONG) == [(Words().decode(ids), sample.NO_ROOM, True) for ids in LONG]
     assert e.memory.owned() == 0 and not e.weights.held
     assert train(e, steps) == expected

@@ -49,7 +49,7 @@ def check(plan, lanes, model="untied", clip=1.0):
         assert torch.equal(value, weights[name]), name
     assert e.memory.owned() == len(e.optimizer.ahead)  # what is held is only what was read ahead
     e.lanes.close()
-    e.optimizer.close()
+    e.close()
 
 
 @pytest.mark.parametrize("model", LLAMAS)
@@ -130,7 +130,7 @@ def test_flushes_and_evaluations_between_steps_change_nothing(late):
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     e.lanes.close()
-    e.optimizer.close()
+    e.close()
 
 
 LATE = st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)

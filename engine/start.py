@@ -1,0 +1,99 @@
+"""How a run starts: a new store and the checkpoint in it, or the store of an interrupted run at its last snapshot."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from trireme.engine.build import build
+from trireme.engine.command import write_config
+from trireme.engine.exchange import Exchange
+from trireme.engine.job import Job
+from trireme.engine.lanes import RealLanes
+from trireme.engine.log import RunLog
+from trireme.engine.memory import gib
+from trireme.engine.optimizer import AdamW
+from trireme.engine.options import Options
+from trireme.engine.step import Engine
+from trireme.engine.verify import has_begun
+from trireme.models.config import InputError
+from trireme.storage.devices import open_device
+from trireme.storage.files import StoreError
+from trireme.storage.shards import FINISHED, IDENTITY, Store, remove_finished
+
+PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
+
+
+def new_store(job: Job) -> Store:
+    """Makes the output folder with its config.yaml, and an empty store. Raises StoreError."""
+    job.out.mkdir(parents=True, exist_ok=True)
+    write_config(job.options, job.out / "config.yaml")
+    probe = min(PROBE, 4 * job.parameters)
+    return Store.create([open_device(d, probe) for d in job.store_dirs], job.options.keep, job.source.folder)
+
+
+def open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
+    """The store of an interrupted run and what its last snapshot says, as train.Run saved it; (None, None) before one.
+
+    Raises InputError where the run is finished or its store is elsewhere, StoreError.
+    """
+    out, dirs = Path(options.out), [Path(d) for d in options.store or (os.path.join(options.out, "store"),)]
+    finished = [d for d in dirs if (d / FINISHED).exists()]
+    lost = [d for d in dirs if not (d / IDENTITY).exists()]
+    ours = not options.store or all(d.is_dir() for d in dirs)  # what is empty may also be a drive that is not mounted
+    if finished or (lost and ours and any(out.glob("*.safetensors"))):
+        for d in finished:
+            remove_finished(d)
+        raise InputError(
+            f"--resume {out}: that run is finished. To train its result further, name the folder as the checkpoint, "
+            "and another --out."
+        )
+    if lost and has_begun(out):
+        raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
+    try:
+        store = Store.open([open_device(d, 0) for d in dirs], options.keep)
+    except StoreError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        print("no snapshot yet: starts from the beginning")
+        return None, None
+    return store, store.restore()
+
+
+def check_continues(job: Job, snapshot: dict) -> None:
+    """Raises InputError unless the job goes on where the snapshot of its run ended: same data, steps left."""
+    if snapshot["data"] != job.data.fingerprint:
+        raise InputError(f"--resume {job.out}: the data is not what the run was started with. Restore it.")
+    if job.total_steps < snapshot["step"]:
+        raise InputError(
+            f"--resume {job.out}: the run stands at step {snapshot['step']}, and {job.total_steps} are asked for. "
+            "Ask for more: --max-steps or --epochs."
+        )
+
+
+def start_engine(job: Job, lanes: RealLanes, store: Store, log: RunLog, resumed: bool) -> Engine:
+    """An engine by the job's plan, its homes filled: from the store's snapshot if `resumed`, else from the checkpoint.
+
+    Raises InputError, DoesNotFit, StoreError.
+    """
+    o = job.options
+    adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
+    e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store)
+    if e.memory.refused:
+        log.say(
+            f"warning: CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
+            f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
+        )
+    e.claim_scratch(store.devices)
+    if resumed:
+        with log.screen.working("loading", e.homes.off_the_ssd()) as more:
+            e.homes.load_from_store(more)
+        return e
+    for name, layout in e.homes.shards():
+        store.add(name, layout, weights=name.startswith("weights"))
+    if any("ssd" in (u.weights, u.state) for u in job.plan.units):
+        store.reserve()
+    with log.screen.working("loading", sum(layout.span for _, layout in e.homes.shards())) as more:
+        Exchange(job.cfg, job.source, e.homes).load(more)
+    return e
