@@ -5,33 +5,22 @@ from __future__ import annotations
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from trireme.engine.choose import choose
 from trireme.engine.data import DataOptions, Dataset, load_dataset
-from trireme.engine.forecast import Forecast, check_drive
-from trireme.engine.machine import (
-    as_planned,
-    available_ram,
-    choose_device,
-    drive,
-    memory_limits,
-    this_machine,
-    with_drives,
-)
+from trireme.engine.forecast import Forecast
+from trireme.engine.machine import as_planned, available_ram, choose_device, drive, memory_limits, this_machine
 from trireme.engine.memory import gib
 from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.planner import Planner
 from trireme.engine.rates import Machine, assume
-from trireme.engine.rule import amount, simple_plan
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import compact, count
-from trireme.engine.settled import CUT, DTYPES, check_memory, check_resumed, check_step, given_plan
+from trireme.engine.settled import CUT, check_resumed
 from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
@@ -40,8 +29,6 @@ from trireme.storage.files import existing
 from trireme.storage.versions import version_files
 
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
-MARGIN = 1.03  # for the larger records of state that more RAM brings
-MICRO_TOKENS = {"cuda": 16384, "cpu": 4096}  # beyond this a larger micro-batch is no faster
 
 
 @dataclass(frozen=True)
@@ -97,28 +84,14 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
     assumed = _assumed(options)
     device = torch.device("cuda") if assumed else choose_device(options.device)
-    given = given_plan(options, cfg, seq_len, like)
-    dtype = like["dtype"] if like else given.dtype if given else _dtype(options, device)
     limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
-    if given:
-        check_memory(options, cfg, given, limits)
-    rule_for = partial(_rule, options, cfg, seq_len, dtype, device, limits, like)
-    shared = device.type == "cpu" and not (options.gpu_memory or given)
-    if not given:
-        _refuse_early(cfg, limits, shared, rule_for, options.batch_size)
+    planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, like)
+    planner.refuse_early()
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
     sequences = min(options.batch_size, data.n_sequences)
-    rule = rule_for(sequences)
-    if shared:
-        limits = _shared(cfg, limits, rule)
-    machine = assumed or this_machine(device, dtype, limits, options.store or (options.out,))
-    if given:
-        check_step(options, given, sequences, seq_len)
-        plan, because = given, (f"read from {options.plan}",)
-    else:
-        plan, because = _first_plan(options, cfg, seq_len, limits, machine, rule), ()
-        if device.type == "cuda":
-            plan, because, machine = _searched(options, cfg, data, limits, machine, like, plan, rule)
+    limits = planner.limits_for(sequences)
+    machine = assumed or this_machine(device, planner.dtype, limits, options.store or (options.out,))
+    plan, because, machine = planner.find(data, sequences, limits, machine)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
     job = Job(
@@ -202,109 +175,6 @@ def cut(job: Job) -> dict:
     p = job.plan
     asked = {"batch_size": job.options.batch_size, "rows": job.micro_rows}
     return {key: getattr(p, key) for key in CUT} | asked | {"plan": asdict(p)}
-
-
-def _rule(
-    options: Options, cfg: ModelConfig, seq_len: int, dtype: str, device, limits, like: dict | None, sequences: int
-) -> dict:
-    """What simple_plan is told for steps of so many sequences."""
-    if like is None:
-        most = max(1, MICRO_TOKENS[device.type] // seq_len)
-        if options.micro_batch == "auto":
-            rows = sorted({min(sequences, most >> k) for k in range(20) if most >> k}, reverse=True)
-        else:
-            rows = [min(sequences, options.micro_batch)]
-        candidates = [(r * seq_len, math.ceil(sequences / r)) for r in rows]
-        record = record_size(shapes.parameters(cfg), limits["host"])
-    else:
-        candidates, record = [(like["tokens"], like["n_micro"])], like["record"]
-    mode = options.optimizer_mode
-    if mode == "auto":
-        mode = "forward" if options.max_grad_norm else "backward"
-    if mode == "backward" and options.max_grad_norm:
-        raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
-    bits, halves = (like["adam_bits"], like["halves"]) if like else (options.adam_bits, None)
-    on_cuda = device.type == "cuda"
-    more = dict(record=record, adam_bits=bits, on_cuda=on_cuda, halves=halves)
-    return dict(batch_tokens=candidates, dtype=dtype, mode=mode, **more)
-
-
-def _dtype(options: Options, device: torch.device) -> str:
-    """What to compute in, where neither a plan nor a run that has begun says it."""
-    return DTYPES.get(options.dtype, "BF16" if device.type == "cuda" else "F32")
-
-
-def _refuse_early(cfg: ModelConfig, limits, shared: bool, rule_for: Callable[[int], dict], batch_size: int) -> None:
-    """Raises DoesNotFit where not even steps of one sequence fit: then the data need not be read.
-
-    How many there are is not known yet, and a step has no more than all of them.
-    """
-
-    def planned(sequences: int) -> None:
-        rule = rule_for(sequences)
-        _shared(cfg, limits, rule) if shared else simple_plan(cfg, limits, **rule)
-
-    try:
-        planned(1)
-    except DoesNotFit:
-        planned(batch_size)  # which says what a usual step needs
-        raise
-
-
-def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machine: Machine, rule: dict) -> Plan:
-    """The plain rule's plan."""
-    plan = simple_plan(cfg, limits, **rule)
-    if options.assume:
-        check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
-    return plan
-
-
-def _searched(
-    options: Options, cfg: ModelConfig, data: Dataset, limits, machine: Machine, like: dict | None, first: Plan, rule
-) -> tuple[Plan, tuple[str, ...], Machine]:
-    """(a fast plan for such data, why it is so, the machine, with its drives measured where `first` uses them)."""
-    if first.uses("ssd") and not options.assume:
-        machine = with_drives(machine, options.store or (options.out,))
-    begun = Plan.of(like["plan"]) if like and "plan" in like else None
-    begun = begun if begun and begun.mode == first.mode else None
-    choice = choose(cfg, limits, machine.rates, data.document, begun, trained=data.trained, **rule)
-    return choice.plan, choice.because, machine
-
-
-def _shared(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, int]:
-    """`limits`, or where both tiers are RAM and halves do not do, a cut by which a plan fits. Raises DoesNotFit."""
-    room, refused = sum(limits.values()), []
-    for halves in (False, True) if rule["halves"] is None else (rule["halves"],):
-        need = _lacking(cfg, limits, rule | {"halves": halves})
-        if need is None:
-            return limits
-        spare = room - sum(need.values())
-        if spare >= 0:
-            return {"gpu": need["gpu"] + spare // 2, "host": need["host"] + spare - spare // 2}
-        refused.append(need)
-    need = min(refused, key=lambda need: sum(need.values()))
-    out = f"Raise --ram by {amount((sum(need.values()) - room) * MARGIN)}, or lower --seq-len"
-    few = _lacking(cfg, limits, rule | {"batch_tokens": [(tokens, 1) for tokens, _ in rule["batch_tokens"]]})
-    if few is None or sum(few.values()) <= room:
-        out += " or --batch-size"
-    raise DoesNotFit(
-        f"even the smallest plan needs {amount(sum(need.values()))} of RAM, {amount(need['gpu'])} of it to compute in; "
-        f"the limit is {amount(room)}. {out}."
-    )
-
-
-def _lacking(cfg: ModelConfig, limits: dict[str, int], rule: dict) -> dict[str, int] | None:
-    """Bytes that the smallest plan needs in each tier where none fits; None where one does."""
-    try:
-        simple_plan(cfg, limits, **rule)
-    except DoesNotFit as error:
-        return error.need
-    return None
-
-
-def record_size(parameters: int, ram: int) -> int:
-    """Parameters of an optimizer record: large enough for the drive and for few files, small beside the RAM."""
-    return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096
 
 
 def report(job: Job) -> list[str]:

@@ -24,9 +24,9 @@ from bench_step import MODELS
 from trireme.engine.buffers import fits
 from trireme.engine.choose import LEANS, choose, front, swapped
 from trireme.engine.geometry import Geometry
-from trireme.engine.job import record_size
 from trireme.engine.machine import choose_device, memory_limits
 from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.planner import record_size
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import Rates, assume
 from trireme.engine.rule import largest, simple_plan

@@ -32,13 +32,13 @@ from trireme.engine.correct import corrected, measured
 from trireme.engine.data import MicroBatch
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes, Staged
-from trireme.engine.job import record_size
 from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, Span, busy, write_perfetto
 from trireme.engine.machine import as_planned, choose_device, matmul_rate, memory_in_use, memory_limits
 from trireme.engine.memory import DTYPE, flat, views
 from trireme.engine.optimizer import AdamW
 from trireme.engine.options import size
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
+from trireme.engine.planner import record_size
 from trireme.engine.predict import Batch, predict
 from trireme.engine.probe import drive_rates, processor_rates
 from trireme.engine.rates import CODE, Machine, Rates, rates_of

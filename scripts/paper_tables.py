@@ -21,8 +21,8 @@ from trireme.engine.buffers import fits
 from trireme.engine.choose import choose
 from trireme.engine.forecast import Forecast, check_drive
 from trireme.engine.geometry import Geometry
-from trireme.engine.job import record_size
 from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner import record_size
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import DRIVES, GB, GPUS, Machine, machine
 from trireme.engine.rule import simple_plan

@@ -12,8 +12,8 @@ from trireme.engine.buffers import fits
 from trireme.engine.build import build
 from trireme.engine.choose import choose, floors, front, pinned
 from trireme.engine.geometry import Geometry
-from trireme.engine.job import record_size
 from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner import record_size
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.rule import simple_plan

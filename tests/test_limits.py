@@ -13,8 +13,7 @@ import pytest
 import torch
 from engines import LLAMA, batches, fork
 
-from trireme.engine import demo, memory
-from trireme.engine import train as finetune
+from trireme.engine import demo, memory, start
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill
 from trireme.engine.lanes import RealLanes
@@ -22,6 +21,7 @@ from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.rule import simple_plan
 from trireme.engine.step import train_step
+from trireme.engine.train import finetune
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
@@ -120,11 +120,11 @@ def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
 
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
-    real = finetune.build
-    monkeypatch.setattr(finetune, "build", build)
+    real = start.build
+    monkeypatch.setattr(start, "build", build)
     where = dict(model=str(tmp_path / "model"), data=(str(tmp_path / "stories.txt"),), out=str(tmp_path / "out"))
     limits = dict(gpu_memory=16 * MIB, ram=64 * MIB, device="cpu", seq_len=64, batch_size=4, max_steps=1)
-    finetune.finetune(Options(**where, **limits))
+    finetune(Options(**where, **limits))
     assert re.search(
         r"warning: CUDA pins [\d.]+ MiB of RAM, the plan uses [\d.]+ MiB: .* Lower --ram", capsys.readouterr().out
     )
