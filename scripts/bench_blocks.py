@@ -18,25 +18,22 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import block_parts
 import torch
-from bench_kernels import BF16, DEVICE, attention_inputs, dense_peers, randn, seconds
+from bench_kernels import seconds
+from kernel_cases import BF16, DEVICE, attention_inputs, dense_peers, randn
+from model_shapes import MODELS
+from model_shapes import llama as llama_shape
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.kernels import ops
 from trireme.models import llama, shapes
-from trireme.models.config import ModelConfig, Rope
+from trireme.models.config import ModelConfig
 from trireme.models.rows import Rows, make_rows, rope_tables
 
-
-def config(width: int, heads: int, kv_heads: int, ffn: int) -> ModelConfig:
-    return ModelConfig(
-        "llama", 32000, width, 1, heads, kv_heads, width // heads, ffn, 8192, 1e-5, False, rope=Rope(5e5)
-    )
-
-
-LARGE = {"LLaMA-3-8B": config(4096, 32, 8, 14336), "LLaMA-2-13B": config(5120, 40, 40, 13824)}
-SMALL = {"125M": config(768, 12, 12, 2048), "350M": config(1024, 16, 16, 2816), "1.3B": config(2048, 16, 16, 5504)}
+LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
+SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}
 
 
 class Block(NamedTuple):
@@ -87,15 +84,7 @@ def make_block(cfg: ModelConfig, N: int) -> Block:
 
 def products(b: Block) -> tuple[float, float]:
     """Seconds of the matrix products of (forward, backward), each alone."""
-    N = len(b.x)
-    forward = backward = 0.0
-    for weight in (b.w.qkv, b.w.o, b.w.gate_up, b.w.down):
-        x, dy = randn(N, weight.shape[1]), randn(N, weight.shape[0])
-        y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
-        forward += seconds(lambda: torch.mm(x, weight.T, out=y), 200)  # noqa: B023
-        backward += seconds(lambda: torch.mm(dy, weight, out=dx), 200)  # noqa: B023
-        backward += seconds(lambda: torch.mm(dy.T, x, out=dw), 200)  # noqa: B023
-    return forward, backward
+    return tuple(sum(seconds(run, 200) for run in runs) for runs in block_parts.products(b.cfg, len(b.x), DEVICE))
 
 
 def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:

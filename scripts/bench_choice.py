@@ -19,7 +19,7 @@ from pathlib import Path
 
 import bench_step
 from bench_plan import leave, results_folder, run_arguments
-from bench_step import MODELS
+from model_shapes import MODELS
 
 from trireme.engine.buffers import fits
 from trireme.engine.choose import LEANS, choose, front, swapped

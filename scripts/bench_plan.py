@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench_step import MODELS
+from model_shapes import MODELS
 
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry

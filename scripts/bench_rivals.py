@@ -24,7 +24,8 @@ import time
 from pathlib import Path
 
 import torch
-from bench_step import MODELS, forget_peaks, make_batch
+from bench_step import forget_peaks, make_batch
+from model_shapes import MODELS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.machine import choose_device, memory_in_use

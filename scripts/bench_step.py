@@ -24,6 +24,7 @@ import block_parts
 import numpy as np
 import torch
 from bare_step import bare_step
+from model_shapes import MODELS
 
 from trireme.engine.buffers import usage
 from trireme.engine.build import build, inputs
@@ -45,35 +46,12 @@ from trireme.engine.rates import CODE, Machine, Rates, rates_of
 from trireme.engine.rule import simple_plan
 from trireme.engine.step import Engine, train_step
 from trireme.models import shapes
-from trireme.models.config import ModelConfig, Rope
+from trireme.models.config import ModelConfig
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
 from trireme.storage.layout import sequential
 from trireme.storage.shards import Store
 
-
-def llama(width: int, layers: int, heads: int, ffn: int, vocab: int = 32000, kv: int | None = None) -> ModelConfig:
-    return ModelConfig("llama", vocab, width, layers, heads, kv or heads, width // heads, ffn, 1 << 17, 1e-5, False,
-                       rope=Rope(1e4))  # fmt: skip
-
-
-def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
-    return ModelConfig("gpt2", 50257, width, layers, heads, heads, width // heads, 4 * width, 8192, 1e-5, True,
-                       qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
-
-
-MODELS = {
-    "llama-tiny": llama(256, 4, 4, 688, vocab=2048),
-    "llama-1.3b": llama(2048, 24, 16, 5504),
-    "llama-3b": llama(3072, 26, 24, 8192),
-    "llama-7b": llama(4096, 32, 32, 11008),
-    "llama-8b": llama(4096, 32, 32, 14336, vocab=128256, kv=8),
-    "llama-13b": llama(5120, 40, 40, 13824),
-    "llama-33b": llama(6656, 60, 52, 17920),
-    "llama-70b": llama(8192, 80, 64, 28672, kv=8),
-    "gpt3-13b": gpt3(5120, 40, 40),
-    "gpt3-175b": gpt3(12288, 96, 96),
-}
 SWITCHES = ("overlap", "prefetch", "vertical", "split", "pinning")
 
 

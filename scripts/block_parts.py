@@ -17,10 +17,11 @@ from trireme.engine.probe import timed
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
+Call = Callable[[], object]
 LONG = 1.0  # seconds of load before the clock is taken to have settled, and seconds that are timed
 
 
-def held(calls: Sequence[Callable[[], object]], flops: float, device: torch.device) -> float:
+def held(calls: Sequence[Call], flops: float, device: torch.device) -> float:
     """FLOP/s of all `calls` again and again, once the clock has settled."""
 
     def repeat(times: int) -> None:
@@ -46,15 +47,20 @@ def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) ->
 
     `tokens` in documents of `seq`. FLOPs are counted as the step's tasks count theirs.
     """
-    calls = [*_products(cfg, tokens, device), *_attention(cfg, tokens // seq, seq, device)]
+    forward, backward = products(cfg, tokens, device)
+    calls = [*forward, *backward, *_attention(cfg, tokens // seq, seq, device)]
     pairs = shapes.attended_pairs([seq] * (tokens // seq), cfg.window)
     flops = shapes.forward_flops(cfg, 1, tokens, pairs) + shapes.backward_flops(cfg, 1, tokens, pairs)
     return held(calls, flops, device)
 
 
-def _products(cfg: ModelConfig, tokens: int, device: torch.device) -> list[Callable[[], object]]:
-    """Each of a block's matrices: its product forward, its inputs' gradient, its own. Groups are multiplied as one."""
-    calls: list[Callable[[], object]] = []
+def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[list[Call], list[Call]]:
+    """(forward, backward) of each of a block's matrices: a product; its inputs' gradient and its own.
+
+    Matrices of a group (q, k, v; gate, up) are multiplied as one.
+    """
+    forward: list[Call] = []
+    backward: list[Call] = []
     for group in shapes.weight_groups(cfg, 1):
         matrices = [shape for _, shape in group if len(shape) == 2]
         if not matrices:
@@ -63,15 +69,12 @@ def _products(cfg: ModelConfig, tokens: int, device: torch.device) -> list[Calla
         w, x, dy = (torch.randn(*shape, dtype=torch.bfloat16, device=device)
                     for shape in ((rows, columns), (tokens, columns), (tokens, rows)))  # fmt: skip
         y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
-        calls += [
-            partial(torch.mm, x, w.T, out=y),
-            partial(torch.mm, dy, w, out=dx),
-            partial(torch.mm, dy.T, x, out=dw),
-        ]
-    return calls
+        forward.append(partial(torch.mm, x, w.T, out=y))
+        backward += [partial(torch.mm, dy, w, out=dx), partial(torch.mm, dy.T, x, out=dw)]
+    return forward, backward
 
 
-def _attention(cfg: ModelConfig, documents: int, seq: int, device: torch.device) -> list[Callable[[], object]]:
+def _attention(cfg: ModelConfig, documents: int, seq: int, device: torch.device) -> list[Call]:
     """cuDNN's forward and backward, whose results may differ from run to run."""
     q, k, v = (torch.randn(documents, heads, seq, cfg.head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
                for heads in (cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads))  # fmt: skip

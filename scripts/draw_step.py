@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from bench_step import MODELS
+from model_shapes import MODELS
 
 from trireme.engine.lanes import Span
 from trireme.engine.plan import Plan, UnitPlan

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench_step import MODELS, gpt3, llama
+from model_shapes import MODELS, gpt3, llama
 
 from trireme.engine.buffers import fits
 from trireme.engine.choose import choose
