@@ -1,6 +1,6 @@
 """The backward of attention for Hopper, in Gluon: the algorithm of attention_bwd.py with the waits placed by hand.
 
-Triton waits for each product before the next instruction (docs/kernels.md). Here the products of one step run while
+Triton waits for each product before the next instruction (docs/kernels-log.md). Here the products of one step run while
 the exponentials of another are taken. Tiles arrive by asynchronous copies in a ring of STAGES slots, one commit group
 a step. A step has few cycles for anything else: pointers and slots are moved on, never computed anew, and the copies
 of a later step are started last. ptxas serialises the products where it cannot follow their accumulators: hence steps
