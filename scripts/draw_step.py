@@ -87,8 +87,8 @@ def picture(found: Prediction) -> str:
                     f'<text x="{(a + b) / 2:.1f}" y="{y + 14}" text-anchor="middle" fill="white" font-size="10">'
                     f"{int(s.name.split('block')[1])}</text>"
                 )
-    turn = to_x(next(s.start for s in found.spans if s.name == "loss"))
-    for x, anchor, text in ((LEFT, "start", "a step begins"), (turn, "middle", "the turn"),
+    head = to_x(next(s.start for s in found.spans if s.name == "loss"))
+    for x, anchor, text in ((LEFT, "start", "a step begins"), (head, "middle", "the head"),
                             (WIDTH - RIGHT, "end", "the next begins")):  # fmt: skip
         parts.append(f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}">{text}</text>')
     return (

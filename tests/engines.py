@@ -9,8 +9,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
+from trireme.engine import geometry
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fetch, fill
 from trireme.engine.lanes import InlineLanes, RealLanes
@@ -59,6 +61,9 @@ class MemoryScratch:
         assert offset % 4096 == len(buffer) % 4096 == 0
         buffer[:] = self.bytes[offset : offset + len(buffer)]
         return _done()
+
+    def close(self) -> None:
+        self.bytes = bytearray()
 
 
 def _done() -> Future:
@@ -152,6 +157,14 @@ def final_weights(e: Engine) -> dict[str, torch.Tensor]:
         for u, layout in enumerate(e.geo.weights)
         for t in layout.tensors
     }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_stretches():
+    """So that gradients leave in several pieces: in every test of a module that imports this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "STRETCH", 256)
+        yield
 
 
 def fork() -> int:

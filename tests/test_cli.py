@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from terminal import on_screen
 
 from trireme.engine import demo
 
@@ -353,19 +354,6 @@ def in_terminal(argv: list[str], when: str, key: bytes | None) -> tuple[int, str
             pressed = True
     os.close(master)
     return process.wait(timeout=60), seen
-
-
-def on_screen(output: str) -> list[str]:
-    """The lines that a terminal shows in the end."""
-    lines = [""]
-    for part in re.split(r"(\r\x1b\[K|\r?\n)", output):
-        if part == "\r\x1b[K":
-            lines[-1] = ""
-        elif part.endswith("\n"):
-            lines.append("")
-        else:
-            lines[-1] += part
-    return lines
 
 
 def test_ctrl_c_saves_and_resume_goes_on(here, capsys):

@@ -9,6 +9,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from terminal import on_screen
 
 from trireme.engine import log as log_module
 from trireme.engine import screen as screen_module
@@ -150,12 +151,12 @@ def test_a_terminal_has_one_live_line_and_lines_that_stay(tmp_path, monkeypatch)
     monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
     log = run(tmp_path, [1, 2], stream=stream)
     log.say("saved")
-    assert [line[:25] for line in on_screen(stream)] == ["saved", "step  2/10  loss 2.5000  "]
-    assert max(len(line) for line in on_screen(stream)) < 30
+    assert [line[:25] for line in on_screen(stream.getvalue())] == ["saved", "step  2/10  loss 2.5000  "]
+    assert max(len(line) for line in on_screen(stream.getvalue())) < 30
     log.step({"step": 10, "loss": 0.5, "learning_rate": 0.1})
     log.say("done")
     log.close()
-    assert on_screen(stream) == ["saved", "step 10/10  loss 0.5000", "done", ""], "the last step stays"
+    assert on_screen(stream.getvalue()) == ["saved", "step 10/10  loss 0.5000", "done", ""], "the last step stays"
 
 
 def test_a_run_that_stops_takes_its_live_line_away(tmp_path, monkeypatch):
@@ -163,37 +164,25 @@ def test_a_run_that_stops_takes_its_live_line_away(tmp_path, monkeypatch):
     log = run(tmp_path, [1], stream=stream)
     log.say("saved")
     log.close()
-    assert on_screen(stream) == ["saved", ""]
+    assert on_screen(stream.getvalue()) == ["saved", ""]
 
 
 def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_path, monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
     log = run(tmp_path, [1], stream=stream)
-    before = on_screen(stream)
+    before = on_screen(stream.getvalue())
     with log.screen.working("saving", 4 * 10**9) as more:
         more(10**9)
-        assert on_screen(stream) == before, "what is done in a moment is not worth a line"
+        assert on_screen(stream.getvalue()) == before, "what is done in a moment is not worth a line"
         monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
         more(10**9)
-        assert on_screen(stream)[-1].startswith("saving  2 of 4 GB  ") and " eta 0s" in on_screen(stream)[-1]
+        last = on_screen(stream.getvalue())[-1]
+        assert last.startswith("saving  2 of 4 GB  ") and " eta 0s" in last
     with log.screen.working("reading stories.txt", 1_090_000) as more:
         more(287_000)
-        assert re.match(r"reading stories.txt  0.287 of 1.09 MB  \S+ MB/s", on_screen(stream)[-1])
-    assert on_screen(stream) == before
-
-
-def on_screen(stream) -> list[str]:
-    """What a terminal makes of it."""
-    screen = [""]
-    for part in re.split(r"(\r\x1b\[K|\n)", stream.getvalue()):
-        if part == "\n":
-            screen.append("")
-        elif part == "\r\x1b[K":
-            screen[-1] = ""
-        else:
-            screen[-1] += part
-    return screen
+        assert re.match(r"reading stories.txt  0.287 of 1.09 MB  \S+ MB/s", on_screen(stream.getvalue())[-1])
+    assert on_screen(stream.getvalue()) == before
 
 
 def test_the_picture(tmp_path):

@@ -5,11 +5,10 @@ from functools import cache
 
 import pytest
 import torch
-from engines import GPT, LLAMA, JitterLanes, batches, final_weights, gpu_plan, make, train
+from engines import GPT, LLAMA, JitterLanes, batches, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trireme.engine import geometry
 from trireme.engine.build import inputs
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
@@ -21,14 +20,6 @@ from trireme.models.rows import rope_tables
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
 LLAMAS = ("untied", "tied")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_stretches():
-    """So that gradients leave in several pieces."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(geometry, "STRETCH", 256)
-        yield
 
 
 @cache

@@ -5,9 +5,8 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, train
+from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401
 
-from trireme.engine import geometry
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import UnitPlan
 from trireme.models import shapes
@@ -26,14 +25,6 @@ UNITS = {
     "swap to ssd": (ALL_SSD,) * 6,
     "mixed": (UnitPlan(), ALL_HOST, UnitPlan("host", "ssd"), ALL_SSD, UnitPlan(), UnitPlan("ssd", "host")),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_stretches():
-    """So that gradients leave in several pieces."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(geometry, "STRETCH", 256)
-        yield
 
 
 @cache
