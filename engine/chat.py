@@ -86,7 +86,7 @@ class _Marker:
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
         messages = [self._adapted({k: v for k, v in m.items() if k != "train"}) for m in messages]
         rendering = self.template.render(messages, tools)
-        self._check_tools(messages, tools, rendering.text)
+        self._check_tools(tools, rendering.text)
         if self.template.tags:
             return rendering.text, self._tagged(rendering, wanted)
         spans = []
@@ -222,7 +222,7 @@ class _Marker:
             calls.append({**call, "function": function} if "function" in call else function)
         return {**message, "tool_calls": calls}
 
-    def _check_tools(self, messages: list[dict], tools: list[dict] | None, text: str) -> None:
+    def _check_tools(self, tools: list[dict] | None, text: str) -> None:
         for tool in tools or []:
             name = tool.get("function", tool).get("name")
             if isinstance(name, str) and name not in text:

@@ -23,6 +23,7 @@ from trireme.engine.optimizer import PARTS
 from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.rates import Rates
+from trireme.engine.reasons import reasons
 from trireme.engine.rule import Lean, largest, longer_pieces, share_updates, simple_plan, spread
 from trireme.engine.simulate import drive_seconds, lane_seconds
 from trireme.models import shapes
@@ -75,40 +76,42 @@ def choose(
     first, drive = simple_plan(cfg, limits, **rule), rates.ssd_read and rates.ssd_write
     if first.uses("ssd") and not drive:
         raise DoesNotFit(
-            f"RAM of {_gib(limits['host'])} and GPU memory of {_gib(limits['gpu'])} do not hold everything, and there "
-            "is no drive for the rest."
+            f"RAM of {limits['host'] / 2**30:.1f} GiB and GPU memory of {limits['gpu'] / 2**30:.1f} GiB do not hold "
+            "everything, and there is no drive for the rest."
         )
     geo, rule = Geometry.of(cfg, first), rule | {"halves": first.halves}
     batch = lambda plan: Batch(plan.tokens, seq_len, plan.n_micro, trained)  # noqa: E731
-    judge = lambda plan: predict(cfg, plan, rates, batch(plan), roughly=True)  # noqa: E731
-    before = judge(first)
+    simulate = lambda plan: predict(cfg, plan, rates, batch(plan), roughly=True)  # noqa: E731
+    before = simulate(first)
     plans = dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))
     if first.uses("ssd") and not like:  # a run that has begun has set aside what it needs of the drive
         plans |= dict.fromkeys(_through_the_drive(geo, limits, first, rule, seq_len))
-    plans, judged = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
+    plans, simulated = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
     if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
-        plans, judged = alike, {alike[0]: judge(alike[0])}
+        plans, simulated = alike, {alike[0]: simulate(alike[0])}
     wear = lambda plan: WEAR if any(unit.names("ssd") for unit in plan.units) else 1.0  # noqa: E731
     per_token = lambda plan, seconds: wear(plan) * seconds / (plan.tokens * plan.n_micro)  # noqa: E731
     floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))  # noqa: E731
-    taken = lambda plan: per_token(plan, judged[plan].step_s)  # noqa: E731
+    taken = lambda plan: per_token(plan, simulated[plan].step_s)  # noqa: E731
     most = max(LEAST, WORK // (geo.n_units * max(FEW, first.n_micro // together(first.n_micro))))
+    # By their floors, for as long as the next could still be faster than the best so far.
     for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans))[: most + 1]:
-        if least >= WORTH * min(map(taken, judged)):
+        if least >= WORTH * min(map(taken, simulated)):
             break
-        if (plan := longer_pieces(geo, plans[i], limits)) not in judged and len(judged) <= most:
-            judged[plan] = judge(plan)
-    for rank, base in enumerate(sorted(judged, key=taken)[:REFINED]):
+        if (plan := longer_pieces(geo, plans[i], limits)) not in simulated and len(simulated) <= most:
+            simulated[plan] = simulate(plan)
+    # Around the best of them: one decision after another, each from the best that the one before has led to.
+    for rank, base in enumerate(sorted(simulated, key=taken)[:REFINED]):
         for vary in (_windows, _slots, _late, *(() if like else (_updates,))):
             for plan in vary(geo, base, limits, first.piece):
-                if plan not in judged and (rank == 0 or len(judged) < most):
-                    judged[plan] = judge(plan)
-                base = min((p for p in (base, plan) if p in judged), key=taken)
-    best = min(judged, key=taken)
-    because = _because(geo, first, before, best, judged[best])
+                if plan not in simulated and (rank == 0 or len(simulated) < most):
+                    simulated[plan] = simulate(plan)
+                base = min((p for p in (base, plan) if p in simulated), key=taken)
+    best = min(simulated, key=taken)
+    because = reasons(geo, first, before, best, simulated[best])
     if like and pinned(best, like) != best:
         because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
-    return Choice(best, judged[best], because)
+    return Choice(best, simulated[best], because)
 
 
 def _variants(
@@ -289,54 +292,3 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
     halves = max(forward, *first.values()) + max(compute - forward, second["h2d"], second["d2h"])
     lanes = {lane: first[lane] + second[lane] for lane in first}
     return {"compute": compute, "ssd": drive_seconds(read, written, rates), "halves": halves, **lanes}
-
-
-# ---------------------------------------------------------------- why
-
-
-def _because(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction) -> tuple[str, ...]:
-    n, said = len(plan.units), []
-    blocks = "half blocks" if plan.halves else "blocks"
-    if plan.halves:
-        said.append("units are halves of blocks, attention and MLP: whole blocks do not fit the GPU")
-    on_ssd = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
-    if on_ssd:
-        nbytes = sum(geo.state_span(u, plan.record) for u in on_ssd)
-        said.append(
-            f"optimizer state of {len(on_ssd)} of {n} units ({_gib(nbytes)}) lies on the SSD: RAM holds no more"
-        )
-    if plan.tokens != first.tokens:
-        said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} leave room on the GPU")
-    for tier, where in (("host", "in RAM"), ("ssd", "on the SSD")):
-        away = [u for u in range(1, n - 1) if plan.units[u].names(tier)]
-        if away:
-            nbytes = plan.n_micro * sum(geo.saved_layout(plan.units[u].names(tier), plan.tokens).span for u in away)
-            names, seconds = ", ".join(plan.units[away[0]].names(tier)), found.busy["compute"]
-            said.append(f"{names} of {len(away)} of {n - 2} {blocks} wait {where} ({_gib(nbytes)}): computation takes "
-                        f"{seconds:.3g} s of a step rather than {before.busy['compute']:.3g} s")  # fmt: skip
-    inputs = sum(unit.x != "gpu" for unit in plan.units[1:])
-    if inputs:
-        nbytes = plan.n_micro * inputs * geo.x_bytes(plan.tokens)
-        on_gpu = sum(unit.state == "gpu" for unit in plan.units)
-        said.append(f"the inputs of {inputs} {blocks} wait outside the GPU ({_gib(nbytes)}), which holds the state of "
-                    f"{on_gpu} of {n} units")  # fmt: skip
-    if plan.between == "host":
-        said.append(f"the GPU has no room for what a unit leaves for the next in all {plan.n_micro} micro-batches: it "
-                    "waits outside")  # fmt: skip
-    spilled = [u for u in range(n) if plan.spilled(u)]
-    if spilled:
-        nbytes = sum(geo.weights[u].span for u in spilled)
-        where = f"gradients of {len(spilled)} of {n} units ({_gib(nbytes)}) wait on the SSD for their norm"
-        said.append(f"{where}: RAM has no room for them")
-    late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
-    if late:
-        where = " and ".join({"host": "in RAM", "ssd": "on the SSD"}[tier] for tier in late)
-        said.append(f"of state {where} the moments are written under backward: forward is too short for all of it")
-    per = plan.tokens * plan.n_micro / (first.tokens * first.n_micro)
-    if per * before.step_s > found.step_s / WORTH:
-        said.append(f"the plain rule's plan would take {per * before.step_s / found.step_s:.3g} times as long")
-    return tuple(said)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"

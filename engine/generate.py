@@ -98,7 +98,7 @@ def _logits(cfg: ModelConfig, fetch: Fetch, ids: Tensor, rows: Rows, cache: _Cac
     """(B, V) fp32: what follows the last token of each document of ids (N,)."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
     with fetch(0) as w:
-        head.embed_forward(cfg, w, ids, rows, x)
+        head.embed_forward(w, ids, rows, x)
     place = cache.place(rows.docs)
     for u in range(1, cfg.n_units - 1):
         with fetch(u) as w:

@@ -144,7 +144,7 @@ def _prefetch_between(e: Engine, batch: Sequence[Inputs], part: str, u: int, b: 
 
 def _forward_embedding(e: Engine, w: OnGpu, mb: Inputs, out: OnGpu) -> Task:
     def forward():
-        head.embed_forward(e.cfg, _weights(e, 0, w), mb.ids, mb.rows, _rows(e, out.buffer, mb))
+        head.embed_forward(_weights(e, 0, w), mb.ids, mb.rows, _rows(e, out.buffer, mb))
 
     return e.run("forward embed", forward, (*w.ready, *out.ready), flops=0)
 
@@ -268,7 +268,7 @@ def _backward_embedding(e: Engine, batch: Sequence[Inputs]) -> None:
 
         def backward(mb=mb, dy=dy):
             g = model.weights(e.cfg, 0, grads)
-            head.embed_backward(e.cfg, g, _rows(e, dy.buffer, mb), mb.ids, mb.rows)
+            head.embed_backward(g, _rows(e, dy.buffer, mb), mb.ids, mb.rows)
 
         done = e.run("backward embed", backward, (zeroed, *dy.ready), flops=0)
         e.activations.release(1, b, "dx", done)

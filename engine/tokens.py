@@ -22,7 +22,6 @@ class Tokenizer:
     core: tokenizers.Tokenizer
     folder: Path
     specials: dict[str, str]  # bos_token, eos_token, ...: the variables that a chat template sees
-    added: frozenset[str]  # tokens that are found whole in a text, before any splitting
     bos: tuple[int, ...]  # ids put before a text
     eos: int | None  # id put after a finished text
     config: dict[str, Any]  # tokenizer_config.json
@@ -75,9 +74,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     specials = _specials(folder, config)
     eos = _eos(core, folder, specials)
     bos = _bos(core, config, specials, surround, eos)
-    added = frozenset(token.content for token in core.get_added_tokens_decoder().values())
     state = json.dumps([hashlib.sha256(text.encode()).hexdigest(), specials, bos, eos], sort_keys=True)
-    return Tokenizer(core, folder, specials, added, bos, eos, config, hashlib.sha256(state.encode()).hexdigest())
+    return Tokenizer(core, folder, specials, bos, eos, config, hashlib.sha256(state.encode()).hexdigest())
 
 
 def _read(path: Path) -> str:

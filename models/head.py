@@ -43,14 +43,14 @@ def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
     return HeadWeights(views["model.norm.weight"], None, output)
 
 
-def embed_forward(cfg: ModelConfig, w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None:
+def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None:
     """Fills out (N, D) for ids (N,) int64."""
     ops.embedding_fwd(ids, w.tokens, out)
     if w.positions is not None:
         out.add_(ops.embedding_fwd(rows.docs.positions.long(), w.positions))
 
 
-def embed_backward(cfg: ModelConfig, g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:
+def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:
     """Adds the gradient dy (N, D) of the embedded tokens to g."""
     ops.embedding_bwd_(g.tokens, dy, ids)
     if g.positions is not None:

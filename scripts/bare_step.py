@@ -24,7 +24,7 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
     )
     wide = e.gradients.wide
     for b, mb in enumerate(batch):
-        head.embed_forward(cfg, w[0], mb.ids, mb.rows, x(1, b))
+        head.embed_forward(w[0], mb.ids, mb.rows, x(1, b))
     for u in range(1, geo.head):
         for b, mb in enumerate(batch):
             model.forward(cfg, u, w[u], x(u, b), mb.rows, saved(u, b), x(u + 1, b))
@@ -61,7 +61,7 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
         finish(u, buffer)
     buffer, g = gradient(0)
     for b, mb in enumerate(batch):
-        head.embed_backward(cfg, g, dx[b], mb.ids, mb.rows)
+        head.embed_backward(g, dx[b], mb.ids, mb.rows)
     finish(0, buffer)
     norm = sums.double().sum().sqrt()
     clip = torch.clamp(1.0 / (norm + 1e-6), max=1.0).float().reshape(1)

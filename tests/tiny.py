@@ -92,7 +92,7 @@ class Tiny:
         """Block inputs x[0..n_layers] and each block's saved tensors."""
         cfg, n = self.cfg, len(ids)
         xs, saves = [torch.empty(n, cfg.width, dtype=self.dtype)], []
-        head.embed_forward(cfg, self.w[0], ids, rows, xs[0])
+        head.embed_forward(self.w[0], ids, rows, xs[0])
         for layer in range(cfg.n_layers):
             saves.append(empty_saved(cfg, n, self.dtype, keep))
             xs.append(torch.empty_like(xs[0]))
@@ -121,7 +121,7 @@ class Tiny:
             u = layer + 1
             model.block(cfg).backward(cfg, layer, self.w[u], self.g[u], xs[layer], saves[layer], dy, rows, dx)
             dy, dx = dx, dy
-        head.embed_backward(cfg, self.g[0], dy, ids, rows)
+        head.embed_backward(self.g[0], dy, ids, rows)
         return losses
 
 
