@@ -164,7 +164,9 @@ def small_stretches():
     """So that gradients leave in several pieces: in every test of a module that imports this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "STRETCH", 256)
+        geometry.geometry.cache_clear()  # another module's stretches are longer
         yield
+    geometry.geometry.cache_clear()
 
 
 def fork() -> int:
