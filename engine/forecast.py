@@ -120,6 +120,7 @@ class Forecast:
         return lines
 
     def _swapped(self, geo: Geometry, u: int) -> int:
+        """Bytes of unit u's activations that one micro-batch sends to the SSD."""
         unit = self.plan.units[u]
         saved = geo.saved_layout(unit.names("ssd"), self.plan.tokens).span
         return saved + (geo.x_bytes(self.plan.tokens) if u and unit.x == "ssd" else 0)
@@ -161,16 +162,20 @@ class Forecast:
         }
 
     def disk(self) -> int:
+        """Bytes that the drive needs at most."""
         return sum(self.disk_parts().values())
 
     def _scratch(self) -> int:
+        """Bytes of the activations that wait on the SSD."""
         geo = self.geo
         return self.plan.n_micro * sum(self._swapped(geo, u) for u in range(geo.n_units))
 
     def _spilled(self) -> int:
+        """Bytes of the gradients that wait on the SSD."""
         return sum(self.geo.weights[u].span for u in range(self.geo.n_units) if self.plan.spilled(u))
 
     def disk_line(self) -> str:
+        """What goes to the drive, part by part, and whether there is room."""
         copies = f"as much again for {self.keep} snapshot{'s' * (self.keep > 1)}"
         part = self.disk_parts()
         parts = f"store {_bytes(part['store'])}, {copies}, export {_bytes(part['export'])}"
@@ -185,6 +190,7 @@ class Forecast:
     # ------------------------------------------------ time
 
     def time_line(self, found: Prediction) -> str:
+        """A step, the run, and what limits both."""
         step, about = found.step_s, "" if self.cuda else "about "  # others may be using the CPU too
         return (
             f"{about}{_seconds(step)} a step ({count(self.sequences, 'sequence')}, {compact(self.tokens)} tokens: "
@@ -198,6 +204,7 @@ class Forecast:
         return usage(self.geo, self.plan)["host"] / self.machine.rates.pin if self.cuda else 0.0
 
     def start_line(self) -> str:
+        """What the first step waits for."""
         held = usage(self.geo, self.plan)["host"]
         return f"{duration(self.start_s())} before the first step, to pin {held / 2**30:.1f} GiB of RAM for the bus"
 
@@ -208,6 +215,7 @@ class Forecast:
         return shapes.model_flops(self.cfg, self.tokens, pairs) / found.step_s / 1e12
 
     def wear_line(self, found: Prediction) -> str:
+        """What is read and written, beside what the drives are rated for."""
         written = found.ssd_written * self.steps
         rated = self.machine.endurance or ENDURANCE * (self.machine.ssd or 2 * TB)
         return (

@@ -17,6 +17,7 @@ from trireme.engine.memory import gib
 from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.planner import Planner
+from trireme.engine.prepare import Progress
 from trireme.engine.rates import Machine, assume
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import compact, count
@@ -44,7 +45,7 @@ class Job:
     device: torch.device
     plan: Plan
     because: tuple[str, ...]  # why the plan is what it is
-    limits: dict[str, int]
+    limits: dict[str, int]  # bytes of gpu and host
     machine: Machine
     seq_len: int
     micro_rows: int  # rows of a micro-batch
@@ -64,10 +65,11 @@ class Job:
         return shapes.parameters(self.cfg)
 
 
-def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
-    """Reads and checks everything that the options name. `like`: the cut of a run that is resumed (see `cut`).
+def prepare(options: Options, like: dict | None = None, progress: Progress | None = None) -> Job:
+    """Reads and checks everything that the options name, and plans.
 
-    Raises InputError, CheckpointError, DoesNotFit.
+    `like`: the cut of a run that is resumed (see `cut`). `progress(name, position, size)` hears of data files as they
+    are read, in bytes. Raises InputError, CheckpointError, DoesNotFit.
     """
     if like is not None:
         check_resumed(options, like)

@@ -89,7 +89,7 @@ def _train(options: Options) -> None:
 
 
 class Run:
-    """One run from its first or resumed step to its last."""
+    """One run from its first or resumed step to its last. `snapshot`: what its last one said (see `_save`), if any."""
 
     def __init__(self, job: Job, store: Store, snapshot: dict | None):
         self.job, self.store, self.options = job, store, job.options
@@ -115,6 +115,7 @@ class Run:
     # ------------------------------------------------ the loop
 
     def go(self) -> None:
+        """Trains to the end. Raises Interrupted where it was asked to stop and has saved itself, Diverged, StoreError."""
         job = self.job
         try:
             with stop_signals(self._asked, lambda: f"\nleft at once. {self._last_snapshot()}"):
