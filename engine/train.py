@@ -115,7 +115,7 @@ class Run:
     # ------------------------------------------------ the loop
 
     def go(self) -> None:
-        """Trains to the end. Raises Interrupted where it was asked to stop and has saved itself, Diverged, StoreError."""
+        """Trains to the end. Raises Interrupted where the run was asked to stop and is saved, Diverged, StoreError."""
         job = self.job
         try:
             with stop_signals(self._asked, lambda: f"\nleft at once. {self._last_snapshot()}"):
