@@ -229,14 +229,14 @@ class IO:
     def _end(self, request: _Request, error: StoreError | None, pieces: int) -> None:
         """So many pieces are over. After an error the rest is not begun; the last piece ends the request's future."""
         with self._lock:
-            request.left -= pieces
+            before, request.left = request.left, request.left - pieces
             if error and not request.error:
                 request.error = error
                 if request in self._waiting[request.write]:
                     self._waiting[request.write].remove(request)
                 request.left -= len(request.waiting)
                 request.waiting.clear()
-            over = request.left == 0
+            over = before > request.left == 0  # once: a request that close() drops may have ended meanwhile
         if over and request.error:
             request.future.set_exception(request.error)
         elif over:

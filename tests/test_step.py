@@ -26,9 +26,11 @@ LLAMAS = ("untied", "tied")
 @pytest.fixture(autouse=True, scope="module")
 def small_stretches():
     """So that gradients leave in several pieces."""
+    geometry.geometry.cache_clear()  # what was made before has others
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "STRETCH", 256)
         yield
+    geometry.geometry.cache_clear()
 
 
 @cache
