@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,19 +147,18 @@ class Run:
         self.bound: str | None = None  # the lane, or the drive, that was busiest when last traced
         self.moved = self.lanes.moved.copy()
         self.written = extra["written"] if extra else 0  # bytes written to SSD before this process
-        self.e = self._engine(resumed=extra is not None)
-        if extra:
-            self.log.say(f"resumed at step {self.step}")
-        self.saved_at, self.saved_step = time.monotonic(), self.step
-        self.evaluated_at, self.evaluated_step = time.monotonic(), extra["evaluated"] if extra else -1
+        self.e: Engine | None = None
+        self.resumed = extra is not None
+        self.saved_at = self.evaluated_at = time.monotonic()
+        self.saved_step, self.evaluated_step = self.step, extra["evaluated"] if extra else -1
         bring_back(job.out / "best")
 
     # ------------------------------------------------ set-up
 
-    def _engine(self, resumed: bool) -> Engine:
+    def _make_engine(self, resumed: bool) -> None:
         job, o = self.job, self.options
         adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
-        e = build(job.cfg, job.plan, job.limits, self.lanes, adamw=adamw, store=self.store)
+        e = self.e = build(job.cfg, job.plan, job.limits, self.lanes, adamw=adamw, store=self.store)
         if e.memory.refused:
             self.log.say(
                 f"warning: CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
@@ -169,20 +168,23 @@ class Run:
         if resumed:
             with self.log.screen.working("loading", e.homes.off_the_ssd()) as more:
                 e.homes.load_from_store(more)
-            return e
+            return
         for name, layout in e.homes.shards():
             self.store.add(name, layout, weights=name.startswith("weights"))
         if any("ssd" in (u.weights, u.state) for u in job.plan.units):
             self.store.reserve()
         with self.log.screen.working("loading", sum(layout.span for _, layout in e.homes.shards())) as more:
             Exchange(job.cfg, job.source, e.homes).load(more)
-        return e
 
     # ------------------------------------------------ the loop
 
     def go(self) -> None:
         job = self.job
-        try:
+        with closing(self.log), closing(self):
+            self._make_engine(self.resumed)
+            if self.resumed:
+                self.log.say(f"resumed at step {self.step}")
+            self.saved_at = self.evaluated_at = time.monotonic()  # loading took its time
             with stop_signals(self._asked, lambda: f"\nleft at once. {self._last_snapshot()}"):
                 self._evaluate_if_due()
                 while self._goes_on():
@@ -195,9 +197,6 @@ class Run:
                     )
                     raise Interrupted
                 self._finish()
-        finally:
-            self.log.close()
-            self._close()
 
     def _goes_on(self) -> bool:
         """Whether another step is to be done; it has begun then, for whoever asks to stop from now on."""
@@ -359,7 +358,7 @@ class Run:
             shutil.rmtree(job.out / "best", ignore_errors=True)  # it is the output itself
         elif self.best_step is not None:
             self.log.say(f"best     {job.out / 'best'}: eval_loss {self.best:.4f} at step {self.best_step}")
-        self._close()
+        self.close()
         shutil.rmtree(job.out / "tokens", ignore_errors=True)  # a run that is over goes on no more
         self.store.remove()
         if not self.options.store:
@@ -403,7 +402,7 @@ class Run:
         self._save()
         self._let_go()
         self.job = replace(self.job, plan=plan)
-        self.e = self._engine(resumed=True)
+        self._make_engine(resumed=True)
 
     # ------------------------------------------------ the end
 
@@ -416,9 +415,10 @@ class Run:
     def _last_snapshot(self) -> str:
         return f"Last snapshot: step {self.saved_step}" if self.store.snapshots else "There is no snapshot yet"
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends the lanes and gives back the engine's memory; once more it does nothing."""
+        self.lanes.close()
         if self.e is not None:
-            self.lanes.close()
             self._let_go()
 
     def _let_go(self) -> None:

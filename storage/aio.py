@@ -62,11 +62,18 @@ class File:
             raise StoreError(e.errno, f"{e.strerror}{hint}", self.path) from e
         if size:
             try:
-                os.posix_fallocate(self.fd, 0, size)
-            except OSError as e:
+                self.allocate(size)
+            except StoreError:
                 self.close()
                 os.unlink(self.path)  # a failed allocation leaves the file grown
-                raise StoreError(e.errno, f"{e.strerror}, allocating {size} bytes", self.path) from e
+                raise
+
+    def allocate(self, size: int) -> None:
+        """Claims the blocks of the first `size` bytes. Raises StoreError."""
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+        except OSError as e:
+            raise StoreError(e.errno, f"{e.strerror}, allocating {size} bytes", self.path) from e
 
     def close(self) -> None:
         os.close(self.fd)

@@ -1,6 +1,8 @@
 """Traffic between homes and the store: an error comes when nothing of the buffer is in flight any more."""
 
 import errno
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -43,3 +45,17 @@ def test_after_an_error_nothing_of_the_buffer_is_in_flight(way, how):
     with pytest.raises(StoreError, match="Input/output error"):
         homes.move(way, homes.shards_of("state", 1), homes.state[1][0])
     assert all(future.done() for future in store.slow)
+
+
+def test_what_the_store_still_has_stays_in_memory():
+    """A request may outlive its engine where a run ends by an error: it must not move bytes of somebody else's."""
+    program = """
+import gc, torch
+from trireme.engine.memory import Memory, memory_of
+memory = Memory(torch.device("cpu"), 1 << 30, 1 << 30)
+view = memory_of(memory.alloc("host", "buffer", 8 << 20)[0], 4096)
+memory.close()
+gc.collect()
+view[:] = bytes(4096)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,4 +1,4 @@
-"""Asked once a run ends well, asked twice it ends at once; a hang-up that comes with another signal is no second one."""
+"""Asked once a run ends well, twice at once; a hang-up that comes with another signal is no second one."""
 
 import signal
 import subprocess
