@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import shutil
@@ -41,7 +40,7 @@ from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
-from trireme.storage.files import StoreError
+from trireme.storage.files import NoSnapshot
 from trireme.storage.shards import FINISHED, IDENTITY, Store, remove_finished
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
@@ -115,9 +114,7 @@ def _open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
         store = Store.open([open_device(d, 0) for d in dirs], options.keep)
-    except StoreError as error:
-        if error.errno != errno.ENOENT:
-            raise
+    except NoSnapshot:
         print("no snapshot yet: starts from the beginning")
         return None, None
     return store, store.restore()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trireme.models.config import InputError
 from trireme.storage.checkpoint import INDEX, Source, companions, open_source
-from trireme.storage.files import StoreError, existing
+from trireme.storage.files import StoreError, existing, make_folder
 
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "config.yaml", "trace.json")
 
@@ -74,7 +74,7 @@ def has_begun(out: Path) -> bool:
 @contextmanager
 def _taken(out: Path) -> Iterator[None]:
     """Makes the folder and holds it by a lock that leaves no file behind."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
