@@ -8,8 +8,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,7 +152,20 @@ class Run:
 
     # ------------------------------------------------ set-up
 
-    def _make_engine(self, resumed: bool) -> None:
+    def _set_up(self) -> None:
+        """Who asks to stop meanwhile is heard between two pieces: within one, requests to the drive would be left."""
+        asked: list[int] = []
+        first = lambda number: asked.append(number) or "\n  leaving; again: leave at once"  # noqa: E731
+        with stop_signals(first, lambda: "\nleft at once"):
+            self._make_engine(self.resumed, asked)
+        if asked:
+            raise KeyboardInterrupt
+        if self.resumed:
+            self.log.say(f"resumed at step {self.step}")
+        self.saved_at = self.evaluated_at = time.monotonic()  # loading took its time
+
+    def _make_engine(self, resumed: bool, asked: Sequence[int] = ()) -> None:
+        """Makes the engine and fills it. Raises KeyboardInterrupt between two pieces when anything is in `asked`."""
         job, o = self.job, self.options
         adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
         e = self.e = build(job.cfg, job.plan, job.limits, self.lanes, adamw=adamw, store=self.store)
@@ -163,25 +176,33 @@ class Run:
             )
         e.claim_scratch(self.store.devices)
         if resumed:
-            with self.log.screen.working("loading", e.homes.off_the_ssd()) as more:
+            with self._loading(e.homes.off_the_ssd(), asked) as more:
                 e.homes.load_from_store(more)
             return
         for name, layout in e.homes.shards():
             self.store.add(name, layout, weights=name.startswith("weights"))
         if any("ssd" in (u.weights, u.state) for u in job.plan.units):
             self.store.reserve()
-        with self.log.screen.working("loading", sum(layout.span for _, layout in e.homes.shards())) as more:
+        with self._loading(sum(layout.span for _, layout in e.homes.shards()), asked) as more:
             Exchange(job.cfg, job.source, e.homes).load(more)
+
+    @contextmanager
+    def _loading(self, nbytes: int, asked: Sequence[int]) -> Iterator[Callable[[int], None]]:
+        with self.log.screen.working("loading", nbytes) as more:
+
+            def more_or_leave(nbytes: int) -> None:
+                more(nbytes)
+                if asked:
+                    raise KeyboardInterrupt
+
+            yield more_or_leave
 
     # ------------------------------------------------ the loop
 
     def go(self) -> None:
         job = self.job
         with closing(self.log), closing(self):
-            self._make_engine(self.resumed)
-            if self.resumed:
-                self.log.say(f"resumed at step {self.step}")
-            self.saved_at = self.evaluated_at = time.monotonic()  # loading took its time
+            self._set_up()
             with stop_signals(self._asked, lambda: f"\nleft at once. {self._last_snapshot()}"):
                 self._evaluate_if_due()
                 while self._goes_on():

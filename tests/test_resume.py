@@ -14,6 +14,7 @@ import pytest
 from engines import fork
 
 from trireme.engine import demo, job, train
+from trireme.engine.homes import Homes
 from trireme.engine.job import cut, prepare
 from trireme.engine.options import Options, every
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
@@ -209,6 +210,30 @@ def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):
     with pytest.raises(InputError, match="that run is finished"):
         finetune(replace(run, resume=run.out))
     finetune(replace(run, out=str(checkpoint / "again")))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, resumed, number, monkeypatch):
+    """Heard in the middle of a request to the drive, which ends first."""
+    run, begun, over = options(checkpoint, checkpoint / f"loads-{resumed}-{number}", "ssd"), [], []
+    if resumed:
+        stopped(run, 3, monkeypatch)
+        run = replace(run, resume=run.out)
+    move = Homes.move
+
+    def asked(*args):
+        begun.append(args)
+        if len(begun) == 3:
+            os.kill(os.getpid(), number)
+        move(*args)
+        over.append(args)
+
+    monkeypatch.setattr(Homes, "move", asked)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(run)
+    assert len(begun) == len(over) == 3
+    assert Path(run.out).exists() == resumed
 
 
 def test_a_snapshot_that_has_lost_a_file_is_no_beginning(checkpoint, monkeypatch):
