@@ -18,6 +18,7 @@ import yaml
 
 from trireme.engine.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Every, Options, size
 from trireme.models.config import InputError
+from trireme.storage.files import replace_synced
 
 _FIELDS = {f.name: f for f in fields(Options)}
 _ALIASES = {alias: f.name for f in fields(Options) for alias in f.metadata.get("also", "").split()}
@@ -233,9 +234,7 @@ def write_config(options: Options, path: Path) -> None:
         elif f.metadata["parse"] is size:
             value = f"{value}B"
         content[f.name] = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Every) else value
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    os.replace(scratch, path)
+    replace_synced(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
 
 
 def _absolute(data: str) -> str:

@@ -17,6 +17,7 @@ from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
+from trireme.storage.files import sync_folder
 from trireme.storage.layout import TensorSpec
 
 Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> its elements, piece by piece
@@ -55,6 +56,7 @@ class Exchange:
         if folder.exists():
             os.rename(folder, old)
         os.rename(new, folder)
+        sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:

@@ -7,6 +7,7 @@ of equal size, so that the ring it streams through has equal slots whatever the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -114,9 +115,15 @@ class Homes:
         return self.lanes.run(lane, shards[0].name, lambda: self.move(way, shards, buffer), after, nbytes=nbytes)
 
     def move(self, way: str, shards: Sequence[Shard], buffer: Tensor) -> None:
-        """Reads or writes shards, from or to their places in `buffer`, and waits for it."""
-        move = getattr(self.store, way)
-        moving = [move(s.name, memory_of(buffer[s.first :], s.layout.span)) for s in shards]
+        """Reads or writes shards, from or to their places in `buffer`. Then, also after an error, nothing is in flight:
+        the buffer is free, and may go.
+        """
+        move, moving = getattr(self.store, way), []
+        try:
+            for s in shards:
+                moving.append(move(s.name, memory_of(buffer[s.first :], s.layout.span)))
+        finally:
+            wait(moving)
         for future in moving:
             future.result()
 

@@ -211,7 +211,10 @@ class RunLog:
         for file in (self._jsonl, self._csv):
             file.close()
         for _, close in self._trackers:
-            close()
+            try:
+                close()
+            except Exception as error:
+                self._warn_of_tracker(error)
 
     def _add(self, record: Record) -> None:
         self._records.append(record)
@@ -221,9 +224,13 @@ class RunLog:
         for tracker in tuple(self._trackers):
             try:
                 tracker[0](record)
-            except Exception as error:  # somebody else's code, perhaps over a network: never worth a run
+            except Exception as error:
                 self._trackers.remove(tracker)
-                self.say(f"warning: a tracker of --log has failed and is left out from here on ({error!r})")
+                self._warn_of_tracker(error)
+
+    def _warn_of_tracker(self, error: Exception) -> None:
+        """Somebody else's code, perhaps over a network: never worth a run."""
+        self.say(f"warning: a tracker of --log has failed and is left out from here on ({error!r})")
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

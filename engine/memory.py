@@ -46,8 +46,8 @@ def flat(buffer: Tensor, dtype: str, numel: int) -> Tensor:
 
 
 def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
-    """The first `nbytes` of a host buffer as a writable memoryview, for the store."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(buffer.data_ptr())).cast("B")
+    """The first `nbytes` of a host buffer as a writable memoryview, for the store: while it has it the memory stays."""
+    return memoryview(buffer[:nbytes].numpy())
 
 
 class Slot:

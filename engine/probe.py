@@ -233,7 +233,6 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict
     with tempfile.TemporaryDirectory(dir=folder, prefix=".trireme-") as own:
         device = open_device(own)  # tried out, as the store's own is
         scratch = Scratch([device], max(nbytes, 2 * CHUNK))
-        scratch.unlink()
         try:
             written, took = _flow(scratch, {"write": (0, nbytes)}, seconds)
             write = written["write"] / took
@@ -241,8 +240,8 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict
             read = moved["read"] / took
             moved, took = _flow(scratch, {"read": (0, nbytes // 2), "write": (nbytes // 2, nbytes)}, seconds)
         finally:
+            device.io.close()  # first: after an error something may be in flight
             scratch.close()
-            device.io.close()
     return {"ssd_read": read, "ssd_write": write, "mixed": (moved["read"] / read + moved["write"] / write) / took}
 
 

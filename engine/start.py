@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from trireme.engine.build import build
@@ -19,7 +20,7 @@ from trireme.engine.step import Engine
 from trireme.engine.verify import has_begun
 from trireme.models.config import InputError
 from trireme.storage.devices import open_device
-from trireme.storage.files import StoreError
+from trireme.storage.files import NoSnapshot
 from trireme.storage.shards import FINISHED, IDENTITY, Store, remove_finished
 
 PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
@@ -53,9 +54,7 @@ def open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
         store = Store.open([open_device(d, 0) for d in dirs], options.keep)
-    except StoreError as error:
-        if error.errno != errno.ENOENT:
-            raise
+    except NoSnapshot:
         print("no snapshot yet: starts from the beginning")
         return None, None
     return store, store.restore()
@@ -72,11 +71,8 @@ def check_continues(job: Job, snapshot: dict) -> None:
         )
 
 
-def start_engine(job: Job, lanes: RealLanes, store: Store, log: RunLog, resumed: bool) -> Engine:
-    """An engine by the job's plan, its homes filled: from the store's snapshot if `resumed`, else from the checkpoint.
-
-    Raises InputError, DoesNotFit, StoreError.
-    """
+def make_engine(job: Job, lanes: RealLanes, store: Store, log: RunLog) -> Engine:
+    """An engine by the job's plan, with nothing in its homes yet. Raises DoesNotFit."""
     o = job.options
     adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
     e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store)
@@ -85,15 +81,34 @@ def start_engine(job: Job, lanes: RealLanes, store: Store, log: RunLog, resumed:
             f"warning: CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
             f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
         )
+    return e
+
+
+def fill_engine(e: Engine, job: Job, store: Store, log: RunLog, resumed: bool, asked: Sequence[int] = ()) -> None:
+    """Claims the room that the engine needs on the drives, and loads it: the snapshot if `resumed`, or the checkpoint.
+
+    Raises KeyboardInterrupt between two pieces when anything is in `asked`; InputError, StoreError.
+    """
     e.claim_scratch(store.devices)
     if resumed:
-        with log.screen.working("loading", e.homes.off_the_ssd()) as more:
+        with _loading(log, e.homes.off_the_ssd(), asked) as more:
             e.homes.load_from_store(more)
-        return e
+        return
     for name, layout in e.homes.shards():
         store.add(name, layout, weights=name.startswith("weights"))
     if any("ssd" in (u.weights, u.state) for u in job.plan.units):
         store.reserve()
-    with log.screen.working("loading", sum(layout.span for _, layout in e.homes.shards())) as more:
+    with _loading(log, sum(layout.span for _, layout in e.homes.shards()), asked) as more:
         Exchange(job.cfg, job.source, e.homes).load(more)
-    return e
+
+
+@contextmanager
+def _loading(log: RunLog, nbytes: int, asked: Sequence[int]) -> Iterator[Callable[[int], None]]:
+    with log.screen.working("loading", nbytes) as more:
+
+        def more_or_leave(nbytes: int) -> None:
+            more(nbytes)
+            if asked:
+                raise KeyboardInterrupt
+
+        yield more_or_leave

@@ -7,8 +7,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -33,8 +33,8 @@ from trireme.engine.sample import Sample, prompts, sample
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import Screen, duration
 from trireme.engine.signals import stop_signals
-from trireme.engine.start import check_continues, new_store, open_snapshot, start_engine
-from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.start import check_continues, fill_engine, make_engine, new_store, open_snapshot
+from trireme.engine.step import Engine, Inputs, evaluate, train_step
 from trireme.engine.verify import new_run, reopen
 from trireme.models import shapes
 from trireme.models.config import InputError
@@ -105,19 +105,36 @@ class Run:
         self.bound: str | None = None  # the lane, or the drive, that was busiest when last traced
         self.moved = self.lanes.moved.copy()
         self.written = snapshot["written"] if snapshot else 0  # bytes written to SSD before this process
-        self.e = start_engine(job, self.lanes, store, self.log, resumed=snapshot is not None)
-        if snapshot:
-            self.log.say(f"resumed at step {self.step}")
-        self.saved_at, self.saved_step = time.monotonic(), self.step
-        self.evaluated_at, self.evaluated_step = time.monotonic(), snapshot["evaluated"] if snapshot else -1
+        self.e: Engine | None = None
+        self.resumed = snapshot is not None
+        self.saved_at = self.evaluated_at = time.monotonic()
+        self.saved_step, self.evaluated_step = self.step, snapshot["evaluated"] if snapshot else -1
         bring_back(job.out / "best")
+
+    def _set_up(self) -> None:
+        """Who asks to stop meanwhile is heard between two pieces: within one, requests to the drive would be left."""
+        asked: list[int] = []
+        first = lambda number: asked.append(number) or "\n  leaving; again: leave at once"  # noqa: E731
+        with stop_signals(first, lambda: "\nleft at once"):
+            self._start(self.resumed, asked)
+        if asked:
+            raise KeyboardInterrupt
+        if self.resumed:
+            self.log.say(f"resumed at step {self.step}")
+        self.saved_at = self.evaluated_at = time.monotonic()  # loading took its time
+
+    def _start(self, resumed: bool, asked: Sequence[int] = ()) -> None:
+        """Makes the engine and fills it; `close` gives it back wherever that ends."""
+        self.e = make_engine(self.job, self.lanes, self.store, self.log)
+        fill_engine(self.e, self.job, self.store, self.log, resumed, asked)
 
     # ------------------------------------------------ the loop
 
     def go(self) -> None:
         """Trains to the end. Raises Interrupted where the run was asked to stop and is saved, Diverged, StoreError."""
         job = self.job
-        try:
+        with closing(self.log), closing(self):
+            self._set_up()
             with stop_signals(self._asked, lambda: f"\nleft at once. {self._last_snapshot()}"):
                 self._evaluate_if_due()
                 while self._goes_on():
@@ -130,9 +147,6 @@ class Run:
                     )
                     raise Interrupted
                 self._finish()
-        finally:
-            self.log.close()
-            self._close()
 
     def _goes_on(self) -> bool:
         """Whether another step is to be done; it has begun then, for whoever asks to stop from now on."""
@@ -293,7 +307,7 @@ class Run:
             shutil.rmtree(job.out / "best", ignore_errors=True)  # it is the output itself
         elif self.best_step is not None:
             self.log.say(f"best     {job.out / 'best'}: eval_loss {self.best:.4f} at step {self.best_step}")
-        self._close()
+        self.close()
         shutil.rmtree(job.out / "tokens", ignore_errors=True)  # a run that is over goes on no more
         self.store.remove()
         if not self.options.store:
@@ -332,7 +346,7 @@ class Run:
         self._save()
         self._let_go()
         self.job = replace(self.job, plan=plan)
-        self.e = start_engine(self.job, self.lanes, self.store, self.log, resumed=True)
+        self._start(resumed=True)
 
     # ------------------------------------------------ the end
 
@@ -345,9 +359,10 @@ class Run:
     def _last_snapshot(self) -> str:
         return f"Last snapshot: step {self.saved_step}" if self.store.snapshots else "There is no snapshot yet"
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends the lanes and gives back the engine's memory; once more it does nothing."""
+        self.lanes.close()
         if self.e is not None:
-            self.lanes.close()
             self._let_go()
 
     def _let_go(self) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from trireme.models.config import InputError
 from trireme.storage.checkpoint import INDEX, Source, companions, open_source
-from trireme.storage.files import StoreError, existing
+from trireme.storage.files import StoreError, existing, make_folder
+from trireme.storage.snapshots import folders
 
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "config.yaml", "trace.json")
 
@@ -45,13 +46,16 @@ def check_free(out: Path, source: Path) -> None:
 
 @contextmanager
 def new_run(out: Path, source: Path, store: Sequence[Path], saved: type[BaseException]) -> Iterator[None]:
-    """Takes `out` for a new run of this process; removes what it made when it fails before its first step is done.
+    """Takes `out` for a new run of this process; removes what it made when it fails before its first step is done: when
+    nothing of one is in its log, which a full disk may have delayed, nor in a snapshot.
 
     `store`: the folders of its store. `saved`: the exception of a run that has stopped and saved itself, which keeps
     everything. Raises InputError where the folder is not free, or another process has taken it.
     """
     check_free(out, source)
     made = [folder for folder in (out, *store) if not folder.exists()]
+    stores = (out / "store", *store)
+    others = _with_snapshots(stores)
     with _taken(out):
         check_free(out, source)  # nobody was faster
         try:
@@ -59,10 +63,14 @@ def new_run(out: Path, source: Path, store: Sequence[Path], saved: type[BaseExce
         except saved:
             raise
         except BaseException:
-            if not has_begun(out):
+            if not has_begun(out) and _with_snapshots(stores) <= others:
                 for path in (*made, *(out.iterdir() if out.exists() else ())):
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
             raise
+
+
+def _with_snapshots(stores: Sequence[Path]) -> set[Path]:
+    return {store for store in stores if store.is_dir() and folders(store)}
 
 
 def has_begun(out: Path) -> bool:
@@ -74,7 +82,7 @@ def has_begun(out: Path) -> bool:
 @contextmanager
 def _taken(out: Path) -> Iterator[None]:
     """Makes the folder and holds it by a lock that leaves no file behind."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

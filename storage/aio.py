@@ -62,11 +62,18 @@ class File:
             raise StoreError(e.errno, f"{e.strerror}{hint}", self.path) from e
         if size:
             try:
-                os.posix_fallocate(self.fd, 0, size)
-            except OSError as e:
+                self.allocate(size)
+            except StoreError:
                 self.close()
                 os.unlink(self.path)  # a failed allocation leaves the file grown
-                raise StoreError(e.errno, f"{e.strerror}, allocating {size} bytes", self.path) from e
+                raise
+
+    def allocate(self, size: int) -> None:
+        """Claims the blocks of the first `size` bytes. Raises StoreError."""
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+        except OSError as e:
+            raise StoreError(e.errno, f"{e.strerror}, allocating {size} bytes", self.path) from e
 
     def close(self) -> None:
         os.close(self.fd)
@@ -229,14 +236,14 @@ class IO:
     def _end(self, request: _Request, error: StoreError | None, pieces: int) -> None:
         """So many pieces are over. After an error the rest is not begun; the last piece ends the request's future."""
         with self._lock:
-            request.left -= pieces
+            before, request.left = request.left, request.left - pieces
             if error and not request.error:
                 request.error = error
                 if request in self._waiting[request.write]:
                     self._waiting[request.write].remove(request)
                 request.left -= len(request.waiting)
                 request.waiting.clear()
-            over = request.left == 0
+            over = before > request.left == 0  # once: a request that close() drops may have ended meanwhile
         if over and request.error:
             request.future.set_exception(request.error)
         elif over:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.storage.aio import IO, File, ThreadIO, arena
-from trireme.storage.files import StoreError
+from trireme.storage.files import StoreError, make_folder
 from trireme.storage.kernel_aio import KernelIO
 from trireme.storage.layout import ALIGN, round_up
 
@@ -80,7 +80,7 @@ def open_device(path: str | os.PathLike, nbytes: int = 256 * MIB) -> Device:
     """Makes the folder, tries the back ends on `nbytes` of test data there (0: on none) and keeps the fastest."""
     path = Path(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         direct = is_direct(path)
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e

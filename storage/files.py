@@ -18,6 +18,10 @@ class StoreError(OSError):
     """A disk that fails, is full, or holds something else than it should: which file, where, what to do."""
 
 
+class NoSnapshot(StoreError):
+    """No store, or one that has not come to a first snapshot."""
+
+
 def check_space(folder: Path, needed: int, what: str) -> None:
     """Raises StoreError where `needed` bytes do not fit."""
     free = shutil.disk_usage(folder).free
@@ -74,13 +78,21 @@ def sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those above it that are missing; their names are durable."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
 def lock_folder(path: Path, stack: ExitStack) -> None:
     """Makes the folder and takes it for this process, until `stack` closes or the process ends, however it ends."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as e:
-        raise StoreError(e.errno, e.strerror, str(path)) from e
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
     stack.callback(os.close, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

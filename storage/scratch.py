@@ -1,5 +1,5 @@
 """A span of bytes that need not survive the run, dealt over the drives: swapped activations. Written in place, never
-synced.
+synced. Its files have no names: they are gone when this process ends, however it does.
 """
 
 from __future__ import annotations
@@ -37,16 +37,10 @@ class Scratch:
         """Writes `buffer` at `offset`; both multiples of 4,096."""
         return self._move("write", offset, buffer)
 
-    def unlink(self) -> None:
-        """Removes the names of the files: what they hold is gone when this process ends, however it does."""
-        for file in self.files:
-            Path(file.path).unlink(missing_ok=True)
-
     def close(self) -> None:
-        """Removes the files. Nothing may be in flight."""
+        """Gives the bytes back. Nothing may be in flight."""
         for file in self.files:
             file.close()
-        self.unlink()
 
     def _move(self, way: str, offset: int, buffer) -> Future[None]:
         view = memoryview(buffer).cast("B")
@@ -81,8 +75,15 @@ class Scratch:
 def _claim(device: Device, nbytes: int) -> File:
     check_space(device.path, nbytes, "what waits for its use")
     path = Path(device.path) / "scratch"
-    path.unlink(missing_ok=True)  # of a run that was killed
-    return File(path, device.direct, nbytes)
+    path.unlink(missing_ok=True)  # of a run that was killed at this very place
+    file = File(path, device.direct, 0)
+    try:
+        path.unlink()
+        file.allocate(nbytes)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _turns(speeds: Sequence[float]) -> tuple[int, ...]:

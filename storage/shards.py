@@ -38,7 +38,7 @@ from pathlib import Path
 from trireme.storage import checkpoint, snapshots
 from trireme.storage.aio import together
 from trireme.storage.devices import Device, open_device
-from trireme.storage.files import LOCK, StoreError, lock_folder, replace_synced, sync_folder, write_synced
+from trireme.storage.files import LOCK, NoSnapshot, StoreError, lock_folder, replace_synced, sync_folder, write_synced
 from trireme.storage.layout import Layout, round_up
 from trireme.storage.stripes import Stripe, deal_cut, deal_whole
 from trireme.storage.versions import FOLDER, Version, Versions, version_files
@@ -117,7 +117,7 @@ class Store:
                 lock_folder(_path(d), stack)
             loaded = snapshots.load(_path(dirs[0]))
             if not loaded:
-                raise StoreError(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
+                raise NoSnapshot(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
             store = cls([_device(d, stack) for d in dirs], keep)
             stack.callback(store._versions.close)
             snapshots.clean(store._paths, {s.folder for s in loaded})
@@ -286,6 +286,7 @@ class Store:
         """Removes everything that the store made in its folders, and closes it. Killed meanwhile, it is finished."""
         for path in self._paths:
             os.rename(path / IDENTITY, path / FINISHED)
+            sync_folder(path)
         for name in (*self._companions, checkpoint.INDEX):
             (self._paths[0] / name).unlink(missing_ok=True)
         with suppress(OSError):  # where the checkpoint has none, or there is something of somebody else's
@@ -313,6 +314,8 @@ def remove_finished(path: Path) -> None:
         version.unlink()
     with suppress(OSError):  # a file of somebody else's stays, with its folder
         (path / FOLDER).rmdir()
+    for folder in filter(Path.exists, (path / FOLDER, path)):
+        sync_folder(folder)
     (path / FINISHED).unlink()
 
 
@@ -337,7 +340,7 @@ def _facts(path: Path) -> dict:
     try:
         return json.loads((path / IDENTITY).read_bytes())
     except (OSError, ValueError) as e:
-        raise StoreError(errno.ENOENT, "holds no store", str(path)) from e
+        raise NoSnapshot(errno.ENOENT, "holds no store", str(path)) from e
 
 
 def _is_taken(path: Path, first: Path) -> bool:

@@ -7,6 +7,7 @@ with a snapshot's name on the first device is complete.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -142,7 +143,7 @@ def _read(folder: Path) -> Snapshot:
         raise StoreError(e.errno, e.strerror, str(path)) from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise StoreError(
-            5, f"is damaged ({e}). Remove this snapshot's folder to go back to the one before", str(path)
+            errno.EIO, f"is damaged ({e}). Remove this snapshot's folder to go back to the one before", str(path)
         ) from e
 
 
@@ -159,7 +160,7 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
             raise StoreError(e.errno, e.strerror, e.filename or str(path)) from e
         if status.st_size != stripe.nbytes or header != stripe.header or not same:
             message = f"was changed: {status.st_size} bytes of {stripe.nbytes}. Remove {snapshot.folder} to go back"
-            raise StoreError(5, message, str(path))
+            raise StoreError(errno.EIO, message, str(path))
 
 
 def clean(devices: Sequence[Path], valid: set[str]) -> None:
@@ -181,10 +182,13 @@ def _to_json(snapshot: Snapshot) -> dict:
 
 
 def parse(manifest: bytes) -> Snapshot:
-    """The snapshot that a manifest describes. Raises ValueError, KeyError, TypeError or AttributeError."""
+    """The snapshot that a manifest describes. Raises StoreError where its format is another one; else ValueError,
+    KeyError, TypeError or AttributeError.
+    """
     content, shards = json.loads(manifest), {}
     if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
+        message = f"is of format {content['format']}, this version reads {FORMAT}. Go on with the version that wrote it"
+        raise StoreError(errno.EINVAL, message)
     for name, r in content["shards"].items():
         stripes = tuple(
             Stripe(s["device"], _layout(s["tensors"]), tuple(tuple(segment) for segment in s["segments"]))

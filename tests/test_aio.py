@@ -103,6 +103,29 @@ def test_close_waits_and_refuses_afterwards(io: IO, file: File):
         io.read(file, 0, arena(4 * K)).result(10)
 
 
+def test_a_request_that_fails_while_the_store_is_closed_ends_once(file: File):
+    """Its last piece in flight fails between the moment when close() drops its rest and the moment when it says so."""
+    begun, fail = threading.Event(), threading.Event()
+
+    def fault(piece: Piece):
+        begun.set()
+        assert fail.wait(10)
+        raise OSError(errno.EIO, "Input/output error")
+
+    class Closing(MemoryIO):
+        def _end(self, request, error, pieces):
+            if not pieces:
+                fail.set()
+                assert request.future.exception(10).errno == errno.EIO
+            super()._end(request, error, pieces)
+
+    io = Closing(fault, block=16 * K, depth=1, mixed=1)
+    request = io.write(file, 0, noise(64 * K))
+    assert begun.wait(10)
+    io.close()
+    assert request.exception(0).errno == errno.EIO
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENODEV])
 def test_a_fault_ends_the_request_and_nothing_else(file: File, number):
     """The future fails once nothing of it is in flight; pieces that had not begun never begin; a retry succeeds."""

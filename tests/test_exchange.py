@@ -1,5 +1,7 @@
 """From a checkpoint into the homes and back: exact in every dtype and tier, tied weights checked, the old one safe."""
 
+import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -73,6 +75,20 @@ def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
     source = checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": bad})
     with pytest.raises(InputError, match="lm_head.weight holds NaN"):
         exchange(LLAMA, source).load()
+
+
+def test_the_older_checkpoint_goes_when_the_name_of_the_new_one_is_on_the_drive(tmp_path, monkeypatch):
+    x, done = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA)), []
+    x.load()
+    x.replace(tmp_path / "best")
+    rename, rmtree = os.rename, shutil.rmtree
+    monkeypatch.setattr(os, "rename", lambda *names: (rename(*names), done.append(names[1].name)))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda folder, **how: (rmtree(folder, **how), done.append(f"no {folder.name}"))
+    )
+    monkeypatch.setattr("trireme.engine.exchange.sync_folder", lambda folder: done.append("sync"))
+    x.replace(tmp_path / "best")
+    assert done[-4:] == ["best.old", "best", "sync", "no best.old"]
 
 
 def test_replace_leaves_only_the_new_checkpoint(tmp_path):

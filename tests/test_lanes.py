@@ -2,13 +2,12 @@
 
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 from engines import LIMITS, LLAMA, batches, gpu_plan, make
 
 from trireme.engine.build import build, inputs
-from trireme.engine.lanes import LANES, InlineLanes, RealLanes, busy, write_perfetto
+from trireme.engine.lanes import LANES, RealLanes, busy, write_perfetto
 from trireme.engine.plan import UnitPlan
 from trireme.engine.rates import Rates
 from trireme.engine.simulate import SimulatedLanes
@@ -107,21 +106,6 @@ def test_a_simulated_step_is_as_long_as_its_slowest_lane():
     assert seconds == pytest.approx(busy(spans)["state_read"], rel=0.3)
     faster, _ = simulate(plan, {"state_read": 2e3, "ssd_read": 1e9, "state_write": 1e9, "ssd_write": 1e9})
     assert faster < 0.6 * seconds
-
-
-def test_what_is_simulated_is_what_runs():
-    """The tasks of a simulated step and of an inline one have the same names in the same order on every lane."""
-    plan = gpu_plan(LLAMA, units=(replace(ALL_SSD), UnitPlan(), ALL_SSD, UnitPlan("host", "host"), ALL_SSD), record=768)
-    _, simulated = simulate(plan, {})
-    lanes = InlineLanes()
-    e = make(LLAMA, plan, lanes, poison=False)
-    tables = rope_tables(LLAMA, 64, "cpu")
-    for i, step in enumerate(batches(LLAMA, 2, 2, 24), 1):
-        lanes.trace()
-        lanes.tracing = True
-        train_step(e, [inputs(LLAMA, mb, tables, e.memory.device) for mb in step], i, 1e-3)
-    names = lambda spans: [(s.lane, s.name) for s in spans]  # noqa: E731
-    assert names(lanes.trace()) == names(simulated)
 
 
 def test_the_trace_opens_as_json(tmp_path, lanes):

@@ -224,10 +224,11 @@ def test_a_tracker_gets_every_record(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_fails_is_left_out(tmp_path, monkeypatch):
-    def broken(record):
+    def broken(*record):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(log_module, "_trackers", lambda out, options: [(broken, lambda: None)])
-    stream = io.StringIO()
-    run(tmp_path, [1, 2], stream=stream).close()
-    assert len(lines(tmp_path / "log.jsonl")) == 2 and stream.getvalue().count("no route") == 1
+    for tracker in ((broken, broken), (lambda record: None, broken)):
+        monkeypatch.setattr(log_module, "_trackers", lambda out, options, tracker=tracker: [tracker])
+        stream = io.StringIO()
+        run(tmp_path, [1, 2], stream=stream).close()
+        assert len(lines(tmp_path / "log.jsonl")) == 2 and stream.getvalue().count("no route") == 1

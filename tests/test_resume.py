@@ -14,11 +14,13 @@ import pytest
 from engines import fork
 
 from trireme.engine import demo, job, train
+from trireme.engine.homes import Homes
 from trireme.engine.job import cut, prepare
 from trireme.engine.options import Options, every
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.train import Interrupted, finetune
 from trireme.models.config import InputError
+from trireme.storage.files import StoreError
 
 LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
 LIMITS["gradients"] = 14 << 20, 4 << 20  # they wait on the SSD for their norm
@@ -208,6 +210,53 @@ def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):
     with pytest.raises(InputError, match="that run is finished"):
         finetune(replace(run, resume=run.out))
     finetune(replace(run, out=str(checkpoint / "again")))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, resumed, number, monkeypatch):
+    """Heard in the middle of a request to the drive, which ends first."""
+    run, begun, over = options(checkpoint, checkpoint / f"loads-{resumed}-{number}", "ssd"), [], []
+    if resumed:
+        stopped(run, 3, monkeypatch)
+        run = replace(run, resume=run.out)
+    move = Homes.move
+
+    def asked(*args):
+        begun.append(args)
+        if len(begun) == 3:
+            os.kill(os.getpid(), number)
+        move(*args)
+        over.append(args)
+
+    monkeypatch.setattr(Homes, "move", asked)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(run)
+    assert len(begun) == len(over) == 3
+    assert Path(run.out).exists() == resumed
+
+
+def test_a_snapshot_that_has_lost_a_file_is_no_beginning(checkpoint, monkeypatch):
+    run = options(checkpoint, checkpoint / "lost-a-file", "gpu")
+    stopped(run, 3, monkeypatch)
+    lost = next((Path(run.out) / "store").glob("snapshot-*/weights-00001.safetensors"))
+    lost.unlink()
+    with pytest.raises(StoreError, match=f"No such file or directory: '{lost}'"):
+        finetune(replace(run, resume=run.out))
+
+
+def test_what_a_run_needs_to_go_on_is_on_the_drive(checkpoint, monkeypatch):
+    """config.yaml and the folders are synced when a step begins, or the drive may have lost them in a power failure."""
+    synced, real, run = set(), os.fsync, options(checkpoint, checkpoint / "new" / "synced", "gpu")
+
+    def fsync(fd):
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    stopped(run, 1, monkeypatch)
+    out = Path(run.out)
+    assert {out / ".config.yaml.partial", checkpoint, out.parent, out, out / "store", out / "store" / "files"} <= synced
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

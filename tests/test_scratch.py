@@ -1,5 +1,7 @@
 """Scratch bytes: dealt over devices by their speeds, read as they were written, gone when closed."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -39,16 +41,15 @@ def test_what_was_written_is_read(devices, count, monkeypatch):
         out = arena(len(buffer))
         s.read(a, out).result(10)
         assert out == buffer
-    sizes = [(device.path / "scratch").stat().st_size for device in devices[:count]]
-    assert sum(sizes) == total
+    assert sum(os.fstat(file.fd).st_size for file in s.files) == total
+    assert not any(list(device.path.iterdir()) for device in devices), "whoever is killed leaves nothing"
     s.close()
-    assert not any((device.path / "scratch").exists() for device in devices)
 
 
 def test_faster_devices_hold_more_and_take_turns(devices):
     s = Scratch(devices, 100 * scratch.STRIPE)
     assert s.turns == (1, 0, 1, 2, 1)
-    sizes = [(device.path / "scratch").stat().st_size // scratch.STRIPE for device in devices]
+    sizes = [os.fstat(file.fd).st_size // scratch.STRIPE for file in s.files]
     assert sizes == [20, 60, 20]
     s.close()
 
@@ -61,4 +62,6 @@ def test_without_room_on_one_device_nothing_is_left(devices, monkeypatch):
     monkeypatch.setattr(scratch, "check_space", check)
     with pytest.raises(OSError, match="full"):
         Scratch(devices, 10 * scratch.STRIPE)
-    assert not any((device.path / "scratch").exists() for device in devices)
+    with pytest.raises(OSError, match=r"allocating \d+ bytes"):
+        Scratch(devices[:1], 1 << 50)
+    assert not any(list(device.path.iterdir()) for device in devices)

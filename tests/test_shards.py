@@ -374,10 +374,13 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
             write_all(store, seed)
             store.commit(seed, {})
     newest = tmp_path / "d0" / "snapshot-000002-step-1"
-    for text in ("", "[]", "{}", json.dumps({"format": 99}), '{"format": 1}'):
+    for text in ("", "[]", "{}", '{"format": 1}'):
         (newest / "manifest.json").write_text(text)
         with pytest.raises(StoreError, match="is damaged.*manifest.json"):
             Store.open(devices(tmp_path))
+    (newest / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(StoreError, match="is of format 99, this version reads 1. Go on with.*manifest.json"):
+        Store.open(devices(tmp_path))
     shutil.rmtree(newest)
     with Store.open(devices(tmp_path)) as store:
         assert holds(store, 0)

@@ -17,7 +17,7 @@ from trireme.storage import snapshots
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.layout import pack, sequential
-from trireme.storage.shards import Store
+from trireme.storage.shards import FINISHED, IDENTITY, Store
 
 KILLS = 200  # on each filesystem
 
@@ -288,18 +288,30 @@ def content(name: str, step: int) -> bytes:
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_path, monkeypatch, weights):
-    """Two devices. After each call: nothing unsynced arrived, all of it, and random subsets, in this model drive."""
-    generator, durable, looked = random.Random(0), [0], defaultdict(int)
+    """Two devices. After each call: nothing unsynced arrived, all of it, and random subsets, in this model drive.
+
+    From the folders' first moment to their last, when the store is removed; while anything is left, so is its name.
+    """
+    generator, durable, looked, finished = random.Random(0), [0], defaultdict(int), []
 
     def judge(drive: Drive) -> None:
         keeps = [lambda i, n: False, lambda i, n: True, lambda i, n: i == n - 1, lambda i, n: i < n - 1]
         keeps += [lambda i, n, p=p: generator.random() < p for p in (0.02, 0.1, 0.5, 0.5, 0.9, 0.98)]
         for keep in keeps:
             trees = drive.after_power_failure(keep)
-            found = [name for name in trees["d0"] if snapshots.NAME.fullmatch(name)]
-            steps = [check(trees, name) for name in found]
+            kept = [trees.get(f"d{k}", {}) for k in range(2)]
+            if finished and not all(IDENTITY in tree for tree in kept):
+                for tree in kept:
+                    assert {IDENTITY, FINISHED} & tree.keys() or not ours(tree), tree.keys()
+                looked[FINISHED] += 1
+                continue
+            steps = [check(trees, name) for name in kept[0] if snapshots.NAME.fullmatch(name)]
             assert max(steps, default=0) >= durable[0], (steps, durable)
             looked[len(steps)] += 1
+
+    def ours(tree: dict) -> list[str]:
+        """What only a store that knows itself may remove."""
+        return [name for name in (*tree, *tree.get("files", ())) if name.endswith(".safetensors") or "snapshot" in name]
 
     def check(trees: dict, name: str) -> int:
         folder = trees["d0"][name]
@@ -318,14 +330,13 @@ def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_
         return snapshot.step
 
     root = tmp_path / "root"
-    for k in range(2):
-        (root / f"d{k}").mkdir(parents=True)
+    root.mkdir()
     direct = is_direct(root)
     made = [Device(root / f"d{k}", ThreadIO(8192, 1, 1), direct, 1.0 + k, 1.0) for k in range(2)]
+    drive = Drive(monkeypatch, root, judge)
     with Store.create(made) as store:
         for name, layout in LAYOUTS.items():
             store.add(name, layout, weights=weights and name == "w")
-        drive = Drive(monkeypatch, root, judge)
         buffers = {name: arena(layout.span) for name, layout in LAYOUTS.items()}
         for step in range(1, 5):
             for name, buffer in buffers.items():
@@ -333,7 +344,9 @@ def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_
                 store.write(name, buffer).result(10)
             store.commit(step, {"crc": {n: zlib.crc32(content(n, step)) for n in LAYOUTS}})
             durable[0] = step
+        finished.append(True)
+        store.remove()
         monkeypatch.undo()
     if drive.verdicts:
         raise drive.verdicts[0]
-    assert looked[1] > 500 and looked[2] > 20, looked
+    assert looked[1] > 500 and looked[2] > 20 and looked[FINISHED] > 100, looked

@@ -5,14 +5,27 @@ from functools import cache
 
 import pytest
 import torch
-from engines import GPT, LLAMA, JitterLanes, batches, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401
+from engines import (  # noqa: F401
+    GPT,
+    LIMITS,
+    LLAMA,
+    JitterLanes,
+    batches,
+    final_weights,
+    gpu_plan,
+    make,
+    small_stretches,
+    train,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.build import inputs
+from trireme.engine.build import build, inputs
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import TIERS, UnitPlan
+from trireme.engine.rates import Rates
+from trireme.engine.simulate import SimulatedLanes
 from trireme.engine.step import evaluate, train_step
 from trireme.models import shapes
 from trireme.models.rows import rope_tables
@@ -173,3 +186,27 @@ def test_any_plan_with_any_delays(drawn, seed, jitter):
     model, plan = drawn
     lanes = JitterLanes(seed, 0.001) if jitter else RealLanes("cpu", extra=("poison",))
     check(plan, lanes, model, clip=0.0 if plan.mode == "backward" else 1.0)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans())
+def test_what_is_simulated_is_what_runs(drawn):
+    """Three steps of any plan: the same tasks are handed over in the same order, of the same bytes and FLOPs."""
+    model, plan = drawn
+    cfg, real = MODELS[model], RealLanes("cpu")
+    drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
+    simulated = SimulatedLanes(lambda lane, name, nbytes: 1.0, drive)
+    adamw = AdamW(max_grad_norm=0.0 if plan.mode == "backward" else 1.0)
+    runs, thought = make(cfg, plan, real, adamw, poison=False), build(cfg, plan, LIMITS, simulated, adamw=adamw)
+    tables, tasks = rope_tables(cfg, 64, "cpu"), lambda spans: [(s.lane, s.name, s.nbytes, s.flops) for s in spans]
+    real.tracing = True
+    for i, step in enumerate(batches(cfg, 3, plan.n_micro, 24), 1):
+        micro = [inputs(runs.cfg, mb, tables, "cpu") for mb in step]
+        real.trace()
+        simulated.begin()
+        train_step(runs, micro, i, 1e-3)
+        train_step(thought, [replace(mb, ids=None, labels=None, loss_rows=None, rows=None) for mb in micro], i, 1e-3)
+        assert tasks(real.trace()) == tasks(simulated.trace())
+    real.drain()
+    real.close()
+    runs.optimizer.close()

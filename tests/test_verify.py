@@ -1,6 +1,7 @@
 """The output folder: refused before the run where it must not be written, compared with its source after it."""
 
 import errno
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,20 @@ def test_where_a_run_may_write(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before, "looking makes nothing"
     (tmp_path / "empty").mkdir()
     check_free(tmp_path / "empty", tmp_path / "source")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_that_failed_without_a_log_keeps_its_snapshot(tmp_path, elsewhere):
+    """The disk was full from the first line of the log on. A snapshot of another run is none of this one."""
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    kept = (drive if elsewhere else out / "store") / "snapshot-000001-step-7"
+    for saved in (True, False):
+        with pytest.raises(OSError, match="full"), new_run(out, tmp_path, [drive] * elsewhere, KeyboardInterrupt):
+            if saved:
+                kept.mkdir(parents=True)
+            raise OSError("full")
+        assert out.exists() == saved and kept.exists() == (saved or elsewhere)
+        shutil.rmtree(out, ignore_errors=True)
 
 
 def test_a_run_that_comes_second_sweeps_nothing_away(tmp_path):
