@@ -116,7 +116,11 @@ def prepare(options: Options, like: dict | None = None, progress=None) -> Job:
         check_step(options, given, sequences, seq_len)
         plan, because = given, (f"read from {options.plan}",)
     else:
-        plan, because = _first_plan(options, cfg, seq_len, limits, machine, rule), ()
+        plan, because = simple_plan(cfg, limits, **rule), ()
+        if assumed:
+            writes = dict(export=source.nbytes, best=data.held_out is not None)
+            made = Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep, **writes)
+            check_drive(cfg, plan, machine, made.disk())
         if device.type == "cuda":
             plan, because, machine = _searched(options, cfg, data, limits, machine, like, plan, rule)
     per_epoch = data.steps_per_epoch(options.batch_size)
@@ -147,13 +151,15 @@ def _assumed(options: Options) -> Machine | None:
 def forecast(job: Job) -> Forecast:
     """What the run will take."""
     rows = min(job.options.batch_size, job.data.n_sequences)
-    stores = sum(file.stat().st_blocks * 512 for d in job.store_dirs for file in version_files(d))
+    kept = [*(file for d in job.store_dirs for file in version_files(d)), *(job.out / "best").glob("*.safetensors")]
+    kept = sum(file.stat().st_blocks * 512 for file in kept)
     tokens = job.data.nbytes
     return Forecast(
         job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
         most=job.data.n_sequences, used=job.data.report.used, document=job.data.document, trained=job.data.trained,
         cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
-        data=tokens, held=stores + (0 if job.options.dry_run else tokens),
+        data=tokens, held=kept + (0 if job.options.dry_run else tokens),
+        export=job.source.nbytes, best=job.data.held_out is not None,
     )  # fmt: skip
 
 
@@ -163,7 +169,7 @@ def check_room(job: Job) -> None:
     Snapshots may be had or not; the report says what they would take.
     """
     part = forecast(job).disk_parts()
-    wanted = [(job.out, part["export"], "--out")]
+    wanted = [(job.out, part["export"] + part["best"], "--out")]
     if job.plan.uses("ssd"):
         wanted += [(d, (part["store"] + part["waiting"]) // len(job.store_dirs), "--store") for d in job.store_dirs]
     by_drive = defaultdict(list)
@@ -249,14 +255,6 @@ def _refuse_early(cfg: ModelConfig, limits, shared: bool, rule_for: Callable[[in
     except DoesNotFit:
         planned(batch_size)  # which says what a usual step needs
         raise
-
-
-def _first_plan(options: Options, cfg: ModelConfig, seq_len: int, limits, machine: Machine, rule: dict) -> Plan:
-    """The plain rule's plan."""
-    plan = simple_plan(cfg, limits, **rule)
-    if options.assume:
-        check_drive(cfg, plan, machine, Forecast(cfg, plan, machine, limits, seq_len, 1, 1, options.keep).disk())
-    return plan
 
 
 def _searched(
