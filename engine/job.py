@@ -318,7 +318,7 @@ def report(job: Job) -> list[str]:
         *_labelled("data", job.data.describe()),
         *_labelled("val", job.data.describe_held_out()),
     ]
-    for k in range(o.show_example):
+    for k in range(min(o.show_example, len(job.data.pieces))):
         lines += _labelled("example", job.data.example(k).splitlines() or [""])
     master = "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
     adamw = f"AdamW ({master}, {job.plan.adam_bits}-bit moments)"

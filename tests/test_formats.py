@@ -157,6 +157,7 @@ def test_paths_and_weights(tmp_path):
     assert parse_source(f"{path}:0.5") == parse_source(str(path)).__class__(path, 0.5)
     for text, what in [
         (f"{path}:0", "the weight is 0"),
+        (f"{path}:1001", "the weight is more than 1,000"),
         (str(tmp_path), f"is a folder. Name files, such as {path}"),
         (str(tmp_path / "b.jsonl"), "No such file"),
         (f"{path}:x", "No such file|unknown kind"),
