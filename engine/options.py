@@ -40,9 +40,11 @@ class Every:
         return False
 
     def __str__(self) -> str:
+        """As `every` reads it back, exactly."""
         if not self.seconds:
             return str(self.steps or self.share or "never")
-        return f"{self.seconds / 60:g}min" if self.seconds % 60 == 0 else f"{self.seconds:g}s"
+        whole = self.seconds % 60 == 0
+        return str(self.seconds / 60 if whole else self.seconds).removesuffix(".0") + ("min" if whole else "s")
 
 
 # ---------------------------------------------------------------- what a value may look like
@@ -91,7 +93,7 @@ def size(text: str) -> int:
 
 def every(text: str) -> Every:
     """`500` steps, `0.1` of the run, `30min` (s, min, h), `never`."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?(s|min|h)?", text.strip())
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?) ?(s|min|h)?", text.strip())
     number = float(match[1]) if match else 0.0
     if text.strip() in ("never", "0"):
         return Every()

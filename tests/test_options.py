@@ -140,6 +140,9 @@ def test_config_file_and_flags_that_win(tmp_path):
     assert (options.model, options.data, options.lr, options.no_pack) == ("ckpt", ("a", "b:2"), 3e-5, True)
     assert (options.ram, options.val) == (2 << 30, "0.1")
     assert parse(["--config", str(config)]).lr == 1e-5
+    config.write_text("store: x,y\nlog: [trace, wandb]")
+    options = parse([*BASE, "--config", str(config)])
+    assert (options.store, options.log) == (("x", "y"), ("trace", "wandb"))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,20 @@ def test_written_config_reads_back(tmp_path, monkeypatch):
         store=(f"{here}/x", f"{here}/y"),
         config=str(tmp_path / "config.yaml"),
     )
+
+
+def test_words_that_are_also_files_stay_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain", "0.02", "-"):
+        (tmp_path / name).write_text("")
+    write_config(parse(["ckpt", "--data", "-", "--val", "0.02", "--chat-template", "plain"]), tmp_path / "config.yaml")
+    again = parse(["--config", str(tmp_path / "config.yaml")])
+    assert (again.data, again.val, again.chat_template) == (("-",), "0.02", "plain")
+
+
+@pytest.mark.parametrize("when", ["0.00001", "1234567s", "1000000min", "0.5s", "100h", "never", "7", "1e-3"])
+def test_intervals_read_back_exactly(when):
+    assert every(str(every(when))) == every(when)
 
 
 def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
