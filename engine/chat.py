@@ -87,6 +87,7 @@ class _Marker:
         messages = [self._adapted({k: v for k, v in m.items() if k != "train"}) for m in messages]
         rendering = self.template.render(messages, tools)
         self._check_tools(tools, rendering.text)
+        self._check_written(messages, rendering)
         if self.template.tags:
             return rendering.text, self._tagged(rendering, wanted)
         spans = []
@@ -229,6 +230,17 @@ class _Marker:
                 raise BadRow(
                     f"the chat template does not write the tool {name!r}; one that does: --chat-template FILE, "
                     "or leave them out: --map unused=tools"
+                )
+
+    def _check_written(self, messages: list[dict], rendering: Rendering) -> None:
+        """Raises BadRow where a message is passed over; of a system message that comes first a note tells."""
+        written = {turn for turn, _ in rendering.turns}
+        for i, message in enumerate(messages if written else ()):
+            role, said = message["role"], (message.get("content") or "").strip()
+            if i not in written and said not in rendering.text and role != "assistant" and (i or role != "system"):
+                raise BadRow(
+                    f"the chat template writes nothing for message {i} (role {role!r}); one that does: "
+                    "--chat-template FILE"
                 )
 
 

@@ -170,7 +170,8 @@ def _convert(f, value: Any, where: str) -> Any:
         raise InputError(f"{where}: {value!r} is not one of {', '.join(choices)}.")
     try:
         if f.default == ():
-            return tuple(str(v) for v in (value if isinstance(value, list) else [value]))
+            values = tuple(str(v) for v in (value if isinstance(value, list) else [value]))
+            return values if f.metadata.get("repeat") else parse(",".join(values))
         return parse(",".join(map(str, value)) if isinstance(value, list) else str(value))
     except ValueError as error:
         raise InputError(f"{where}: {error}.") from None
@@ -238,5 +239,6 @@ def write_config(options: Options, path: Path) -> None:
 
 
 def _absolute(data: str) -> str:
-    """The path of FILE or FILE:WEIGHT made absolute; a share (0.02) and standard input (-) stay."""
-    return os.path.abspath(data) if os.path.exists(re.sub(r":[\d.]+$", "", data)) and data != "-" else data
+    """The path of FILE or FILE:WEIGHT made absolute; a share (0.02), standard input (-) and `plain` stay."""
+    word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
+    return os.path.abspath(data) if os.path.exists(re.sub(r":[\d.]+$", "", data)) and not word else data

@@ -52,7 +52,10 @@ def _message(message: Any, where: str) -> dict:
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
         raise BadRow(f"{where}: 'weight' is {weight!r}, expected 0 or 1")
-    return message if weight and message.get("train", True) else {**message, "train": False}
+    train = message.get("train", True)
+    if not isinstance(train, bool):
+        raise BadRow(f"{where}: 'train' is {train!r}, expected true or false")
+    return message if weight and train else {**message, "train": False}
 
 
 def _is_call(call: Any) -> bool:

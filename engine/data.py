@@ -231,9 +231,11 @@ def _lay_out(
             f"no row of {len(rows):,} has a trained token after masking: no text is marked as the assistant's. "
             f"The first row begins: {example_text(ids, trained, tokenizer)}"
         )
-    fitted = documents.fit(
-        documents.weigh(rows, [source.weight for source in given], options.seed), files, options.seq_len, options.long
-    )
+    weighed = documents.weigh(rows, [source.weight for source in given], options.seed)
+    if unused := set(rows["file"]) - set(weighed["file"]):
+        source = given[min(unused)]
+        raise InputError(f"{source.path}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
+    fitted = documents.fit(weighed, files, options.seq_len, options.long)
     pieces = fitted.pieces
     if not len(pieces):
         raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}, or answer only after it.")

@@ -35,18 +35,18 @@ def encode(
     marked: list[tuple[int, str, list[Span]]] = []  # texts with the characters to train on
     plain: list[int] = []
     for i, example in enumerate(examples):
-        if isinstance(example, Ids):
-            results[i] = _ids(example)
-        elif isinstance(example, Text):
-            plain.append(i)
-        elif isinstance(example, Chat):
-            try:
-                marked.append((i, *template.spans(example.messages, example.tools)))
-            except BadRow as error:
-                results[i] = error
-        else:
-            text = example.prompt + example.completion
-            marked.append((i, text, [(len(example.prompt), len(text))]))
+        try:
+            if isinstance(example, Ids):
+                results[i] = _ids(example)
+            elif isinstance(example, Text):
+                _check(example.text)
+                plain.append(i)
+            else:
+                text, spans = _marked(example, template)
+                _check(text)
+                marked.append((i, text, spans))
+        except BadRow as error:
+            results[i] = error
     if plain:
         for i, (ids, _) in zip(plain, tokenizer.encode([examples[i].text for i in plain]), strict=True):
             results[i] = _text(examples[i], ids, tokenizer)
@@ -58,6 +58,22 @@ def encode(
                 _completion(ids, trained, tokenizer) if isinstance(examples[i], Completion) else _first(ids, trained)
             )
     return results
+
+
+def _marked(example: Chat | Completion, template: ChatTemplate | None) -> tuple[str, list[Span]]:
+    """(text, the characters to train on). Raises BadRow where that is not clear."""
+    if isinstance(example, Chat):
+        return template.spans(example.messages, example.tools)
+    text = example.prompt + example.completion
+    return text, [(len(example.prompt), len(text))]
+
+
+def _check(text: str) -> None:
+    """Raises BadRow where `text` is not Unicode: JSON may write one half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair, which is no character") from None
 
 
 def overlap(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -58,6 +58,8 @@ class Forecast:
     bits_open: bool = True  # whether --adam-bits may still be chosen
     data: int = 0  # bytes of the tokenized data, kept beside the result
     held: int = 0  # bytes of the drives that the run has taken already
+    export: int = 0  # bytes of the checkpoint that is written; 0: of weights as they are computed with
+    best: bool = False  # whether the best so far is kept, which stands beside the next best, or the last, for a while
 
     @property
     def geo(self) -> Geometry:
@@ -152,11 +154,12 @@ class Forecast:
     def disk_parts(self) -> dict[str, int]:
         """Bytes that the drive needs at most: what is current, each snapshot's copy, the export, what waits on it."""
         stored = self.stored()
-        export = shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
+        export = self.export or shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
         return {
             "store": stored,
             "snapshots": self.keep * stored,
             "export": export,
+            "best": export * self.best,
             "tokens": self.data,
             "waiting": self._scratch() + self._spilled(),
         }
@@ -179,6 +182,7 @@ class Forecast:
         copies = f"as much again for {self.keep} snapshot{'s' * (self.keep > 1)}"
         part = self.disk_parts()
         parts = f"store {_bytes(part['store'])}, {copies}, export {_bytes(part['export'])}"
+        parts += ", as much again for the best" if self.best else ""
         parts += f", tokens {_bytes(part['tokens'])}" if part["tokens"] else ""
         parts += f", activations and gradients {_bytes(part['waiting'])}" if part["waiting"] else ""
         need, room = self.disk(), self.machine.ssd + self.held

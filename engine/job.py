@@ -93,7 +93,7 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
     sequences = min(options.batch_size, data.n_sequences)
     limits = planner.limits_for(sequences)
     machine = assumed or this_machine(device, planner.dtype, limits, options.store or (options.out,))
-    plan, because, machine = planner.find(data, sequences, limits, machine)
+    plan, because, machine = planner.find(data, sequences, limits, machine, source.nbytes)
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
     job = Job(
@@ -122,13 +122,15 @@ def _assumed(options: Options) -> Machine | None:
 def forecast(job: Job) -> Forecast:
     """What the run will take."""
     rows = min(job.options.batch_size, job.data.n_sequences)
-    stores = sum(file.stat().st_blocks * 512 for d in job.store_dirs for file in version_files(d))
+    kept = [*(file for d in job.store_dirs for file in version_files(d)), *(job.out / "best").glob("*.safetensors")]
+    kept = sum(file.stat().st_blocks * 512 for file in kept)
     tokens = job.data.nbytes
     return Forecast(
         job.cfg, job.plan, job.machine, job.limits, job.seq_len, rows, job.total_steps, job.options.keep,
         most=job.data.n_sequences, used=job.data.report.used, document=job.data.document, trained=job.data.trained,
         cuda=job.device.type == "cuda", bits_open=job.options.resume is None,
-        data=tokens, held=stores + (0 if job.options.dry_run else tokens),
+        data=tokens, held=kept + (0 if job.options.dry_run else tokens),
+        export=job.source.nbytes, best=job.data.held_out is not None,
     )  # fmt: skip
 
 
@@ -138,7 +140,7 @@ def check_room(job: Job) -> None:
     Snapshots may be had or not; the report says what they would take.
     """
     part = forecast(job).disk_parts()
-    wanted = [(job.out, part["export"], "--out")]
+    wanted = [(job.out, part["export"] + part["best"], "--out")]
     if job.plan.uses("ssd"):
         wanted += [(d, (part["store"] + part["waiting"]) // len(job.store_dirs), "--store") for d in job.store_dirs]
     by_drive = defaultdict(list)
@@ -192,7 +194,7 @@ def report(job: Job) -> list[str]:
         *_labelled("data", job.data.describe()),
         *_labelled("val", job.data.describe_held_out()),
     ]
-    for k in range(o.show_example):
+    for k in range(min(o.show_example, len(job.data.pieces))):
         lines += _labelled("example", job.data.example(k).splitlines() or [""])
     master = "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
     adamw = f"AdamW ({master}, {job.plan.adam_bits}-bit moments)"

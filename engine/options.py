@@ -40,15 +40,20 @@ class Every:
         return False
 
     def __str__(self) -> str:
+        """As `every` reads it back, exactly."""
         if not self.seconds:
             return str(self.steps or self.share or "never")
-        return f"{self.seconds / 60:g}min" if self.seconds % 60 == 0 else f"{self.seconds:g}s"
+        whole = self.seconds % 60 == 0
+        return str(self.seconds / 60 if whole else self.seconds).removesuffix(".0") + ("min" if whole else "s")
 
 
 # ---------------------------------------------------------------- what a value may look like
 
 
-def number(low: float, high: float = float("inf"), kind: type = float) -> Callable[[str], Any]:
+HUGE = 1e12  # more than anybody means by a number, and few enough to compute with
+
+
+def number(low: float, high: float = HUGE, kind: type = float) -> Callable[[str], Any]:
     """A parser of numbers of `kind` in [low, high]."""
 
     def parse(text: str):
@@ -56,9 +61,9 @@ def number(low: float, high: float = float("inf"), kind: type = float) -> Callab
             value = kind(text)
         except ValueError:
             value = float("nan")
-        if not low <= value <= high or value == float("inf"):
+        if not low <= value <= high:
             what = "a whole number" if kind is int else "a number"
-            bounds = f"from {low:g} to {high:g}" if high < float("inf") else f"of at least {low:g}"
+            bounds = f"from {low:g} to {high:g}" if high < HUGE or value > high else f"of at least {low:g}"
             raise ValueError(f"{text!r} is not {what} {bounds}")
         return value
 
@@ -80,20 +85,23 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 24GiB, 2TB or 512MiB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    nbytes = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+    if nbytes >= 1 << 60:
+        raise ValueError(f"{text!r} is more than any machine has")
+    return int(nbytes)
 
 
 def every(text: str) -> Every:
     """`500` steps, `0.1` of the run, `30min` (s, min, h), `never`."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?(s|min|h)?", text.strip())
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?) ?(s|min|h)?", text.strip())
     number = float(match[1]) if match else 0.0
     if text.strip() in ("never", "0"):
         return Every()
-    if number > 0 and match[2]:
+    if 0 < number <= HUGE and match[2]:
         return Every(seconds=number * {"s": 1, "min": 60, "h": 3600}[match[2]])
     if 0 < number < 1:
         return Every(share=number)
-    if number >= 1 and number == int(number):
+    if 1 <= number <= HUGE and number == int(number):
         return Every(steps=int(number))
     raise ValueError(f"{text!r} is not an interval; write 500 (steps), 0.1 (of the run), 30min or never")
 
@@ -117,7 +125,9 @@ def adam_bits(text: str) -> int:
 
 def pair(text: str) -> tuple[float, float]:
     """The two decay rates of AdamW."""
-    first, _, second = text.strip("()[] ").partition(",")
+    first, comma, second = text.strip("()[] ").partition(",")
+    if not comma:
+        raise ValueError(f"{text!r} is not two numbers like 0.9,0.95")
     below_one = number(0, 0.999999)
     return below_one(first), below_one(second)
 

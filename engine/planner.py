@@ -108,11 +108,12 @@ class Planner:
         return None
 
     def find(
-        self, data: Dataset, sequences: int, limits: dict[str, int], machine: Machine
+        self, data: Dataset, sequences: int, limits: dict[str, int], machine: Machine, export: int
     ) -> tuple[Plan, tuple[str, ...], Machine]:
         """(the plan, why it is so, the machine, with its drives measured where the plan may use them).
 
-        For steps of so many sequences, within `limits`, of limits_for. Raises InputError, DoesNotFit.
+        For steps of so many sequences, within `limits`, of limits_for. `export`: bytes of the checkpoint that is
+        written. Raises InputError, DoesNotFit.
         """
         o, rule = self.options, self._rule(sequences)
         if self.given:
@@ -120,8 +121,9 @@ class Planner:
             return self.given, (f"read from {o.plan}",), machine
         first = simple_plan(self.cfg, limits, **rule)
         if o.assume:
-            need = Forecast(self.cfg, first, machine, limits, self.seq_len, 1, 1, o.keep).disk()
-            check_drive(self.cfg, first, machine, need)
+            writes = dict(export=export, best=data.held_out is not None)
+            made = Forecast(self.cfg, first, machine, limits, self.seq_len, 1, 1, o.keep, **writes)
+            check_drive(self.cfg, first, machine, made.disk())
         if not self.on_cuda:
             return first, (), machine
         if first.uses("ssd") and not o.assume:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from trireme.engine.options import size
+from trireme.engine.options import count, positive, size
 from trireme.models.config import InputError
 
 GB, TB = 10**9, 10**12
@@ -191,13 +191,11 @@ def assume(text: str) -> Machine:
     """
     given = dict(part.split("=", 1) for part in text.replace(" ", "").split(",") if "=" in part)
     unknown = given.keys() - {"gpu", "ram", "ssd", "dram"}
-    if unknown or not {"gpu", "ram"} <= given.keys() or text.count("=") != len(text.split(",")):
+    if unknown or not {"gpu", "ram"} <= given.keys() or len(given) != len(text.split(",")):
         raise InputError(f"--assume {text}: write it like gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5 (gpu and ram at least).")
     try:
         drive, count = _drives(given["ssd"]) if "ssd" in given else (None, 0)
-        dram = float(given.get("dram", CONSUMER_DRAM / GB)) * GB
-        if dram <= 0:
-            raise ValueError("dram is to be greater than 0")
+        dram = positive(given.get("dram", str(CONSUMER_DRAM / GB))) * GB
         return machine(_gpu(given["gpu"]), size(given["ram"]), drive, count, dram)
     except ValueError as error:
         raise InputError(f"--assume {text}: {error}.") from None
@@ -217,8 +215,7 @@ def _drives(text: str) -> tuple[Drive, int]:
     if not match:
         raise ValueError(f"{text!r} is not drives; write them like 2x2TB@7/5")
     capacity, like = size(match[2]), DRIVES["gen4"]
-    read, write = (float(match[3]) * GB, float(match[4]) * GB) if match[3] else (like.read, like.write)
-    count = int(match[1] or 1)
-    if not (capacity and count and read and write):
-        raise ValueError(f"{text!r} holds a zero")
-    return Drive("drive", read, write, capacity, ENDURANCE * capacity), count
+    read, write = (positive(match[3]) * GB, positive(match[4]) * GB) if match[3] else (like.read, like.write)
+    if not capacity:
+        raise ValueError(f"{text!r}: a drive of no capacity")
+    return Drive("drive", read, write, capacity, ENDURANCE * capacity), count(match[1] or "1")

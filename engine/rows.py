@@ -52,6 +52,7 @@ def _no_duplicates(pairs: list[tuple]) -> dict:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
+_TOO_LONG = "holds a number of thousands of digits"  # which Python refuses to read
 
 
 def _object(value: object) -> dict | BadRow:
@@ -94,20 +95,20 @@ def _json_line(line: bytes) -> dict | BadRow:
         return BadRow("is nested too deeply")
     except BadRow as error:
         return error
+    except ValueError:
+        return BadRow(_TOO_LONG)
 
 
 def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
-    """The objects of one JSON array, or of several values one after another, without holding the file in memory."""
+    """The objects of JSON arrays, or without an array, one after another, without holding the file in memory."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     buffer, pos, line, number, inside = "", 0, 1, 0, False
     more = True
     while True:
         pos = re.compile(r"[\s,]*" if inside else r"\s*").match(buffer, pos).end()
-        if pos < len(buffer) and not inside and number == 0 and buffer[pos] == "[":
-            inside, pos = True, pos + 1
+        if pos < len(buffer) and buffer[pos] == "[]"[inside]:
+            inside, pos = not inside, pos + 1
             continue
-        if pos < len(buffer) and inside and buffer[pos] == "]":
-            return
         try:
             value, end = _DECODER.raw_decode(buffer, pos)
         except BadRow as error:
@@ -126,6 +127,8 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
             where = line + buffer.count("\n", 0, min(error.pos, len(buffer)))
             what = "the file ends inside the list" if pos == len(buffer) else error.msg
             raise InputError(f"{path} line {where} is not JSON: {what}. Is the file complete?") from None
+        except ValueError:
+            raise InputError(f"{path} row {number + 1} {_TOO_LONG}.") from None
         number, pos = number + 1, end
         yield Row(number, _object(value))
 
@@ -133,9 +136,16 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
 # ---------------------------------------------------------------- tables and text
 
 
+def _lines(path: Path, stream: io.TextIOWrapper) -> Iterator[str]:
+    for number, line in enumerate(stream, 1):
+        if "\0" in line:
+            raise InputError(f"{path} line {number} holds NUL bytes: is it text?")
+        yield line
+
+
 def read_csv(path: Path, file: BinaryIO) -> Iterator[Row]:
     csv.field_size_limit(min(sys.maxsize, 1 << 31 - 1))
-    reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+    reader = csv.reader(_lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), strict=True)
     try:
         header = next(reader, [])
         if len(set(header)) != len(header):
@@ -148,7 +158,7 @@ def read_csv(path: Path, file: BinaryIO) -> Iterator[Row]:
             else:
                 yield Row(reader.line_num, {key: _cell(key, cell) for key, cell in zip(header, cells, strict=True)})
     except csv.Error as error:
-        raise InputError(f"{path} line {reader.line_num} is not CSV: {error}.") from None
+        raise InputError(f"{path} line {reader.line_num} is not CSV: {error}. Is a quote amiss?") from None
 
 
 def _cell(key: str, cell: str) -> object:
@@ -156,7 +166,7 @@ def _cell(key: str, cell: str) -> object:
     if key in ("messages", "conversations", "tools", "history", "input_ids", "labels") and cell[:1] in "[{":
         try:
             return json.loads(cell)
-        except ValueError:
+        except (ValueError, RecursionError):
             return cell
     return cell
 
@@ -185,9 +195,7 @@ def read_text(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[Row]
     stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # also turns CRLF into LF
     piece: list[str] = []
     first, size, starts = 1, 0, True
-    for number, line in enumerate(stream, 1):
-        if "\0" in line:
-            raise InputError(f"{path} line {number} holds NUL bytes: is it text?")
+    for number, line in enumerate(_lines(path, stream), 1):
         stop = line.strip() in separators
         if piece and (stop or (size >= _PIECE and not line[:1].isspace())):
             yield from _piece(first, piece, starts, stop)

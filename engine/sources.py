@@ -15,6 +15,7 @@ from trireme.engine.rows import Row, holds_lines, json_lines, json_values, read_
 from trireme.models.config import InputError
 
 KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")
+MOST = 1000  # times that a row may count: each is a place in the order of an epoch, which memory holds
 SEPARATOR = "<|endoftext|>"  # a line of a .txt that ends a document, whatever the tokenizer
 
 
@@ -42,6 +43,8 @@ def parse_source(text: str) -> Source:
     source = Source(Path(path), weight)
     if weight <= 0:
         raise InputError(f"{text}: the weight is 0, so no row would be used. Leave the file out.")
+    if weight > MOST:
+        raise InputError(f"{text}: the weight is more than {MOST:,}. Lower it; --epochs sees all files again.")
     if source.path.is_dir():
         inside = [p.name for p in sorted(source.path.iterdir()) if Source(p).kind in KINDS]
         hint = f"such as {source.path / inside[0]}" if inside else f"of {', '.join(KINDS)}"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trireme.engine.chat import PLAIN, ChatTemplate, load_template
 from trireme.engine.encode import Encoded, encode, overlap
-from trireme.engine.examples import Chat
+from trireme.engine.examples import Chat, Completion, Text
 from trireme.engine.rows import BadRow
 from trireme.engine.tokens import load_tokenizer
 from trireme.models.config import InputError
@@ -270,6 +270,19 @@ def test_what_a_template_does_not_write_is_an_error(folder):
         template.spans([user("?"), {"role": "assistant", "content": "", "tool_calls": [call({})]}], None)
     with pytest.raises(BadRow, match="U\\+FDD0"):
         template.spans([user("\ufdd0"), said("x")], None)
+    context = {"role": "developer", "content": "Speak as pirates do."}
+    assert context["content"] in template.spans([context, *PLAIN_TALK["one turn"]], None)[0]
+    with pytest.raises(BadRow, match=r"writes nothing for message 0 \(role 'developer'\)"):
+        load_template(load_tokenizer(folder("zephyr"))).spans([context, *PLAIN_TALK["one turn"]], None)
+
+
+def test_half_a_surrogate_pair_is_an_error(folder):
+    tokenizer = load_tokenizer(folder("chatml"))
+    template = load_template(tokenizer)
+    bad = [Text("a\ud800"), Completion("a", "b\udc00"), Chat([user("\ud83d"), said("b")])]
+    found = encode([*bad, Text("a\U0001f600")], tokenizer, template)
+    assert all(isinstance(error, BadRow) and "half of a surrogate pair" in str(error) for error in found[:3])
+    assert isinstance(found[3], Encoded)
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,13 @@ def test_without_installation_what_to_do_is_said():
     assert f"pip install -e {ROOT}" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_examples_are_shown_once_however_many_are_asked_for(here, capsys):
+    write("two.jsonl", '{"text": "one story"}\n{"text": "another story"}\n')
+    argv = ["model", "--data", "two.jsonl", "--out", "out", "--show-example", "1000000000", "--dry-run"]
+    assert finetune.main(argv) == 0
+    assert len(re.findall("^example ", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
 def test_held_out_files_are_in_the_report(here, capsys):
     assert finetune.main([*TRAIN, "--val", "stories.txt", "--dry-run"]) == 0
     assert re.search(r"^val      stories.txt: \d+ rows", capsys.readouterr().out, re.MULTILINE)

@@ -198,6 +198,8 @@ def test_weights_and_several_files(tokenizer, tmp_path):
     assert (len(shown), sum("<s>a" in s for s in shown)) == (25, 20)
     assert 'a.jsonl: 10 rows, format "text", weight 2' in data.describe()[0]
     assert 'b.jsonl: 10 rows, format "messages", weight 0.5' in data.describe()[1]
+    with pytest.raises(InputError, match="b.jsonl:0.04: the weight leaves none of its rows"):
+        load([a, f"{b}:0.04"], tokenizer)
 
 
 # ---------------------------------------------------------------- held out

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,6 +190,24 @@ def test_documents_and_labels_are_predicted_as_they_are(tmp_path, monkeypatch):
     assert f.disk_parts()["tokens"] == f.held == on_disk > 0 and ", tokens " in f.disk_line()
     forward = [s.end - s.start for s in f.predict().spans if s.name.startswith("forward block")]
     assert forward == pytest.approx([1.0] * 4, rel=0.01)
+
+
+@pytest.mark.parametrize("val", ["0.1", None])
+def test_what_is_exported_is_as_large_as_the_source_and_once_more_for_the_best(tmp_path, val):
+    """Whatever it is computed in. The best so far stands beside the next one, and beside the result, for a while."""
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
+    given = Options(model=model, data=(text,), val=val, out=out, seq_len=64, max_steps=1, device="cpu", dtype="bf16")
+    f, size = of_job(prepare(given)), (tmp_path / "model" / "model.safetensors").stat().st_size
+    part = f.disk_parts()
+    assert size > 3 * f.geo.weights[0].span and part["export"] == size and part["best"] == (size if val else 0)
+    assert f.disk() == sum(part.values()) and (", as much again for the best" in f.disk_line()) == bool(val)
+    shutil.copytree(model, Path(out) / "best")
+    held = of_job(prepare(given)).held
+    assert held - f.held == pytest.approx(size, abs=1 << 16), (
+        "a run that goes on has it already; drives count in blocks"
+    )
 
 
 def test_another_machine_is_for_dry_runs(checkpoint, capsys):

@@ -41,6 +41,8 @@ def example(row):
         ("a.json", b'{"text": "x"}\n{"text": "y"}\n'),  # JSONL by another name
         ("a.json", b'{\n"text": "x"\n}\n{\n"text": "y"}\n'),  # objects one after another
         ("a.jsonl", b'[{"text": "x"},\n{"text": "y"}]'),  # an array by another name
+        ("a.json", b'[{"text": "x"}]\n[]\n[{"text": "y"}]'),  # arrays one after another
+        ("a.jsonl", b'[{"text": "x"}]\n[{"text": "y"}]\n'),
         ("a.csv", b'text\nx\n"y"\n'),
         ("a.csv", b"\xef\xbb\xbftext\r\nx\r\ny\r\n"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"text": "y"}\n')),
@@ -109,6 +111,7 @@ def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, data, chunk):
         (b'{"text": "a\0b"}', "holds NUL bytes: damaged, or not UTF-8"),
         (b'{"text": "\xe9"}', "is not UTF-8 (byte 0xe9 at 10)"),
         (b"[" * 100_000, "is nested too deeply"),
+        (b'{"input_ids": [' + b"9" * 5000 + b"]}", "holds a number of thousands of digits"),
     ],
 )
 def test_a_bad_line_does_not_stop_the_file(tmp_path, line, what):
@@ -132,7 +135,11 @@ def test_a_bad_line_does_not_stop_the_file(tmp_path, line, what):
         ("a.json", b'[{"text": "x"},\n{"text": "y"}', "line 2 is not JSON: the file ends inside the list"),
         ("a.json", b'[{"text": "x"},\n{"text": "y', "line 2 is not JSON: Unterminated string"),
         ("a.json", b'[{"text": "x", "text": "y"}]', "row 1: the key 'text' occurs twice"),
+        ("a.json", b'[{"text": "x"}]\nand more', "line 2 is not JSON: Expecting value"),
+        ("a.json", b'[{"input_ids": [' + b"9" * 5000 + b"]}]", "row 1 holds a number of thousands of digits"),
         ("a.csv", b"text,text\nx,y\n", "the header names a column twice"),
+        ("a.csv", b"text\nx\0y\n", "line 2 holds NUL bytes"),
+        ("a.csv", b'text\n"x\ny\n', "line 3 is not CSV: unexpected end of data. Is a quote amiss?"),
         ("a.jsonl.gz", b"not gzip", "is a damaged .gz"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-20], "is a damaged .gz"),
     ],
@@ -150,6 +157,7 @@ def test_paths_and_weights(tmp_path):
     assert parse_source(f"{path}:0.5") == parse_source(str(path)).__class__(path, 0.5)
     for text, what in [
         (f"{path}:0", "the weight is 0"),
+        (f"{path}:1001", "the weight is more than 1,000"),
         (str(tmp_path), f"is a folder. Name files, such as {path}"),
         (str(tmp_path / "b.jsonl"), "No such file"),
         (f"{path}:x", "No such file|unknown kind"),
@@ -165,6 +173,9 @@ def test_csv_cells(tmp_path):
     assert found[0].value == {"messages": [{"role": "user"}], "n": "1"}
     assert found[1].value == {"messages": "a\nb", "n": "2"}
     assert str(found[2].value) == "has 1 cells, the header 2" and found[2].number == 5
+    deep = "[" * 100_000
+    path.write_text(f"messages\n{deep}\n")
+    assert rows(path)[0].value == {"messages": deep}
 
 
 def test_standard_input(tmp_path):
@@ -267,6 +278,7 @@ def test_messages_of_openai():
         ({"messages": TALK[:1]}, "no message has the role 'assistant'"),
         ({"messages": [{"role": "assistant", "content": " "}]}, "every assistant message is empty"),
         ({"messages": [{**TALK[1], "weight": 2}]}, "'weight' is 2, expected 0 or 1"),
+        ({"messages": [{**TALK[1], "train": "false"}]}, "'train' is 'false', expected true or false"),
         (
             {"messages": [{**TALK[1], "tool_calls": "f()"}]},
             "'tool_calls' is not a list of {function: {name, arguments}}",

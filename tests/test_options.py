@@ -68,12 +68,16 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--lr", "fast"], "--lr: 'fast' is not a number of at least 0."),
         (["--lr", "0"], "--lr: it must be greater than 0."),
         (["--lr", "nan"], "--lr: 'nan' is not a number of at least 0."),
-        (["--lr", "inf"], "--lr: 'inf' is not a number of at least 0."),
+        (["--lr", "inf"], "--lr: 'inf' is not a number from 0 to 1e+12."),
         (["--lr"], "--lr: expected one argument."),
         (["--epochs", "-1"], "--epochs: '-1' is not a number of at least 0."),
         (["--batch-size", "2.5"], "--batch-size: '2.5' is not a whole number of at least 1."),
         (["--betas", "0.9,1"], "--betas: '1' is not a number from 0 to 0.999999."),
-        (["--betas", "0.9"], "--betas: '' is not a number from 0 to 0.999999."),
+        (["--betas", "0.9"], "--betas: '0.9' is not two numbers like 0.9,0.95."),
+        (["--max-steps", "9" * 400], f"--max-steps: '{'9' * 400}' is not a whole number from 1 to 1e+12."),
+        (["--ram", "9" * 400 + "GiB"], f"--ram: '{'9' * 400}GiB' is more than any machine has."),
+        (["--save-every", "9" * 400], f"--save-every: '{'9' * 400}' is not an interval; write 500 (steps)"),
+        (["--eval-every", "9" * 400 + "h"], f"--eval-every: '{'9' * 400}h' is not an interval; write 500 (steps)"),
         (["--adam_beta2", "0.999"], "--adam-beta2 is not an option here: --betas 0.9,0.95 sets both."),
         (["--warmup", "1.5"], "--warmup: '1.5' is neither a share of the run (below 1) nor a number of steps."),
         (["--ram", "24"], "--ram: '24' is not a size; write it like 24GiB, 2TB or 512MiB."),
@@ -136,6 +140,9 @@ def test_config_file_and_flags_that_win(tmp_path):
     assert (options.model, options.data, options.lr, options.no_pack) == ("ckpt", ("a", "b:2"), 3e-5, True)
     assert (options.ram, options.val) == (2 << 30, "0.1")
     assert parse(["--config", str(config)]).lr == 1e-5
+    config.write_text("store: x,y\nlog: [trace, wandb]")
+    options = parse([*BASE, "--config", str(config)])
+    assert (options.store, options.log) == (("x", "y"), ("trace", "wandb"))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +184,20 @@ def test_written_config_reads_back(tmp_path, monkeypatch):
         store=(f"{here}/x", f"{here}/y"),
         config=str(tmp_path / "config.yaml"),
     )
+
+
+def test_words_that_are_also_files_stay_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain", "0.02", "-"):
+        (tmp_path / name).write_text("")
+    write_config(parse(["ckpt", "--data", "-", "--val", "0.02", "--chat-template", "plain"]), tmp_path / "config.yaml")
+    again = parse(["--config", str(tmp_path / "config.yaml")])
+    assert (again.data, again.val, again.chat_template) == (("-",), "0.02", "plain")
+
+
+@pytest.mark.parametrize("when", ["0.00001", "1234567s", "1000000min", "0.5s", "100h", "never", "7", "1e-3"])
+def test_intervals_read_back_exactly(when):
+    assert every(str(every(when))) == every(when)
 
 
 def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):

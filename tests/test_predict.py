@@ -175,7 +175,9 @@ def test_a_gpu_by_its_memory_is_as_fast_as_a_known_one():
     "text",
     ["", "gpu=rtx4090", "gpu=gtx8800,ram=64GiB", "gpu=rtx4090,ram=64", "gpu=a100,ram=64GiB,ssd=0x2TB",
      "gpu=a100,ram=64GiB,ssd=2TB@7", "gpu=a100,ram=64GiB,color=blue", "gpu=a100,ram=64GiB,dram=x", "gpu=,ram=64GiB",
-     "gpu=a100,ram=64GiB,dram=0"],
+     "gpu=a100,ram=64GiB,dram=0", "gpu=a100,ram=64GiB,dram=nan", "gpu=a100,ram=64GiB,dram=inf",
+     "gpu=a100,ram=64GiB,ssd=0TB", "gpu=a100,ram=64GiB,ssd=2TB@1.2.3/4", "gpu=a100,gpu=h100,ram=64GiB",
+     f"gpu={'9' * 400}GiB,ram=64GiB"],
 )  # fmt: skip
 def test_what_is_no_machine_is_refused(text):
     with pytest.raises(InputError, match="--assume"):
