@@ -367,8 +367,9 @@ class Run:
 
     def _let_go(self) -> None:
         """Gives back the engine's memory."""
-        self.e.close()
-        self.e = None
+        e, self.e = self.e, None
+        e.close()
+        del e
         gc.collect()
         if self.job.device.type == "cuda":
             torch.cuda.empty_cache()
