@@ -108,6 +108,10 @@ class SimulatedLanes:
                 self.free = {lane: max(t, self.waited) for lane, t in self.free.items()}
         return self.waited - begun
 
+    def behind(self) -> list[float]:
+        """Seconds that each lane still works when a step is over: where they grow, steps will take longer yet."""
+        return [end - self.waited for end in self.free.values()]
+
     def _cut(self) -> list[tuple[int, int, dict[str, float]]]:
         """The noted tasks in parts: forward, backward until the statistics, and what belongs to the next forward."""
         n = len(self.tasks)

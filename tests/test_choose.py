@@ -82,7 +82,8 @@ def test_a_run_that_has_begun_keeps_its_updates_where_they_are(gpu, host, faster
         begun = choose(SMALL, limits, RATES, 256, **RULE).plan
         now = {"gpu": int(limits["gpu"] * more), "host": limits["host"]}
         rates = replace(RATES, adam=2e9 * faster, dram=6e10 * faster)
-        again = choose(SMALL, now, rates, 256, like=begun, **RULE | {"batch_tokens": [(begun.tokens, begun.n_micro)]})
+        settled = {"batch_tokens": [(begun.tokens, begun.n_micro)], "halves": begun.halves}
+        again = choose(SMALL, now, rates, 256, like=begun, **RULE | settled)
     except DoesNotFit:
         return
     assert fits(Geometry.of(SMALL, again.plan), again.plan, now)
