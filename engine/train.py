@@ -114,8 +114,12 @@ class Run:
     def _set_up(self) -> None:
         """Who asks to stop meanwhile is heard between two pieces: within one, requests to the drive would be left."""
         asked: list[int] = []
-        first = lambda number: asked.append(number) or "\n  leaving; again: leave at once"  # noqa: E731
-        with stop_signals(first, lambda: "\nleft at once"):
+
+        def ask(number: int) -> str:
+            asked.append(number)
+            return "\n  leaving; again: leave at once"
+
+        with stop_signals(ask, lambda: "\nleft at once"):
             self._start(self.resumed, asked)
         if asked:
             raise KeyboardInterrupt

@@ -99,6 +99,8 @@ def lock_folder(path: Path, stack: ExitStack) -> None:
     except OSError as e:
         owner = os.pread(fd, 20, 0).decode(errors="replace")
         raise StoreError(e.errno, f"is in use by process {owner}", str(path)) from e
+    if os.fstat(fd).st_nlink == 0:  # whoever comes next would lock another file
+        raise StoreError(errno.EAGAIN, "was in use until this moment, by a run that has ended. Start again", str(path))
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
 

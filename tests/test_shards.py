@@ -1,6 +1,7 @@
 """The store: versions never disturb each other, faults leave the old one, and the files are what they claim to be."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -215,6 +216,21 @@ def test_two_runs_never_share_a_store(tmp_path):
         result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert "in use by process" in result.stderr
     Store.open(devices(tmp_path)).close()
+
+
+def test_a_lock_that_its_owner_has_just_removed_locks_nothing(tmp_path, monkeypatch):
+    """Opened before a finished store removes it, locked after that."""
+    flock = fcntl.flock
+
+    def late(fd, how):
+        os.unlink(tmp_path / "d0" / "store.lock")
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(StoreError, match="was in use until this moment"):
+        create(tmp_path)
+    monkeypatch.undo()
+    create(tmp_path).close()
 
 
 def test_a_folder_with_a_run_is_not_taken(tmp_path):
