@@ -210,9 +210,12 @@ def parse(argv: Sequence[str]) -> Options:
     unknown = set(options.log) - {"tensorboard", "wandb", "trace"}
     if unknown:
         raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace.")
-    if len({os.path.realpath(folder) for folder in options.store}) < len(options.store):
+    stores = {os.path.realpath(folder) for folder in options.store}
+    if len(stores) < len(options.store):
         raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
     out = options.out or str(Path("runs") / Path(options.model).resolve().name)
+    if os.path.realpath(out) in stores and not options.resume:
+        raise InputError(f"--store {','.join(options.store)} is --out itself. Name another folder, or leave it out.")
     return replace(options, out=out)
 
 

@@ -49,6 +49,8 @@ def parse_source(text: str) -> Source:
         inside = [p.name for p in sorted(source.path.iterdir()) if Source(p).kind in KINDS]
         hint = f"such as {source.path / inside[0]}" if inside else f"of {', '.join(KINDS)}"
         raise InputError(f"{path} is a folder. Name files, {hint}; repeat --data for more.")
+    if source.path.exists() and not source.path.is_file():
+        raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
     if source.kind not in KINDS:
         raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or .gz of one.")
     try:

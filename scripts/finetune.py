@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 a bug; 2 wrong input; 3 the model does not fit; 4 a disk failed or is full; 130 interrupted.
 """
 
+import errno
 import os
 import sys
 
@@ -38,10 +39,12 @@ def main(argv: list[str]) -> int:
 
 
 def about_disk(error: OSError, options: Options) -> str:
-    """Where the disk failed, how, and whether the run can go on."""
+    """Where the disk failed, how, and what to do: whether the run can go on."""
     where, what = error.filename or options.out, error.strerror or str(error)
-    begun = options.out and os.path.exists(os.path.join(options.out, "config.yaml"))
-    return f"{where}: {what}." + (f" When that is mended: --resume {options.out}" if begun else "")
+    if options.out and os.path.exists(os.path.join(options.out, "config.yaml")):
+        return f"{where}: {what}. When that is mended: --resume {options.out}"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return f"{where}: {what}." + " Make room there, or name another folder." * full
 
 
 def open_streams() -> None:

@@ -26,7 +26,7 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     """Raises StoreError where `needed` bytes do not fit."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        message = f"has {free / 1e9:.2f} GB free, {what} needs {needed / 1e9:.2f} GB. Free space"
+        message = f"has {free / 1e9:.2f} GB free, {what} needs {needed / 1e9:.2f} GB"
         raise StoreError(errno.ENOSPC, message, str(folder))
 
 

@@ -85,9 +85,10 @@ class Store:
         """A new, empty store that keeps the last `keep` snapshots.
 
         Config and tokenizer of the checkpoint folder `companions` make its snapshots loadable as they lie. Raises
-        StoreError where a folder holds a snapshot already or is in use. What an earlier store left that never reached
-        a snapshot is removed.
+        StoreError where a folder holds a snapshot already or is in use, or where config or tokenizer would replace
+        files of somebody else's. What an earlier store left that never reached a snapshot is removed.
         """
+        _refuse_others(_path(dirs[0]), companions)
         with ExitStack() as stack:
             for d in dirs:
                 lock_folder(_path(d), stack)
@@ -341,6 +342,15 @@ def _facts(path: Path) -> dict:
         return json.loads((path / IDENTITY).read_bytes())
     except (OSError, ValueError) as e:
         raise NoSnapshot(errno.ENOENT, "holds no store", str(path)) from e
+
+
+def _refuse_others(first: Path, companions: str | os.PathLike | None) -> None:
+    """Raises StoreError where a file that a store makes in its first folder, and removes, is somebody else's."""
+    ours = any((first / name).exists() for name in (IDENTITY, FINISHED))
+    names = [*(checkpoint.companions(Path(companions)) if companions else ()), checkpoint.INDEX]
+    there = [] if ours else [name for name in names if (first / name).exists()]
+    if there:
+        raise StoreError(errno.EEXIST, f"holds {there[0]}, which is no store's; choose another folder", str(first))
 
 
 def _is_taken(path: Path, first: Path) -> bool:

@@ -148,19 +148,31 @@ def _read(folder: Path) -> Snapshot:
 
 
 def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Raises StoreError unless every file of the snapshot is there, has its size and begins with its header."""
+    """Raises StoreError unless every file of the snapshot is there, has its size and begins with its header.
+
+    Where a copy of the run has parted a hard link into two files, the snapshot's is the one that counts.
+    """
     stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
     for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):
         path = devices[device] / snapshot.folder / name
         try:
             with open(path, "rb") as f:
                 status, header = os.fstat(f.fileno()), f.read(len(stripe.header))
-            same = os.path.samestat(status, os.stat(devices[device] / FOLDER / f"{id:06d}.safetensors"))
+            if status.st_size != stripe.nbytes or header != stripe.header:
+                message = f"was changed: {status.st_size} bytes of {stripe.nbytes}. Remove {snapshot.folder} to go back"
+                raise StoreError(errno.EIO, message, str(path))
+            _link(path, devices[device] / FOLDER / f"{id:06d}.safetensors")
         except OSError as e:
-            raise StoreError(e.errno, e.strerror, e.filename or str(path)) from e
-        if status.st_size != stripe.nbytes or header != stripe.header or not same:
-            message = f"was changed: {status.st_size} bytes of {stripe.nbytes}. Remove {snapshot.folder} to go back"
-            raise StoreError(errno.EIO, message, str(path))
+            raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(path)) from e
+
+
+def _link(path: Path, name: Path) -> None:
+    """Makes `name` another name of the file `path`, unless it is one."""
+    if not (name.exists() and name.samefile(path)):
+        partial = name.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        os.link(path, partial)
+        os.replace(partial, name)
 
 
 def clean(devices: Sequence[Path], valid: set[str]) -> None:

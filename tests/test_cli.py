@@ -317,6 +317,7 @@ def test_a_disk_that_is_full(here, capsys, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     err = capsys.readouterr().err
     assert code == 4 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert ("--resume out" if Path("out/config.yaml").exists() else "Make room there, or name another folder") in err
     assert not (here / "out" / "model.safetensors").exists()
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -155,7 +156,9 @@ def test_paths_and_weights(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}')
     assert parse_source(f"{path}:0.5") == parse_source(str(path)).__class__(path, 0.5)
+    os.mkfifo(tmp_path / "pipe.jsonl")
     for text, what in [
+        (str(tmp_path / "pipe.jsonl"), "is not a regular file. Pipe it into standard input: --data -"),
         (f"{path}:0", "the weight is 0"),
         (f"{path}:1001", "the weight is more than 1,000"),
         (str(tmp_path), f"is a folder. Name files, such as {path}"),

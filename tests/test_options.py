@@ -84,6 +84,10 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--save-every", "x"], "--save-every: 'x' is not an interval; write 500 (steps), 0.1 (of the run), 30min"),
         (["--log", "mlflow"], "--log mlflow: expected tensorboard, wandb or trace."),
         (["--store", "a,b,./a"], "--store a,b,./a: a folder is named twice. Name one on each drive."),
+        (
+            ["--out", "a/b", "--store", "a/./b,c"],
+            "--store a/./b,c is --out itself. Name another folder, or leave it out.",
+        ),
         (["other"], "other: the checkpoint is ckpt already. Data goes behind --data."),
         (["--gradient_checkpointing", "true"], "--gradient-checkpointing is not an option here: what is kept"),
         (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),

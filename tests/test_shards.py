@@ -326,6 +326,40 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_folder_with_files_that_a_store_would_replace_is_refused(tmp_path, name):
+    """Such as the checkpoint itself, or another one: a store that is removed takes its own config with it."""
+    source = tmp_path / "source"
+    for folder in (source, tmp_path / "d0"):
+        folder.mkdir()
+        (folder / "config.json").write_text(folder.name)
+    if name != "config.json":
+        (tmp_path / "d0" / "config.json").rename(tmp_path / "d0" / name)
+    with pytest.raises(StoreError, match=f"{name}, which is no store's"):
+        create(tmp_path, 2, companions=source)
+    assert [p.name for p in (tmp_path / "d0").iterdir()] == [name]
+    with pytest.raises(StoreError, match="config.json, which is no store's"):
+        Store.create([source], companions=source)
+
+
+def test_a_copy_of_a_store_that_lost_its_hard_links_goes_on(tmp_path):
+    (tmp_path / "run").mkdir()
+    with create(tmp_path / "run", 2, keep=2) as store:
+        for seed in range(2):
+            write_all(store, seed)
+            store.commit(seed, {})
+    for k in range(2):
+        shutil.copytree(tmp_path / "run" / f"d{k}", tmp_path / f"d{k}", symlinks=True)
+    (tmp_path / "d0" / "files" / "000000.safetensors").unlink()
+    for step in (1, 2, 3):
+        with Store.open(devices(tmp_path, 2), keep=2) as store:
+            assert holds(store, step)
+            assert store.restore(step - 1) is not None and holds(store, step - 1)
+            store.restore(step)
+            write_all(store, step + 1)
+            store.commit(step + 1, {})
+
+
 # ---------------------------------------------------------------- faults
 
 
