@@ -193,9 +193,12 @@ class RealLanes(InlineLanes):
 
     def _serve(self, lane: str) -> None:
         stream = self.streams.get(lane)
-        if stream is not None:
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(stream)
+        try:
+            if stream is not None:
+                torch.cuda.set_device(self.device)
+                torch.cuda.set_stream(stream)
+        except BaseException as error:  # for whoever waits for a task of this lane
+            self.error = self.error or error
         while (item := self.queues[lane].get()) is not None:
             task, fn, after = item
             if self.error is not None:

@@ -1,6 +1,7 @@
 """Lanes: order, errors, the trace, and the same step on simulated lanes."""
 
 import json
+import queue
 import threading
 
 import pytest
@@ -57,6 +58,21 @@ def test_an_error_reaches_whoever_waits_and_stops_the_lanes(lanes):
         lanes.drain()
     with pytest.raises(OSError, match="No space left"):
         lanes.run("cpu", "later", lambda: None)
+
+
+def test_a_lane_whose_stream_is_refused_fails_its_tasks(lanes, monkeypatch):
+    """CUDA may fail as a lane's thread starts: who waits for a task of that lane is told."""
+
+    def refuse(device):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("torch.cuda.set_device", refuse)
+    lanes.streams["late"], lanes.queues["late"] = object(), queue.SimpleQueue()
+    task = lanes.run("late", "copy", lambda: None)
+    lanes.queues["late"].put(None)
+    lanes._serve("late")
+    with pytest.raises(RuntimeError, match="no such device"):
+        task.wait()
 
 
 @pytest.mark.parametrize("lane", [lane for lane in LANES if lane != "update"])
