@@ -148,13 +148,17 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise InputError(f"{path} holds a {type(content).__name__}, expected lines like 'batch-size: 16'.")
     given = {}
     for key, value in content.items():
         name = _resolve(str(key), f"{path}: unknown option")
+        if name in ("resume", "config") and value is not None:
+            raise InputError(f"{path}: {key} belongs on the command line. Leave it out here.")
+        if "\0" in str(value):
+            raise InputError(f"{path}: {key} holds a NUL character.")
         if value is not None:
             given[name] = _convert(_FIELDS[name], value, f"{path}: {key}")
     return given

@@ -37,7 +37,7 @@ class Row(NamedTuple):
 def kind_of(value: object) -> str:
     """The type of a value in the words of the people who write data."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value)) or ("a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
 # ---------------------------------------------------------------- JSON
@@ -178,13 +178,22 @@ def read_parquet(path: Path, file: BinaryIO) -> Iterator[Row]:
     except ImportError:
         raise InputError(f"{path}: .parquet needs pyarrow. Install it: pip install pyarrow.") from None
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(256):
-            for value in batch.to_pylist():
-                number += 1
-                yield Row(number, value)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{path} is not Parquet that can be read: {error}.") from None
+        made, number = pyarrow.parquet.ParquetFile(file), 0
+        names = made.schema_arrow.names
+        if len(set(names)) == len(names):
+            # no format has use for times, and Python has none for nanoseconds
+            timed = {field.name for field in made.schema_arrow if pyarrow.types.is_temporal(field.type)}
+            for batch in made.iter_batches(256, columns=[name for name in names if name not in timed]):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Row(number, value)
+            return
+    except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:
+        if getattr(error, "errno", None):  # a disk that fails; pyarrow's own have no number
+            raise
+        what = " ".join(str(error).split()).rstrip(".")
+        raise InputError(f"{path} is not Parquet that can be read: {what}.") from None
+    raise InputError(f"{path} names a column twice: {', '.join(names)}.")
 
 
 def read_text(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[Row]:

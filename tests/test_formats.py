@@ -67,6 +67,20 @@ def test_parquet(tmp_path):
         return
     pyarrow.parquet.write_table(pyarrow.table({"messages": [TALK, TALK]}), path)
     assert values(path) == [{"messages": TALK}] * 2
+    times = pyarrow.array([1234567890123456789], pyarrow.timestamp("ns"))  # of which Python has none
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"], "when": times}), path)
+    assert values(path) == [{"text": "x"}]
+    nested = pyarrow.StructArray.from_arrays([times], ["when"])
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["text", "text"])
+    for table, what in (pyarrow.table({"text": nested}), "can be read: Nanosecond"), (twice, "names a column twice"):
+        pyarrow.parquet.write_table(table, path)
+        with pytest.raises(InputError, match=what):
+            values(path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"] * 999}), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40] + bytes(byte ^ 255 for byte in whole[40:60]) + whole[60:])
+    with pytest.raises(InputError, match="not Parquet"):
+        values(path)
     path.write_bytes(b"PAR1")
     with pytest.raises(InputError, match="not Parquet"):
         values(path)
@@ -302,6 +316,7 @@ def test_messages_of_openai():
         ),
         ({"text": ""}, "'text' is empty"),
         ({"text": 3.5}, "'text' is a number, expected a string"),
+        ({"text": b"x"}, "'text' is bytes, expected a string"),
         ({"input_ids": []}, "'input_ids' is empty"),
         ({"input_ids": [1, "2"]}, "'input_ids' holds something that is not a whole number"),
         ({"input_ids": [1, True]}, "'input_ids' holds something that is not a whole number"),

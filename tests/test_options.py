@@ -161,6 +161,11 @@ def test_config_file_and_flags_that_win(tmp_path):
         ("- lr", "holds a list, expected lines like 'batch-size: 16'."),
         ("a: [", "is not YAML: "),
         ("\x00", "is not YAML: "),
+        ("a: " + "[" * 3000, "is not YAML: "),
+        ("seed: 2020-13-45", "is not YAML: "),
+        ('out: "a\\0b"', "out holds a NUL character"),
+        ("resume_from_checkpoint: runs/a", "resume_from_checkpoint belongs on the command line"),
+        ("config: c.yaml", "config belongs on the command line"),
     ],
 )
 def test_bad_config_files(tmp_path, text, says):
