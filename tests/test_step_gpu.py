@@ -57,6 +57,7 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
         CFG, dtype="BF16", n_micro=n_micro, tokens=48, units=UNITS[units], mode=mode, record=5000, piece=1000
     )
     plan = replace(plan, between=between, late_moments=("host", "ssd") if mode == "forward" and n_micro == 3 else ())
+    plan = replace(plan, gradients="ssd" if between == "host" else "host")
     e = make(CFG, plan, RealLanes("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
     losses, weights = on_the_gpu(n_micro, clip)
     assert train(e, batches(CFG, 4, n_micro, 48)) == losses
