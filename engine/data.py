@@ -25,7 +25,7 @@ from trireme.engine.chat import load_template
 from trireme.engine.formats import CHATS, parse_map
 from trireme.engine.prepare import Progress, Reading, tokenize
 from trireme.engine.report import FileReport, Report, example_text
-from trireme.engine.sources import Source, parse_source, spool
+from trireme.engine.sources import DataFile, parse_data_file, spool
 from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
 
@@ -183,7 +183,7 @@ def load_dataset(
         options.vocab_size,
         options.cache or Path(scratch.name),
     )
-    given = [spool(sys.stdin.buffer, reading.folder) if text == "-" else parse_source(text) for text in sources]
+    given = [spool(sys.stdin.buffer, reading.folder) if text == "-" else parse_data_file(text) for text in sources]
     share, val_given = _parse_val(options.val)
     files = tuple(tokenize(source, reading, progress) for source in given)
     rows = documents.all_documents(files)
@@ -194,7 +194,7 @@ def load_dataset(
     elif share:
         is_text = all(file.meta["format"] == "text" for file in files)
         rows, kept = documents.hold_out(rows, share, options.seed, is_text)
-        held_out, n_held = _lay_out([Source(s.path) for s in given], files, kept, tokenizer, options), len(kept)
+        held_out, n_held = _lay_out([DataFile(s.path) for s in given], files, kept, tokenizer, options), len(kept)
     train = _lay_out(given, files, rows, tokenizer, options)
     lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if share else []
     talks = any(file.meta["format"] in CHATS for file in files)
@@ -203,21 +203,21 @@ def load_dataset(
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 
-def _parse_val(val: str | None) -> tuple[float, list[Source]]:
+def _parse_val(val: str | None) -> tuple[float, list[DataFile]]:
     """--val as (share, files), one of which is empty."""
     if not val:
         return 0.0, []
     try:
         share = float(val)
     except ValueError:
-        return 0.0, [parse_source(val)]
+        return 0.0, [parse_data_file(val)]
     if not 0 <= share < 1:
         raise InputError(f"--val {val}: expected a share of the rows below 1, such as 0.02, or a file.")
     return share, []
 
 
 def _lay_out(
-    given: Sequence[Source],
+    given: Sequence[DataFile],
     files: tuple[TokenFile, ...],
     rows: np.ndarray,
     tokenizer: Tokenizer | None,
@@ -247,7 +247,7 @@ def _lay_out(
     return Dataset(files, pieces[order], starts, options.seed, tokenizer, report)
 
 
-def _file_reports(given: Sequence[Source], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:
+def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:
     meta = [file.meta for file in files]
     return tuple(
         FileReport(str(source.path), m["rows"], m["bad"], m["first_bad"], m["format"], source.weight)

@@ -13,7 +13,7 @@ from trireme.engine.encode import Encoders, Numbered
 from trireme.engine.examples import Chat, Example, Ids, Text
 from trireme.engine.formats import Format, find_format, not_there, rename
 from trireme.engine.rows import BadRow, Row
-from trireme.engine.sources import Reader, Source
+from trireme.engine.sources import DataFile, Reader
 from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
 
@@ -33,7 +33,7 @@ class Reading:
     vocab_size: int | None
     folder: Path  # of the caches
 
-    def key(self, source: Source) -> str:
+    def key(self, source: DataFile) -> str:
         """Names what is read, by content, and all that decides its tokens."""
         tokenizer = self.tokenizer.fingerprint if self.tokenizer else None
         template = self.template.fingerprint if self.template else None
@@ -68,7 +68,7 @@ class _Tally:
         return self.bad > 0 and not self.skip_bad
 
 
-def tokenize(source: Source, reading: Reading, progress: Progress | None = None) -> TokenFile:
+def tokenize(source: DataFile, reading: Reading, progress: Progress | None = None) -> TokenFile:
     """The tokens of `source`, from the cache or made now. InputError where rows are bad, or tokens not the model's."""
     key = reading.key(source)
     made = open_tokens(reading.folder / f"tokens-{key}") or _build(source, reading, key, progress)
@@ -80,7 +80,7 @@ def tokenize(source: Source, reading: Reading, progress: Progress | None = None)
     return made
 
 
-def _build(source: Source, reading: Reading, key: str, progress: Progress | None) -> TokenFile:
+def _build(source: DataFile, reading: Reading, key: str, progress: Progress | None) -> TokenFile:
     tokenizer = reading.tokenizer
     vocabulary = tokenizer.core.get_vocab_size() if tokenizer else 1 << 31
     writer = TokenWriter(reading.folder, key, vocabulary)
@@ -183,7 +183,7 @@ def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int
             writer.add(*result)
 
 
-def _judge(source: Source, tally: _Tally) -> None:
+def _judge(source: DataFile, tally: _Tally) -> None:
     """Stops the run where the file has bad rows, or no good one."""
     rows = f"{tally.rows:,} rows" if tally.rows != 1 else "1 row"
     if tally.rows == 0:

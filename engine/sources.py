@@ -20,7 +20,7 @@ SEPARATOR = "<|endoftext|>"  # a line of a .txt that ends a document, whatever t
 
 
 @dataclass(frozen=True)
-class Source:
+class DataFile:
     """One data file and how often its rows count: 2 sees every row twice an epoch, 0.5 half of them."""
 
     path: Path
@@ -36,17 +36,17 @@ class Source:
         return self.path.suffix.lower() == ".gz"
 
 
-def parse_source(text: str) -> Source:
-    """`path` or `path:weight` as a Source that can be opened."""
+def parse_data_file(text: str) -> DataFile:
+    """`path` or `path:weight` as a DataFile that can be opened."""
     match = re.fullmatch(r"(.+):(\d*\.?\d+)", text)
     path, weight = (match[1], float(match[2])) if match and not Path(text).exists() else (text, 1.0)
-    source = Source(Path(path), weight)
+    source = DataFile(Path(path), weight)
     if weight <= 0:
         raise InputError(f"{text}: the weight is 0, so no row would be used. Leave the file out.")
     if weight > MOST:
         raise InputError(f"{text}: the weight is more than {MOST:,}. Lower it; --epochs sees all files again.")
     if source.path.is_dir():
-        inside = [p.name for p in sorted(source.path.iterdir()) if Source(p).kind in KINDS]
+        inside = [p.name for p in sorted(source.path.iterdir()) if DataFile(p).kind in KINDS]
         hint = f"such as {source.path / inside[0]}" if inside else f"of {', '.join(KINDS)}"
         raise InputError(f"{path} is a folder. Name files, {hint}; repeat --data for more.")
     if source.path.exists() and not source.path.is_file():
@@ -67,7 +67,7 @@ def parse_source(text: str) -> Source:
     return source
 
 
-def spool(stream: BinaryIO, folder: Path) -> Source:
+def spool(stream: BinaryIO, folder: Path) -> DataFile:
     """Standard input kept as a file in `folder`, so that it can be read as one; what is kept already is used."""
     kept = next(iter(sorted(folder.glob("stdin.*"))), None)
     if kept is None:
@@ -81,13 +81,13 @@ def spool(stream: BinaryIO, folder: Path) -> Source:
             start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         kept = folder / ("stdin.jsonl" if start in (b"{", b"[") else "stdin.txt")
         scratch.rename(kept)
-    return parse_source(str(kept))
+    return parse_data_file(str(kept))
 
 
 class Reader:
-    """Reads one Source. `position` of `size` bytes are read, for a progress bar."""
+    """Reads one DataFile. `position` of `size` bytes are read, for a progress bar."""
 
-    def __init__(self, source: Source, eos_token: str | None = None):
+    def __init__(self, source: DataFile, eos_token: str | None = None):
         self.source, self.size = source, source.path.stat().st_size
         self.unit = "line"  # what Row.number counts: "line" or "row"
         self._separators = {SEPARATOR, eos_token or SEPARATOR}

@@ -527,9 +527,9 @@ def test_a_checkpoint_without_tokenizer_trains_on_tokens(real, tmp_path):
 
 def test_reading_is_keyed_by_content(tmp_path):
     """The key must not change from one process to the next: sets and hashes of objects have no place in it."""
-    from trireme.engine.sources import parse_source
+    from trireme.engine.sources import parse_data_file
 
-    path = parse_source(write(tmp_path / "a.jsonl", [{"text": "x"}]))
+    path = parse_data_file(write(tmp_path / "a.jsonl", [{"text": "x"}]))
     assert Reading(None, None, {}, False, None, tmp_path).key(path) == KEY
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from trireme.engine.examples import Chat, Completion, Ids, Text
 from trireme.engine.formats import find_format, parse_map, rename
 from trireme.engine.rows import BadRow
-from trireme.engine.sources import Reader, parse_source, spool
+from trireme.engine.sources import DataFile, Reader, parse_data_file, spool
 from trireme.models.config import InputError
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def rows(path, **more):
-    return list(Reader(parse_source(str(path)), **more).rows())
+    return list(Reader(parse_data_file(str(path)), **more).rows())
 
 
 def values(path, **more):
@@ -169,7 +169,7 @@ def test_files_that_cannot_be_read(tmp_path, name, content, what):
 def test_paths_and_weights(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}')
-    assert parse_source(f"{path}:0.5") == parse_source(str(path)).__class__(path, 0.5)
+    assert parse_data_file(f"{path}:0.5") == DataFile(path, 0.5)
     os.mkfifo(tmp_path / "pipe.jsonl")
     for text, what in [
         (str(tmp_path / "pipe.jsonl"), "is not a regular file. Pipe it into standard input: --data -"),
@@ -180,7 +180,7 @@ def test_paths_and_weights(tmp_path):
         (f"{path}:x", "No such file|unknown kind"),
     ]:
         with pytest.raises(InputError, match=what):
-            parse_source(text)
+            parse_data_file(text)
 
 
 def test_csv_cells(tmp_path):
