@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         return fail(about_disk(error, options), 4)
     except KeyboardInterrupt:
-        return fail("interrupted before there was anything to save", 130)
+        kept = f"; {options.out} is as it was" if options.resume else ""
+        return fail(f"interrupted before there was anything to save{kept}", 130)
 
 
 def about_disk(error: OSError, options: Options) -> str:

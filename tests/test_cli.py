@@ -382,6 +382,18 @@ def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
     assert Path("runs/first/loss.svg").exists() and Path("runs/first/model.safetensors").exists()
 
 
+@pytest.mark.parametrize("argv, kept", [(["--resume", "out"], "; out is as it was"), (TRAIN, "")])
+def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch):
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    (here / "out").mkdir()
+    (here / "out" / "config.yaml").write_text("model: model\ndata: stories.txt\nout: out\n")
+    monkeypatch.setattr(finetune, "run", interrupt)
+    assert finetune.main(list(argv)) == 130
+    assert capsys.readouterr().err == f"error: interrupted before there was anything to save{kept}\n"
+
+
 def test_a_finished_run_is_not_begun_again(here, capsys):
     assert finetune.main(list(TRAIN)) == 0
     capsys.readouterr()
