@@ -17,6 +17,7 @@ from trireme.engine.screen import compact, count, duration
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
+from trireme.storage.shards import IN_FLIGHT
 
 ROWS = {  # line of the memory table -> how the keys of its buffers begin
     "weights": ("weights", "weight ring"),
@@ -158,6 +159,7 @@ class Forecast:
         return {
             "store": stored,
             "snapshots": self.keep * stored,
+            "spares": self._spares(),
             "export": export,
             "best": export * self.best,
             "tokens": self.data,
@@ -167,6 +169,16 @@ class Forecast:
     def disk(self) -> int:
         """Bytes that the drive needs at most."""
         return sum(self.disk_parts().values())
+
+    def _spares(self) -> int:
+        """Bytes of files of each size, to be written while the last version of what they hold can still be read."""
+        if not any("ssd" in (unit.weights, unit.state) for unit in self.plan.units):
+            return 0
+        geo, record = self.geo, self.plan.record
+        records = {n for u in range(geo.n_units) for n in geo.record_sizes(u, record)}
+        return IN_FLIGHT * (
+            sum({layout.span for layout in geo.weights}) + sum(geo.state_layout(n).span for n in records)
+        )
 
     def _scratch(self) -> int:
         """Bytes of the activations that wait on the SSD."""
@@ -181,7 +193,9 @@ class Forecast:
         """What goes to the drive, part by part, and whether there is room."""
         copies = f"as much again for {self.keep} snapshot{'s' * (self.keep > 1)}"
         part = self.disk_parts()
-        parts = f"store {_bytes(part['store'])}, {copies}, export {_bytes(part['export'])}"
+        parts = f"store {_bytes(part['store'])}, {copies}"
+        parts += f", spare files {_bytes(part['spares'])}" if part["spares"] else ""
+        parts += f", export {_bytes(part['export'])}"
         parts += ", as much again for the best" if self.best else ""
         parts += f", tokens {_bytes(part['tokens'])}" if part["tokens"] else ""
         parts += f", activations and gradients {_bytes(part['waiting'])}" if part["waiting"] else ""

@@ -142,7 +142,8 @@ def check_room(job: Job) -> None:
     part = forecast(job).disk_parts()
     wanted = [(job.out, part["export"] + part["best"], "--out")]
     if job.plan.uses("ssd"):
-        wanted += [(d, (part["store"] + part["waiting"]) // len(job.store_dirs), "--store") for d in job.store_dirs]
+        each = (part["store"] + part["spares"] + part["waiting"]) // len(job.store_dirs)
+        wanted += [(d, each, "--store") for d in job.store_dirs]
     by_drive = defaultdict(list)
     for folder, need, option in wanted:
         by_drive[drive(folder)].append((folder, need, option))

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from trireme.engine import demo, probe
+from trireme.engine import demo, probe, train
 from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.forecast import Forecast, check_drive
 from trireme.engine.job import forecast as of_job
 from trireme.engine.job import prepare
-from trireme.engine.options import Options
+from trireme.engine.options import Options, every
 from trireme.engine.plan import TIERS, DoesNotFit
 from trireme.engine.rates import assume
 from trireme.engine.rule import simple_plan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
+from trireme.storage.shards import Store
 
 ROOT = Path(__file__).parents[1]
 _spec = importlib.util.spec_from_file_location("finetune", ROOT / "scripts" / "finetune.py")
@@ -65,6 +66,27 @@ def test_wear_is_of_the_drive_not_of_its_free_room():
     assert "of the 1.2 PB that drives of this size are often rated for" in f.wear_line(f.predict())
 
 
+@pytest.mark.parametrize("memory", [(14 << 20, 7 << 20), (14 << 20, 16 << 20)], ids=["on the SSD", "in RAM"])
+def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
+    """Before it is removed: what is current, a snapshot, spares of every size; beside so small records headers show."""
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
+    given = Options(model=model, data=(text,), out=out, seq_len=64, batch_size=4, max_steps=5, device="cpu",
+                    gpu_memory=memory[0], ram=memory[1], save_every=every("2"))  # fmt: skip
+    part, found, remove = of_job(prepare(replace(given, dry_run=True))).disk_parts(), [], Store.remove
+
+    def measured(store):
+        files = {file.stat().st_ino: file.stat().st_size for file in Path(out, "store").rglob("*") if file.is_file()}
+        found.append(sum(files.values()))
+        remove(store)
+
+    monkeypatch.setattr(Store, "remove", measured)
+    train.finetune(given)
+    said = part["store"] + part["snapshots"] + part["spares"]
+    assert 0.98 * said < found[0] < 1.1 * said
+
+
 def test_what_a_change_promises_is_what_it_predicts():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert f.again(adam_bits=8).predict().ssd_written < 0.6 * f.predict().ssd_written
@@ -80,7 +102,8 @@ def test_inputs_that_nothing_else_holds_go_to_the_drive_and_are_counted_there():
     plan = simple_plan(SEVEN_B, m.limits, batch_tokens=[(8192, 16)], dtype="BF16", mode="backward", record=1 << 25)
     f = Forecast(SEVEN_B, plan, m, m.limits, 2048, 64, 1000)
     inputs = 16 * 8192 * 4096 * 2 * sum(unit.x == "ssd" for unit in plan.units[1:])
-    assert inputs > 30e9 and f.disk() == 2 * f.stored() + f.disk_parts()["export"] + inputs
+    part = f.disk_parts()
+    assert inputs > 30e9 and f.disk() == 2 * f.stored() + part["spares"] + part["export"] + inputs
     assert "activations" in f.disk_line() and f.predict().ssd_written > inputs
     tight = replace(f, machine=replace(f.machine, ssd=f.disk() - f.stored()))
     assert "short by" in tight.disk_line()
