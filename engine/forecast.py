@@ -172,13 +172,12 @@ class Forecast:
 
     def _spares(self) -> int:
         """Bytes of files of each size, to be written while the last version of what they hold can still be read."""
-        if not any("ssd" in (unit.weights, unit.state) for unit in self.plan.units):
+        if not self.plan.homes_on_ssd:
             return 0
         geo, record = self.geo, self.plan.record
-        records = {n for u in range(geo.n_units) for n in geo.record_sizes(u, record)}
-        return IN_FLIGHT * (
-            sum({layout.span for layout in geo.weights}) + sum(geo.state_layout(n).span for n in records)
-        )
+        sizes = {layout.span for layout in geo.weights}
+        sizes |= {geo.state_layout(n).span for u in range(geo.n_units) for n in geo.record_sizes(u, record)}
+        return IN_FLIGHT * sum(sizes)
 
     def _scratch(self) -> int:
         """Bytes of the activations that wait on the SSD."""

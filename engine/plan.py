@@ -121,6 +121,11 @@ class Plan:
         units = map(self.units.__getitem__, self.distinct())
         return any(tier in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in units)
 
+    @property
+    def homes_on_ssd(self) -> bool:
+        """Whether weights or state of any unit live on the SSD: then every step writes to the store."""
+        return any("ssd" in (u.weights, u.state) for u in map(self.units.__getitem__, self.distinct()))
+
     def spilled(self, u: int) -> bool:
         """Whether unit u's gradient waits on the SSD for its update."""
         return self.gradients == "ssd" and self.units[u].state == "ssd"

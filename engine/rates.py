@@ -194,9 +194,9 @@ def assume(text: str) -> Machine:
     if unknown or not {"gpu", "ram"} <= given.keys() or len(given) != len(text.split(",")):
         raise InputError(f"--assume {text}: write it like gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5 (gpu and ram at least).")
     try:
-        drive, count = _drives(given["ssd"]) if "ssd" in given else (None, 0)
+        drive, drives = _drives(given["ssd"]) if "ssd" in given else (None, 0)
         dram = positive(given.get("dram", str(CONSUMER_DRAM / GB))) * GB
-        return machine(_gpu(given["gpu"]), size(given["ram"]), drive, count, dram)
+        return machine(_gpu(given["gpu"]), size(given["ram"]), drive, drives, dram)
     except ValueError as error:
         raise InputError(f"--assume {text}: {error}.") from None
 

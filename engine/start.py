@@ -27,8 +27,7 @@ PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
 
 
 def new_store(job: Job) -> Store:
-    """Makes the output folder with its config.yaml, and an empty store. Raises StoreError."""
-    job.out.mkdir(parents=True, exist_ok=True)
+    """Writes config.yaml to the output folder and makes an empty store. Raises StoreError."""
     write_config(job.options, job.out / "config.yaml")
     probe = min(PROBE, 4 * job.parameters)
     return Store.create([open_device(d, probe) for d in job.store_dirs], job.options.keep, job.source.folder)
@@ -96,7 +95,7 @@ def fill_engine(e: Engine, job: Job, store: Store, log: RunLog, resumed: bool, a
         return
     for name, layout in e.homes.shards():
         store.add(name, layout, weights=name.startswith("weights"))
-    if any("ssd" in (u.weights, u.state) for u in job.plan.units):
+    if job.plan.homes_on_ssd:
         store.reserve()
     with _loading(log, sum(layout.span for _, layout in e.homes.shards()), asked) as more:
         Exchange(job.cfg, job.source, e.homes).load(more)

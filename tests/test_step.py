@@ -209,4 +209,4 @@ def test_what_is_simulated_is_what_runs(drawn):
         assert tasks(real.trace()) == tasks(simulated.trace())
     real.drain()
     real.close()
-    runs.optimizer.close()
+    runs.close()

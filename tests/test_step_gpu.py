@@ -64,7 +64,7 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     e.lanes.close()
-    e.memory.close()
+    e.close()
 
 
 @pytest.mark.parametrize("n_micro", [1, 3])
@@ -77,4 +77,4 @@ def test_half_blocks_are_the_same_to_the_bit(tier, n_micro):
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     e.lanes.close()
-    e.memory.close()
+    e.close()

@@ -69,7 +69,7 @@ def with_trireme(cfg, state, steps, lanes, dtype):
         stats = train_step(e, [inputs(cfg, mb, tables, lanes.device) for mb in batch], i, rate)
         seen.append((stats.loss, stats.grad_norm))
     lanes.close()
-    e.optimizer.close()
+    e.close()
     return seen
 
 
