@@ -1,9 +1,9 @@
 """Causal flash attention (Dao 2023) over packed documents, grouped queries, optional sliding window.
 
 One program owns one tile of rows that docs.py lists, heaviest first, and every sum has one owner: results repeat bit
-by bit. Three implementations stand behind the two functions: Triton everywhere (attention_fwd.py, attention_bwd.py),
-cuDNN for dense forwards on Hopper, Gluon for Hopper's backward; each where it was measured faster (docs/kernels.md).
-Which one, and how it is launched, is found once for a dtype and a layout of tensors.
+by bit. Three implementations stand behind the two functions: Triton everywhere (attention_fwd.py, attention_bwd.py);
+on Hopper Gluon (attention_hopper.py says where), and for dense forwards cuDNN; each where it was measured faster
+(docs/kernels.md). Which one, and how it is launched, is found once for a dtype and a layout of tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import attention_bwd as triton_bwd
-from trireme.kernels import attention_cudnn, attention_hopper
+from trireme.kernels import attention_cudnn, attention_hopper, attention_hopper_bwd, attention_hopper_fwd
 from trireme.kernels import attention_fwd as triton_fwd
 from trireme.kernels.docs import Docs
 
@@ -31,7 +31,8 @@ def attention_fwd(
     assert out.shape == q.shape
     lse = torch.empty((H, N), dtype=torch.float32, device=q.device)
     types, strides = (q.dtype, out.dtype), (q.stride(), k.stride(), v.stride(), out.stride())
-    how = _forward(q.device, types, H, k.shape[1], d, window, strides)
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    how = _forward(q.device, types, H, k.shape[1], d, window, strides, aligned)
     tiles = docs.query_tiles[how.rows]
     how.run(len(tiles) * H, (q, k, v, out, lse, tiles), (N, scale))
     return out, lse
@@ -74,10 +75,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
 
 
 @cache
-def _forward(device, types, H: int, K: int, d: int, window: int, strides) -> triton_fwd.Forward:
+def _forward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_fwd.Forward:
     """How tensors of these dtypes and strides, (q, out) and (q, k, v, out), are attended to."""
     assert H % K == 0 and 8 <= d <= 256 and all(s[2] == 1 for s in strides)
-    return triton_fwd.plan(device, types[0], H, K, d, window, strides)
+    gluon = aligned and attention_hopper.suits(device, types[0], d, window, strides[:3])
+    return (attention_hopper_fwd if gluon else triton_fwd).plan(device, types[0], H, K, d, window, strides)
 
 
 @cache
@@ -85,4 +87,4 @@ def _backward(device, types, H: int, K: int, d: int, window: int, strides, align
     """How their gradients are taken; types and strides of (dout, q, k, v, out, dq, dk, dv)."""
     assert H % K == 0 and 8 <= d <= 256 and all(s[2] == 1 for s in strides)
     gluon = aligned and attention_hopper.suits(device, types[1], d, window, strides[:4])
-    return (attention_hopper if gluon else triton_bwd).plan(device, types[1], H, K, d, window, strides)
+    return (attention_hopper_bwd if gluon else triton_bwd).plan(device, types[1], H, K, d, window, strides)

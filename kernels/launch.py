@@ -118,13 +118,18 @@ def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
     return Tile(16, 64, 8, 1) if D == 256 else Tile(64, 64, 8, 2) if D == 128 else Tile(32, 128, 8, 2)
 
 
+def hopper_fwd(block_d: int) -> Tile:
+    """Tile of attention_hopper_fwd.py for heads of block_d columns; stages are slots of its ring."""
+    return Tile(64, 64, 4, 3) if block_d == 128 else Tile(128, 64, 8, 3)
+
+
 def hopper_dq(block_d: int) -> Tile:
-    """Tile of attention_hopper.py's kernel for dq, heads of block_d columns; stages are slots of its ring."""
+    """Tile of attention_hopper_bwd.py's kernel for dq."""
     return Tile(128, 64, 8, 3) if block_d == 128 else Tile(64, 64, 4, 3)
 
 
 def hopper_dkv(block_d: int) -> Tile:
-    """Tile of attention_hopper.py's kernel for (dk, dv)."""
+    """Tile of attention_hopper_bwd.py's kernel for (dk, dv)."""
     return Tile(64, 128, 8, 3) if block_d == 128 else Tile(32, 64, 4, 4)
 
 
