@@ -20,7 +20,8 @@ from trireme.storage.layout import ITEMSIZE
 
 # Passes over memory at the device's copy rate, for one byte that a task is said to move.
 PASSES = {"finish": 1.9, "zero": 1.3}
-KERNELS = {"forward": 12, "backward": 40, "loss": 200, "zero": 1, "finish": 2, "adamw": 1, "statistics": 10}
+KERNELS = {"forward": 12, "backward": 40, "finish": 2, "statistics": 10}  # others start one
+LOSS_KERNELS = 12, 6  # and for each chunk of logits
 FEW = 8  # micro-batches that are told apart, at least
 PIECES = 16  # of the largest gradient that are told apart, if `roughly` will do
 HALF = 450  # tokens of a document over which attention reaches half of its best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
@@ -143,10 +144,7 @@ def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) 
 
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[..., float]:
     """(lane, name, bytes) of a task -> seconds with its resources to itself; k micro-batches pass as one."""
-    latency, launches = rates.latency, lambda kind: KERNELS.get(kind, 1) * rates.launch
-    known = {
-        name: launches(name.split()[0]) + k * seconds for name, seconds in unit_seconds(cfg, plan, rates, batch).items()
-    }
+    latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {lane: getattr(rates, DRIVE.get(lane, lane)) for lane in ("h2d", "d2h", *DRIVE)}
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
@@ -155,15 +153,20 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
         if lane in speed:
             return latency + nbytes / speed[lane]
         if name in known:
-            return known[name]
+            return k * known[name]
         kind = name.split()[0]
-        return launches(kind) + nbytes * passes.get(kind, 1.0) / rates.copy
+        return _launched(KERNELS.get(kind, 1), nbytes * passes.get(kind, 1.0) / rates.copy, rates)
 
     return duration
 
 
+def _launched(kernels: float, seconds: float, rates: Rates) -> float:
+    """Seconds of kernels that work for `seconds`: with the gaps between them, or as long as the host starts them."""
+    return max(seconds + kernels * rates.launch, kernels * rates.host)
+
+
 def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
-    """name -> seconds of every forward, backward and loss, for one micro-batch, without the launches."""
+    """name -> seconds of every forward, backward and loss, for one micro-batch."""
     cfg = plan.cut(cfg)
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs
@@ -177,9 +180,11 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     features = {"attention": 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)}
     features["mlp"] = 4.5 * cfg.width + (2 if cfg.is_gpt else 3) * cfg.ffn
     features["block"] = features["attention"] + features["mlp"]
+    parts = len(shapes.inner_kinds(cfg))  # that a block is cut into
+    launched = lambda kind, seconds: _launched(KERNELS[kind] / parts, seconds, rates)  # noqa: E731
     known = {
-        f"forward {names[0]}": 2 * row * cfg.width / rates.copy,
-        f"backward {names[0]}": 7 * row * cfg.width / rates.copy,  # sorts the ids, adds in place
+        f"forward {names[0]}": _launched(1, 2 * row * cfg.width / rates.copy, rates),
+        f"backward {names[0]}": _launched(4, 7 * row * cfg.width / rates.copy, rates),  # sorts the ids, adds in place
         "loss": _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
     }
     # A weight's gradient is read, added to and written once for each micro-batch, in fp32 where there are several.
@@ -194,14 +199,16 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         rebuilt = shapes.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
         small = row * features[kind] / rates.copy
         summed = wide * parameters[kind] / rates.copy
-        known[f"forward {names[u]}"] = (once / gemm + attends * forward_attention + small) / rates.forward
-        known[f"backward {names[u]}"] = (
+        forward = once / gemm + attends * forward_attention + small
+        backward = (
             (2 * once + rebuilt) / gemm
             + attends * backward_attention
             + again * forward_attention
             + small * (3 if missing else 2)
             + summed
-        ) / rates.backward
+        )
+        known[f"forward {names[u]}"] = launched("forward", forward) / rates.forward
+        known[f"backward {names[u]}"] = launched("backward", backward) / rates.backward
     return known
 
 
@@ -209,4 +216,5 @@ def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, ge
     """Logits, their gradient and two products: five passes over the logits, and over the fp32 gradient each chunk."""
     chunks = -(-tokens // shapes.LOSS_CHUNK)
     moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width
-    return 3 * shapes.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy
+    seconds = 3 * shapes.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy
+    return _launched(LOSS_KERNELS[0] + LOSS_KERNELS[1] * chunks, seconds, rates)

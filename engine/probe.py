@@ -35,10 +35,11 @@ from trireme.storage.devices import open_device
 from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
 
-VERSION = 4  # of what is measured
+VERSION = 5  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a request to a drive, requests of a kind in flight
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy to and from a GPU, and copies that wait for their turn
 PHASE = 0.4  # seconds in which copies and updates go on beside each other
+STARTS = 200  # of a kernel, by which one is timed
 TURNS, SECONDS = 6, 1.5  # in which a computation is timed: at most so many; after so long no third begins
 
 
@@ -90,6 +91,7 @@ def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
     with Workers() as workers:
         if device.type == "cuda":
             found |= _bus(device, _update(workers, dtype, 1 << 25, lots=4), 1 << 25)
+            found["host"] = start_seconds(device)
         else:
             update, n = _update(workers, dtype, 1 << 22), 1 << 22
             found |= {"h2d": found["copy"] / 2, "d2h": found["copy"] / 2, "dram": found["copy"],
@@ -102,6 +104,12 @@ def _copy_rate(device: torch.device) -> float:
     n = 256 << 20 if device.type == "cuda" else 64 << 20  # more than caches hold
     a, b = (torch.ones(n, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * n / min(timed(lambda: b.copy_(a), device) for _ in range(3))
+
+
+def start_seconds(device: torch.device) -> float:
+    """Seconds that the host takes to start a kernel, which works for less than that."""
+    x, w = torch.ones(8, 128, dtype=torch.bfloat16, device=device), torch.ones(128, dtype=torch.bfloat16, device=device)
+    return _seconds((lambda: [ops.rmsnorm_fwd(x, w, 1e-5) for _ in range(STARTS)],), device)[0] / STARTS
 
 
 def _update(workers: Workers, dtype: str, n: int, lots: int = 1) -> Callable[[], object]:

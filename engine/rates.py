@@ -42,7 +42,8 @@ class Rates:
     # is reading that updates delay. And of adam in a step, where it was not measured out of all caches beside copies.
     reading: float = 0.82
     beside: float = 0.88
-    launch: float = 3e-6  # of a kernel
+    launch: float = 3e-6  # of a kernel: the gap before it
+    host: float = 0.0  # seconds of the host to start a kernel: what small blocks wait for
     latency: float = 5e-5  # of handing a task to another lane
     pin: float = 3e9  # bytes of RAM that are made ready for copies to and from a GPU, before the first step
     mixed: float = 1.0  # share of ssd_read and ssd_write that is left while a drive does both
@@ -120,6 +121,7 @@ ENDURANCE = 600  # bytes that may be written for each byte of a consumer drive's
 
 # What the CPU's memory gives to all its users over what AdamW alone takes of it; from measured steps that it binds.
 SHARED = 1.05
+HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CODE = 600 << 20  # bytes of RAM that code loaded and compiled during the first steps on a GPU takes
 RESERVE = {"gpu": 5 << 28, "host": 0.85}  # bytes for the driver's context and late kernels; share of RAM to be used
@@ -170,7 +172,7 @@ def machine(
     gpu: Gpu, ram: int, drive: Drive | None = None, drives: int = 1, dram: float = CONSUMER_DRAM, name: str = ""
 ) -> Machine:
     """A machine from its parts. `dram`: bytes/s of the CPU's memory, of which AdamW reaches what it needs."""
-    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam=dram / ADAM_BYTES, dram=dram)
+    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam=dram / ADAM_BYTES, dram=dram, host=HOST)
     made = Machine(name or gpu.name, gpu.memory, ram, rates)
     if drive is None:
         return made

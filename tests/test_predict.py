@@ -128,6 +128,19 @@ def test_labels_that_do_not_count_cost_nothing():
     assert lengths == [1000] * 4 + [96] and Batch(4096, 1024, 2).lengths == [1024] * 4
 
 
+def test_small_blocks_wait_for_the_host():
+    """Kernels cannot be done sooner than they are started; large blocks hide that."""
+    for tokens, waits in ((64, True), (65536, False)):
+        found = [
+            unit_seconds(SMALL, plan(SMALL, UnitPlan(), tokens=tokens), replace(RATES, host=host), Batch(tokens, 64, 1))
+            for host in (0.0, 1e-4)
+        ]
+        assert (found[0] != found[1]) == waits
+        if waits:
+            assert found[1]["backward block000"] == pytest.approx(40 * 1e-4)
+            assert found[1]["backward block000"] > found[0]["backward block000"]
+
+
 def test_half_blocks_take_as_long_as_whole_ones():
     saved = {kind: tuple((n, "gpu") for n in shapes.saved_shapes(SMALL, 1, kind)) for kind in ("block", *shapes.HALVES)}
     found = {}
