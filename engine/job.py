@@ -106,17 +106,21 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
 
 
 def _assumed(options: Options) -> Machine | None:
-    """The machine that --assume says, within --gpu-memory and --ram."""
+    """The machine that --assume says, within --gpu-memory and --ram. Raises InputError, DoesNotFit."""
     if not options.assume:
         return None
     if not options.dry_run:
         raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
     machine = assume(options.assume)
-    return replace(
+    machine = replace(
         machine,
         gpu=min(machine.gpu, options.gpu_memory or machine.gpu),
         ram=min(machine.ram, options.ram or machine.ram),
     )
+    if machine.limits["gpu"] <= 0:
+        taken = gib(machine.gpu - machine.limits["gpu"])
+        raise DoesNotFit(f"--assume: the driver's context and late kernels alone take {taken} of the GPU. Assume more.")
+    return machine
 
 
 def forecast(job: Job) -> Forecast:

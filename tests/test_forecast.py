@@ -184,7 +184,8 @@ def test_a_machine_that_is_not_at_hand(checkpoint, capsys):
 @pytest.mark.parametrize(
     "machine, says",
     [("gpu=rtx4090,ram=64GiB", "Add ssd="), ("gpu=2GiB,ram=64GiB,ssd=2TB", "--gpu-memory"),
-     ("gpu=rtx4090,ram=2GiB,ssd=2TB", "--ram"), ("gpu=rtx4090,ram=64GiB,ssd=100GB", "Raise ssd to 1TB")],
+     ("gpu=1GiB,ram=64GiB", "1.25 GiB of the GPU"), ("gpu=rtx4090,ram=2GiB,ssd=2TB", "--ram"),
+     ("gpu=rtx4090,ram=64GiB,ssd=100GB", "Raise ssd to 1TB")],
 )  # fmt: skip
 def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine, says):
     assert dry_run(checkpoint, "--assume", machine) == 3
