@@ -15,7 +15,7 @@ from trireme.engine.forecast import Forecast, _cell, check_drive
 from trireme.engine.job import forecast as of_job
 from trireme.engine.job import prepare
 from trireme.engine.options import Options, every
-from trireme.engine.plan import TIERS, DoesNotFit
+from trireme.engine.plan import TIERS, DoesNotFit, Plan
 from trireme.engine.planner import record_size
 from trireme.engine.rates import assume
 from trireme.engine.rule import simple_plan
@@ -168,8 +168,11 @@ def test_the_ram_that_is_named_is_enough():
 
 def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
     big = replace(SEVEN_B, width=12288, ffn=28672, n_layers=88, n_heads=96, n_kv_heads=96)
-    planned = lambda host: simple_plan(big, {"gpu": 22 << 30, "host": host}, batch_tokens=[(2048, 1)], dtype="BF16",
-                                       record=record_size(shapes.parameters(big), host))  # fmt: skip
+
+    def planned(host: int) -> Plan:
+        record = record_size(shapes.parameters(big), host)
+        return simple_plan(big, {"gpu": 22 << 30, "host": host}, batch_tokens=[(2048, 1)], dtype="BF16", record=record)
+
     with pytest.raises(DoesNotFit, match="Raise --ram by") as refusal:
         planned(4 << 30)
     more = float(re.search(r"--ram by ([\d.]+) GiB", str(refusal.value))[1])
