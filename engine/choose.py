@@ -235,7 +235,7 @@ def _through_the_drive(geo: Geometry, limits: dict[str, int], first: Plan, rule:
         except DoesNotFit:
             continue
         for swapping in _swapping(geo, plan, limits, seq_len, "ssd"):
-            yield fill_ram(geo, swapping, limits)
+            yield fill_ram(geo, swapping, limits) if rule.get("homes", "auto") == "auto" else swapping
 
 
 def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, tier: str = "host") -> Plan:

@@ -119,6 +119,8 @@ def test_fast_drives_take_activations_that_ram_does_not_hold():
     geo, left = Geometry.of(SMALL, choice.plan), [u for u, unit in enumerate(choice.plan.units) if unit.state == "ssd"]
     assert any(line.endswith("lies on the SSD: RAM holds no more") for line in choice.because)
     assert not any(fits(geo, choice.plan.changed({u}, weights="host", state="host"), limits) for u in left)
+    forced = choose(SMALL, limits, rates, 256, mode="backward", homes="state-ssd", **rule).plan
+    assert any(unit.names("ssd") for unit in forced.units) and {unit.state for unit in forced.units} == {"ssd"}
     computed = replace(choice.plan, units=tuple(replace(u, saved=()) for u in choice.plan.units))
     batch = Batch(choice.plan.tokens, 256, choice.plan.n_micro)
     assert choice.found.step_s < 0.95 * predict(SMALL, computed, rates, batch).step_s
