@@ -119,13 +119,18 @@ def test_fast_drives_take_activations_that_ram_does_not_hold():
     geo, left = Geometry.of(SMALL, choice.plan), [u for u, unit in enumerate(choice.plan.units) if unit.state == "ssd"]
     assert any(line.endswith("lies on the SSD: RAM holds no more") for line in choice.because)
     assert not any(fits(geo, choice.plan.changed({u}, weights="host", state="host"), limits) for u in left)
-    forced = choose(SMALL, limits, rates, 256, mode="backward", homes="state-ssd", **rule).plan
-    assert any(unit.names("ssd") for unit in forced.units) and {unit.state for unit in forced.units} == {"ssd"}
     computed = replace(choice.plan, units=tuple(replace(u, saved=()) for u in choice.plan.units))
     batch = Batch(choice.plan.tokens, 256, choice.plan.n_micro)
     assert choice.found.step_s < 0.95 * predict(SMALL, computed, rates, batch).step_s
     slow = choose(SMALL, limits, replace(rates, ssd_write=2e8), 256, mode="backward", **rule)
     assert not any(unit.names("ssd") for unit in slow.plan.units)
+
+
+def test_homes_that_are_forced_stay():
+    m = machine(GPUS["rtx4090"], 768 * 10**9, DRIVES["p5510"], 1, 150e9)
+    rule = dict(batch_tokens=[(16384, 2), (8192, 4)], dtype="BF16", mode="backward", record=50 << 20)
+    plan = choose(GPT3_13B, m.limits, m.rates, 1024, homes="state-ssd", **rule).plan
+    assert {unit.state for unit in plan.units} == {"ssd"}
 
 
 def test_reasons_are_of_the_plan():
