@@ -32,7 +32,7 @@ def build(
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
-    """An engine with every buffer made and nothing in its homes yet: exchange.fill or Homes.load_from_store fills them.
+    """An engine with every buffer made and nothing in its homes yet: Exchange.load or Homes.load_from_store fills them.
 
     `limits`: bytes of gpu and host. `poison` fills released slots with NaN (tests). `pinned`: register RAM
     with CUDA, without which copies are several times slower. Raises DoesNotFit.
@@ -48,7 +48,7 @@ def build(
     swap = ActivationSwap(geo, plan, homes, lanes, scratch)
     gradients = Gradients(geo, plan, homes, lanes, scratch, swap.scratch_bytes)
     optimizer = Optimizer(geo, plan, homes, weights, gradients, lanes, adamw or AdamW())
-    return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer, store)
+    return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer)
 
 
 def _poison(lanes, slot: Slot) -> Task:

@@ -24,7 +24,7 @@ from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.rates import Rates
 from trireme.engine.reasons import reasons
-from trireme.engine.rule import Lean, largest, longer_pieces, share_updates, simple_plan, spread
+from trireme.engine.rule import Lean, fill_ram, largest, longer_pieces, share_updates, simple_plan, spread
 from trireme.engine.simulate import drive_seconds, lane_seconds
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -234,7 +234,8 @@ def _through_the_drive(geo: Geometry, limits: dict[str, int], first: Plan, rule:
             plan = simple_plan(geo.cfg, less, **{**rule, "batch_tokens": [size]}, lean=DRIVE_LEAN)
         except DoesNotFit:
             continue
-        yield from _swapping(geo, plan, limits, seq_len, "ssd")
+        for swapping in _swapping(geo, plan, limits, seq_len, "ssd"):
+            yield fill_ram(geo, swapping, limits) if rule.get("homes", "auto") == "auto" else swapping
 
 
 def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, tier: str = "host") -> Plan:

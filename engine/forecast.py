@@ -11,7 +11,7 @@ from trireme.engine.choose import LEANS, choose
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Plan
 from trireme.engine.predict import Batch, Prediction, predict
-from trireme.engine.rates import ENDURANCE, TB, Machine
+from trireme.engine.rates import ENDURANCE, RESERVE, TB, Machine
 from trireme.engine.rule import simple_plan
 from trireme.engine.screen import compact, count, duration
 from trireme.models import shapes
@@ -248,6 +248,7 @@ class Forecast:
         for name, change in self._changes() if self.cuda else ():
             try:
                 changed = change()
+                check_drive(changed)
             except DoesNotFit:
                 continue
             gain = changed.tokens / changed.predict(roughly=True).step_s / now
@@ -263,14 +264,13 @@ class Forecast:
         doubled = 2 * self.sequences
         if doubled <= self.most:
             yield f"--batch-size {doubled}", lambda: replace(self.again(n_micro=2 * p.n_micro), sequences=doubled)
-        more = 2 * self.limits["host"]
-        yield f"--ram {_gib(more)}", lambda: self.again(limits=self.limits | {"host": more})
+        yield "twice the RAM", lambda: self.again(limits=self.limits | {"host": 2 * self.limits["host"]})
         if any(u.state == "ssd" for u in p.units):
-            fast = replace(r, ssd_read=2 * r.ssd_read, ssd_write=2 * r.ssd_write)
-            yield "twice the drives", lambda: replace(self, machine=replace(m, rates=fast))
+            drives = replace(m, ssd=2 * m.ssd, rates=replace(r, ssd_read=2 * r.ssd_read, ssd_write=2 * r.ssd_write))
+            yield "twice the drives", lambda: replace(self, machine=drives).again()
         yield "a GPU with twice the memory", lambda: self.again(limits=self.limits | {"gpu": 2 * self.limits["gpu"]})
-        quick = replace(r, matmul=2 * r.matmul, copy=2 * r.copy)
-        yield "a GPU twice as fast", lambda: replace(self, machine=replace(m, rates=quick))
+        quick = replace(m, rates=replace(r, matmul=2 * r.matmul, copy=2 * r.copy))
+        yield "a GPU twice as fast", lambda: replace(self, machine=quick).again()
 
     def again(self, limits: dict[str, int] | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
         """Planned anew, by a short search, with something changed. Raises DoesNotFit."""
@@ -284,21 +284,22 @@ class Forecast:
         return replace(self, plan=choice.plan, limits=limits)
 
 
-def check_drive(cfg: ModelConfig, plan: Plan, machine: Machine, need: int) -> None:
+def check_drive(f: Forecast) -> None:
     """Raises DoesNotFit where the plan wants a drive that the machine lacks, or more than it holds."""
-    if plan.uses("ssd") and not machine.ssd:
-        room = {"gpu": machine.limits["gpu"], "host": 1 << 60}
-        alone = simple_plan(cfg, room, batch_tokens=[(plan.tokens, plan.n_micro)], dtype=plan.dtype, mode=plan.mode,
-                            homes="host", record=plan.record, adam_bits=plan.adam_bits)  # fmt: skip
-        ram = usage(Geometry.of(cfg, alone), alone)["host"]
-        share = machine.limits["host"] / machine.ram
+    plan, room, need = f.plan, f.machine.ssd, f.disk()
+    if plan.uses("ssd") and not room:
+        alone = simple_plan(f.cfg, f.limits | {"host": 1 << 60}, batch_tokens=[(plan.tokens, plan.n_micro)],
+                            dtype=plan.dtype, mode=plan.mode, homes="host", record=plan.record,
+                            adam_bits=plan.adam_bits)  # fmt: skip
+        ram = usage(Geometry.of(f.cfg, alone), alone)["host"]
         raise DoesNotFit(
-            f"weights and optimizer state need {_gib(ram)} of RAM, the limit is {_gib(machine.limits['host'])} and "
-            f"there is no SSD. Add ssd={math.ceil(need / TB)}TB, or raise ram to {_gib(math.ceil(ram / share))}."
+            f"weights and optimizer state need {_gib(ram)} of RAM, the limit is {_gib(f.limits['host'])} and there is "
+            f"no SSD. Add ssd={math.ceil(need / TB)}TB, or raise ram to {_gib(math.ceil(ram / RESERVE['host']))} "
+            f"(--ram {_gib(ram)} of it)."
         )
-    if machine.ssd and need > machine.ssd:
-        raise DoesNotFit(f"the store and the export need {_bytes(need)}, the drives hold {_bytes(machine.ssd)}. "
-                         f"Raise ssd to {math.ceil(need / TB)}TB.")  # fmt: skip
+    if room and need > room:
+        raise DoesNotFit(f"the store and the export need {_bytes(need)}, {_bytes(need - room)} more than the drives "
+                         f"hold. Raise ssd to {math.ceil(need / TB)}TB.")  # fmt: skip
 
 
 def _row(key: str) -> str:
@@ -319,7 +320,7 @@ def _cell(nbytes: int) -> str:
         return f"{'–':>10}"
     if nbytes >= 1000 << 30:
         return f"{nbytes / 2**30:>6.0f} GiB"
-    return f"{nbytes / 2**30:>6.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:>6.1f} MiB"
+    return f"{nbytes / 2**30:>6.1f} GiB" if nbytes >= 1000 << 20 else f"{nbytes / 2**20:>6.1f} MiB"
 
 
 def _bytes(nbytes: float) -> str:

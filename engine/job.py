@@ -84,9 +84,9 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
-    assumed = _assumed(options)
+    assumed, limits = _assumed(options) if options.assume else (None, {})
     device = torch.device("cuda") if assumed else choose_device(options.device)
-    limits = assumed.limits if assumed else memory_limits(device, options.gpu_memory, options.ram)
+    limits = limits or memory_limits(device, options.gpu_memory, options.ram)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, like)
     planner.refuse_early()
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
@@ -105,22 +105,20 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
     return replace(job, machine=as_planned(machine, cfg, plan, forecast(job).batch, device))
 
 
-def _assumed(options: Options) -> Machine | None:
-    """The machine that --assume says, within --gpu-memory and --ram. Raises InputError, DoesNotFit."""
-    if not options.assume:
-        return None
+def _assumed(options: Options) -> tuple[Machine, dict[str, int]]:
+    """The machine that --assume says, and the bytes of gpu and host that a plan may use of it.
+
+    What --gpu-memory and --ram say takes the place of what is assumed. Raises InputError, DoesNotFit.
+    """
     if not options.dry_run:
         raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
     machine = assume(options.assume)
-    machine = replace(
-        machine,
-        gpu=min(machine.gpu, options.gpu_memory or machine.gpu),
-        ram=min(machine.ram, options.ram or machine.ram),
-    )
-    if machine.limits["gpu"] <= 0:
-        taken = gib(machine.gpu - machine.limits["gpu"])
+    machine = replace(machine, gpu=options.gpu_memory or machine.gpu)
+    limits = machine.limits | ({"host": options.ram} if options.ram else {})
+    if limits["gpu"] <= 0:
+        taken = gib(machine.gpu - limits["gpu"])
         raise DoesNotFit(f"--assume: the driver's context and late kernels alone take {taken} of the GPU. Assume more.")
-    return machine
+    return machine, limits
 
 
 def forecast(job: Job) -> Forecast:

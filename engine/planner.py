@@ -90,13 +90,14 @@ class Planner:
                 return {"gpu": need["gpu"] + spare // 2, "host": need["host"] + spare - spare // 2}
             refused.append(need)
         need = min(refused, key=lambda need: sum(need.values()))
-        out = f"Raise --ram by {amount((sum(need.values()) - room) * MARGIN)}, or lower --seq-len"
-        few = self._lacking(rule | {"batch_tokens": [(tokens, 1) for tokens, _ in rule["batch_tokens"]]})
-        if few is None or sum(few.values()) <= room:
-            out += " or --batch-size"
+        smaller = {"--seq-len": [(1, n) for _, n in rule["batch_tokens"]],
+                   "--batch-size": [(tokens, 1) for tokens, _ in rule["batch_tokens"]]}  # fmt: skip
+        lacking = {option: self._lacking(rule | {"batch_tokens": sizes}) for option, sizes in smaller.items()}
+        lower = [option for option, lack in lacking.items() if lack is None or sum(lack.values()) <= room]
+        out = f", or lower {' or '.join(lower)}" if lower else ""
         raise DoesNotFit(
             f"even the smallest plan needs {amount(sum(need.values()))} of RAM, {amount(need['gpu'])} of it to compute "
-            f"in; the limit is {amount(room)}. {out}."
+            f"in; the limit is {amount(room)}. Raise --ram by {amount((sum(need.values()) - room) * MARGIN)}{out}."
         )
 
     def _lacking(self, rule: dict) -> dict[str, int] | None:
@@ -123,7 +124,7 @@ class Planner:
         if o.assume:
             writes = dict(export=export, best=data.held_out is not None)
             made = Forecast(self.cfg, first, machine, limits, self.seq_len, 1, 1, o.keep, **writes)
-            check_drive(self.cfg, first, machine, made.disk())
+            check_drive(made)
         if not self.on_cuda:
             return first, (), machine
         if first.uses("ssd") and not o.assume:

@@ -25,7 +25,8 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
             f"optimizer state of {len(on_ssd)} of {n} units ({_gib(nbytes)}) lies on the SSD: RAM holds no more"
         )
     if plan.tokens != first.tokens:
-        said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} leave room on the GPU")
+        gain = "leave room on the GPU" if plan.tokens < first.tokens else "add to the gradients less often"
+        said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} {gain}")
     for tier, where in (("host", "in RAM"), ("ssd", "on the SSD")):
         away = [u for u in range(1, n - 1) if plan.units[u].names(tier)]
         if away:
@@ -33,12 +34,12 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
             names, seconds = ", ".join(plan.units[away[0]].names(tier)), found.busy["compute"]
             said.append(f"{names} of {len(away)} of {n - 2} {blocks} wait {where} ({_gib(nbytes)}): computation takes "
                         f"{seconds:.3g} s of a step rather than {before.busy['compute']:.3g} s")  # fmt: skip
-    inputs = sum(unit.x != "gpu" for unit in plan.units[1:])
+    inputs = sum(unit.x != "gpu" for unit in plan.units[1:-1])
     if inputs:
         nbytes = plan.n_micro * inputs * geo.x_bytes(plan.tokens)
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)
-        said.append(f"the inputs of {inputs} {blocks} wait outside the GPU ({_gib(nbytes)}), which holds the state of "
-                    f"{on_gpu} of {n} units")  # fmt: skip
+        instead = f", which holds the state of {on_gpu} of {n} units" * (on_gpu > 0)
+        said.append(f"the inputs of {inputs} {blocks} wait outside the GPU ({_gib(nbytes)}){instead}")
     if plan.between == "host":
         said.append(f"the GPU has no room for what a unit leaves for the next in all {plan.n_micro} micro-batches: it "
                     "waits outside")  # fmt: skip
@@ -50,7 +51,7 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
     late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
     if late:
         where = " and ".join({"host": "in RAM", "ssd": "on the SSD"}[tier] for tier in late)
-        said.append(f"of state {where} the moments are written under backward: forward is too short for all of it")
+        said.append(f"of state {where} the moments are written under backward, which is longer than forward")
     per = plan.tokens * plan.n_micro / (first.tokens * first.n_micro)
     if per * before.step_s > found.step_s / WORTH:
         said.append(f"the plain rule's plan would take {per * before.step_s / found.step_s:.3g} times as long")

@@ -15,6 +15,7 @@ from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
 GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 19 B of DRAM
+MARGIN = {"gpu": 1.0, "host": 1.25}  # of memory to ask for: the more RAM, the larger records of state are
 LATE_TOKENS = 12_000  # from here on a step has time to write the moments apart from the weights
 
 
@@ -71,8 +72,7 @@ def simple_plan(
             gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
             return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
         refused.append((geo, plan))
-    excess = lambda geo, plan: sum(max(0, need - limits[tier]) for tier, need in usage(geo, plan).items())  # noqa: E731
-    geo, plan = min(refused, key=lambda r: excess(*r))
+    geo, plan = min(refused, key=lambda r: _excess(*r, limits))
     raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan))
 
 
@@ -86,13 +86,13 @@ def _smallest(
     on_cuda: bool,
     lean: Lean,
 ) -> tuple[Plan, bool]:
-    """The first plan that fits with everything as low as `homes` lets it be, or the smallest there is; if it fits."""
+    """The first plan that fits with everything as low as `homes` lets it be, or what lacks least; if it fits."""
     weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
     # Slots for weights, what leaves of a gradient at once, and slots in RAM: where units are large one waits, but fits.
     half = geo.half_piece()
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
-    smallest = None
+    refused = []
     waiting = ("host", "ssd") if state == "ssd" and mode != "backward" else ("host",)
     for gradients, between, (window, piece, host_window), (tokens, n_micro) in product(
         waiting, ("gpu", "host"), slots, batch_tokens
@@ -107,8 +107,13 @@ def _smallest(
             plan = Plan(units, tokens, n_micro, geo.dtype, mode, geo.adam_bits, late, **more)
             if fits(geo, plan, limits):
                 return plan, True
-            smallest = plan if between == "gpu" or n_micro > 2 * plan.swap_slots else smallest
-    return smallest, False
+            refused.append(plan)
+    return min(refused, key=lambda plan: _excess(geo, plan, limits)), False
+
+
+def _excess(geo: Geometry, plan: Plan, limits: dict[str, int]) -> int:
+    """Bytes that a plan needs above its limits, of both tiers together."""
+    return sum(max(0, need - limits[tier]) for tier, need in usage(geo, plan).items())
 
 
 def _fill(
@@ -144,10 +149,16 @@ def _fill(
     if move and gpu_updates:
         plan = upgrade(plan, range, **on_gpu)
     if move:  # what went to the GPU has left room in RAM
-        left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
-        plan = upgrade(plan, lambda k: [left[i] for i in spread(len(left), k)], len(left), weights="host", state="host")
+        plan = fill_ram(geo, plan, limits)
     wider = lambda k: replace(plan, window=plan.window + k)  # noqa: E731
     return wider(largest(2, lambda k: fits(geo, wider(k), limits)))
+
+
+def fill_ram(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+    """Brings state from the SSD to RAM, of as many units as there is room for."""
+    left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
+    some = lambda k: plan.changed({left[i] for i in spread(len(left), k)}, weights="host", state="host")  # noqa: E731
+    return some(largest(len(left), lambda k: fits(geo, some(k), limits)))
 
 
 def longer_pieces(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
@@ -202,10 +213,14 @@ def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
     short = [tier for tier in named if need[tier] > limits[tier]]
     assert short, "a plan that fits was refused"
     numbers = [f"{amount(need[t])} of {named[t][0]}, the limit is {amount(limits[t])}" for t in short]
-    raises = [f"{named[t][1]} by {amount(need[t] - limits[t])}" for t in short]  # the limit is what a reserve leaves
+    lacks = {t: MARGIN[t] * (need[t] - limits[t]) for t in short}  # the limit is what a reserve leaves
+    raises = [f"{named[t][1]} by {amount(lacks[t])}" for t in short]
     out = [f"Raise {' and '.join(raises)}"]
     if "gpu" in short:
-        out.append(f"lower --seq-len (a micro-batch is {plan.tokens} tokens)")
+        shorter = lambda k: usage(geo, replace(plan, tokens=1 + k))["gpu"] <= limits["gpu"]  # noqa: E731
+        if shorter(0):
+            most = 1 + largest(plan.tokens - 1, shorter)
+            out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {most:,} fit)")
     with_ = lambda k: replace(plan, n_micro=1 + k)  # noqa: E731
     if fits(geo, with_(0), limits):
         most = 1 + largest(plan.n_micro - 1, lambda k: fits(geo, with_(k), limits))

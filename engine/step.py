@@ -17,7 +17,7 @@ from trireme.engine.activations import ActivationSwap
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Task
+from trireme.engine.lanes import InlineLanes, Task
 from trireme.engine.memory import Memory, OnGpu, flat, views
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan
@@ -49,14 +49,13 @@ class Engine:
     cfg: ModelConfig
     geo: Geometry
     plan: Plan
-    lanes: object
+    lanes: InlineLanes  # or what has its methods: RealLanes, SimulatedLanes
     memory: Memory
     homes: Homes
     weights: WeightStream
     activations: ActivationSwap
     gradients: Gradients
     optimizer: Optimizer
-    store: object = None
 
     def claim_scratch(self, devices: Sequence[Device]) -> None:
         """Takes the room that swapped activations and waiting gradients need of the drives. Raises StoreError."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Task
+from trireme.engine.lanes import InlineLanes, Task
 from trireme.engine.memory import OnGpu, Ring, Slot
 from trireme.engine.plan import Plan
 
@@ -25,7 +25,7 @@ class WeightStream:
     geo: Geometry
     plan: Plan
     homes: Homes
-    lanes: object
+    lanes: InlineLanes  # or what has its methods: RealLanes, SimulatedLanes
     gpu_rings: dict[str, Ring]  # by size class
     host_rings: dict[str, Ring]
     updated: dict[int, Task] = field(default_factory=dict)

@@ -44,17 +44,6 @@ BRUTE = (
 # ---------------------------------------------------------------- other plans than the choice
 
 
-def rule_of(line: str) -> tuple[ModelConfig, argparse.Namespace, dict]:
-    """(model, arguments, what simple_plan is told) of a line of bench_step.py on a GPU."""
-    a = bench_step.arguments(line.removesuffix("--store").split())
-    cfg, rows = MODELS[a.model], [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
-    return cfg, a, dict(
-        batch_tokens=[(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows], dtype="BF16",
-        mode="forward" if a.clip else "backward", adam_bits=a.adam_bits, homes=a.homes,
-        record=record_size(shapes.parameters(cfg), a.ram),
-    )  # fmt: skip
-
-
 def swaps(geo: Geometry, base: Plan, limits: dict[str, int], names: tuple[str, ...], steps: int) -> Iterator[Plan]:
     """Plans by which `names` of 0, 1, ... `steps` parts of the blocks travel to RAM, as far as they fit."""
     n = geo.cfg.n_layers
@@ -106,8 +95,9 @@ def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
     for i, line in enumerate(BRUTE):
         if a.only and i not in a.only:
             continue
-        cfg, given, rule = rule_of(line)
-        limits = box.limits(given)
+        given = bench_step.arguments(line.split())
+        cfg, limits = MODELS[given.model], box.limits(given)
+        rule = bench_step.rule_of(given, cfg, "BF16", limits)
         choice = choose(cfg, limits, box.rates, given.seq, **rule)
         plans = [(choice.found.step_s, "the choice", choice.plan)]
         plans += _best_of_each_kind(cfg, given, rule, limits, box.rates, choice.plan)[: a.best_of]

@@ -148,13 +148,10 @@ def make_batch(cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, t
     return batch
 
 
-def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], rates: Rates) -> Plan:
-    """The plan of a file; with --homes or --rule the plain rule's; else what a run on such a machine would choose.
-
-    Ideas that are switched off are taken out of that plan.
-    """
+def rule_of(a, cfg: ModelConfig, dtype: str, limits: dict[str, int]) -> dict:
+    """What simple_plan is told by the arguments."""
     rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
-    rule = dict(
+    return dict(
         batch_tokens=[(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows],
         dtype=dtype,
         mode="serial" if "overlap" in a.off else "forward" if a.clip else "backward",
@@ -162,6 +159,14 @@ def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], rates: Ra
         adam_bits=a.adam_bits,
         on_cuda=dtype == "BF16",
     )
+
+
+def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], rates: Rates) -> Plan:
+    """The plan of a file; with --homes or --rule the plain rule's; else what a run on such a machine would choose.
+
+    Ideas that are switched off are taken out of that plan.
+    """
+    rule = rule_of(a, cfg, dtype, limits)
     if a.plan:
         plan = Plan.load(Path(a.plan))
     elif a.rule or a.homes != "auto":

@@ -124,7 +124,7 @@ def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward"
     keys = dict(dtype="BF16", mode=mode, homes=homes, record=record_size(shapes.parameters(cfg), m.limits["host"]))
     candidates = [(k * SEQ, math.ceil(sequences / k)) for k in rows]
     made = Forecast(cfg, simple_plan(cfg, m.limits, batch_tokens=candidates, **keys), m, m.limits, SEQ, sequences, 1)
-    check_drive(cfg, made.plan, m, made.disk())
+    check_drive(made)
     return made
 
 

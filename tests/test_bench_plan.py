@@ -28,14 +28,22 @@ def script(name: str):
 
 
 bench_plan, bench_choice, draw_step = script("bench_plan"), script("bench_choice"), script("draw_step")
+bench_step = bench_choice.bench_step
 LINE = "llama-1.3b --gpu-memory 16GiB --ram 60GiB"
 LIMITS = {"gpu": 15 << 30, "host": 60 << 30}
+
+
+def rule_of(line: str):
+    """(model, arguments, what simple_plan is told) of a line of bench_step.py on a GPU."""
+    given = bench_step.arguments(line.removesuffix("--store").split())
+    cfg = bench_step.MODELS[given.model]
+    return cfg, given, bench_step.rule_of(given, cfg, "BF16", LIMITS)
 
 
 @pytest.fixture(scope="module")
 def result() -> dict:
     """What bench_step.py leaves of a run that takes 0.7 s."""
-    cfg, given, rule = bench_choice.rule_of(LINE)
+    cfg, given, rule = rule_of(LINE)
     ceilings = dict(matmul=7.8e14, h2d=5.5e10, d2h=5.5e10, adam=5.5e9, ssd_read=float("inf"), ssd_write=float("inf"))
     return {
         "model": given.model, "tokens": given.tokens, "seq": given.seq, "step_s": 0.7, "ceilings": ceilings,
@@ -57,7 +65,7 @@ def test_a_result_becomes_a_line_and_a_verdict(result):
 
 def test_every_line_of_the_grid_is_one_that_bench_step_takes():
     for line in (*bench_plan.GRID, *bench_choice.BRUTE):
-        bench_choice.rule_of(line)
+        rule_of(line)
     assert len(bench_plan.GRID) >= 12 and len(bench_choice.BRUTE) >= 4
 
 
@@ -68,13 +76,13 @@ def test_a_run_that_fails_says_why(tmp_path):
 
 
 def test_other_plans_differ_and_fit():
-    cfg, given, rule = bench_choice.rule_of(LINE)
+    cfg, given, rule = rule_of(LINE)
     plans = [plan for _, plan in bench_choice.alternatives(cfg, LIMITS, given.seq, rule)]
     assert len(set(plans)) > 20 and all(fits(Geometry(cfg, "BF16"), plan, LIMITS) for plan in set(plans))
 
 
 def test_the_share_that_travels_is_of_all_that_blocks_save():
-    cfg, given, rule = bench_choice.rule_of(LINE)
+    cfg, given, rule = rule_of(LINE)
     geo, plan = Geometry(cfg, "BF16"), simple_plan(cfg, LIMITS, **rule)
     everything = tuple((name, "host") for name in ("qkv", "attn_out", "lse", "resid", "gate_up"))
     inner = range(1, cfg.n_units - 1)

@@ -16,6 +16,7 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner import record_size
 from trireme.engine.predict import Batch, predict
 from trireme.engine.rates import DRIVES, GPUS, Rates, machine
+from trireme.engine.reasons import reasons
 from trireme.engine.rule import simple_plan
 from trireme.engine.simulate import SimulatedLanes
 from trireme.models import shapes
@@ -115,11 +116,35 @@ def test_fast_drives_take_activations_that_ram_does_not_hold():
     away = [unit for unit in choice.plan.units if unit.names("ssd")]
     assert len(away) >= SMALL.n_layers // 2
     assert any("blocks wait on the SSD" in line for line in choice.because)
+    geo, left = Geometry.of(SMALL, choice.plan), [u for u, unit in enumerate(choice.plan.units) if unit.state == "ssd"]
+    assert any(line.endswith("lies on the SSD: RAM holds no more") for line in choice.because)
+    assert not any(fits(geo, choice.plan.changed({u}, weights="host", state="host"), limits) for u in left)
     computed = replace(choice.plan, units=tuple(replace(u, saved=()) for u in choice.plan.units))
     batch = Batch(choice.plan.tokens, 256, choice.plan.n_micro)
     assert choice.found.step_s < 0.95 * predict(SMALL, computed, rates, batch).step_s
     slow = choose(SMALL, limits, replace(rates, ssd_write=2e8), 256, mode="backward", **rule)
     assert not any(unit.names("ssd") for unit in slow.plan.units)
+
+
+def test_homes_that_are_forced_stay():
+    m = machine(GPUS["rtx4090"], 768 * 10**9, DRIVES["p5510"], 1, 150e9)
+    rule = dict(batch_tokens=[(16384, 2), (8192, 4)], dtype="BF16", mode="backward", record=50 << 20)
+    plan = choose(GPT3_13B, m.limits, m.rates, 1024, homes="state-ssd", **rule).plan
+    assert {unit.state for unit in plan.units} == {"ssd"}
+
+
+def test_reasons_are_of_the_plan():
+    """Which way the micro-batch changed; how many blocks' inputs wait, the head's not counted; what for, if for any."""
+    first = simple_plan(SMALL, {"gpu": 200 * MIB, "host": 400 * MIB}, **RULE)
+    geo, n = Geometry.of(SMALL, first), SMALL.n_units
+    found = predict(SMALL, first, RATES, Batch(first.tokens, 256, first.n_micro))
+    say = lambda **change: "; ".join(reasons(geo, first, found, replace(first, **change), found))  # noqa: E731
+    assert "rather than 1,024 leave room on the GPU" in say(tokens=512, n_micro=4)
+    assert "rather than 1,024 add to the gradients less often" in say(tokens=2048, n_micro=1)
+    away = first.changed(range(n), x="host", weights="host", state="host", saved=())
+    said = say(units=away.units, between="host")
+    assert f"the inputs of {SMALL.n_layers} blocks wait outside the GPU (" in said and "holds the state" not in said
+    assert f"holds the state of 1 of {n} units" in say(units=away.changed({0}, weights="gpu", state="gpu").units)
 
 
 def test_floors_are_below_what_is_simulated():

@@ -11,11 +11,12 @@ import pytest
 
 from trireme.engine import demo, probe, train
 from trireme.engine.buffers import buffers, usage, workspace
-from trireme.engine.forecast import Forecast, check_drive
+from trireme.engine.forecast import Forecast, _cell, check_drive
 from trireme.engine.job import forecast as of_job
 from trireme.engine.job import prepare
 from trireme.engine.options import Options, every
-from trireme.engine.plan import TIERS, DoesNotFit
+from trireme.engine.plan import TIERS, DoesNotFit, Plan
+from trireme.engine.planner import record_size
 from trireme.engine.rates import assume
 from trireme.engine.rule import simple_plan
 from trireme.models import shapes
@@ -56,7 +57,8 @@ def test_a_drive_that_binds_is_named_and_more_of_it_helps():
 
 def test_a_larger_step_is_not_offered_where_there_are_no_more_sequences():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", most=31)
-    assert "--batch-size" not in "\n".join(f.lines()) and "--batch-size" in "\n".join(replace(f, most=32).lines())
+    names = lambda f: [name for name, _ in f._changes()]  # noqa: E731
+    assert "--batch-size 32" not in names(f) and "--batch-size 32" in names(replace(f, most=32))
 
 
 def test_wear_is_of_the_drive_not_of_its_free_room():
@@ -90,6 +92,28 @@ def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
 def test_what_a_change_promises_is_what_it_predicts():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert f.again(adam_bits=8).predict().ssd_written < 0.6 * f.predict().ssd_written
+
+
+def test_what_a_change_promises_is_what_a_plan_for_it_reaches():
+    """Twice the drives change what is best to send to them."""
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    promised = re.search(r"twice the drives: .* times .* \(([\d.]+) s a step\)", "\n".join(f.lines()))[1]
+    twice = assume("gpu=rtx4090,ram=48GiB,ssd=2x2TB@7/5")
+    assert float(promised) == pytest.approx(replace(f, machine=twice).again().predict().step_s, rel=0.02)
+    assert float(promised) < 0.95 * replace(f, machine=twice).predict().step_s
+
+
+def test_a_change_for_which_the_drives_have_no_room_is_not_offered(monkeypatch):
+    f, inputs = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5"), 10**12
+    changed = replace(f, sequences=32, data=inputs)
+    monkeypatch.setattr(Forecast, "_changes", lambda self: [("more", lambda: replace(changed, machine=self.machine))])
+    offered = lambda ssd: replace(f, machine=replace(f.machine, ssd=ssd)).faster_lines(f.predict())  # noqa: E731
+    assert offered(changed.disk()) and not offered(changed.disk() - 1)
+
+
+@pytest.mark.parametrize("nbytes", [1, 999 << 20, 1001 << 20, 1023 << 20, 1 << 30, 999 << 30, 1001 << 30, 9999 << 30])
+def test_cells_of_the_memory_table_keep_apart(nbytes):
+    assert len(_cell(nbytes)) == 10 and _cell(nbytes)[0] == " "
 
 
 def test_a_step_of_less_takes_less():
@@ -129,18 +153,30 @@ def test_short_documents_are_predicted_to_take_less():
 def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     with pytest.raises(DoesNotFit, match=r"Add ssd=1TB, or raise ram to \d+GiB"):
-        check_drive(SEVEN_B, f.plan, replace(f.machine, ssd=0), f.disk())
-    with pytest.raises(DoesNotFit, match="Raise ssd to 1TB"):
-        check_drive(SEVEN_B, f.plan, replace(f.machine, ssd=10**11), f.disk())
+        check_drive(replace(f, machine=replace(f.machine, ssd=0)))
+    with pytest.raises(DoesNotFit, match="GB more than the drives hold. Raise ssd to 1TB"):
+        check_drive(replace(f, machine=replace(f.machine, ssd=10**11)))
 
 
 def test_the_ram_that_is_named_is_enough():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     with pytest.raises(DoesNotFit) as refusal:
-        check_drive(SEVEN_B, f.plan, replace(f.machine, ssd=0), f.disk())
+        check_drive(replace(f, machine=replace(f.machine, ssd=0)))
     ram = re.search(r"raise ram to (\w+)", str(refusal.value))[1]
-    better = forecast(f"gpu=rtx4090,ram={ram}")
-    check_drive(SEVEN_B, better.plan, better.machine, better.disk())
+    check_drive(forecast(f"gpu=rtx4090,ram={ram}"))
+
+
+def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
+    big = replace(SEVEN_B, width=12288, ffn=28672, n_layers=88, n_heads=96, n_kv_heads=96)
+
+    def planned(host: int) -> Plan:
+        record = record_size(shapes.parameters(big), host)
+        return simple_plan(big, {"gpu": 22 << 30, "host": host}, batch_tokens=[(2048, 1)], dtype="BF16", record=record)
+
+    with pytest.raises(DoesNotFit, match="Raise --ram by") as refusal:
+        planned(4 << 30)
+    more = float(re.search(r"--ram by ([\d.]+) GiB", str(refusal.value))[1])
+    assert planned(int((4 + more) * 2**30)).record > record_size(shapes.parameters(big), 4 << 30)
 
 
 # ---------------------------------------------------------------- from the command line
@@ -191,6 +227,32 @@ def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine
     assert dry_run(checkpoint, "--assume", machine) == 3
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option, tier", [("--ram", "ram"), ("--gpu-memory", "gpu")])
+def test_the_way_out_leads_out(checkpoint, capsys, option, tier):
+    """What the line says, added to what was assumed, is enough."""
+    machine = {"gpu": "rtx4090", "ram": "64GiB", "ssd": "2TB"} | {tier: "1536MiB"}
+    machine = ",".join("=".join(part) for part in machine.items())
+    assert dry_run(checkpoint, "--assume", machine) == 3
+    more, unit = re.search(rf"Raise {option} by ([\d.]+) (GiB|MiB)", capsys.readouterr().err).groups()
+    enough = 1536 + float(more) * (1024 if unit == "GiB" else 1)
+    assert dry_run(checkpoint, "--assume", machine, option, f"{enough}MiB") == 0
+
+
+def test_the_limit_of_an_assumed_machine_is_the_one_that_is_given(checkpoint, capsys):
+    assert dry_run(checkpoint, "--assume", "gpu=rtx4090,ram=64GiB,ssd=2TB", "--ram", "32GiB") == 0
+    assert re.search(r"\n +limit +22.8 GiB +32.0 GiB\n", capsys.readouterr().out)
+
+
+def test_shorter_sequences_are_a_way_out_only_where_they_lead_out(checkpoint, capsys):
+    machine = ["--assume", "gpu=2816MiB,ram=64GiB,ssd=2TB", "--batch-size", "1", "--seq-len"]
+    assert dry_run(checkpoint, *machine, "4096") == 3
+    fit = re.search(r"lower --seq-len \(of 4,096 tokens a micro-batch ([\d,]+) fit\)", capsys.readouterr().err)[1]
+    assert dry_run(checkpoint, *machine, fit.replace(",", "")) == 0
+    capsys.readouterr()
+    assert dry_run(checkpoint, "--assume", "gpu=2GiB,ram=64GiB,ssd=2TB") == 3
+    assert "--seq-len" not in capsys.readouterr().err
 
 
 def test_documents_and_labels_are_predicted_as_they_are(tmp_path, monkeypatch):
