@@ -6,10 +6,12 @@ from functools import cache
 import pytest
 import torch
 from engines import (  # noqa: F401
+    BESIDE,
     GPT,
     LIMITS,
     LLAMA,
     JitterLanes,
+    LateLanes,
     batches,
     final_weights,
     gpu_plan,
@@ -82,7 +84,7 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
     units = tuple(UnitPlan("host", "host", x=tier if u < 4 else "host") for u in range(5))
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=7, between="host")
     check(plan, RealLanes("cpu", extra=("poison",)))
-    check(plan, JitterLanes(3))
+    check(plan, LateLanes())
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -97,7 +99,7 @@ def test_moments_after_the_weights(dtype):
     )
     plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=("host", "ssd"), record=700)
     check(plan, RealLanes("cpu", extra=("poison",)))
-    check(plan, JitterLanes(5))
+    check(plan, LateLanes())
 
 
 @pytest.mark.parametrize("mode", ["forward", "serial"])
@@ -111,7 +113,7 @@ def test_gradients_may_wait_on_the_ssd(mode, dtype, late):
         LLAMA, units=units, dtype=dtype, mode=mode, record=700, late_moments=late, gradients="ssd", piece=1000
     )
     check(plan, RealLanes("cpu", extra=("poison",)))
-    check(plan, JitterLanes(11), "tied")
+    check(plan, LateLanes(), "tied")
 
 
 @pytest.mark.parametrize("late", [(), ("host",), ("host", "ssd")])
@@ -180,12 +182,19 @@ def plans(draw):
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.integers(0, 99), st.booleans())
 def test_any_plan_with_any_delays(drawn, seed, jitter):
     model, plan = drawn
     lanes = JitterLanes(seed, 0.001) if jitter else RealLanes("cpu", extra=("poison",))
     check(plan, lanes, model, clip=0.0 if plan.mode == "backward" else 1.0)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), st.sets(st.sampled_from(BESIDE)))
+def test_any_plan_with_any_lanes_late(drawn, late):
+    model, plan = drawn
+    check(plan, LateLanes(late), model, clip=0.0 if plan.mode == "backward" else 1.0)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
