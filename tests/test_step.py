@@ -28,7 +28,7 @@ from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.rates import Rates
 from trireme.engine.simulate import SimulatedLanes
-from trireme.engine.step import evaluate, train_step
+from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models import shapes
 from trireme.models.rows import rope_tables
 
@@ -219,3 +219,33 @@ def test_what_is_simulated_is_what_runs(drawn):
     real.drain()
     real.close()
     runs.close()
+
+
+def handed_over(plan) -> list[str]:
+    """Names of a step's tasks in the order of the program."""
+    cfg, drive = replace(LLAMA, n_layers=len(plan.units) - 2), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    lanes = SimulatedLanes(lambda lane, name, nbytes: 1.0, drive)
+    e, batch = build(cfg, plan, LIMITS, lanes), [Inputs(None, None, None, None, 24, 20, 100)] * plan.n_micro
+    for step in (1, 2):
+        lanes.begin()
+        train_step(e, batch, step, 1e-3)
+    return [task.name for task in lanes.tasks]
+
+
+@pytest.mark.parametrize("between", ["gpu", "host"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_what_is_needed_next_is_on_its_way_before(between, slots):
+    """As early as there are slots for it. Of the weights, those that forward used last are not brought again."""
+    unit = UnitPlan("host", "host", x="host", saved=(("qkv", "host"),))
+    names = handed_over(gpu_plan(LLAMA, units=(unit,) * 8, between=between, window=slots, swap_slots=slots, n_micro=4))
+    turn, fetched = names.index("loss"), {"forward": ("x",) * (between == "host"), "backward": ("x", "host")}
+    for way, tasks, order in (("forward", names[:turn], range(6)), ("backward", names[turn:], range(5, -1, -1))):
+        at = [i for i, name in enumerate(tasks) if name.startswith(f"{way} block")]
+        assert [tasks[i] for i in at] == [f"{way} block{u:03d}" for u in order for _ in range(4)]
+        brought = [u for u in order if f"weights block{u:03d}" in tasks]
+        assert brought == list(order[0 if way == "forward" else slots :])
+        for u in brought:
+            assert tasks.index(f"weights block{u:03d}") < at[max(0, 4 * (order.index(u) - slots + 1))]
+        for i, (u, b) in enumerate((u, b) for u in order for b in range(4)):
+            for part in fetched[way]:
+                assert tasks.index(f"fetch block{u:03d} {part} {b}") < at[max(0, i - slots + 1)]
