@@ -85,6 +85,7 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=7, between="host")
     check(plan, RealLanes("cpu", extra=("poison",)))
     check(plan, LateLanes())
+    check(plan, LateLanes({"compute"}))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -100,6 +101,7 @@ def test_moments_after_the_weights(dtype):
     plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=("host", "ssd"), record=700)
     check(plan, RealLanes("cpu", extra=("poison",)))
     check(plan, LateLanes())
+    check(plan, LateLanes({"compute"}))
 
 
 @pytest.mark.parametrize("mode", ["forward", "serial"])
@@ -114,6 +116,7 @@ def test_gradients_may_wait_on_the_ssd(mode, dtype, late):
     )
     check(plan, RealLanes("cpu", extra=("poison",)))
     check(plan, LateLanes(), "tied")
+    check(plan, LateLanes({"compute"}), "tied")
 
 
 @pytest.mark.parametrize("late", [(), ("host",), ("host", "ssd")])
@@ -191,7 +194,7 @@ def test_any_plan_with_any_delays(drawn, seed, jitter):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.sets(st.sampled_from(BESIDE)))
+@given(plans(), st.sets(st.sampled_from(("compute", *BESIDE))))
 def test_any_plan_with_any_lanes_late(drawn, late):
     model, plan = drawn
     check(plan, LateLanes(late), model, clip=0.0 if plan.mode == "backward" else 1.0)
