@@ -242,6 +242,20 @@ def test_a_folder_with_a_run_is_not_taken(tmp_path):
     Store.open(devices(tmp_path)).close()
 
 
+def test_a_folder_with_another_runs_second_part_is_not_taken(tmp_path):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for folder in (theirs, ours):
+        folder.mkdir()
+    with create(theirs, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    Store.create(devices(ours, 2)).close()  # which came to no snapshot, and may be made anew
+    with pytest.raises(StoreError, match="d1: .*holds a run already|holds a run already.*d1"):
+        Store.create([ours / "d0", theirs / "d1"])
+    with Store.open(devices(theirs, 2)) as store:
+        assert holds(store, 0)
+
+
 def test_missing_and_foreign_folders_are_named(tmp_path):
     with pytest.raises(StoreError, match="holds no store"):
         Store.open([tmp_path / "nothing"])
@@ -456,10 +470,11 @@ def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
             store.commit(1, {})
         with pytest.raises(StoreError, match="must be written again"):
             store.commit(1, {})
-        write_all(store, 1)
-        store.commit(1, {})
+        for step in (1, 2, 3):  # its file is written again in turn, and is as good as any then
+            write_all(store, step)
+            store.commit(step, {})
     with Store.open(devices(tmp_path)) as store:
-        assert holds(store, 1)
+        assert holds(store, 3)
 
 
 @pytest.mark.parametrize("call", ["link", "rename", "mkdir"])
