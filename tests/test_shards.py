@@ -432,6 +432,16 @@ def test_a_file_cut_by_somebody_else_is_noticed(tmp_path):
         Store.open(devices(tmp_path))
 
 
+def test_a_file_that_does_not_begin_with_its_header_is_noticed(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with open(tmp_path / "d0" / "snapshot-000001-step-0" / "block-0.adam.safetensors", "r+b") as file:
+        file.write(bytes(4096))  # as a filesystem leaves a block that it has lost
+    with pytest.raises(StoreError, match="block-0.adam.safetensors.*was changed|was changed.*Remove snapshot"):
+        Store.open(devices(tmp_path))
+
+
 def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
     with create(tmp_path, keep=2) as store:
         for seed in (0, 1):

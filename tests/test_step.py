@@ -104,6 +104,14 @@ def test_moments_after_the_weights(dtype):
     check(plan, LateLanes({"compute"}))
 
 
+@pytest.mark.parametrize("late", [BESIDE, {"compute"}, {"d2h"}], ids=["all", "compute", "d2h"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_updates_streamed_through_the_gpu(window, late):
+    """New weights are on their way home when their slot is wanted for another unit's."""
+    plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5, dtype="BF16", window=window, record=700)
+    check(plan, LateLanes(late))
+
+
 @pytest.mark.parametrize("mode", ["forward", "serial"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 @pytest.mark.parametrize("late", [(), ("host", "ssd")])
