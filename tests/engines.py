@@ -112,7 +112,7 @@ class LateLanes(InlineLanes):
     compute lane is the caller's thread as on a CPU, or where it is late, what a GPU does that has much in its queue.
     """
 
-    def __init__(self, late: Collection[str] = BESIDE):
+    def __init__(self, late: Collection[str]):
         super().__init__("cpu")
         self.late, self.queues = late, {lane: deque() for lane in ("compute", *BESIDE)}
 

@@ -139,6 +139,9 @@ def test_tokens_need_no_tokenizer(tmp_path):
     data = load(path, None)
     assert sorted(documents(data.batches(2))) == [([5, 6, 7], [6, -100, -100]), ([8, 9], [9, -100])]
     assert data.example(0) == "5 [6 ]7 "
+    load(path, None, vocab_size=10)
+    with pytest.raises(InputError, match="has token id 9, the model's vocabulary is 9"):
+        load(path, None, vocab_size=9)
     with pytest.raises(InputError, match="no tokenizer.json, which this data needs. Give --tokenizer FOLDER"):
         load(write(tmp_path / "b.jsonl", [{"text": "x"}]), None)
 

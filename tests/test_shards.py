@@ -480,11 +480,11 @@ def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
             store.commit(1, {})
         with pytest.raises(StoreError, match="must be written again"):
             store.commit(1, {})
-        for step in (1, 2, 3):  # its file is written again in turn, and is as good as any then
-            write_all(store, step)
-            store.commit(step, {})
+        for _ in range(2):  # so often that the file is written again; it is as good as any then
+            write_all(store, 1)
+        store.commit(1, {})
     with Store.open(devices(tmp_path)) as store:
-        assert holds(store, 3)
+        assert holds(store, 1)
 
 
 @pytest.mark.parametrize("call", ["link", "rename", "mkdir"])
