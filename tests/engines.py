@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ import torch
 from trireme.engine import geometry
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fetch, fill
-from trireme.engine.lanes import InlineLanes, RealLanes
+from trireme.engine.lanes import LANES, InlineLanes, RealLanes, Task
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.step import Engine, train_step
@@ -72,6 +74,9 @@ def _done() -> Future:
     return future
 
 
+BESIDE = (*LANES[1:], "poison")  # all lanes but compute
+
+
 class JitterLanes(RealLanes):
     """Real lanes that start every task after a random delay."""
 
@@ -87,6 +92,61 @@ class JitterLanes(RealLanes):
             return fn()
 
         return super().run(lane, name, late, after, nbytes, flops)
+
+
+class LateTask(Task):
+    """A task of LateLanes, which runs at the latest when it is waited for."""
+
+    __slots__ = ("lanes",)
+
+    def wait(self):
+        self.lanes.reach(self)
+        return super().wait()
+
+
+class LateLanes(InlineLanes):
+    """Lanes in one thread, some of them as late and the others as early as what tasks wait for allows.
+
+    A task of a `late` lane runs when something that is not late, or the caller, cannot go on without it; of the others,
+    as soon as those that it waits for are over. What was not waited for is found whatever the machine's timing. The
+    compute lane is the caller's thread as on a CPU, or where it is late, what a GPU does that has much in its queue.
+    """
+
+    def __init__(self, late: Collection[str]):
+        super().__init__("cpu")
+        self.late, self.queues = late, {lane: deque() for lane in ("compute", *BESIDE)}
+
+    def run(self, lane, name, fn, after=(), nbytes=0, flops=0):
+        task = LateTask(lane, name, nbytes, flops)
+        task.lanes = self
+        self.queues[lane].append((task, fn, tuple(after)))
+        if lane == "compute" and lane not in self.late:
+            self.reach(task)
+        self._go_on()
+        return task
+
+    def drain(self):
+        for queue in self.queues.values():
+            while queue:
+                self.reach(queue[0][0])
+
+    def reach(self, task):
+        """Runs a task, after those of its lane before it, and each after those that it waits for."""
+        queue = self.queues[task.lane]
+        while not task._issued.is_set():
+            for other in queue[0][2]:
+                self.reach(other)
+            first, fn, _ = queue.popleft()
+            self._execute(first, fn, (), None)
+            if first.error is not None:
+                raise first.error
+
+    def _go_on(self):
+        """Runs all that can run by now on the lanes that are not late."""
+        early = [queue for lane, queue in self.queues.items() if lane not in self.late]
+        while ready := [q for q in early if q and all(other._issued.is_set() for other in q[0][2])]:
+            for queue in ready:
+                self.reach(queue[0][0])
 
 
 class Batch:

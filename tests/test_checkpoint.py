@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -69,6 +69,7 @@ def test_every_tensor_is_read_as_it_lies_and_as_fp32_and_bf16(tmp_path, shards):
         next(source.values("mask"))
 
 
+@example(np.array([0x3F808000, 0x3F818000, 0xBF808000, 0x00008000, 0x7F7F8000], np.uint32).view(np.float32))  # ties
 @given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=1), elements=st.floats(width=32)))
 def test_conversion_agrees_with_ml_dtypes(values):
     with np.errstate(all="ignore"):
@@ -113,6 +114,18 @@ def test_export_changes_what_is_given_and_keeps_dtypes(tmp_path):
     export(source, tmp_path / "out", lambda name: [bits] if name == "embed.weight" else None)
     got = open_source(tmp_path / "out").read("embed.weight").view(np.float32)
     assert np.array_equal(got, bits.view(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_an_export_is_on_the_drive_when_it_returns(tmp_path, monkeypatch):
+    """The run removes all it could be made of again right after: contents first, then the names in every folder."""
+    source, done = open_source(save(tmp_path / "in", 2)), []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (replace(old, new), done.append(("name", Path(new).parent))))
+    monkeypatch.setattr(checkpoint, "sync_folder", lambda folder: done.append(("sync", Path(folder))))
+    export(source, tmp_path / "out", lambda name: None)
+    names = [folder for what, folder in done if what == "name"]
+    assert len(names) >= 3 and {what for what, _ in done[: len(names)]} == {"name"}
+    assert {folder for what, folder in done[len(names) :]} == {*names}
 
 
 def test_memory_is_one_chunk_whatever_the_size(tmp_path, monkeypatch):

@@ -139,6 +139,9 @@ def test_tokens_need_no_tokenizer(tmp_path):
     data = load(path, None)
     assert sorted(documents(data.batches(2))) == [([5, 6, 7], [6, -100, -100]), ([8, 9], [9, -100])]
     assert data.example(0) == "5 [6 ]7 "
+    load(path, None, vocab_size=10)
+    with pytest.raises(InputError, match="has token id 9, the model's vocabulary is 9"):
+        load(path, None, vocab_size=9)
     with pytest.raises(InputError, match="no tokenizer.json, which this data needs. Give --tokenizer FOLDER"):
         load(write(tmp_path / "b.jsonl", [{"text": "x"}]), None)
 
@@ -159,6 +162,20 @@ def test_pieces_of_a_long_text_are_one_document(tokenizer, tmp_path, monkeypatch
     pieces = load(str(tmp_path / "a.txt"), tokenizer, seq_len=4096, pack=False)
     assert whole.files[0].n_documents == pieces.files[0].n_documents == 1
     assert list(documents(whole.batches(1))) == list(documents(pieces.batches(1)))
+
+
+@pytest.mark.parametrize(
+    "long, longer",
+    [("cut", [([9] * 8, [9] * 7 + [-100])]), ("drop", []), ("split", [([9] * 8, [9] * 8)])],
+)
+def test_rows_that_are_longer_than_a_sequence(tmp_path, long, longer):
+    """One is, one fills a sequence; of a third nothing is learned, as of what is left of the first when it is split."""
+    rows = [{"input_ids": [7] * 8}, {"input_ids": [9] * 9}, {"input_ids": [5, 6], "labels": [-100, -100]}]
+    data = load(write(tmp_path / "a.jsonl", rows), None, seq_len=8, long=long)
+    assert sorted(documents(data.batches(2))) == [([7] * 8, [7] * 7 + [-100]), *longer]
+    assert any("1 row is longer (33.3 %)" in line for line in data.describe())
+    with pytest.raises(InputError, match="1 rows have more than --seq-len 8 tokens, the longest 9"):
+        load(str(tmp_path / "a.jsonl"), None, seq_len=8, long="error")
 
 
 # ---------------------------------------------------------------- order and resuming
@@ -211,6 +228,22 @@ def test_a_share_is_held_out_and_never_trained(tokenizer, tmp_path):
     train, held = ([tokenizer.decode(ids) for ids, _ in documents(d.batches(8))] for d in (data, data.held_out))
     assert (len(train), len(held)) == (180, 20) and len({*train, *held}) == 200
     assert "20 rows held out" in data.describe()[1]
+    assert data.nbytes == load(path, tokenizer).nbytes  # on disk they are one
+
+
+def test_of_a_single_text_the_end_is_held_out_and_never_trained(tokenizer, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{i:04}" for i in range(200)))
+    (whole,) = documents(load(str(path), tokenizer, seq_len=1024).batches(1))
+    data = load(str(path), tokenizer, val="0.1")
+    seen = {id(d): [ids for ids, _ in documents(d.batches(1))] for d in (data, data.held_out)}
+    train, held = (sum(parts, []) for parts in seen.values())
+    assert train + held == whole[0] and len(held) == int(0.1 * len(whole[0]))
+    for d in (data, data.held_out):  # what counts is what is reported, and no label is of the other part
+        assert sum(batch.trained for batch in d.batches(1)) == d.report.rows["trained"].sum()
+    path.write_text("short")
+    with pytest.raises(InputError, match="the text is too short to hold out a part of it"):
+        load(str(path), tokenizer, val="0.1")
 
 
 def test_what_is_held_out_is_reported_as_what_is_trained_on_is(tokenizer, tmp_path):

@@ -377,13 +377,28 @@ def test_build_is_cached_and_leaves_no_part(fresh, monkeypatch):
 
 
 @needs_compiler
-def test_damaged_object_is_rebuilt(fresh):
+def test_another_source_is_built_anew(fresh, monkeypatch, tmp_path):
     host_adamw.library()
     (built,) = fresh.iterdir()
-    built.unlink()  # a loaded object must not be truncated in place
-    built.write_bytes(b"not an object")
+    changed = tmp_path / "host_adamw.cpp"
+    changed.write_text(host_adamw.SOURCE.read_text() + "// a later version\n")
+    monkeypatch.setattr(host_adamw, "SOURCE", changed)
     host_adamw.library.cache_clear()
     assert host_adamw.library() is not None
+    assert len(list(fresh.iterdir())) == 2 and built.exists()
+
+
+@needs_compiler
+def test_damaged_object_is_rebuilt(fresh, monkeypatch, tmp_path):
+    host_adamw.library()
+    (built,) = fresh.iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # what is loaded by its name is not opened again
+    damaged = tmp_path / "other" / "trireme" / built.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"not an object")
+    host_adamw.library.cache_clear()
+    assert host_adamw.library() is not None
+    assert damaged.stat().st_size == built.stat().st_size
     both(host_adamw.adamw_, state(100, True, BF16))
 
 

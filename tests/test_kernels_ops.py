@@ -52,6 +52,7 @@ def test_docs_list_every_row_once_heaviest_tile_first():
             assert tiles.data_ptr() % 16 == 0
             rows = [s + r for s, o, n in tiles.tolist() for r in range(o, min(o + block, n))]
             assert sorted(rows) == list(range(330))
+            assert (tiles[:, 1] < tiles[:, 2]).all()  # none is empty
             assert all((s, n) in zip(starts, lengths, strict=True) for s, _, n in tiles.tolist())
         offsets = docs.query_tiles[block][:, 1]
         assert torch.equal(offsets, offsets.sort(descending=True).values)

@@ -178,3 +178,8 @@ def test_a_linear_map_diverges(octaves):
     loss = trained_loss(4, octaves, linear=True)
     print(f"linear {loss:.4f}")
     assert not loss < 1.5 * trained_loss(4, 0)
+
+
+def test_no_two_units_or_steps_share_their_noise():
+    keys = {moments.noise_key(unit, step) for unit in range(64) for step in range(1, 65)}
+    assert len(keys) == 64 * 64

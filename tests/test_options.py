@@ -124,7 +124,9 @@ def test_every():
     assert [s for s in range(1, 13) if every("5").due(s, 12, 0)] == [5, 10]
     assert [s for s in range(1, 11) if every("0.25").due(s, 10, 0)] == [3, 5, 8, 10]
     assert len([s for s in range(1, 2293) if every("0.1").due(s, 2292, 0)]) == 10
+    assert all(every("0.1").due(n, n, 0) for n in range(1, 200))  # the last step, whatever is lost in rounding
     assert every("30min") == Every(seconds=1800) and every("30min").due(1, 10, 1800) and not every("30min").due(1, 9, 5)
+    assert every("90s") == Every(seconds=90) and every("1.5h") == Every(seconds=5400)
     assert not any(every("never").due(s, 10, 1e9) for s in range(1, 11))
     assert all(every(str(every(text))) == every(text) for text in ("5", "0.25", "30min", "45s", "2h", "never"))
 

@@ -1,6 +1,7 @@
 """Plans: what they promise is what is allocated, what cannot fit is refused, and files of plans are checked."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.rates import Rates
-from trireme.engine.rule import simple_plan, spread
+from trireme.engine.rule import largest, simple_plan, spread
 from trireme.engine.simulate import SimulatedLanes
 from trireme.models.config import InputError, Rope
 
@@ -34,7 +35,13 @@ def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
     try:
         plan = plan_for(*limits.values(), mode=mode, adam_bits=bits)
     except DoesNotFit as refusal:
-        assert "--gpu-memory" in str(refusal) or "--ram" in str(refusal)
+        way_out = re.findall(r"(--gpu-memory|--ram) by ([\d.]+) MiB", str(refusal))
+        assert way_out
+        for option, amount in way_out:  # which is enough, and no more than that
+            tier = {"--gpu-memory": "gpu", "--ram": "host"}[option]
+            limits[tier] += int(float(amount) * MIB)
+            assert 0 <= limits[tier] - refusal.need[tier] < 0.02 * MIB
+        plan_for(*limits.values(), mode=mode, adam_bits=bits)
         return
     geo = Geometry.of(SMALL, plan)
     promised = usage(geo, plan)
@@ -62,6 +69,21 @@ def test_spread_is_even():
     assert len(spread(97, 31)) == 31
 
 
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_the_largest_is_found(n, most):
+    assert largest(n, lambda k: k <= most) == min(n, most)
+
+
+def test_gradients_that_do_not_wait_take_few_slots():
+    """In RAM those of all blocks wait for their norm, unless there is none or they wait on the SSD."""
+    all_wait = plan_for(64 * MIB, 300 * MIB, homes="ssd")
+    geo, less = Geometry.of(SMALL, all_wait), {"backward": dict(mode="backward"), "ssd": dict(gradients="ssd")}
+    block = geo.weights[1].span
+    for how in less.values():
+        plan = replace(all_wait, late_moments=(), **how)
+        assert usage(geo, all_wait)["host"] - usage(geo, plan)["host"] > (SMALL.n_layers - plan.host_window - 1) * block
+
+
 def test_a_plan_survives_its_file(tmp_path):
     plan = plan_for(64 * MIB, 40 * MIB)
     plan.save(tmp_path / "plan.json")
@@ -75,6 +97,9 @@ def test_a_plan_survives_its_file(tmp_path):
         {"units": [{"weights": "tape", "state": "host"}]},
         {"units": [{"weights": "ssd", "state": "ssd", "update": "gpu"}]},
         {"units": [{"weights": "host", "state": "host", "update": "tpu"}]},
+        {"units": [{"weights": "host", "state": "host", "update": "gpu"}], "mode": "backward"},
+        {"mode": "backward", "gradients": "ssd"},
+        {"mode": "serial", "late_moments": ["host"]},
         {"mode": "sideways"},
         {"color": "blue"},
         {"units": 3},

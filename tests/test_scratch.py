@@ -29,6 +29,7 @@ def test_what_was_written_is_read(devices, count, monkeypatch):
     """Spans that begin and end anywhere, side by side, each with its own bytes; no byte on two places."""
     monkeypatch.setattr(scratch, "STRIPE", 64 * K)
     random, total = np.random.default_rng(count), 3000 * K
+    (devices[0].path / "scratch").write_text("of a run that was killed before its file had lost its name")
     s = Scratch(devices[:count], total)
     edges = [0, *sorted(random.choice(np.arange(1, total // 4096), 12, replace=False) * 4096), total]
     spans = {}

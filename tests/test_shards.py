@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +241,21 @@ def test_a_folder_with_a_run_is_not_taken(tmp_path):
     Store.open(devices(tmp_path)).close()
 
 
+def test_a_folder_with_another_runs_second_part_is_not_taken(tmp_path):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for folder in (theirs, ours):
+        folder.mkdir()
+    with create(theirs, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    Store.create(devices(ours, 2)).close()  # which came to no snapshot, and may be made anew
+    for folders in ([ours / "d0", theirs / "d1"], [theirs / "d1", ours / "d1"]):
+        with pytest.raises(StoreError, match="holds a run already.*theirs/d1"):
+            Store.create(folders)
+    with Store.open(devices(theirs, 2)) as store:
+        assert holds(store, 0)
+
+
 def test_missing_and_foreign_folders_are_named(tmp_path):
     with pytest.raises(StoreError, match="holds no store"):
         Store.open([tmp_path / "nothing"])
@@ -418,6 +432,16 @@ def test_a_file_cut_by_somebody_else_is_noticed(tmp_path):
         Store.open(devices(tmp_path))
 
 
+def test_a_file_that_does_not_begin_with_its_header_is_noticed(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with open(tmp_path / "d0" / "snapshot-000001-step-0" / "block-0.adam.safetensors", "r+b") as file:
+        file.write(bytes(4096))  # as a filesystem leaves a block that it has lost
+    with pytest.raises(StoreError, match="block-0.adam.safetensors.*was changed|was changed.*Remove snapshot"):
+        Store.open(devices(tmp_path))
+
+
 def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
     with create(tmp_path, keep=2) as store:
         for seed in (0, 1):
@@ -456,7 +480,8 @@ def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
             store.commit(1, {})
         with pytest.raises(StoreError, match="must be written again"):
             store.commit(1, {})
-        write_all(store, 1)
+        for _ in range(2):  # so often that the file is written again; it is as good as any then
+            write_all(store, 1)
         store.commit(1, {})
     with Store.open(devices(tmp_path)) as store:
         assert holds(store, 1)
@@ -582,44 +607,29 @@ def test_whole_tensors_even_out_over_the_units():
     assert max(load) < ideal / 0.95
 
 
-@pytest.mark.parametrize("rates", [(60e6, 60e6), (90e6, 30e6), (60e6, 30e6, 15e6, 45e6)])
-def test_throughput_of_unequal_devices_adds_up(tmp_path, rates):
-    """Devices that each move one byte after another at their own rate: together at least 0.9 of the sum."""
-
-    def throttle(rate):
-        lock, free = threading.Lock(), [0.0]
-
-        def fault(piece):
-            with lock:
-                begin = max(free[0], time.monotonic())
-                free[0] = begin + len(piece.view) / rate
-            time.sleep(max(0, free[0] - time.monotonic()))
-
-        return fault
-
-    made = []
-    for k, rate in enumerate(rates):
-        path = tmp_path / f"d{k}"
-        path.mkdir()
-        io = FaultyIO(throttle(rate), block=64 * K, depth=4, mixed=2)
-        made.append(Device(path, io, is_direct(path), rate, rate))
+@pytest.mark.parametrize("speeds", [(60e6, 60e6), (90e6, 30e6), (60e6, 30e6, 15e6, 45e6)])
+def test_state_is_cut_by_the_speeds_of_the_drives(speeds):
     layout = sequential([("m", "F32", (1 << 20,)), ("v", "F32", (1 << 20,))])
-    with Store.create(made) as store:
-        names = [f"u{i}" for i in range(4)]
-        for name in names:
-            store.add(name, layout)
-        store.reserve()
-        buffers = [content(layout, i) for i in range(3)]
-        for operation in (store.write, store.read):
-            start, requests = time.monotonic(), []
-            for i, name in enumerate(names * 2):
-                if i >= 2:
-                    requests[i - 2].result(10)
-                requests.append(operation(name, buffers[i % 3]))
-            for request in requests:
-                request.result(10)
-            rate = 8 * layout.nbytes / (time.monotonic() - start)
-            assert rate >= 0.9 * sum(rates), (operation.__name__, rate, sum(rates))
+    seconds = [stripe.layout.nbytes / speeds[stripe.device] for stripe in deal_cut(layout, speeds)]
+    assert len(seconds) == len(speeds) and max(seconds) < layout.nbytes / sum(speeds) / 0.99
+
+
+def test_all_drives_work_at_once(tmp_path):
+    """The first piece on each of three waits for that on the others."""
+    all_there, lock, begun = threading.Barrier(3), threading.Lock(), set()
+
+    def fault(piece):
+        begins = (Path(piece.file.path).parts[-3], piece.write)
+        with lock:
+            first = begins not in begun
+            begun.add(begins)
+        if first:
+            all_there.wait(10)
+
+    with create(tmp_path, 3, fault=fault) as store:
+        store.write("block-0.adam", content(STATE, 0)).result(20)
+        store.read("block-0.adam", arena(STATE.span)).result(20)
+    assert len(begun) == 6
 
 
 def test_the_index_lists_weights_only(tmp_path):

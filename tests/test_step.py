@@ -6,10 +6,12 @@ from functools import cache
 import pytest
 import torch
 from engines import (  # noqa: F401
+    BESIDE,
     GPT,
     LIMITS,
     LLAMA,
     JitterLanes,
+    LateLanes,
     batches,
     final_weights,
     gpu_plan,
@@ -26,13 +28,14 @@ from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.rates import Rates
 from trireme.engine.simulate import SimulatedLanes
-from trireme.engine.step import evaluate, train_step
+from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models import shapes
 from trireme.models.rows import rope_tables
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
 LLAMAS = ("untied", "tied")
+LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # lanes that are late: all but the caller's, or one alone
 
 
 @cache
@@ -82,7 +85,8 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
     units = tuple(UnitPlan("host", "host", x=tier if u < 4 else "host") for u in range(5))
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=7, between="host")
     check(plan, RealLanes("cpu", extra=("poison",)))
-    check(plan, JitterLanes(3))
+    for late in LAGS:
+        check(plan, LateLanes(late))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -97,21 +101,31 @@ def test_moments_after_the_weights(dtype):
     )
     plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=("host", "ssd"), record=700)
     check(plan, RealLanes("cpu", extra=("poison",)))
-    check(plan, JitterLanes(5))
+    for late in LAGS:
+        check(plan, LateLanes(late))
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_updates_streamed_through_the_gpu(window):
+    """New weights are on their way home when their slot is wanted for another unit's."""
+    plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5, dtype="BF16", window=window, record=700)
+    for late in LAGS:
+        check(plan, LateLanes(late))
 
 
 @pytest.mark.parametrize("mode", ["forward", "serial"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 @pytest.mark.parametrize("late", [(), ("host", "ssd")])
 def test_gradients_may_wait_on_the_ssd(mode, dtype, late):
-    far = UnitPlan("ssd", "ssd")
+    far = UnitPlan("ssd", "ssd", x="ssd")
     units = (far, replace(far, weights="host"), UnitPlan("host", "host"), UnitPlan(), far)
     late = late if mode == "forward" else ()
     plan = gpu_plan(
         LLAMA, units=units, dtype=dtype, mode=mode, record=700, late_moments=late, gradients="ssd", piece=1000
     )
     check(plan, RealLanes("cpu", extra=("poison",)))
-    check(plan, JitterLanes(11), "tied")
+    for late in LAGS:
+        check(plan, LateLanes(late), "tied")
 
 
 @pytest.mark.parametrize("late", [(), ("host",), ("host", "ssd")])
@@ -180,12 +194,19 @@ def plans(draw):
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.integers(0, 99), st.booleans())
 def test_any_plan_with_any_delays(drawn, seed, jitter):
     model, plan = drawn
     lanes = JitterLanes(seed, 0.001) if jitter else RealLanes("cpu", extra=("poison",))
     check(plan, lanes, model, clip=0.0 if plan.mode == "backward" else 1.0)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), st.sets(st.sampled_from(("compute", *BESIDE))))
+def test_any_plan_with_any_lanes_late(drawn, late):
+    model, plan = drawn
+    check(plan, LateLanes(late), model, clip=0.0 if plan.mode == "backward" else 1.0)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -210,3 +231,33 @@ def test_what_is_simulated_is_what_runs(drawn):
     real.drain()
     real.close()
     runs.close()
+
+
+def handed_over(plan) -> list[str]:
+    """Names of a step's tasks in the order of the program."""
+    cfg, drive = replace(LLAMA, n_layers=len(plan.units) - 2), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    lanes = SimulatedLanes(lambda lane, name, nbytes: 1.0, drive)
+    e, batch = build(cfg, plan, LIMITS, lanes), [Inputs(None, None, None, None, 24, 20, 100)] * plan.n_micro
+    for step in (1, 2):
+        lanes.begin()
+        train_step(e, batch, step, 1e-3)
+    return [task.name for task in lanes.tasks]
+
+
+@pytest.mark.parametrize("between", ["gpu", "host"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_what_is_needed_next_is_on_its_way_before(between, slots):
+    """As early as there are slots for it. Of the weights, those that forward used last are not brought again."""
+    unit = UnitPlan("host", "host", x="host", saved=(("qkv", "host"),))
+    names = handed_over(gpu_plan(LLAMA, units=(unit,) * 8, between=between, window=slots, swap_slots=slots, n_micro=4))
+    turn, fetched = names.index("loss"), {"forward": ("x",) * (between == "host"), "backward": ("x", "host")}
+    for way, tasks, order in (("forward", names[:turn], range(6)), ("backward", names[turn:], range(5, -1, -1))):
+        at = [i for i, name in enumerate(tasks) if name.startswith(f"{way} block")]
+        assert [tasks[i] for i in at] == [f"{way} block{u:03d}" for u in order for _ in range(4)]
+        brought = [u for u in order if f"weights block{u:03d}" in tasks]
+        assert brought == list(order[0 if way == "forward" else slots :])
+        for u in brought:
+            assert tasks.index(f"weights block{u:03d}") < at[max(0, 4 * (order.index(u) - slots + 1))]
+        for i, (u, b) in enumerate((u, b) for u in order for b in range(4)):
+            for part in fetched[way]:
+                assert tasks.index(f"fetch block{u:03d} {part} {b}") < at[max(0, i - slots + 1)]

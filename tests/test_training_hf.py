@@ -113,3 +113,10 @@ def test_linear_decay_as_transformers(total, warmup):
     ours = [learning_rate(i, total, LR, "linear", warmup) for i in range(1, total + 1)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:]) and min(ours) > 0 and max(ours) == LR
     assert ours[:warmup] == pytest.approx([LR * i / warmup for i in range(1, warmup + 1)])
+
+
+def test_cosine_ends_at_a_tenth_and_constant_stays():
+    rates = {name: [learning_rate(i, 103, LR, name, 3) for i in range(1, 104)] for name in ("cosine", "constant")}
+    assert [rates["cosine"][i] / LR for i in (0, 2, 52, 102)] == pytest.approx([1 / 3, 1.0, 0.55, 0.1])
+    assert rates["cosine"][2:] == sorted(rates["cosine"][2:], reverse=True)
+    assert rates["constant"] == [LR / 3, LR / 3 * 2, *[LR] * 101]
