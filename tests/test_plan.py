@@ -14,7 +14,7 @@ from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.rates import Rates
-from trireme.engine.rule import largest, simple_plan, spread
+from trireme.engine.rule import MARGIN, largest, simple_plan, spread
 from trireme.engine.simulate import SimulatedLanes
 from trireme.models.config import InputError, Rope
 
@@ -37,10 +37,11 @@ def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
     except DoesNotFit as refusal:
         way_out = re.findall(r"(--gpu-memory|--ram) by ([\d.]+) MiB", str(refusal))
         assert way_out
-        for option, amount in way_out:  # which is enough, and no more than that
+        for option, amount in way_out:  # which is enough, and no more than that and a margin
             tier = {"--gpu-memory": "gpu", "--ram": "host"}[option]
+            lack = refusal.need[tier] - limits[tier]
+            assert 0 <= float(amount) * MIB - MARGIN[tier] * lack < 0.02 * MIB
             limits[tier] += int(float(amount) * MIB)
-            assert 0 <= limits[tier] - refusal.need[tier] < 0.02 * MIB
         plan_for(*limits.values(), mode=mode, adam_bits=bits)
         return
     geo = Geometry.of(SMALL, plan)
