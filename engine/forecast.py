@@ -170,6 +170,11 @@ class Forecast:
         """Bytes that the drive needs at most."""
         return sum(self.disk_parts().values())
 
+    @property
+    def room(self) -> int:
+        """Bytes of the drives for all that, with what the run has of it already; 0 where there is no drive."""
+        return self.machine.ssd + self.held
+
     def _spares(self) -> int:
         """Bytes of files of each size, to be written while the last version of what they hold can still be read."""
         if not self.plan.homes_on_ssd:
@@ -198,7 +203,7 @@ class Forecast:
         parts += ", as much again for the best" if self.best else ""
         parts += f", tokens {_bytes(part['tokens'])}" if part["tokens"] else ""
         parts += f", activations and gradients {_bytes(part['waiting'])}" if part["waiting"] else ""
-        need, room = self.disk(), self.machine.ssd + self.held
+        need, room = self.disk(), self.room
         if not room:
             return f"{parts}: {_bytes(need)}"
         verdict = "fits" if need <= room else f"short by {_bytes(need - room)}"
@@ -286,7 +291,7 @@ class Forecast:
 
 def check_drive(f: Forecast) -> None:
     """Raises DoesNotFit where the plan wants a drive that the machine lacks, or more than it holds."""
-    plan, room, need = f.plan, f.machine.ssd, f.disk()
+    plan, room, need = f.plan, f.room, f.disk()
     if plan.uses("ssd") and not room:
         alone = simple_plan(f.cfg, f.limits | {"host": 1 << 60}, batch_tokens=[(plan.tokens, plan.n_micro)],
                             dtype=plan.dtype, mode=plan.mode, homes="host", record=plan.record,

@@ -84,9 +84,12 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
-    assumed, limits = _assumed(options) if options.assume else (None, {})
-    device = torch.device("cuda") if assumed else choose_device(options.device)
-    limits = limits or memory_limits(device, options.gpu_memory, options.ram)
+    if options.assume:
+        assumed, limits = _assumed(options)
+        device = torch.device("cuda")
+    else:
+        assumed, device = None, choose_device(options.device)
+        limits = memory_limits(device, options.gpu_memory, options.ram)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, like)
     planner.refuse_early()
     data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)

@@ -109,6 +109,8 @@ def test_a_change_for_which_the_drives_have_no_room_is_not_offered(monkeypatch):
     monkeypatch.setattr(Forecast, "_changes", lambda self: [("more", lambda: replace(changed, machine=self.machine))])
     offered = lambda ssd: replace(f, machine=replace(f.machine, ssd=ssd)).faster_lines(f.predict())  # noqa: E731
     assert offered(changed.disk()) and not offered(changed.disk() - 1)
+    changed = replace(changed, held=10**9)  # by a run that goes on, of what it needs
+    assert offered(changed.disk() - 10**9) and not offered(changed.disk() - 10**9 - 1)
 
 
 @pytest.mark.parametrize("nbytes", [1, 999 << 20, 1001 << 20, 1023 << 20, 1 << 30, 999 << 30, 1001 << 30, 9999 << 30])
