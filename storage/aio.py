@@ -18,7 +18,7 @@ import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 
 import numpy as np
 
@@ -255,6 +255,9 @@ def together(parts: Sequence[Future[None]], finish: Callable[[BaseException | No
     joint: Future[None] = Future()
     joint.set_running_or_notify_cancel()
     lock, left, errors = threading.Lock(), [len(parts)], []
+    if not parts:
+        finish(None)
+        joint.set_result(None)
 
     def ended(part: Future[None]) -> None:
         with lock:
@@ -269,6 +272,27 @@ def together(parts: Sequence[Future[None]], finish: Callable[[BaseException | No
 
     for part in parts:
         part.add_done_callback(ended)
+    return joint
+
+
+def then(first: Future[None], work: Callable[[], None], pool: Executor) -> Future[None]:
+    """One future for `first` and work() after it, in a thread of `pool`; after an error of `first` there is no work."""
+    joint: Future[None] = Future()
+    joint.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            joint.set_result(work())
+        except BaseException as error:
+            joint.set_exception(error)
+
+    def ended(first: Future[None]) -> None:
+        if error := first.exception():
+            joint.set_exception(error)
+        else:
+            pool.submit(run)
+
+    first.add_done_callback(ended)
     return joint
 
 

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from trireme.storage.files import StoreError, check_space, sync_folder, write_synced
-from trireme.storage.headers import MAX_HEADER, CheckpointError, parse_json, read_header
+from trireme.storage.headers import MAX_HEADER, CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
+from trireme.storage.untrusted import is_plain, parse_json
 
 INDEX, TEMPLATES = "model.safetensors.index.json", "additional_chat_templates"
 SINGLE = "model.safetensors"
@@ -122,8 +123,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     if type(weight_map) is not dict or not weight_map or any(type(f) is not str for f in weight_map.values()):
         raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
     for file in set(weight_map.values()):
-        parts = file.split("/")
-        if any(p in ("", ".", "..") for p in parts) or "\\" in file or "\0" in file or not file.isprintable():
+        if not is_plain(file):
             raise CheckpointError(f"{path} points outside its folder ({file[:80]!r}). Refused.")
         if not file.endswith(".safetensors"):
             raise CheckpointError(f"{path} names {file[:80]!r}; only .safetensors files are read.")

@@ -34,7 +34,7 @@ def write_synced(path: Path, content: Iterable) -> None:
     """Writes the buffers of `content` to a new file and fsyncs it; its pages do not stay in the cache."""
     fd = -1
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         offset = flushed = 0
         for chunk in content:
             view = memoryview(chunk)
@@ -90,7 +90,7 @@ def lock_folder(path: Path, stack: ExitStack) -> None:
     """Makes the folder and takes it for this process, until `stack` closes or the process ends, however it ends."""
     try:
         make_folder(path)
-        fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
     stack.callback(os.close, fd)

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.storage.layout import ITEMSIZE, Layout, TensorSpec, round_up
+from trireme.storage.untrusted import parse_json
 
-MAX_HEADER = 32 << 20  # bytes: 200 thousand tensors; parsed JSON takes some 20 times its text
+MAX_HEADER = 32 << 20  # bytes
+MAX_TENSORS = 100_000  # of one file; the largest mixtures of experts have as many in all their files
+MARKS = {b"{": 1, b"[": 2, b",": 16}  # how often, for each tensor, at most: parsed JSON is far larger than its text
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -62,45 +65,33 @@ def read_header(path: Path) -> Header:
 
 def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
     """(tensors by offset, metadata) from a header's JSON and the number of bytes after it. Raises ValueError."""
+    if any(text.count(mark) > most * MAX_TENSORS for mark, most in MARKS.items()):
+        raise ValueError(f"the header lists more than {MAX_TENSORS} tensors, the most accepted")
     fields = parse_json(text, "header")
     metadata = fields.pop("__metadata__", {})
     if type(metadata) is not dict or any(type(v) is not str for v in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
-    entries = {name: _entry(name, entry) for name, entry in fields.items()}
-    if (last := max((offsets[1] for _, _, offsets in entries.values()), default=0)) > data_bytes:
+    layout = parse_tensors(fields)
+    if layout.nbytes > data_bytes:
         raise ValueError(
-            f"the file is truncated: its tensors take {_short(last)} bytes, {data_bytes} are there. "
+            f"the file is truncated: its tensors take {_short(layout.nbytes)} bytes, {data_bytes} are there. "
             "Download or copy it again"
         )
-    tensors = sorted((_tensor(name, *entry) for name, entry in entries.items()), key=lambda t: (t.offset, t.nbytes))
+    if layout.nbytes < data_bytes:
+        raise ValueError(f"{data_bytes - layout.nbytes} bytes follow the last tensor")
+    return layout, metadata
+
+
+def parse_tensors(fields: dict) -> Layout:
+    """The tensors that a header's JSON lists, by offset, without gap or overlap. Raises ValueError."""
+    tensors = [_tensor(name, *_entry(name, entry)) for name, entry in fields.items()]
+    tensors.sort(key=lambda t: (t.offset, t.nbytes))
     end = 0
     for t in tensors:
         if t.offset != end:
             raise ValueError(f"{t.name!r} begins at byte {t.offset} of the data, expected {end}: a gap or an overlap")
         end += t.nbytes
-    if end < data_bytes:
-        raise ValueError(f"{data_bytes - end} bytes follow the last tensor")
-    return Layout(tuple(tensors)), metadata
-
-
-def parse_json(text: bytes, what: str) -> dict:
-    """The JSON object in `text`, no key twice. Raises ValueError whatever the bytes are."""
-
-    def unique(pairs):
-        fields = dict(pairs)
-        if len(fields) != len(pairs):
-            raise ValueError(f"the {what} names something twice")
-        return fields
-
-    try:
-        fields = json.loads(text.decode(), object_pairs_hook=unique)
-    except RecursionError:
-        raise ValueError(f"the {what} is nested too deeply") from None
-    except ValueError as e:  # also UnicodeDecodeError and JSONDecodeError
-        raise ValueError(f"the {what} is not valid JSON ({str(e)[:100]})") from None
-    if type(fields) is not dict:
-        raise ValueError(f"the {what} is not a JSON object")
-    return fields
+    return Layout(tuple(tensors))
 
 
 def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
@@ -136,9 +127,15 @@ def _short(n: int) -> str:
 
 def encode_header(layout: Layout, metadata: dict[str, str] | None = None) -> bytes:
     """The bytes before the data, padded with spaces to a multiple of 4,096."""
-    fields: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    for t in layout.tensors:
-        fields[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
+    fields = ({"__metadata__": metadata} if metadata else {}) | list_tensors(layout)
     text = json.dumps(fields, separators=(",", ":")).encode()
     length = round_up(8 + len(text)) - 8
     return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def list_tensors(layout: Layout) -> dict[str, dict]:
+    """The tensors as a header's JSON lists them; parse_tensors is the way back."""
+    return {
+        t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
+        for t in layout.tensors
+    }

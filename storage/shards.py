@@ -6,6 +6,7 @@
     store.reserve()                                        # claims the disk space
     store.write("block-000", buffer).result()
     store.read("block-000", buffer).result()
+    store.verify("block-000", buffer).result()             # reads, and compares with the checksum of what was written
     store.commit(step=100, extra={...})                    # a snapshot: what a crash or restore() goes back to
 
 A write never touches a version that can be read or that a snapshot holds: it goes to a spare file and becomes current
@@ -21,10 +22,8 @@ is made, grown or removed. In each folder:
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
-import re
 import shutil
 import uuid
 from collections import defaultdict
@@ -32,19 +31,25 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from trireme.storage import checkpoint, snapshots
-from trireme.storage.aio import together
+from trireme.storage.aio import then, together
 from trireme.storage.devices import Device, open_device
-from trireme.storage.files import LOCK, NoSnapshot, StoreError, lock_folder, replace_synced, sync_folder, write_synced
+from trireme.storage.files import LOCK, NoSnapshot, StoreError, lock_folder, sync_folder, write_synced
+from trireme.storage.identity import FINISHED, IDENTITY, Identity, in_order, is_taken, write_identity
 from trireme.storage.layout import Layout, round_up
 from trireme.storage.stripes import Stripe, deal_cut, deal_whole
+from trireme.storage.sums import checksum
+from trireme.storage.untrusted import read_small
 from trireme.storage.versions import FOLDER, Version, Versions, version_files
 
 IN_FLIGHT = 2  # spares of each size beyond what snapshots hold: writes under way while old versions can still be read
-IDENTITY, FINISHED = "store.id", "store.finished"
+
+
+class Damaged(StoreError):
+    """The bytes of a file are not those that were written, and the drive did not say so."""
 
 
 @dataclass
@@ -73,8 +78,9 @@ class Store:
         self.devices, self.keep = list(devices), keep
         self.shards: dict[str, Shard] = {}
         self.snapshots: list[snapshots.Snapshot] = []  # oldest first
-        self._companions: tuple[str, ...] = ()
+        self._companions: dict[str, str] = {}  # name -> checksum
         self._versions = Versions(self.devices)
+        self._sums = ThreadPoolExecutor(len(self.devices) + 1)  # checksums, taken while the drives work
         self._load = [0.0] * len(self.devices)
         self._resources = ExitStack()
 
@@ -93,18 +99,17 @@ class Store:
             for d in dirs:
                 lock_folder(_path(d), stack)
                 remove_finished(_path(d))
-                if _is_taken(_path(d), _path(dirs[0])):
+                if is_taken(_path(d), _path(dirs[0])):
                     raise StoreError(errno.EEXIST, "holds a run already; resume it or choose another", str(_path(d)))
             store = cls([_device(d, stack) for d in dirs], keep)
-            stack.callback(store._versions.close)
+            stack.callback(store._end)
             snapshots.clean([path for path in store._paths if (path / IDENTITY).exists()], set())
             identity = uuid.uuid4().hex
             for k, path in enumerate(store._paths):
                 (path / FOLDER).mkdir(exist_ok=True)
                 for leftover in version_files(path) if (path / IDENTITY).exists() else ():
                     leftover.unlink()
-                facts = {"store": identity, "device": k, "devices": len(dirs)}
-                replace_synced(path / IDENTITY, json.dumps(facts).encode())
+                write_identity(path, Identity(identity, k, len(dirs)))
             store._copy_companions(companions)
             store._resources = stack.pop_all()
         return store
@@ -113,14 +118,14 @@ class Store:
     def open(cls, dirs: Sequence[str | os.PathLike | Device], keep: int = 1) -> Store:
         """The store in these folders, at its last snapshot. Removes what a crash left behind. Raises StoreError."""
         with ExitStack() as stack:
-            dirs = _in_order(dirs)
+            dirs = [dirs[i] for i in in_order([_path(d) for d in dirs])]
             for d in dirs:
                 lock_folder(_path(d), stack)
             loaded = snapshots.load(_path(dirs[0]))
             if not loaded:
                 raise NoSnapshot(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
             store = cls([_device(d, stack) for d in dirs], keep)
-            stack.callback(store._versions.close)
+            stack.callback(store._end)
             snapshots.clean(store._paths, {s.folder for s in loaded})
             for snapshot in loaded:
                 snapshots.check(snapshot, store._paths)
@@ -131,6 +136,8 @@ class Store:
             store.snapshots, store._companions = loaded, loaded[-1].companions
             for snapshot in loaded:
                 store._versions.hold(store._held(snapshot))
+            for key, sum in (pair for r in records for pair in zip(r.keys, r.sums, strict=True)):
+                store._versions[key].sum = sum
             store.restore()
             snapshots.publish(loaded[-1], store._paths[0])
             store._resources = stack.pop_all()
@@ -141,15 +148,16 @@ class Store:
         return [device.path for device in self.devices]
 
     def _copy_companions(self, source: str | os.PathLike | None) -> None:
-        self._companions = tuple(checkpoint.companions(Path(source))) if source else ()
-        for name in self._companions:
+        for name in _companions(source):
             target = self._paths[0] / name
             target.parent.mkdir(exist_ok=True)
-            write_synced(target, [(Path(source) / name).read_bytes()])
+            content = read_small(Path(source) / name, links=True)
+            write_synced(target, [content])
+            self._companions[name] = checksum(content)
 
     def add(self, name: str, layout: Layout, weights: bool = False) -> None:
         """Declares a span. `weights`: tensors stay whole and are listed in the index that Hugging Face readers use."""
-        assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) and name not in self.shards, name
+        assert snapshots.SHARD.fullmatch(name) and name not in self.shards, name
         speeds = [device.speed for device in self.devices]
         stripes = deal_whole(layout, speeds, self._load) if weights else deal_cut(layout, speeds)
         self.shards[name] = Shard(layout, weights, stripes)
@@ -166,6 +174,13 @@ class Store:
 
     def read(self, name: str, buffer) -> Future[None]:
         """Fills `buffer` (page-aligned, layout.span bytes) with the current version. The future raises StoreError."""
+        return self._read(name, buffer, verify=False)
+
+    def verify(self, name: str, buffer) -> Future[None]:
+        """As read; the future raises Damaged, too, where the bytes are not those that were written."""
+        return self._read(name, buffer, verify=True)
+
+    def _read(self, name: str, buffer, verify: bool) -> Future[None]:
         shard = self.shards[name]
         view = _span(shard, buffer)
         with self._versions.lock:
@@ -173,11 +188,33 @@ class Store:
             versions = list(shard.current)
             self._versions.hold(versions)
         parts = []
-        for stripe, version in zip(shard.stripes, versions, strict=True):
-            io = self.devices[stripe.device].io
-            for at, offset, n in stripe.segments:
-                parts.append(io.read(version.file, len(stripe.header) + offset, view[at : at + round_up(n)], n))
+        for k, (stripe, version) in enumerate(zip(shard.stripes, versions, strict=True)):
+            io, data = self.devices[stripe.device].io, len(stripe.header)
+            come = [
+                io.read(version.file, data + offset, view[at : at + round_up(n)], n)
+                for at, offset, n in stripe.segments
+            ]
+            if verify:
+                compare = partial(self._compare, name, k, version, stripe.data_of(view))
+                come = [then(together(come, lambda error: None), compare, self._sums)]
+            parts += come
         return together(parts, lambda error: self._versions.drop(versions))
+
+    def _compare(self, name: str, stripe: int, version: Version, data: list[memoryview]) -> None:
+        """Raises Damaged unless the data of a stripe is what was written."""
+        if checksum(*data) == version.sum:
+            return
+        sound = [s.step for s in self.snapshots if version not in self._held(s)]
+        last = f"The last snapshot without this file is of step {sound[-1]}" if sound else "No snapshot is without it"
+        path = self._known_as(name, stripe, version)
+        raise Damaged(errno.EIO, f"is damaged: its bytes are not those that were written. {last}", str(path))
+
+    def _known_as(self, name: str, stripe: int, version: Version) -> Path:
+        """The file's name in a snapshot, or where no snapshot holds it its own."""
+        for snapshot in reversed(self.snapshots):
+            if name in snapshot.shards and (version.device, version.id) in snapshot.shards[name].keys:
+                return self._paths[version.device] / snapshot.folder / snapshots.file_name(name, stripe)
+        return Path(version.file.path)
 
     def write(self, name: str, buffer) -> Future[None]:
         """Writes `buffer` (page-aligned, layout.span bytes) as a new version; reads that begin once it is done get it.
@@ -199,6 +236,8 @@ class Store:
             parts.append(io.write(version.file, 0, header))
             for at, offset, n in stripe.segments:
                 parts.append(io.write(version.file, len(header) + offset, view[at : at + round_up(n)]))
+        for stripe, version in zip(shard.stripes, versions, strict=True):
+            parts.append(self._sums.submit(_take_sum, version, stripe.data_of(view)))
 
         def finish(error: BaseException | None) -> None:
             with self._versions.lock:
@@ -223,7 +262,8 @@ class Store:
         for name, versions in state.items():
             shard = self.shards[name]
             assert versions or not shard.stripes, f"{name} was never written"
-            records[name] = snapshots.Record(shard.layout, shard.weights, shard.stripes, tuple(v.id for v in versions))
+            files, sums = tuple(v.id for v in versions), tuple(v.sum for v in versions)
+            records[name] = snapshots.Record(shard.layout, shard.weights, shard.stripes, files, sums)
         sequence = self.snapshots[-1].sequence + 1 if self.snapshots else 1
         snapshot = snapshots.Snapshot(sequence, step, extra, self._companions, records)
         try:
@@ -283,6 +323,10 @@ class Store:
         """Ends what is in flight, closes every file and gives up the folders."""
         self._resources.close()
 
+    def _end(self) -> None:
+        self._versions.close()  # ends what is in flight; what that brought is then still to be summed
+        self._sums.shutdown()
+
     def remove(self) -> None:
         """Removes everything that the store made in its folders, and closes it. Killed meanwhile, it is finished."""
         for path in self._paths:
@@ -330,45 +374,25 @@ def _device(d: str | os.PathLike | Device, stack: ExitStack) -> Device:
     return device
 
 
+def _take_sum(version: Version, data: list[memoryview]) -> None:
+    version.sum = checksum(*data)
+
+
 def _span(shard: Shard, buffer) -> memoryview:
     view = memoryview(buffer).cast("B")
     assert len(view) == shard.layout.span, (len(view), shard.layout.span)
     return view
 
 
-def _facts(path: Path) -> dict:
-    """Which store the folder belongs to, and as which of how many devices. Raises StoreError."""
-    try:
-        return json.loads((path / IDENTITY).read_bytes())
-    except (OSError, ValueError) as e:
-        raise NoSnapshot(errno.ENOENT, "holds no store", str(path)) from e
-
-
 def _refuse_others(first: Path, companions: str | os.PathLike | None) -> None:
     """Raises StoreError where a file that a store makes in its first folder, and removes, is somebody else's."""
     ours = any((first / name).exists() for name in (IDENTITY, FINISHED))
-    names = [*(checkpoint.companions(Path(companions)) if companions else ()), checkpoint.INDEX]
+    names = [*_companions(companions), checkpoint.INDEX]
     there = [] if ours else [name for name in names if (first / name).exists()]
     if there:
         raise StoreError(errno.EEXIST, f"holds {there[0]}, which is no store's; choose another folder", str(first))
 
 
-def _is_taken(path: Path, first: Path) -> bool:
-    """Whether a new store that begins with folder `first` would destroy a snapshot in `path`.
-
-    A snapshot counts where its first device has it: on the others it may be what a crash left of a commit.
-    """
-    if not snapshots.folders(path):
-        return False
-    return path == first or _facts(path)["device"] == 0 or _facts(path)["store"] != _facts(first)["store"]
-
-
-def _in_order(dirs: Sequence[str | os.PathLike | Device]) -> list[str | os.PathLike | Device]:
-    """The folders in the order of creation. Raises StoreError where one is missing or foreign."""
-    facts = [_facts(_path(d)) for d in dirs]
-    order = sorted(range(len(dirs)), key=lambda i: facts[i]["device"])
-    expected = [{**facts[0], "device": k} for k in range(facts[0]["devices"])]
-    if [facts[i] for i in order] != expected:
-        message = f"belongs to a store of {len(expected)} folders; give all of them and no others"
-        raise StoreError(errno.EINVAL, message, str(_path(dirs[0])))
-    return [dirs[i] for i in order]
+def _companions(source: str | os.PathLike | None) -> list[str]:
+    """The files of a checkpoint that lie beside a store's snapshots."""
+    return [name for name in checkpoint.companions(Path(source)) if snapshots.is_companion(name)] if source else []

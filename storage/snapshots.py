@@ -12,30 +12,44 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.storage.checkpoint import INDEX
+from trireme.storage.checkpoint import COMPANIONS, INDEX, TEMPLATES
 from trireme.storage.files import StoreError, replace_synced, sync_folder, write_synced
-from trireme.storage.layout import Layout, TensorSpec
-from trireme.storage.stripes import Stripe
+from trireme.storage.headers import list_tensors, parse_tensors
+from trireme.storage.layout import Layout
+from trireme.storage.stripes import Stripe, check_stripes
+from trireme.storage.sums import SUM, checksum, seal, unseal
+from trireme.storage.untrusted import complaint, is_plain, read_small, shown
 from trireme.storage.versions import FOLDER
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+LARGEST = 1 << 30  # bytes of a manifest; one of 405 billion parameters has 30 million
 NAME = re.compile(r"snapshot-(\d{6,})-step-(\d+)")
 LEFTOVER = re.compile(NAME.pattern + r"\.(partial|dropped)")
+SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+_TENSORS = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
+_STRIPE = {"device": int, "tensors": _TENSORS, "segments": [(int, int, int)], "file": int, "sum": str}
+SHAPE = {
+    **{"sequence": int, "step": int, "extra": dict, "companions": {str: str}},
+    "shards": {str: {"tensors": _TENSORS, "weights": bool, "stripes": [_STRIPE]}},
+}
 
 
 @dataclass(frozen=True)
 class Record:
-    """One span in a snapshot: `files` holds the id of the version of each stripe."""
+    """One span in a snapshot: `files` holds the id of the version of each stripe, `sums` the checksum of its data."""
 
     layout: Layout
     weights: bool
     stripes: tuple[Stripe, ...]
     files: tuple[int, ...]
+    sums: tuple[str, ...]
 
     @property
     def keys(self) -> list[tuple[int, int]]:
@@ -48,7 +62,7 @@ class Snapshot:
     sequence: int
     step: int
     extra: dict
-    companions: tuple[str, ...]
+    companions: dict[str, str]  # name -> checksum of its content
     shards: dict[str, Record]
 
     @property
@@ -59,8 +73,7 @@ class Snapshot:
         """(device, name in the snapshot's folder, id of the file) of everything."""
         found = []
         for name, record in self.shards.items():
-            for k, (device, id) in enumerate(record.keys):
-                found.append((device, f"{name}.safetensors" if k == 0 else f"{name}.{k}.safetensors", id))
+            found += ((device, file_name(name, k), id) for k, (device, id) in enumerate(record.keys))
         return found
 
     def index(self, prefix: str = "") -> bytes:
@@ -68,10 +81,14 @@ class Snapshot:
         weight_map, total = {}, 0
         for name, record in self.shards.items():
             for k, stripe in enumerate(record.stripes if record.weights else ()):
-                file = f"{prefix}{name}.safetensors" if k == 0 else f"{prefix}{name}.{k}.safetensors"
-                weight_map |= {t.name: file for t in stripe.layout.tensors}
+                weight_map |= {t.name: prefix + file_name(name, k) for t in stripe.layout.tensors}
                 total += stripe.layout.nbytes
         return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode()
+
+
+def file_name(shard: str, stripe: int) -> str:
+    """What a stripe of a shard is called in a snapshot's folder."""
+    return f"{shard}.{stripe}.safetensors" if stripe else f"{shard}.safetensors"
 
 
 def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
@@ -90,7 +107,7 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
             (partial / name).parent.mkdir(exist_ok=True)
             os.link(first / name, partial / name)
         write_synced(partial / INDEX, [snapshot.index()])
-        write_synced(partial / MANIFEST, [json.dumps(_to_json(snapshot)).encode()])
+        write_synced(partial / MANIFEST, [seal(FORMAT, _to_json(snapshot))])
         for place in places:
             for folder in {p.parent for p in place.rglob("*")} | {place}:
                 sync_folder(folder)
@@ -138,37 +155,79 @@ def load(first: Path) -> list[Snapshot]:
 def _read(folder: Path) -> Snapshot:
     path = folder / MANIFEST
     try:
-        return parse(path.read_bytes())
+        snapshot = parse(read_small(path, LARGEST))
+        if snapshot.folder != folder.name:
+            raise ValueError(f"it is the one of {snapshot.folder}")
+        return snapshot
     except OSError as e:
         raise StoreError(e.errno, e.strerror, str(path)) from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise StoreError(
-            errno.EIO, f"is damaged ({e}). Remove this snapshot's folder to go back to the one before", str(path)
-        ) from e
+    except ValueError as e:
+        raise StoreError(errno.EIO, f"is damaged: {e}. {way_back(folder)}", str(path)) from e
+
+
+def way_back(folder: Path) -> str:
+    """What to do where a snapshot is damaged: the one in `folder`, on the first device."""
+    names = folders(folder.parent)
+    older, newer = names[: names.index(folder.name)], names[names.index(folder.name) + 1 :]
+    if newer:
+        return f"Remove {folder.name}: there is a newer snapshot"
+    if older:
+        return f"To go back to step {NAME.fullmatch(older[-1])[2]}, remove {folder.name}"
+    return "There is no older snapshot (--keep 1): restore the file from a copy of the run, or start again"
 
 
 def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Raises StoreError unless every file of the snapshot is there, has its size and begins with its header.
+    """Raises StoreError unless every file of the snapshot is there, has its size and begins with its header, and its
+    companions are what was written. The data of spans is checked as it is read.
 
-    Where a copy of the run has parted a hard link into two files, the snapshot's is the one that counts.
+    Where a copy of the run has parted a hard link into two files, the snapshot's is the one that counts. What is a
+    symbolic link may be anybody's, and is refused.
     """
+    first, back = devices[0] / snapshot.folder, way_back(devices[0] / snapshot.folder)
     stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
-    for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):
-        path = devices[device] / snapshot.folder / name
-        try:
-            with open(path, "rb") as f:
-                status, header = os.fstat(f.fileno()), f.read(len(stripe.header))
-            if status.st_size != stripe.nbytes or header != stripe.header:
-                message = f"was changed: {status.st_size} bytes of {stripe.nbytes}. Remove {snapshot.folder} to go back"
-                raise StoreError(errno.EIO, message, str(path))
+    if any(stripe.device >= len(devices) for stripe in stripes):
+        message = f"is damaged: it names more than {len(devices)} folders. {back}"
+        raise StoreError(errno.EIO, message, str(first / MANIFEST))
+    path = first
+    try:
+        for path in (device / name for device in devices for name in (FOLDER, snapshot.folder)):
+            _check_folder(path)
+        for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):
+            path = devices[device] / snapshot.folder / name
+            _check_header(path, stripe, back)
             _link(path, devices[device] / FOLDER / f"{id:06d}.safetensors")
-        except OSError as e:
-            raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(path)) from e
+        for name, known in snapshot.companions.items():
+            path = first / name
+            _check_folder(path.parent)
+            if checksum(read_small(path)) != known:
+                message = "is not what was written. Copy it from the checkpoint again"
+                raise StoreError(errno.EIO, message, str(path))
+            (devices[0] / name).parent.mkdir(exist_ok=True)
+            _check_folder((devices[0] / name).parent)
+            _link(path, devices[0] / name)
+    except OSError as e:
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(path)) from e
+
+
+def _check_folder(path: Path) -> None:
+    """Raises StoreError where a folder of the store is a symbolic link, which may lead anywhere, or a file; OSError."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise StoreError(errno.ENOTDIR, "is not a folder of the store", str(path))
+
+
+def _check_header(path: Path, stripe: Stripe, back: str) -> None:
+    """Raises StoreError unless the file has the stripe's size and header, OSError."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
+        size, header = os.fstat(f.fileno()).st_size, f.read(len(stripe.header))
+    if size != stripe.nbytes:
+        raise StoreError(errno.EIO, f"was changed: {size} bytes of {stripe.nbytes}. {back}", str(path))
+    if header != stripe.header:
+        raise StoreError(errno.EIO, f"was changed: its header is not the one that was written. {back}", str(path))
 
 
 def _link(path: Path, name: Path) -> None:
     """Makes `name` another name of the file `path`, unless it is one."""
-    if not (name.exists() and name.samefile(path)):
+    if not (os.path.lexists(name) and os.path.samestat(os.lstat(name), os.lstat(path))):
         partial = name.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         os.link(path, partial)
@@ -187,32 +246,49 @@ def clean(devices: Sequence[Path], valid: set[str]) -> None:
 def _to_json(snapshot: Snapshot) -> dict:
     shards = {}
     for name, r in snapshot.shards.items():
-        stripes = [{"device": s.device, "tensors": _rows(s.layout), "segments": s.segments} for s in r.stripes]
-        shards[name] = {"tensors": _rows(r.layout), "weights": r.weights, "stripes": stripes, "files": r.files}
-    head = {"format": FORMAT, "sequence": snapshot.sequence, "step": snapshot.step, "extra": snapshot.extra}
-    return {**head, "companions": snapshot.companions, "shards": shards}
+        stripes = [
+            {"device": s.device, "tensors": list_tensors(s.layout), "segments": s.segments, "file": file, "sum": sum}
+            for s, file, sum in zip(r.stripes, r.files, r.sums, strict=True)
+        ]
+        shards[name] = {"tensors": list_tensors(r.layout), "weights": r.weights, "stripes": stripes}
+    head = {"sequence": snapshot.sequence, "step": snapshot.step, "extra": snapshot.extra}
+    return head | {"companions": snapshot.companions, "shards": shards}
 
 
 def parse(manifest: bytes) -> Snapshot:
-    """The snapshot that a manifest describes. Raises StoreError where its format is another one; else ValueError,
-    KeyError, TypeError or AttributeError.
+    """The snapshot that a manifest describes. Raises ValueError unless it is what `write` wrote, or could have written;
+    StoreError where its format is another one.
     """
-    content, shards = json.loads(manifest), {}
-    if content["format"] != FORMAT:
-        message = f"is of format {content['format']}, this version reads {FORMAT}. Go on with the version that wrote it"
-        raise StoreError(errno.EINVAL, message)
-    for name, r in content["shards"].items():
-        stripes = tuple(
-            Stripe(s["device"], _layout(s["tensors"]), tuple(tuple(segment) for segment in s["segments"]))
-            for s in r["stripes"]
-        )
-        shards[name] = Record(_layout(r["tensors"]), r["weights"], stripes, tuple(r["files"]))
-    return Snapshot(content["sequence"], content["step"], content["extra"], tuple(content["companions"]), shards)
+    fields = unseal(manifest, FORMAT, "manifest")
+    if wrong := complaint(fields, SHAPE):
+        raise ValueError(f"its manifest{wrong}")
+    for name in fields["companions"]:
+        if not is_companion(name):
+            raise ValueError(f"{shown(name)!r} is not the name of a companion")
+    shards = {name: _record(name, r) for name, r in fields["shards"].items()}
+    keys = [key for record in shards.values() for key in record.keys]
+    if len(set(keys)) < len(keys):
+        raise ValueError("two spans are in one file")
+    return Snapshot(fields["sequence"], fields["step"], fields["extra"], fields["companions"], shards)
 
 
-def _rows(layout: Layout) -> list:
-    return [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors]
+def is_companion(name: str) -> bool:
+    """Whether a file of that name may lie beside the snapshots, and in them."""
+    folder, _, file = name.rpartition("/")
+    ours = name in (MANIFEST, INDEX)
+    return is_plain(name) and folder in ("", TEMPLATES) and Path(file).suffix in COMPANIONS and not ours
 
 
-def _layout(rows: list) -> Layout:
-    return Layout(tuple(TensorSpec(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows))
+def _record(name: str, r: dict) -> Record:
+    if not SHARD.fullmatch(name):
+        raise ValueError(f"{shown(name)!r} is not the name of a span")
+    layout = parse_tensors(r["tensors"])
+    stripes = tuple(
+        Stripe(s["device"], parse_tensors(s["tensors"]), tuple(tuple(segment) for segment in s["segments"]))
+        for s in r["stripes"]
+    )
+    check_stripes(layout, stripes)
+    files, sums = (tuple(s[key] for s in r["stripes"]) for key in ("file", "sum"))
+    if not all(map(SUM.fullmatch, sums)):
+        raise ValueError(f"a checksum of {name} is not one")
+    return Record(layout, r["weights"], stripes, files, sums)

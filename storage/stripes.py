@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import ALIGN, Layout, TensorSpec
@@ -36,6 +37,27 @@ class Stripe:
     def capacity(self) -> int:
         """Size of the file while it is in use: whole blocks."""
         return len(self.header) + self.layout.span
+
+    def data_of(self, span: memoryview) -> list[memoryview]:
+        """The file's data, in order, as parts of the span's bytes."""
+        return [span[at : at + n] for at, _, n in self.segments]
+
+
+def check_stripes(layout: Layout, stripes: Sequence[Stripe]) -> None:
+    """Raises ValueError unless the stripes hold each byte of the span once, in whole blocks, one on each device."""
+    if any(a.device >= b.device for a, b in pairwise(stripes)):
+        raise ValueError("two stripes are on one device")
+    for stripe in stripes:
+        ends = accumulate((n for _, _, n in stripe.segments), initial=0)
+        if [*(offset for _, offset, _ in stripe.segments), stripe.layout.nbytes] != list(ends):
+            raise ValueError("the segments of a stripe are not its data")
+    end = 0
+    for at, offset, n in sorted(segment for stripe in stripes for segment in stripe.segments):
+        if at != end or n == 0 or at % ALIGN or offset % ALIGN:
+            raise ValueError("the stripes are not the whole of a span")
+        end += n
+    if end != layout.nbytes:
+        raise ValueError("the stripes are not the whole of a span")
 
 
 def deal_cut(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:

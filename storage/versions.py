@@ -26,6 +26,7 @@ class Version:
     capacity: int  # bytes, whole blocks
     file: File
     users: int = 0
+    sum: str = ""  # checksum of its data, known when all of it has been written
     synced: bool = False  # durable, and at its exact size
     lost: bool = False  # an fsync failed: nobody knows what is on the drive
 
@@ -61,7 +62,7 @@ class Versions:
         except BaseException:
             self.drop([version])
             raise
-        version.synced = version.lost = False
+        version.sum, version.synced, version.lost = "", False, False
         return version
 
     def hold(self, versions: Iterable[Version]) -> None:
@@ -128,4 +129,4 @@ class Versions:
 def version_files(folder: Path) -> list[Path]:
     """Our files in a device's folder; whatever else lies there is not touched."""
     found = (folder / FOLDER).glob("*.safetensors")
-    return sorted(p for p in found if re.fullmatch(r"\d{6,}", p.stem) and not p.is_symlink())
+    return sorted(p for p in found if re.fullmatch(r"\d{6,}", p.stem) and p.is_file() and not p.is_symlink())
