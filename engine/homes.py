@@ -6,9 +6,11 @@ of equal size, so that the ring it streams through has equal slots whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import cycle
 
 from torch import Tensor
 
@@ -21,6 +23,9 @@ from trireme.models.shapes import HALVES
 from trireme.storage.layout import Layout
 
 Progress = Callable[[int], None]  # hears of so many bytes more
+Piece = tuple[str, int, int]  # "weights" or "state", unit, record of its state
+
+READ_AHEAD = 4  # pieces under way at once when all are read
 
 
 def silent(nbytes: int) -> None:
@@ -115,55 +120,98 @@ class Homes:
         return self.lanes.run(lane, shards[0].name, lambda: self.move(way, shards, buffer), after, nbytes=nbytes)
 
     def move(self, way: str, shards: Sequence[Shard], buffer: Tensor) -> None:
-        """Reads or writes shards, from or to their places in `buffer`. Then, also after an error, nothing is in flight:
-        the buffer is free, and may go.
+        """Reads, verifies or writes shards, from or to their places in `buffer`. Then, also after an error, nothing is
+        in flight: the buffer is free, and may go.
         """
+        _over(self.begin(way, shards, buffer))
+
+    def begin(self, way: str, shards: Sequence[Shard], buffer: Tensor) -> list[Future]:
+        """What `move` waits for. After an error nothing is in flight."""
         move, moving = getattr(self.store, way), []
         try:
             for s in shards:
                 moving.append(move(s.name, memory_of(buffer[s.first :], s.layout.span)))
-        finally:
+        except BaseException:
             wait(moving)
-        for future in moving:
-            future.result()
+            raise
+        return moving
 
     # ------------------------------------------------ all of it, for a snapshot
 
     def shards(self) -> Iterable[tuple[str, Layout]]:
         """(name, layout) of every shard that a snapshot of this run consists of."""
-        for u in range(self.geo.n_units):
-            pieces = [("weights", u), *(("state", u, r) for r in range(len(self.geo.records(u, self.plan.record))))]
-            for piece in pieces:
-                yield from ((shard.name, shard.layout) for shard in self.shards_of(*piece))
+        return ((shard.name, shard.layout) for piece in self._pieces() for shard in self.shards_of(*piece))
 
     def save_to_store(self, progress: Progress = silent) -> None:
         """Writes every piece whose home is the GPU or RAM into its shards, so that the store is whole."""
-        for piece in self._off_the_ssd():
+        for piece in self._pieces(everything=False):
             with Staged(self, *piece, write=False) as buffer:
                 self.move("write", self.shards_of(*piece), buffer)
             progress(self._span(*piece))
 
-    def load_from_store(self, progress: Progress = silent) -> None:
-        """Reads every piece whose home is the GPU or RAM from its shards: the way back of save_to_store."""
-        for piece in self._off_the_ssd():
-            with Staged(self, *piece) as buffer:
-                self.move("read", self.shards_of(*piece), buffer)
-            progress(self._span(*piece))
+    def load_from_store(self, progress: Progress = silent, everything: bool = True) -> None:
+        """Reads every piece whose home is the GPU or RAM from its shards: the way back of save_to_store. All bytes are
+        compared with their checksums; with `everything` also those that stay on the SSD.
 
-    def off_the_ssd(self) -> int:
-        """Bytes of everything whose home is the GPU or RAM: what a snapshot writes and resuming reads."""
-        return sum(self._span(*piece) for piece in self._off_the_ssd())
+        Raises StoreError, Damaged among them. After that, and where `progress` raises, nothing is in flight.
+        """
+        coming: deque[tuple[Piece, Tensor, list[Future]]] = deque()
+
+        def arrive() -> None:
+            piece, buffer, moving = coming.popleft()
+            _over(moving)
+            home, span = self._home(*piece), self._span(*piece)
+            if home is not None and home is not buffer:
+                home[:span].copy_(buffer[:span])
+            progress(span)
+
+        self.staged = None
+        try:
+            for piece, buffer in self._places(everything):
+                while len(coming) == READ_AHEAD or any(buffer is taken for _, taken, _ in coming):
+                    arrive()
+                coming.append((piece, buffer, self.begin("verify", self.shards_of(*piece), buffer)))
+            while coming:
+                arrive()
+        finally:
+            wait([future for _, _, moving in coming for future in moving])
+
+    def _places(self, everything: bool) -> Iterable[tuple[Piece, Tensor]]:
+        """Each piece, and where in RAM it is read to: its home there, or a buffer that it passes through in a step."""
+        turns: dict[str, Iterator[Tensor]] = {}
+        for kind, u, r in self._pieces(everything):
+            home = self._home(kind, u, r)
+            if home is not None and home.device.type == "cpu":
+                yield (kind, u, r), home
+                continue
+            key = "state ring" if kind == "state" else f"weight ring {self.geo.size_class(u)}"
+            key = key if home is None else "staging"
+            yield (kind, u, r), next(turns.setdefault(key, cycle(self.many("host", key))))
+
+    def nbytes(self, everything: bool = True) -> int:
+        """Bytes of everything, or of what has its home on the GPU or in RAM: what a snapshot writes."""
+        return sum(self._span(*piece) for piece in self._pieces(everything))
+
+    def _home(self, kind: str, u: int, r: int) -> Tensor | None:
+        return self.weights[u] if kind == "weights" else self.state[u][r]
 
     def _span(self, kind: str, u: int, r: int) -> int:
         return (self.geo.weights[u] if kind == "weights" else self.record_layout(u, r)).span
 
-    def _off_the_ssd(self) -> Iterable[tuple[str, int, int]]:
-        """(kind, unit, record) of every piece whose home is the GPU or RAM."""
+    def _pieces(self, everything: bool = True) -> Iterable[Piece]:
+        """Every piece, or those whose home is the GPU or RAM."""
         for u, unit in enumerate(self.plan.units):
-            if unit.weights != "ssd":
+            if everything or unit.weights != "ssd":
                 yield "weights", u, 0
-            if unit.state != "ssd":
+            if everything or unit.state != "ssd":
                 yield from (("state", u, r) for r in range(len(self.state[u])))
+
+
+def _over(moving: Sequence[Future]) -> None:
+    """Waits for all of them; the first error is raised."""
+    wait(moving)
+    for future in moving:
+        future.result()
 
 
 class Staged:
@@ -193,7 +241,7 @@ class Staged:
             if self.tier == "gpu":
                 self.buffer.copy_(self.home[: self.span])
             else:
-                self.homes.move("read", self.shards, self.buffer)
+                self.homes.move("verify", self.shards, self.buffer)
         return self.buffer
 
     def __exit__(self, kind, error, trace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from trireme.engine.step import Engine
 from trireme.engine.verify import has_begun
 from trireme.models.config import InputError
 from trireme.storage.devices import open_device
-from trireme.storage.files import NoSnapshot
-from trireme.storage.shards import FINISHED, IDENTITY, Store, remove_finished
+from trireme.storage.files import NoSnapshot, StoreError
+from trireme.storage.shards import DAMAGED, FINISHED, IDENTITY, Damaged, Store, remove_finished
 
 PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
 
@@ -83,27 +84,59 @@ def make_engine(job: Job, lanes: RealLanes, store: Store, log: RunLog) -> Engine
     return e
 
 
-def fill_engine(e: Engine, job: Job, store: Store, log: RunLog, resumed: bool, asked: Sequence[int] = ()) -> None:
+def fill_engine(
+    e: Engine, job: Job, store: Store, log: RunLog, resumed: bool, asked: Sequence[int] = (), moved: bool = False
+) -> None:
     """Claims the room that the engine needs on the drives, and loads it: the snapshot if `resumed`, or the checkpoint.
 
-    Raises KeyboardInterrupt between two pieces when anything is in `asked`; InputError, StoreError.
+    `moved`: this process has just written the snapshot, and what stays on the SSD is not read. Raises KeyboardInterrupt
+    between two pieces when anything is in `asked`; InputError, StoreError.
     """
     e.claim_scratch(store.devices)
     if resumed:
-        with _loading(log, e.homes.off_the_ssd(), asked) as more:
-            e.homes.load_from_store(more)
+        _load_snapshot(e, store, log, asked, everything=not moved)
         return
     for name, layout in e.homes.shards():
         store.add(name, layout, weights=name.startswith("weights"))
     if job.plan.homes_on_ssd:
         store.reserve()
-    with _loading(log, sum(layout.span for _, layout in e.homes.shards()), asked) as more:
+    with _loading(log, "loading", e.homes.nbytes(), asked) as more:
         Exchange(job.cfg, job.source, e.homes).load(more)
 
 
+def _load_snapshot(e: Engine, store: Store, log: RunLog, asked: Sequence[int], everything: bool) -> None:
+    """Fills the homes from the last snapshot; what is read is compared with its checksums. Raises StoreError."""
+    if {name: shard.layout for name, shard in store.shards.items()} != dict(e.homes.shards()):
+        folder = os.path.join(store.devices[0].path, store.snapshots[-1].folder)
+        raise StoreError(errno.EINVAL, "is the state of another model, or cut otherwise", folder)
+    try:
+        with _loading(log, "loading", e.homes.nbytes(everything), asked) as more:
+            e.homes.load_from_store(more, everything)
+    except Damaged as damage:
+        back = _way_back(e, store, log, asked)
+        raise StoreError(damage.errno, f"{DAMAGED}. {back}", damage.filename) from damage
+
+
+def _way_back(e: Engine, store: Store, log: RunLog, asked: Sequence[int]) -> str:
+    """What to do where the last snapshot is damaged: those before it are read until one is whole."""
+    *older, last = store.snapshots
+    newer = [last.folder]
+    for snapshot in reversed(older):
+        store.restore(snapshot.step)
+        try:
+            with _loading(log, f"checking step {snapshot.step}", e.homes.nbytes(), asked) as more:
+                e.homes.load_from_store(more)
+        except Damaged:
+            newer.append(snapshot.folder)
+        else:
+            return f"The last whole snapshot is of step {snapshot.step}: to go back to it, remove {', '.join(newer)}"
+    kept = "No snapshot is whole" if older else "There is no older snapshot (--keep 1)"
+    return f"{kept}: restore the file from a copy of the run, or start again"
+
+
 @contextmanager
-def _loading(log: RunLog, nbytes: int, asked: Sequence[int]) -> Iterator[Callable[[int], None]]:
-    with log.screen.working("loading", nbytes) as more:
+def _loading(log: RunLog, what: str, nbytes: int, asked: Sequence[int]) -> Iterator[Callable[[int], None]]:
+    with log.screen.working(what, nbytes) as more:
 
         def more_or_leave(nbytes: int) -> None:
             more(nbytes)

@@ -127,10 +127,10 @@ class Run:
             self.log.say(f"resumed at step {self.step}")
         self.saved_at = self.evaluated_at = time.monotonic()  # loading took its time
 
-    def _start(self, resumed: bool, asked: Sequence[int] = ()) -> None:
+    def _start(self, resumed: bool, asked: Sequence[int] = (), moved: bool = False) -> None:
         """Makes the engine and fills it; `close` gives it back wherever that ends."""
         self.e = make_engine(self.job, self.lanes, self.store, self.log)
-        fill_engine(self.e, self.job, self.store, self.log, resumed, asked)
+        fill_engine(self.e, self.job, self.store, self.log, resumed, asked, moved)
 
     # ------------------------------------------------ the loop
 
@@ -279,7 +279,7 @@ class Run:
         if self.saved_step == self.step and self.store.snapshots:
             return
         self._settle()
-        with self.log.screen.working("saving", self.e.homes.off_the_ssd()) as more:
+        with self.log.screen.working("saving", self.e.homes.nbytes(everything=False)) as more:
             self.e.homes.save_to_store(more)
         snapshot = {
             "step": self.step,
@@ -350,7 +350,7 @@ class Run:
         self._save()
         self._let_go()
         self.job = replace(self.job, plan=plan)
-        self._start(resumed=True)
+        self._start(resumed=True, moved=True)
 
     # ------------------------------------------------ the end
 

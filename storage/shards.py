@@ -48,6 +48,9 @@ from trireme.storage.versions import FOLDER, Version, Versions, version_files
 IN_FLIGHT = 2  # spares of each size beyond what snapshots hold: writes under way while old versions can still be read
 
 
+DAMAGED = "is damaged: its bytes are not those that were written"
+
+
 class Damaged(StoreError):
     """The bytes of a file are not those that were written, and the drive did not say so."""
 
@@ -207,7 +210,7 @@ class Store:
         sound = [s.step for s in self.snapshots if version not in self._held(s)]
         last = f"The last snapshot without this file is of step {sound[-1]}" if sound else "No snapshot is without it"
         path = self._known_as(name, stripe, version)
-        raise Damaged(errno.EIO, f"is damaged: its bytes are not those that were written. {last}", str(path))
+        raise Damaged(errno.EIO, f"{DAMAGED}. {last}", str(path))
 
     def _known_as(self, name: str, stripe: int, version: Version) -> Path:
         """The file's name in a snapshot, or where no snapshot holds it its own."""

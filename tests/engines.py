@@ -47,6 +47,8 @@ class MemoryStore:
         buffer[:] = self.shards[name]
         return _done()
 
+    verify = read
+
 
 class MemoryScratch:
     """The scratch file of swapped activations and waiting gradients, in memory."""
