@@ -20,7 +20,7 @@ from trireme.engine.rows import BadRow
 from trireme.engine.template import Rendering, Span, Template
 from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
-from trireme.storage.checkpoint import TEMPLATES
+from trireme.storage.companions import TEMPLATES
 
 # For models that have no template: roles on lines of their own, the tokenizer's end token after every message.
 PLAIN = """\

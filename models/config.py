@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from trireme.storage.untrusted import read_small
+
+LARGEST = 1 << 20  # bytes of a config.json
 SUPPORTED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three names for one formula
@@ -100,7 +103,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     """ModelConfig of the checkpoint in `folder`. InputError where config.json is missing, malformed or unsupported."""
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_small(path, LARGEST, links=True).decode())
     except FileNotFoundError:
         raise InputError(f"{path} is missing. Give the folder of a Hugging Face checkpoint.") from None
     except OSError as e:

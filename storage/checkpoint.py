@@ -7,6 +7,7 @@ cache is given back as reading goes on.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,16 +17,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trireme.storage.companions import companions, left_behind
 from trireme.storage.files import StoreError, check_space, sync_folder, write_synced
 from trireme.storage.headers import MAX_HEADER, CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
-from trireme.storage.untrusted import is_plain, parse_json
+from trireme.storage.untrusted import is_plain, parse_json, read_small
 
-INDEX, TEMPLATES = "model.safetensors.index.json", "additional_chat_templates"
+log = logging.getLogger("trireme.storage")
+
+INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CHUNK = 16 << 20  # bytes read or written at a time
 PIECE = 1 << 20  # bytes handed on at a time: they stay in a core's cache while they are worked on
-COMPANIONS = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # config, tokenizer, chat template, licence
 NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bf16 travels as its bits
 
 
@@ -88,6 +91,8 @@ def open_source(folder: str | os.PathLike) -> Source:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the folder of a Hugging Face checkpoint.")
+    if left := left_behind(folder):
+        log.warning("%s", left)
     if (folder / SINGLE).exists():
         return _collect(folder, (SINGLE,), None)
     if (folder / INDEX).exists():
@@ -110,14 +115,9 @@ def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, every file inside the folder."""
     path = folder / INDEX
     try:
-        with open(path, "rb") as f:
-            text = f.read(MAX_HEADER + 1)
+        weight_map = parse_json(read_small(path, MAX_HEADER, links=True), "index").get("weight_map")
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e.strerror}.") from e
-    try:
-        if len(text) > MAX_HEADER:
-            raise ValueError(f"the index is larger than {MAX_HEADER} bytes")
-        weight_map = parse_json(text, "index").get("weight_map")
     except ValueError as e:
         raise CheckpointError(f"{path}: {e}.") from e
     if type(weight_map) is not dict or not weight_map or any(type(f) is not str for f in weight_map.values()):
@@ -197,13 +197,6 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     rounded[np.isnan(values)] = 0x7FC0
     return rounded
-
-
-def companions(folder: Path) -> list[str]:
-    """The files that travel with the weights (config, tokenizer, templates), relative to `folder`."""
-    found = [p for p in folder.iterdir() if p.suffix in COMPANIONS and not p.name.endswith(".index.json")]
-    found += (folder / TEMPLATES).glob("*.jinja")
-    return sorted(str(p.relative_to(folder)) for p in found if p.is_file() and not p.name.startswith("."))
 
 
 def export(

@@ -36,6 +36,7 @@ from pathlib import Path
 
 from trireme.storage import checkpoint, snapshots
 from trireme.storage.aio import then, together
+from trireme.storage.companions import TEMPLATES, companions
 from trireme.storage.devices import Device, open_device
 from trireme.storage.files import LOCK, NoSnapshot, StoreError, lock_folder, sync_folder, write_synced
 from trireme.storage.identity import FINISHED, IDENTITY, Identity, in_order, is_taken, write_identity
@@ -338,7 +339,7 @@ class Store:
         for name in (*self._companions, checkpoint.INDEX):
             (self._paths[0] / name).unlink(missing_ok=True)
         with suppress(OSError):  # where the checkpoint has none, or there is something of somebody else's
-            (self._paths[0] / checkpoint.TEMPLATES).rmdir()
+            (self._paths[0] / TEMPLATES).rmdir()
         for path in self._paths:
             remove_finished(path)
             (path / LOCK).unlink()  # last, and while it is held
@@ -398,4 +399,4 @@ def _refuse_others(first: Path, companions: str | os.PathLike | None) -> None:
 
 def _companions(source: str | os.PathLike | None) -> list[str]:
     """The files of a checkpoint that lie beside a store's snapshots."""
-    return [name for name in checkpoint.companions(Path(source)) if snapshots.is_companion(name)] if source else []
+    return [name for name in companions(Path(source)) if snapshots.may_lie_beside(name)] if source else []

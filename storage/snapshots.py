@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.storage.checkpoint import COMPANIONS, INDEX, TEMPLATES
+from trireme.storage.checkpoint import INDEX
+from trireme.storage.companions import is_companion
 from trireme.storage.files import StoreError, replace_synced, sync_folder, write_synced
 from trireme.storage.headers import list_tensors, parse_tensors
 from trireme.storage.layout import Layout
 from trireme.storage.stripes import Stripe, check_stripes
 from trireme.storage.sums import SUM, checksum, seal, unseal
-from trireme.storage.untrusted import complaint, is_plain, read_small, shown
+from trireme.storage.untrusted import complaint, read_small, shown
 from trireme.storage.versions import FOLDER
 
 MANIFEST = "manifest.json"
@@ -263,7 +264,7 @@ def parse(manifest: bytes) -> Snapshot:
     if wrong := complaint(fields, SHAPE):
         raise ValueError(f"its manifest{wrong}")
     for name in fields["companions"]:
-        if not is_companion(name):
+        if not may_lie_beside(name):
             raise ValueError(f"{shown(name)!r} is not the name of a companion")
     shards = {name: _record(name, r) for name, r in fields["shards"].items()}
     keys = [key for record in shards.values() for key in record.keys]
@@ -272,11 +273,9 @@ def parse(manifest: bytes) -> Snapshot:
     return Snapshot(fields["sequence"], fields["step"], fields["extra"], fields["companions"], shards)
 
 
-def is_companion(name: str) -> bool:
-    """Whether a file of that name may lie beside the snapshots, and in them."""
-    folder, _, file = name.rpartition("/")
-    ours = name in (MANIFEST, INDEX)
-    return is_plain(name) and folder in ("", TEMPLATES) and Path(file).suffix in COMPANIONS and not ours
+def may_lie_beside(name: str) -> bool:
+    """Whether a companion of that name may lie beside the snapshots, and in them: it takes no name of ours."""
+    return is_companion(name) and name not in (MANIFEST, INDEX)
 
 
 def _record(name: str, r: dict) -> Record:

@@ -1,6 +1,7 @@
 """Hugging Face folders: read exactly, written back in the same form, refused in one clear line when they are bad."""
 
 import errno
+import hashlib
 import json
 import os
 import tracemalloc
@@ -16,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from trireme.storage import checkpoint
 from trireme.storage.checkpoint import INDEX, CheckpointError, convert, export, open_source
+from trireme.storage.companions import companions
 from trireme.storage.files import StoreError
 
 RNG = np.random.default_rng(0)
@@ -241,14 +243,71 @@ def test_tensors_that_the_index_does_not_name_are_copied_but_not_shown(tmp_path)
 
 
 def test_links_into_a_download_cache_are_followed(tmp_path):
-    blobs = save(tmp_path / "blobs")
-    folder = tmp_path / "snapshot"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to(blobs / name)
+    files, cache = save(tmp_path / "files"), tmp_path / "models--a--b"
+    folder = cache / "snapshots" / "0123abc"
+    for name in ("config.json", "model.safetensors", "additional_chat_templates/tool.jinja"):
+        link, up = folder / name, Path(*[".."] * (2 + name.count("/")))
+        link.parent.mkdir(parents=True, exist_ok=True)
+        (files / name).parent.mkdir(exist_ok=True)
+        (files / name).touch()
+        blob = up / "blobs" / hashlib.sha256(name.encode()).hexdigest()
+        link.symlink_to(blob)
+        (cache / "blobs").mkdir(exist_ok=True)
+        (files / name).rename(link.parent / blob)
     export(open_source(folder), tmp_path / "out", lambda name: None)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (blobs / "model.safetensors").read_bytes()
-    assert not (tmp_path / "out" / "config.json").is_symlink()
+    for name in ("config.json", "model.safetensors", "additional_chat_templates/tool.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+        assert not (tmp_path / "out" / name).is_symlink()
+
+
+@pytest.mark.parametrize("through", ["", "blobs/", "cache"])
+def test_links_out_of_the_folder_are_not_followed_and_that_is_said(tmp_path, caplog, through):
+    """A key that a stranger's checkpoint links would be published with the weights; also through a cache of his."""
+    (tmp_path / "secret").mkdir()
+    key = tmp_path / "secret" / ("0123456789" * 4)
+    key.write_text("PRIVATE")
+    folder = tmp_path / "stranger" / "snapshots" / "x" if through else tmp_path / "stranger"
+    folder.mkdir(parents=True)
+    save(folder)
+    blobs = tmp_path / "stranger" / "blobs"
+    if through == "blobs/":  # the folder is a link
+        blobs.symlink_to(key.parent)
+    elif through:  # the file is one
+        blobs.mkdir()
+        (blobs / key.name).symlink_to(key)
+    target = Path("../../blobs", key.name) if through else key
+    for name in ("notes.txt", "additional_chat_templates/x.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(Path("..", target) if through and "/" in name else target)
+        assert (folder / name).read_text() == "PRIVATE"
+    (folder / "inside.txt").symlink_to("tokenizer.json")
+    (folder / "folder.json").mkdir()
+    source = open_source(folder)
+    export(source, tmp_path / "out", lambda name: None)
+    assert not any(b"PRIVATE" in p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert (tmp_path / "out" / "inside.txt").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    (said,) = caplog.messages
+    for part in ("notes.txt is a link out of", "x.jinja is a link out of", "folder.json is not a regular file"):
+        assert part in said
+
+
+def test_a_config_that_leaves_the_folder_or_is_no_file_is_refused(tmp_path):
+    folder = save(tmp_path / "in")
+    (folder / "config.json").rename(tmp_path / "config.json")
+    for make in (lambda path: path.symlink_to("../config.json"), os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(folder / "config.json")
+        with pytest.raises(CheckpointError, match="config.json is (a link out of the folder|not a regular file)"):
+            open_source(folder)
+        (folder / "config.json").unlink()
+
+
+def test_a_companion_of_gigabytes_is_left(tmp_path, caplog):
+    folder = save(tmp_path / "in")
+    (folder / "rows.json").touch()
+    os.truncate(folder / "rows.json", 1 << 33)
+    assert "rows.json" not in companions(folder)
+    open_source(folder)
+    assert "rows.json has more than 64 MiB" in caplog.messages[0]
 
 
 def test_real_checkpoints(real, tmp_path):

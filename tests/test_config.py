@@ -1,6 +1,7 @@
 """config.json: what is understood, in the forms of transformers 4 and 5, and what is refused by name."""
 
 import json
+import os
 
 import pytest
 
@@ -134,6 +135,22 @@ def test_unreadable(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(InputError, match="config.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.write_text(" " * (2 << 20) + "{}"),
+        os.mkdir,
+    ],
+)
+def test_what_is_no_small_regular_file_is_not_read(tmp_path, make):
+    """A pipe would be waited for, and a device read, for ever."""
+    make(tmp_path / "config.json")
+    with pytest.raises(InputError, match="config.json cannot be read: .*(regular|more than 1048576 bytes|directory)"):
         read_config(tmp_path)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.storage.checkpoint import INDEX, open_source
-from trireme.storage.headers import MAX_HEADER, CheckpointError, encode_header, parse_header, read_header
+from trireme.storage.headers import MAX_HEADER, MAX_TENSORS, CheckpointError, encode_header, parse_header, read_header
 from trireme.storage.layout import ITEMSIZE, sequential
 
 GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
@@ -88,6 +88,29 @@ def test_a_header_of_gigabytes_is_not_read(tmp_path):
         read_header(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+EMPTY = ",".join(f'"t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(300_000))
+BOMBS = {"tensors": EMPTY, "lists": '"a":[' + "[]," * 3_000_000 + "0]", "pairs": '"":0,' * 3_000_000 + '"a":0'}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_header_of_far_too_much_is_refused_before_it_is_parsed(tmp_path, bomb):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file_bytes(b"{%s}" % BOMBS[bomb].encode()))
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=f"more than {MAX_TENSORS} tensors"):
+        read_header(path)
+    assert tracemalloc.get_traced_memory()[1] < 2 * path.stat().st_size
+    tracemalloc.stop()
+
+
+def test_a_header_of_many_tensors_is_read(tmp_path):
+    text = json.dumps(
+        {f"t{i}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i in range(50_000)}
+    )
+    (tmp_path / "x.safetensors").write_bytes(file_bytes(text.encode(), bytes(200_000)))
+    assert len(read_header(tmp_path / "x.safetensors").layout.tensors) == 50_000
 
 
 json_values = st.recursive(

@@ -18,7 +18,7 @@ FOLDERS = ("kernels", "models", "storage", "engine")
 MAY_IMPORT = {
     "kernels": {"kernels"},
     "storage": {"storage"},
-    "models": {"models", "kernels"},
+    "models": {"models", "kernels", "storage"},
     "engine": {"engine", "models", "storage", "kernels"},
     "scripts": {"engine", "models", "storage", "kernels"},
 }
@@ -31,7 +31,7 @@ TORCH_FREE = [
     *(f"trireme.models.{name}" for name in ("config", "shapes", "hf")),
     *(f"trireme.engine.{name}" for name in ENGINE_FREE),
 ]
-DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml"}
+DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml", "xxhash"}
 PAGES = ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md", "docs/transcripts.md"]
 PICTURE = re.compile(r"^(\w+)/ +\S|^ {2}([\w.-]+\.\w+) +\S")
 

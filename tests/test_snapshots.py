@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.storage import checkpoint, snapshots
+from trireme.storage import companions, snapshots
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.layout import pack, sequential
@@ -328,13 +328,13 @@ def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_
                     span[at : at + n] = data[len(stripe.header) + offset :][:n]
             assert zlib.crc32(span) == snapshot.extra["crc"][record_name], (name, record_name)
         assert folder["model.safetensors.index.json"] == snapshot.index()
-        assert folder["config.json"] == b"{}" and folder[checkpoint.TEMPLATES] == {"tool.jinja": b"{{ tools }}"}
+        assert folder["config.json"] == b"{}" and folder[companions.TEMPLATES] == {"tool.jinja": b"{{ tools }}"}
         return snapshot.step
 
     source = tmp_path / "source"
-    (source / checkpoint.TEMPLATES).mkdir(parents=True)
+    (source / companions.TEMPLATES).mkdir(parents=True)
     (source / "config.json").write_text("{}")
-    (source / checkpoint.TEMPLATES / "tool.jinja").write_text("{{ tools }}")
+    (source / companions.TEMPLATES / "tool.jinja").write_text("{{ tools }}")
     root = tmp_path / "root"
     root.mkdir()
     direct = is_direct(root)
