@@ -232,7 +232,7 @@ def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, re
     with pytest.raises(KeyboardInterrupt):
         finetune(run)
     assert all(future.done() for moving in begun for future in moving)
-    assert len(begun) <= 3 + READ_AHEAD * resumed  # of the twelve pieces of this model
+    assert len(begun) <= 3 + READ_AHEAD * resumed  # of two hundred
     assert Path(run.out).exists() == resumed
 
 
