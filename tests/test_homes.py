@@ -10,8 +10,10 @@ import pytest
 from engines import LIMITS, LLAMA, gpu_plan
 
 from trireme.engine.build import build
+from trireme.engine.homes import READ_AHEAD
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.plan import UnitPlan
+from trireme.storage.aio import address_of
 from trireme.storage.files import StoreError
 
 
@@ -45,6 +47,44 @@ def test_after_an_error_nothing_of_the_buffer_is_in_flight(way, how):
     with pytest.raises(StoreError, match="Input/output error"):
         homes.move(way, homes.shards_of("state", 1), homes.state[1][0])
     assert all(future.done() for future in store.slow)
+
+
+class SlowStore(SickStore):
+    """Every request ends a little later, and none of those under way is for the memory of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.places: list[tuple[int, Future]] = []
+
+    def verify(self, name: str, buffer: memoryview) -> Future:
+        self.how.append("slow")
+        place = address_of(buffer)
+        assert all(future.done() for at, future in self.places if at == place)
+        self.places.append((place, self.read(name, buffer)))
+        return self.places[-1][1]
+
+
+@pytest.mark.parametrize("last", [1, 3, 7])
+@pytest.mark.parametrize("everything", [False, True])
+def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last, everything):
+    """Of weights and states on the SSD and in RAM several are under way at once."""
+    homes = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host")]
+    plan = gpu_plan(LLAMA, units=tuple(homes[u % 3] for u in range(5)), dtype="BF16", record=512)
+    store, told = SlowStore(), []
+    homes = build(LLAMA, plan, LIMITS, InlineLanes(), store=store).homes
+
+    def progress(nbytes: int) -> None:
+        told.append(nbytes)
+        if len(told) == last:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        homes.load_from_store(progress, everything)
+    assert len(told) == last and all(future.done() for future in store.slow)
+    assert len(store.slow) <= 2 * (last + READ_AHEAD)
+    told.clear()
+    homes.load_from_store(told.append, everything)
+    assert sum(told) == homes.nbytes(everything) and all(future.done() for future in store.slow)
 
 
 def test_what_the_store_still_has_stays_in_memory():

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import safetensors
 
-from trireme.storage import shards
+from trireme.storage import shards, snapshots
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.checkpoint import INDEX, open_source
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.files import StoreError
 from trireme.storage.layout import ALIGN, Layout, pack, sequential
-from trireme.storage.shards import Store
+from trireme.storage.shards import Damaged, Store
 from trireme.storage.stripes import deal_cut, deal_whole
 
 K = 1024
@@ -438,7 +438,7 @@ def test_a_file_that_does_not_begin_with_its_header_is_noticed(tmp_path):
         store.commit(0, {})
     with open(tmp_path / "d0" / "snapshot-000001-step-0" / "block-0.adam.safetensors", "r+b") as file:
         file.write(bytes(4096))  # as a filesystem leaves a block that it has lost
-    with pytest.raises(StoreError, match="block-0.adam.safetensors.*was changed|was changed.*Remove snapshot"):
+    with pytest.raises(StoreError, match="was changed: its header is not the one .*block-0.adam.safetensors"):
         Store.open(devices(tmp_path))
 
 
@@ -448,16 +448,88 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
             write_all(store, seed)
             store.commit(seed, {})
     newest = tmp_path / "d0" / "snapshot-000002-step-1"
-    for text in ("", "[]", "{}", '{"format": 1}'):
+    for text in ("", "[]", "{}", '{"format": 2}'):
         (newest / "manifest.json").write_text(text)
-        with pytest.raises(StoreError, match="is damaged.*manifest.json"):
+        with pytest.raises(StoreError, match="is damaged.* step 0, remove snapshot-000002-step-1.*manifest.json"):
             Store.open(devices(tmp_path))
     (newest / "manifest.json").write_text('{"format": 99}')
-    with pytest.raises(StoreError, match="is of format 99, this version reads 1. Go on with.*manifest.json"):
+    with pytest.raises(StoreError, match="is of format 99, this version reads 2. Go on with.*manifest.json"):
         Store.open(devices(tmp_path))
     shutil.rmtree(newest)
     with Store.open(devices(tmp_path)) as store:
         assert holds(store, 0)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def damaged(store: Store) -> dict[str, Damaged]:
+    """The spans whose bytes are not those that were written."""
+    found = {}
+    for name, shard in store.shards.items():
+        try:
+            store.verify(name, arena(shard.layout.span)).result(10)
+        except Damaged as error:
+            found[name] = error
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("reopened", [True, False])
+def test_a_changed_bit_of_any_stripe_is_noticed_by_whoever_asks(tmp_path, count, reopened):
+    with create(tmp_path, count, keep=2) as store:
+        for seed in range(2):
+            write_all(store, seed)
+            store.commit(seed, {})
+    with Store.open(devices(tmp_path, count), keep=2) as store:
+        if not reopened:
+            write_all(store, 2)  # in no snapshot
+        assert damaged(store) == {}
+        for name, shard in store.shards.items():
+            for k, (stripe, version) in enumerate(zip(shard.stripes, shard.current, strict=True)):
+                path = Path(version.file.path)
+                flip(path, stripe.nbytes - 1)
+                (found,) = damaged(store).items()
+                assert found[0] == name and f"without this file is of step {0 if reopened else 1}" in found[1].strerror
+                assert Path(found[1].filename).name == (snapshots.file_name(name, k) if reopened else path.name)
+                store.read(name, arena(shard.layout.span)).result(10)  # who does not ask is not told
+                flip(path, stripe.nbytes - 1)
+        assert damaged(store) == {}
+
+
+def test_checksums_are_taken_while_the_drive_writes(tmp_path, monkeypatch):
+    """Each waits for the other: were they taken before a write begins, or when it is over, both would for ever."""
+    begun, taken, real = threading.Event(), threading.Event(), shards.checksum
+
+    def fault(piece):
+        if piece.write:
+            begun.set()
+            assert taken.wait(10)
+
+    def noted(*data):
+        assert begun.wait(10)
+        found = real(*data)
+        taken.set()
+        return found
+
+    with create(tmp_path, fault=fault) as store:
+        monkeypatch.setattr(shards, "checksum", noted)
+        store.write("block-0.adam", content(STATE, 0)).result(30)
+        store.verify("block-0.adam", arena(STATE.span)).result(10)
+
+
+def test_a_span_without_bytes_is_as_good_as_any(tmp_path):
+    with Store.create(devices(tmp_path, 2)) as store:
+        store.add("nothing", sequential([("a", "F32", (0, 8))]), weights=True)
+        store.write("nothing", b"").result(10)
+        store.read("nothing", b"").result(10)
+        store.verify("nothing", b"").result(10)
+        store.commit(0, {})
+    with Store.open(devices(tmp_path, 2)) as store:
+        store.verify("nothing", b"").result(10)
 
 
 def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
