@@ -157,7 +157,7 @@ class Store:
             target.parent.mkdir(exist_ok=True)
             content = read_small(Path(source) / name, links=True)
             write_synced(target, [content])
-            self._companions[name] = checksum(content)
+            self._companions[name] = checksum([content])
 
     def add(self, name: str, layout: Layout, weights: bool = False) -> None:
         """Declares a span. `weights`: tensors stay whole and are listed in the index that Hugging Face readers use."""
@@ -206,7 +206,7 @@ class Store:
 
     def _compare(self, name: str, stripe: int, version: Version, data: list[memoryview]) -> None:
         """Raises Damaged unless the data of a stripe is what was written."""
-        if checksum(*data) == version.sum:
+        if checksum(data) == version.sum:
             return
         sound = [s.step for s in self.snapshots if version not in self._held(s)]
         last = f"The last snapshot without this file is of step {sound[-1]}" if sound else "No snapshot is without it"
@@ -379,7 +379,7 @@ def _device(d: str | os.PathLike | Device, stack: ExitStack) -> Device:
 
 
 def _take_sum(version: Version, data: list[memoryview]) -> None:
-    version.sum = checksum(*data)
+    version.sum = checksum(data)
 
 
 def _span(shard: Shard, buffer) -> memoryview:

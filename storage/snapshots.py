@@ -200,7 +200,7 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
         for name, known in snapshot.companions.items():
             path = first / name
             _check_folder(path.parent)
-            if checksum(read_small(path)) != known:
+            if checksum([read_small(path)]) != known:
                 message = "is not what was written. Copy it from the checkpoint again"
                 raise StoreError(errno.EIO, message, str(path))
             (devices[0] / name).parent.mkdir(exist_ok=True)

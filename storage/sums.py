@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+from collections.abc import Iterable
 
 import xxhash
 
@@ -15,7 +16,7 @@ SUM = re.compile(r"[0-9a-f]{16}")
 SEAL = re.compile(rb'\{"format": (\d{1,9}), "xxh3_64": "([0-9a-f]{16})", (?=")')
 
 
-def checksum(*buffers) -> str:
+def checksum(buffers: Iterable) -> str:
     """The checksum of buffers one after another, as 16 hexadecimal digits. Does not hold the interpreter's lock."""
     sums = xxhash.xxh3_64()
     for buffer in buffers:
@@ -26,7 +27,7 @@ def checksum(*buffers) -> str:
 def seal(version: int, fields: dict) -> bytes:
     """`fields` as a JSON object that begins with the version of its format and the checksum of all that follows."""
     rest = json.dumps(fields).encode().removeprefix(b"{")
-    return b'{"format": %d, "xxh3_64": "%s", ' % (version, checksum(rest).encode()) + rest
+    return b'{"format": %d, "xxh3_64": "%s", ' % (version, checksum([rest]).encode()) + rest
 
 
 def unseal(text: bytes, version: int, what: str) -> dict:
@@ -38,6 +39,6 @@ def unseal(text: bytes, version: int, what: str) -> dict:
         message = f"is of format {int(found[1])}, this version reads {version}. Go on with the version that wrote it"
         raise StoreError(errno.EINVAL, message)
     sealed = SEAL.match(text)
-    if not sealed or checksum(text[sealed.end() :]) != sealed[2].decode():
+    if not sealed or checksum([text[sealed.end() :]]) != sealed[2].decode():
         raise ValueError("it is not what was written")
     return parse_json(b"{" + text[sealed.end() :], what)

@@ -140,7 +140,7 @@ def test_a_manifest_is_refused_in_words(ours, says, change):
 def test_text_that_is_no_manifest_is_refused_in_words(ours, text, sealed):
     if sealed:
         rest = b'"x": ' + text
-        text = b'{"format": %d, "xxh3_64": "%s", ' % (FORMAT, checksum(rest).encode()) + rest
+        text = b'{"format": %d, "xxh3_64": "%s", ' % (FORMAT, checksum([rest]).encode()) + rest
     for path in (ours / "d0" / SNAPSHOT / MANIFEST, ours / "d1" / "store.id"):
         put(path, text)
         assert refused(ours, "is damaged|has more than 4096 bytes").filename == str(path)

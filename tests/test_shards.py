@@ -509,9 +509,9 @@ def test_checksums_are_taken_while_the_drive_writes(tmp_path, monkeypatch):
             begun.set()
             assert taken.wait(10)
 
-    def noted(*data):
+    def noted(data):
         assert begun.wait(10)
-        found = real(*data)
+        found = real(data)
         taken.set()
         return found
 
