@@ -293,7 +293,7 @@ class Run:
         self.saved_at, self.saved_step = time.monotonic(), self.step
 
     def _exporting(self) -> AbstractContextManager[Callable[[int], None]]:
-        return self.log.screen.working("writing the checkpoint", self.job.source.nbytes)
+        return self.log.screen.working("writing the checkpoint", 2 * self.job.source.nbytes)  # and reading it back
 
     def _finish(self) -> None:
         """The last evaluation, the checkpoint folder, and the end of the training state."""

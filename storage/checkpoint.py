@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from trireme.storage.companions import companions, left_behind
 from trireme.storage.files import StoreError, check_space, sync_folder, write_synced
 from trireme.storage.headers import MAX_HEADER, CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
+from trireme.storage.sums import checksum, summed
 from trireme.storage.untrusted import is_plain, parse_json, read_small
 
 log = logging.getLogger("trireme.storage")
@@ -208,16 +210,16 @@ def export(
     """Writes a checkpoint with the source's files, names, shapes, dtypes and metadata into `out`.
 
     fetch(name) gives the tensor's new values piece by piece, flat float32 or uint16 (bf16 bits), which are rounded to
-    the source's dtype, or None: copied byte for byte. `progress(nbytes)` hears of what is written. Files appear under
-    their names only when all of them are complete and synced. Raises StoreError, after removing what it had written,
-    where space is short or the disk fails.
+    the source's dtype, or None: copied byte for byte. `progress(nbytes)` hears of what is written, and of what is then
+    read back. Files appear under their names only when all of them are complete, synced and read back as they were
+    written. Raises StoreError, after removing what it had written, where space is short or the disk fails.
     """
     out = Path(out)
     others = companions(source.folder) + [INDEX] * (INDEX in {p.name for p in source.folder.iterdir()})
     if SINGLE in source.files:
         others = [f for f in others if f != INDEX]  # the library would not look at it either
     files = [*others, *source.files]
-    done: list[str] = []
+    done: dict[str, str] = {}  # file -> checksum
     try:
         out.mkdir(parents=True, exist_ok=True)
         if out.samefile(source.folder):
@@ -225,9 +227,12 @@ def export(
         check_space(out, sum((source.folder / f).stat().st_size for f in files), "the exported checkpoint")
         for file in files:
             (out / file).parent.mkdir(parents=True, exist_ok=True)
-            done.append(file)
+            done[file] = ""
             content = _rewritten(source, file, fetch) if file in source.files else _whole(source.folder / file)
-            write_synced(_partial(out / file), _counted(content, progress))
+            write_synced(_partial(out / file), summed(_counted(content, progress), partial(done.__setitem__, file)))
+        for file, written in done.items():
+            if checksum(_counted(_whole(_partial(out / file)), progress)) != written:
+                raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
         for file in files:
             os.replace(_partial(out / file), out / file)
         for folder in {(out / f).parent for f in files} | {out}:

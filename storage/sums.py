@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
@@ -22,6 +22,15 @@ def checksum(buffers: Iterable) -> str:
     for buffer in buffers:
         sums.update(buffer)
     return sums.hexdigest()
+
+
+def summed(buffers: Iterable, found: Callable[[str], None]) -> Iterator:
+    """The buffers one after another, and after the last of them found(their checksum)."""
+    sums = xxhash.xxh3_64()
+    for buffer in buffers:
+        sums.update(buffer)
+        yield buffer
+    found(sums.hexdigest())
 
 
 def seal(version: int, fields: dict) -> bytes:

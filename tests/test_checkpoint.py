@@ -130,6 +130,26 @@ def test_an_export_is_on_the_drive_when_it_returns(tmp_path, monkeypatch):
     assert {folder for what, folder in done[len(names) :]} == {*names}
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_is_not_read_back_as_it_was_written_gets_no_name(tmp_path, monkeypatch, name):
+    source, write = open_source(save(tmp_path / "in")), checkpoint.write_synced
+
+    def write_and_flip(path, content):
+        write(path, content)
+        if name in path.name:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+
+    export(source, tmp_path / "out", lambda name: None)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(checkpoint, "write_synced", write_and_flip)
+    new = np.zeros(64, np.float32)
+    with pytest.raises(StoreError, match=f"read back, it is not what was written.*{name}"):
+        export(source, tmp_path / "out", lambda name: [new] if name == "a.weight" else None)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
 def test_memory_is_one_chunk_whatever_the_size(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "CHUNK", 1 << 20)
     folder = tmp_path / "in"
