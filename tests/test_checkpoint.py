@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -280,11 +281,11 @@ def test_links_into_a_download_cache_are_followed(tmp_path):
         assert not (tmp_path / "out" / name).is_symlink()
 
 
-@pytest.mark.parametrize("through", ["", "blobs/", "cache"])
+@pytest.mark.parametrize("through", ["", "blobs/", "cache", "beside"])
 def test_links_out_of_the_folder_are_not_followed_and_that_is_said(tmp_path, caplog, through):
     """A key that a stranger's checkpoint links would be published with the weights; also through a cache of his."""
     (tmp_path / "secret").mkdir()
-    key = tmp_path / "secret" / ("0123456789" * 4)
+    key = tmp_path / "secret" / ("0123456789" * 4 if through != "beside" else "id_rsa")
     key.write_text("PRIVATE")
     folder = tmp_path / "stranger" / "snapshots" / "x" if through else tmp_path / "stranger"
     folder.mkdir(parents=True)
@@ -292,9 +293,9 @@ def test_links_out_of_the_folder_are_not_followed_and_that_is_said(tmp_path, cap
     blobs = tmp_path / "stranger" / "blobs"
     if through == "blobs/":  # the folder is a link
         blobs.symlink_to(key.parent)
-    elif through:  # the file is one
+    elif through:  # the file is one; or it only lies where a cache would be
         blobs.mkdir()
-        (blobs / key.name).symlink_to(key)
+        (blobs / key.name).symlink_to(key) if through == "cache" else shutil.copy(key, blobs)
     target = Path("../../blobs", key.name) if through else key
     for name in ("notes.txt", "additional_chat_templates/x.jinja"):
         (folder / name).parent.mkdir(exist_ok=True)

@@ -25,7 +25,8 @@ from trireme.storage.aio import arena
 from trireme.storage.checkpoint import INDEX
 from trireme.storage.files import StoreError
 from trireme.storage.shards import DAMAGED, Store
-from trireme.storage.snapshots import MANIFEST
+from trireme.storage.snapshots import FORMAT, MANIFEST
+from trireme.storage.sums import seal, unseal
 
 FLIPS = 50
 WEIGHTS, MOMENTS, LOW = "snapshot-*/weights-*", "snapshot-*/moments-*", "snapshot-*/low-*"
@@ -158,6 +159,17 @@ def test_the_last_whole_snapshot_is_named_and_is_a_way_back(run, job, tmp_path):
         resumed(job, ours)
     way = "There is no older snapshot (--keep 1): restore the file from a copy of the run, or start again"
     assert e.value.strerror == f"{DAMAGED}. {way}"
+
+
+@pytest.mark.parametrize("name", ["weights-00001", "moments-00000-0000"])
+def test_a_manifest_without_a_span_of_the_model_is_refused(run, job, tmp_path, name):
+    ours, path = copied(run, tmp_path / "run"), snapshots_of(tmp_path / "run")[-1] / MANIFEST
+    content = unseal(path.read_bytes(), FORMAT, "manifest")
+    del content["shards"][name]
+    path.unlink()
+    path.write_bytes(seal(FORMAT, content))
+    with pytest.raises(StoreError, match="is the state of another model, or cut otherwise"):
+        resumed(job, ours)
 
 
 def test_a_resumed_run_reads_each_span_once(run, job, tmp_path, monkeypatch):

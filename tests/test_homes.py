@@ -69,7 +69,7 @@ class SlowStore(SickStore):
 def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last, everything):
     """Of weights and states on the SSD and in RAM several are under way at once."""
     homes = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host")]
-    plan = gpu_plan(LLAMA, units=tuple(homes[u % 3] for u in range(5)), dtype="BF16", record=512)
+    plan = gpu_plan(LLAMA, units=tuple(homes[u % 3] for u in range(5)), dtype="BF16", record=512, state_slots=2)
     store, told = SlowStore(), []
     homes = build(LLAMA, plan, LIMITS, InlineLanes(), store=store).homes
 

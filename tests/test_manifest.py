@@ -217,13 +217,14 @@ def test_a_link_out_of_the_store_is_refused_and_what_it_leads_to_is_untouched(ou
     assert outside(victim) == before
 
 
-def test_a_name_in_files_that_is_a_link_is_replaced(ours, tmp_path):
+@pytest.mark.parametrize("to", ["victim", f"d0/{SNAPSHOT}/block-0.safetensors"])
+def test_a_name_in_files_that_is_a_link_is_replaced(ours, tmp_path, to):
     """What is in use is called so in the snapshot's folder; another file by its name is not ours."""
     victim = tmp_path / "victim"
     victim.write_text("theirs")
     name = ours / "d0" / "files" / f"{first(fields(ours))['stripes'][0]['file']:06d}.safetensors"
     name.unlink()
-    name.symlink_to(victim)
+    name.symlink_to(ours / to)
     with Store.open(devices(ours, 2)) as store:
         assert holds(store, 1)
         write_all(store, 2)
