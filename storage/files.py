@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -84,6 +85,15 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         sync_folder(made.parent)
+
+
+def check_folder(path: Path) -> None:
+    """Raises StoreError where a folder of a store is something else: a link may lead to what is somebody else's."""
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise StoreError(errno.ENOTDIR, "is not a folder of the store", str(path))
+    except OSError as e:
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
 
 
 def lock_folder(path: Path, stack: ExitStack) -> None:

@@ -111,7 +111,8 @@ class Store:
             identity = uuid.uuid4().hex
             for k, path in enumerate(store._paths):
                 (path / FOLDER).mkdir(exist_ok=True)
-                for leftover in version_files(path) if (path / IDENTITY).exists() else ():
+                leftovers = version_files(path)
+                for leftover in leftovers if (path / IDENTITY).exists() else ():
                     leftover.unlink()
                 write_identity(path, Identity(identity, k, len(dirs)))
             store._copy_companions(companions)
@@ -154,7 +155,7 @@ class Store:
     def _copy_companions(self, source: str | os.PathLike | None) -> None:
         for name in _companions(source):
             target = self._paths[0] / name
-            target.parent.mkdir(exist_ok=True)
+            snapshots.make_place(target, self._paths[0])
             content = read_small(Path(source) / name, links=True)
             write_synced(target, [content])
             self._companions[name] = checksum([content])

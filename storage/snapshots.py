@@ -12,14 +12,13 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.storage.checkpoint import INDEX
 from trireme.storage.companions import is_companion
-from trireme.storage.files import StoreError, replace_synced, sync_folder, write_synced
+from trireme.storage.files import StoreError, check_folder, replace_synced, sync_folder, write_synced
 from trireme.storage.headers import list_tensors, parse_tensors
 from trireme.storage.layout import Layout
 from trireme.storage.stripes import Stripe, check_stripes
@@ -192,28 +191,30 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     path = first
     try:
         for path in (device / name for device in devices for name in (FOLDER, snapshot.folder)):
-            _check_folder(path)
+            check_folder(path)
         for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):
             path = devices[device] / snapshot.folder / name
             _check_header(path, stripe, back)
             _link(path, devices[device] / FOLDER / f"{id:06d}.safetensors")
         for name, known in snapshot.companions.items():
             path = first / name
-            _check_folder(path.parent)
+            check_folder(path.parent)
+            make_place(devices[0] / name, devices[0])
             if checksum([read_small(path)]) != known:
                 message = "is not what was written. Copy it from the checkpoint again"
                 raise StoreError(errno.EIO, message, str(path))
-            (devices[0] / name).parent.mkdir(exist_ok=True)
-            _check_folder((devices[0] / name).parent)
             _link(path, devices[0] / name)
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(path)) from e
 
 
-def _check_folder(path: Path) -> None:
-    """Raises StoreError where a folder of the store is a symbolic link, which may lead anywhere, or a file; OSError."""
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
-        raise StoreError(errno.ENOTDIR, "is not a folder of the store", str(path))
+def make_place(path: Path, folder: Path) -> None:
+    """Makes the folder for a companion of a store, if it has one of its own in the store's `folder`. Raises StoreError,
+    OSError.
+    """
+    if path.parent != folder:  # which itself may be a link: the user named it
+        path.parent.mkdir(exist_ok=True)
+        check_folder(path.parent)
 
 
 def _check_header(path: Path, stripe: Stripe, back: str) -> None:

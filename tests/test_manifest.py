@@ -217,6 +217,36 @@ def test_a_link_out_of_the_store_is_refused_and_what_it_leads_to_is_untouched(ou
     assert outside(victim) == before
 
 
+def test_the_folders_of_a_store_may_be_links_themselves(tmp_path):
+    (tmp_path / "source" / TEMPLATES).mkdir(parents=True)
+    for name in ("config.json", f"{TEMPLATES}/tool.jinja"):
+        (tmp_path / "source" / name).write_text("{}")
+    for k in range(2):
+        (tmp_path / f"drive{k}").mkdir()
+        (tmp_path / f"d{k}").symlink_to(tmp_path / f"drive{k}")
+    with create(tmp_path, 2, companions=tmp_path / "source") as store:
+        write_all(store, 1)
+        store.commit(1, {})
+    with Store.open(devices(tmp_path, 2)) as store:
+        assert holds(store, 1)
+        store.remove()
+    assert all((tmp_path / f"d{k}").is_symlink() and not any((tmp_path / f"drive{k}").iterdir()) for k in range(2))
+
+
+@pytest.mark.parametrize("name", ["d0/files", "d1/files", f"d0/{TEMPLATES}"])
+def test_a_new_store_in_place_of_one_without_a_snapshot_leaves_what_links_lead_to(ours, made, tmp_path, name):
+    """As a run makes that is resumed before its first snapshot."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    link_folder(name)(ours, victim)
+    for k in range(2):
+        shutil.rmtree(ours / f"d{k}" / SNAPSHOT)
+    before = outside(victim)
+    with pytest.raises(StoreError, match="is not a folder of the store"):
+        Store.create(devices(ours, 2), companions=made / "source")
+    assert outside(victim) == before
+
+
 @pytest.mark.parametrize("to", ["victim", f"d0/{SNAPSHOT}/block-0.safetensors"])
 def test_a_name_in_files_that_is_a_link_is_replaced(ours, tmp_path, to):
     """What is in use is called so in the snapshot's folder; another file by its name is not ours."""
