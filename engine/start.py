@@ -23,6 +23,7 @@ from trireme.models.config import InputError
 from trireme.storage.devices import open_device
 from trireme.storage.files import NoSnapshot, StoreError
 from trireme.storage.shards import DAMAGED, FINISHED, IDENTITY, Damaged, Store, remove_finished
+from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
 
 PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
 
@@ -130,8 +131,7 @@ def _way_back(e: Engine, store: Store, log: RunLog, asked: Sequence[int]) -> str
             newer.append(snapshot.folder)
         else:
             return f"The last whole snapshot is of step {snapshot.step}: to go back to it, remove {', '.join(newer)}"
-    kept = "No snapshot is whole" if older else "There is no older snapshot (--keep 1)"
-    return f"{kept}: restore the file from a copy of the run, or start again"
+    return f"{'No snapshot is whole' if older else NONE_OLDER}: {NO_WAY_BACK}"
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from trireme.storage.files import StoreError, check_space, sync_folder, write_sy
 from trireme.storage.headers import MAX_HEADER, CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.sums import checksum, summed
-from trireme.storage.untrusted import is_plain, parse_json, read_small
+from trireme.storage.untrusted import is_plain, parse_json, read_small, shown
 
 log = logging.getLogger("trireme.storage")
 
@@ -148,7 +148,8 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
                 tensors[t.name] = SourceTensor(t.dtype, t.shape, file, header.data + t.offset)
     for name in weight_map or ():
         if name not in tensors:
-            raise CheckpointError(f"{folder / INDEX} says that {name!r} is in {weight_map[name]}; it is not there.")
+            where = f"{shown(name)!r} is in {shown(weight_map[name])}"
+            raise CheckpointError(f"{folder / INDEX} says that {where}; it is not there.")
     if not tensors:
         raise CheckpointError(f"{folder} holds no tensors.")
     return Source(folder, files, tensors)

@@ -1,4 +1,4 @@
-"""Which store a folder belongs to: `store.id` in each of its folders, and the locks that keep two runs apart."""
+"""`store.id`: which store a folder belongs to, and as which of its folders."""
 
 from __future__ import annotations
 

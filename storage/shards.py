@@ -47,8 +47,6 @@ from trireme.storage.untrusted import read_small
 from trireme.storage.versions import FOLDER, Version, Versions, version_files
 
 IN_FLIGHT = 2  # spares of each size beyond what snapshots hold: writes under way while old versions can still be read
-
-
 DAMAGED = "is damaged: its bytes are not those that were written"
 
 

@@ -28,9 +28,11 @@ from trireme.storage.versions import FOLDER
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-LARGEST = 1 << 30  # bytes of a manifest; one of 405 billion parameters has 30 million
+LARGEST = 256 << 20  # bytes of a manifest; that of a run with 405 billion parameters has 20 million
 NAME = re.compile(r"snapshot-(\d{6,})-step-(\d+)")
 LEFTOVER = re.compile(NAME.pattern + r"\.(partial|dropped)")
+NONE_OLDER = "There is no older snapshot (--keep 1 keeps one)"
+NO_WAY_BACK = "restore the file from a copy of the run, or start again"
 SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 _TENSORS = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
@@ -173,7 +175,7 @@ def way_back(folder: Path) -> str:
         return f"Remove {folder.name}: there is a newer snapshot"
     if older:
         return f"To go back to step {NAME.fullmatch(older[-1])[2]}, remove {folder.name}"
-    return "There is no older snapshot (--keep 1): restore the file from a copy of the run, or start again"
+    return f"{NONE_OLDER}: {NO_WAY_BACK}"
 
 
 def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:

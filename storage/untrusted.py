@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trireme.storage.files import StoreError
 
-SMALL = 64 << 20  # bytes: tokenizers have up to 40 MB
+SMALL = 256 << 20  # bytes; tokenizers have up to 60 million
 LONGEST = 60  # characters of somebody else's text that an error shows
 KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
 
@@ -86,8 +86,8 @@ def _is_not(value: object, expected: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Somebody else's text in an error: without control characters, and not long."""
-    text = "".join(c if c.isprintable() else "?" for c in text[: LONGEST + 1])
+    """Somebody else's text in an error: control characters are shown, not obeyed, and what is long is cut."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: LONGEST + 1])
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 

@@ -328,7 +328,7 @@ def test_a_companion_of_gigabytes_is_left(tmp_path, caplog):
     os.truncate(folder / "rows.json", 1 << 33)
     assert "rows.json" not in companions(folder)
     open_source(folder)
-    assert "rows.json has more than 64 MiB" in caplog.messages[0]
+    assert "rows.json has more than 256 MiB" in caplog.messages[0]
 
 
 def test_real_checkpoints(real, tmp_path):

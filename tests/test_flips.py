@@ -157,7 +157,7 @@ def test_the_last_whole_snapshot_is_named_and_is_a_way_back(run, job, tmp_path):
     flip_last(oldest / "low-00001-0000.safetensors")
     with pytest.raises(StoreError) as e:
         resumed(job, ours)
-    way = "There is no older snapshot (--keep 1): restore the file from a copy of the run, or start again"
+    way = "There is no older snapshot (--keep 1 keeps one): restore the file from a copy of the run, or start again"
     assert e.value.strerror == f"{DAMAGED}. {way}"
 
 

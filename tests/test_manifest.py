@@ -374,9 +374,12 @@ def test_the_way_back_from_a_damaged_manifest(tmp_path):
             write_all(store, seed)
             store.commit(seed, {})
     folders = sorted((tmp_path / "d0").glob("snapshot-*"))
-    for damaged, says in [(1, "Remove snapshot-000002-step-1: there is a newer snapshot"),
-                          (2, "To go back to step 0, remove snapshot-000003-step-2"),
-                          (0, r"There is no older snapshot \(--keep 1\): restore the file from a copy")]:  # fmt: skip
+    newer, older, alone = (
+        "Remove snapshot-000002-step-1: there is a newer snapshot",
+        "To go back to step 0, remove snapshot-000003-step-2",
+        r"There is no older snapshot \(--keep 1 keeps one\): restore the file from a copy",
+    )
+    for damaged, says in [(1, newer), (2, older), (0, alone)]:
         text = (folders[damaged] / MANIFEST).read_bytes()
         (folders[damaged] / MANIFEST).write_bytes(text[:-1])
         with pytest.raises(StoreError, match=says):
