@@ -44,7 +44,7 @@ ALWAYS = {"weights", "moments", "low halves", "manifest", "identity"}  # every b
 
 
 def given(folder: Path, out: Path, **more) -> Options:
-    """Weights and states on the SSD and off it, masters split."""
+    """Weights and states on the SSD and off it, masters split; low halves are written apart from their moments."""
     return options(folder, out, "gpu", plan=str(folder / "spread.json"), **more)
 
 
@@ -53,7 +53,9 @@ def spread(checkpoint):  # noqa: F811
     first = prepare(options(checkpoint, checkpoint / "planned", "gpu", dtype="bf16")).plan
     homes = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("gpu", "gpu")]
     units = tuple(homes[u % 4] for u in range(len(first.units)))
-    replace(first, units=units, record=1 << 17, mode="forward").save(checkpoint / "spread.json")
+    replace(first, units=units, record=1 << 17, mode="forward", late_moments=("host", "ssd")).save(
+        checkpoint / "spread.json"
+    )
     return checkpoint
 
 
