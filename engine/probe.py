@@ -8,6 +8,7 @@ tell the rest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from trireme.engine.memory import DTYPE, Memory, flat, views
 from trireme.engine.rates import ADAM_BYTES
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
+from trireme.kernels.private import cache_folder
 from trireme.models import head, model, shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import make_rows, rope_tables
@@ -45,23 +47,21 @@ TURNS, SECONDS = 6, 1.5  # in which a computation is timed: at most so many; aft
 
 def kept(identity: dict, measure: Callable[[], dict[str, float]]) -> tuple[dict[str, float], str]:
     """(what `measure` finds, or found before on what has the same identity; how it is known, in words)."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
-    identity = identity | {"version": VERSION}
-    path = cache / f"machine-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.json"
+    folder, identity = cache_folder(), identity | {"version": VERSION}
+    name = f"machine-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.json"
     try:
-        found = json.loads(path.read_text())
+        found = json.loads((folder / name).read_text()) if folder else {}
         if found["identity"] == identity:
             return {name: float(value) for name, value in found["rates"].items()}, "measured before"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # nothing there, or not ours: measured anew
     start = time.monotonic()
     rates = measure()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(f".{os.getpid()}").write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    except OSError:
-        pass  # a home that cannot be written: the next run measures again
+    if folder:
+        part = folder / f"{name}.{os.getpid()}"
+        with contextlib.suppress(OSError):  # full, or read-only: the next run measures again
+            part.write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
+            os.replace(part, folder / name)
     return rates, f"measured, {time.monotonic() - start:.0f} s"
 
 

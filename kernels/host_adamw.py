@@ -6,6 +6,8 @@ run on the calling thread; `Workers` spreads one unit over threads, with the sam
 
 from __future__ import annotations
 
+import _ctypes
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import moments, reference
+from trireme.kernels.private import cache_folder, is_private
 
 RECORD = 1 << 18  # elements that a thread takes at a time
 SUM_BLOCK = 1 << 16  # elements whose squares are summed in fp32
@@ -32,6 +35,7 @@ SUM_BLOCK = 1 << 16  # elements whose squares are summed in fp32
 # ---------------------------------------------------------------- building
 
 SOURCE = Path(__file__).with_name("host_adamw.cpp")
+FUNCTIONS = ("adamw", "block_sums", "scale", "list", "team_open", "team_run", "team_close")
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 
 
@@ -52,9 +56,19 @@ def _compile(compiler: str, target: Path) -> None:
     try:
         if subprocess.run([*command, "-march=native"], capture_output=True).returncode:
             subprocess.run(command, capture_output=True, check=True)
+        part.chmod(0o700)  # is_private, whatever the umask
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """The library in `path`. OSError where it is none of ours."""
+    lib = ctypes.CDLL(str(path))
+    if not all(hasattr(lib, f"trireme_{name}") for name in FUNCTIONS):
+        _ctypes.dlclose(lib._handle)  # or it would be found again under its name
+        raise OSError(f"{path} lacks functions")
+    return lib
 
 
 def _build(compiler: str) -> ctypes.CDLL:
@@ -62,21 +76,19 @@ def _build(compiler: str) -> ctypes.CDLL:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, _cpu().encode())
     name = f"host_adamw-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
-    target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme" / name
+    folder = cache_folder()
     try:
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if target.exists():
-            try:
-                return ctypes.CDLL(str(target))
-            except OSError:  # damaged: build it anew
-                pass
-        _compile(compiler, target)
-        return ctypes.CDLL(str(target))
-    except (OSError, subprocess.CalledProcessError):
-        # The cache is read-only, full, or mounted noexec. A private folder: nobody else may plant an object there.
-        with tempfile.TemporaryDirectory(prefix="trireme-") as folder:
-            _compile(compiler, Path(folder) / name)
-            return ctypes.CDLL(str(Path(folder) / name))  # stays mapped after the file is gone
+        if folder is not None:
+            with contextlib.suppress(OSError):  # not there, or damaged: built anew
+                if is_private(folder / name):
+                    return _load(folder / name)
+            _compile(compiler, folder / name)
+            return _load(folder / name)
+    except (OSError, subprocess.CalledProcessError):  # the cache is full, or mounted noexec
+        pass
+    with tempfile.TemporaryDirectory(prefix="trireme-") as own:  # mode 0700
+        _compile(compiler, Path(own) / name)
+        return _load(Path(own) / name)  # stays mapped after the file is gone
 
 
 @cache

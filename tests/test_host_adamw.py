@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -400,6 +401,74 @@ def test_damaged_object_is_rebuilt(fresh, monkeypatch, tmp_path):
     assert host_adamw.library() is not None
     assert damaged.stat().st_size == built.stat().st_size
     both(host_adamw.adamw_, state(100, True, BF16))
+
+
+def an_object(path, body):
+    """A shared object that can be loaded, and is none of ours."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=body.encode(), check=True)
+
+
+@needs_compiler
+def test_an_object_without_the_functions_is_rebuilt(fresh, monkeypatch, tmp_path):
+    host_adamw.library()
+    (built,) = fresh.iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    strange = tmp_path / "other" / "trireme" / built.name
+    an_object(strange, "int x;")
+    host_adamw.library.cache_clear()
+    assert host_adamw.library() is not None
+    assert strange.stat().st_size == built.stat().st_size
+    both(host_adamw.adamw_, state(100, True, BF16))
+
+
+RUNS = """
+#include <fstream>
+static int ran = (std::ofstream("%s") << "ran", 0);
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("theirs", ["owner", "writable", "link"])
+def test_an_object_that_another_may_have_written_is_not_loaded(fresh, monkeypatch, tmp_path, theirs):
+    """Only what is this user's, and nobody else's to write, is more than a file in the way."""
+    host_adamw.library()
+    (built,) = fresh.iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    planted = tmp_path / "other" / "trireme" / built.name
+    an_object(tmp_path / "planted.so" if theirs == "link" else planted, RUNS % (tmp_path / "ran"))
+    if theirs == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: planted.stat().st_uid + 1)
+    elif theirs == "writable":
+        planted.chmod(0o777)
+    else:
+        planted.parent.mkdir(parents=True)
+        planted.symlink_to(tmp_path / "planted.so")
+    host_adamw.library.cache_clear()
+    assert host_adamw.library() is not None
+    assert not (tmp_path / "ran").exists()
+    both(host_adamw.adamw_, state(100, True, BF16))
+
+
+@needs_compiler
+def test_a_folder_that_is_not_the_users_is_not_used(fresh, monkeypatch):
+    fresh.mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: fresh.stat().st_uid + 1)
+    assert host_adamw.library() is not None
+    assert not list(fresh.iterdir())
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_to_becomes_private(fresh):
+    fresh.mkdir(parents=True)
+    fresh.chmod(0o777)
+    umask = os.umask(0)
+    try:
+        assert host_adamw.library() is not None
+    finally:
+        os.umask(umask)
+    (built,) = fresh.iterdir()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (fresh, built)] == [0o700, 0o700]
 
 
 @needs_compiler

@@ -58,6 +58,14 @@ def test_a_cache_that_cannot_be_written_costs_only_time(cache):
     assert probe.kept({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
 
 
+def test_rates_are_not_kept_where_others_may_write(cache, monkeypatch):
+    probe.kept({"gpu": "A"}, lambda: {"h2d": 1.0})
+    (file,) = (cache / "trireme").iterdir()
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)  # the folder is somebody else's
+    assert probe.kept({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
+    assert json.loads(file.read_text())["rates"] == {"h2d": 1.0} and list((cache / "trireme").iterdir()) == [file]
+
+
 @pytest.mark.gpu
 def test_what_bus_and_updates_keep_beside_each_other():
     found = probe.processor_rates(torch.device("cuda"), "BF16")
