@@ -9,7 +9,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -154,19 +154,31 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} holds a {type(content).__name__}, expected lines like 'batch-size: 16'.")
     given = {}
     for key, value in content.items():
-        name = _resolve(str(key), f"{path}: unknown option")
+        key = _written(key, f"{path}: a key")
+        name = _resolve(key, f"{path}: unknown option")
         if name in ("resume", "config") and value is not None:
             raise InputError(f"{path}: {key} belongs on the command line. Leave it out here.")
-        if "\0" in str(value):
-            raise InputError(f"{path}: {key} holds a NUL character.")
+        for part in value if isinstance(value, list) else [value]:
+            if "\0" in _written(part, f"{path}: {key}"):
+                raise InputError(f"{path}: {key} holds a NUL character.")
         if value is not None:
             given[name] = _convert(_FIELDS[name], value, f"{path}: {key}")
     return given
 
 
+def _written(value: Any, where: str) -> str:
+    """A plain value of YAML as text; a list in a list may be small in the file, and endless written out."""
+    if isinstance(value, (list, Mapping, Set)):
+        raise InputError(f"{where}: a {type(value).__name__} is not a plain value.")
+    try:
+        return str(value)
+    except ValueError:
+        raise InputError(f"{where} is a number of thousands of digits.") from None
+
+
 def _convert(f, value: Any, where: str) -> Any:
     parse, choices = f.metadata["parse"], f.metadata.get("choices")
-    if parse is bool or isinstance(value, (bool, Mapping)):
+    if parse is bool or isinstance(value, bool):
         if not (parse is bool and isinstance(value, bool)):
             raise InputError(f"{where}: {value!r} is not {'true or false' if parse is bool else 'a plain value'}.")
         return value

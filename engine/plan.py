@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from trireme.models.config import InputError, ModelConfig
 
 TIERS = ("gpu", "host", "ssd")
 MODES = ("forward", "backward", "serial")
+MOST = 1 << 48  # of what a plan counts; a greater number is a mistake
 COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots")
 
 
@@ -65,14 +66,16 @@ class Plan:
     def __post_init__(self):
         for name in COUNTS:
             value = getattr(self, name)
-            if type(value) is not int or value <= 0:
-                raise InputError(f"plan: {name} is {value!r}, expected a whole number above 0")
+            if type(value) is not int or not 0 < value <= MOST:
+                raise InputError(f"plan: {name} is {value!r}, expected a whole number from 1 to {MOST:,}")
         if self.dtype not in ("BF16", "F32") or self.adam_bits not in (32, 16, 8):
             raise InputError(
                 f"plan: dtype {self.dtype!r}, adam_bits {self.adam_bits!r}: there are BF16, F32; 32, 16, 8"
             )
         for u in self.distinct():
             unit = self.units[u]
+            if len({name for name, _ in unit.saved}) < len(unit.saved):
+                raise InputError(f"plan: unit {u} saves a tensor twice: {', '.join(name for name, _ in unit.saved)}")
             if (unit.weights == "gpu") != (unit.state == "gpu"):
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
@@ -135,16 +138,37 @@ class Plan:
 
     @staticmethod
     def of(data: dict) -> Plan:
-        """A plan from what `asdict` makes of one."""
+        """A plan from what `asdict` makes of one. Raises InputError, and where `data` has not even the form of a plan
+        TypeError, KeyError, AttributeError, ValueError.
+        """
         units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
-        return Plan(**{**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))})
+        plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
+        for what, cls in ((plan, Plan), *((vars(unit), UnitPlan) for unit in units)):
+            _check_types(what, cls)
+        return Plan(**plan)
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """A plan from a JSON or YAML file as `save` writes it. Raises InputError."""
+        """A plan from a JSON or YAML file as `save` writes it. Raises InputError, whatever is in the file."""
         import yaml
 
         try:
-            return Plan.of(yaml.safe_load(path.read_text()))
+            return Plan.of(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
         except (OSError, TypeError, KeyError, AttributeError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise InputError(f"{path}: not a plan: {error}") from error
+
+
+_TYPES = {"str": str, "int": int, "bool": bool}
+
+
+def _check_types(what: dict, cls: type) -> None:
+    """Raises InputError unless the values for `cls` are of its fields' types: a list written out may be endless."""
+    words = [*what.get("late_moments", ()), *(word for pair in what.get("saved", ()) for word in pair)]
+    for f in fields(cls):
+        value = what.get(f.name)
+        if f.name in what and f.type in _TYPES and type(value) is not _TYPES[f.type]:
+            raise InputError(f"plan: {f.name} is of type {type(value).__name__}, expected {f.type}")
+    if not all(isinstance(word, str) for word in words):
+        raise InputError("plan: saved and late_moments hold something that is no name")

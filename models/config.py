@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +148,7 @@ class _Keys:
         """A positive finite number."""
         value = self.raw.get(name)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:  # an integer may be larger
             raise self.error(name, "a positive number")
         return float(value)
 

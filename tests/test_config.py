@@ -119,6 +119,9 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(rope_scaling=dict(type="linear")), ["rope_scaling", "factor"]),
         (LLAMA | dict(rope_scaling="linear"), ["rope_scaling"]),
         (LLAMA | dict(rope_scaling=LLAMA3 | dict(high_freq_factor=1.0)), ["high_freq_factor"]),
+        (LLAMA | dict(rms_norm_eps=10**400), ["rms_norm_eps"]),  # more than a float holds
+        (LLAMA | dict(rope_theta=10**309), ["rope_theta"]),
+        (LLAMA | dict(rope_scaling=LLAMA3 | dict(factor=10**400)), ["factor"]),
         (LLAMA | dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))), ["full_attention"]),
         (LLAMA | dict(model_type="qwen2", layer_types=["sliding_attention"] * 32), ["layer_types"]),
     ],

@@ -14,6 +14,10 @@ from trireme.models.config import InputError
 
 BASE = ["ckpt", "--data", "a.jsonl"]
 
+LAUGHS = "&a [x, x, x, x, x, x, x, x, x, x]"  # a kilobyte of YAML, and written out ten words to the 20th power
+for before, after in zip("abcdefghijklmnopqrs", "bcdefghijklmnopqrst", strict=True):
+    LAUGHS = f"&{after} [{LAUGHS}, {', '.join([f'*{before}'] * 9)}]"
+
 
 def refused(*argv: str) -> str:
     with pytest.raises(InputError) as error:
@@ -155,7 +159,15 @@ def test_config_file_and_flags_that_win(tmp_path):
     "text, says",
     [
         ("lr: [1, 2]", "lr: '1,2' is not a number"),
-        ("lr: {a: 1}", "lr: {'a': 1} is not a plain value."),
+        ("lr: {a: 1}", "lr: a dict is not a plain value."),
+        ("lr: [[1]]", "lr: a list is not a plain value."),
+        ("lr: !!set {a}", "lr: a set is not a plain value."),
+        ("seed: 0x" + "f" * 5000, "seed is a number of thousands of digits."),
+        ("max_steps: " + "1:" * 5000 + "1", "max_steps is a number of thousands of digits."),
+        ("? 0x" + "f" * 5000 + "\n: 1", "a key is a number of thousands of digits."),
+        ("lr: " + LAUGHS, "is not a plain value."),
+        ("data: [a, " + LAUGHS + "]", "is not a plain value."),
+        ("no_pack: {a: " + LAUGHS + "}", "is not a plain value."),
         ("lr: true", "lr: True is not a plain value."),
         ("no_pack: 3", "no_pack: 3 is not true or false."),
         ("lrr: 1", "unknown option --lrr. Did you mean --lr?"),

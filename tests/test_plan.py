@@ -8,6 +8,7 @@ import pytest
 from engines import LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_options import LAUGHS
 
 from trireme.engine.buffers import fits, usage
 from trireme.engine.build import build
@@ -114,6 +115,19 @@ def test_a_plan_survives_its_file(tmp_path):
         {"dtype": "F16"},
         {"adam_bits": "8"},
         {"late_moments": 3},
+        {"late_moments": [["host"]]},
+        {"halves": []},
+        {"adam_bits": 32.0},
+        {"adam_bits": [32]},
+        {"dtype": ["BF16"]},
+        {"mode": {}},
+        {"tokens": 10**400},
+        {"record": 1 << 60},
+        {"units": [{"weights": "host", "state": "host", "resident": []}]},
+        {"units": [{"weights": ["host"], "state": "host"}]},
+        {"units": [{"weights": "host", "state": "host", "saved": [[["qkv"], "gpu"]]}]},
+        {"units": [{"weights": "host", "state": "host", "saved": [["qkv", 3]]}]},
+        {"units": [{"weights": "host", "state": "host", "saved": [["qkv", "gpu"], ["qkv", "host"]]}]},
     ],
 )
 def test_a_plan_file_that_makes_no_sense_is_refused(tmp_path, change):
@@ -121,6 +135,14 @@ def test_a_plan_file_that_makes_no_sense_is_refused(tmp_path, change):
     (tmp_path / "plan.yaml").write_text(json.dumps(good | change))
     with pytest.raises(InputError, match="plan"):
         Plan.load(tmp_path / "plan.yaml")
+
+
+def test_a_plan_that_is_endless_written_out_is_refused(tmp_path):
+    for key in ("tokens", "dtype", "late_moments", "units"):
+        (tmp_path / "plan.yaml").write_text(f"units: []\nn_micro: 1\ntokens: 1\n{key}: {LAUGHS}\n")
+        with pytest.raises(InputError, match="plan") as error:
+            Plan.load(tmp_path / "plan.yaml")
+        assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"\x00", b"[" * 10_000, b""])
