@@ -91,7 +91,7 @@ class TokenWriter:
             self.max_id = max(self.max_id, int(ids.max()))
         top = _top_bit(self._dtype)
         assert self.max_id < top
-        block = (ids.astype(np.int64) + trained.astype(np.int64) * top).astype(self._dtype).tobytes()
+        block = (ids.astype(self._dtype) | trained.astype(self._dtype) * self._dtype.type(top)).tobytes()
         self._crc = zlib.crc32(block, self._crc)
         self._file.write(block)
         if starts:
@@ -134,27 +134,49 @@ def _sync(file) -> None:
     os.fsync(file.fileno())
 
 
+_META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)  # in meta.json
+
+
 def open_tokens(folder: Path) -> TokenFile | None:
-    """The cache in `folder`; None where there is none, or where it is not whole to the last bit."""
+    """The cache in `folder`; None where there is none, or where it is not whole to the last bit. Raises nothing else,
+    whatever the folder holds.
+    """
+    if not all((folder / name).is_file() for name in ("tokens", "offsets.npy", "trained.npy", "meta.json")):
+        return None
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        offsets = np.load(folder / "offsets.npy", allow_pickle=False)
-        trained = np.load(folder / "trained.npy", allow_pickle=False)
-        dtype = np.dtype(meta["dtype"])
-        path = folder / "tokens"
+        offsets, trained = (_table(folder / f"{name}.npy") for name in ("offsets", "trained"))
+        dtype = np.dtype({"<u2": "<u2", "<u4": "<u4"}[meta["dtype"]])
+        path, lengths = folder / "tokens", np.diff(offsets)
+        if not all(type(meta[name]) is kind for name, kind in _META.items()) or folder.name != f"tokens-{meta['key']}":
+            return None
+        if len(offsets) != len(trained) + 1 or offsets[0] != 0 or ((trained < 0) | (trained > lengths)).any():
+            return None
         if path.stat().st_size != meta["bytes"] or int(offsets[-1]) * dtype.itemsize != meta["bytes"]:
             return None
-        if [_crc32(path), zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())] != meta["crc32"]:
+        crc, max_id = _read_through(path, dtype)
+        if [crc, zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())] != meta["crc32"]:
             return None
         tokens = np.memmap(path, dtype, "r") if meta["bytes"] else np.zeros(0, dtype)
-        return TokenFile(tokens, offsets, trained, meta)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError):
+        return TokenFile(tokens, offsets, trained, meta) if max_id == meta["max_id"] else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, OverflowError, MemoryError, RecursionError):
         return None
 
 
-def _crc32(path: Path) -> int:
-    value = 0
+def _table(path: Path) -> np.ndarray:
+    """A table as TokenWriter writes it, (n,) int64. ValueError where it is none."""
+    with path.open("rb") as file:
+        table = np.lib.format.read_array(file, allow_pickle=False)
+    if table.dtype != np.int64 or table.ndim != 1:
+        raise ValueError(f"{path} is not a table")
+    return table
+
+
+def _read_through(path: Path, dtype: np.dtype) -> tuple[int, int]:
+    """(CRC-32 of a file of tokens, the greatest id in it or -1)."""
+    crc, max_id, below = 0, -1, _top_bit(dtype) - 1
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return value
+            crc = zlib.crc32(block, crc)
+            max_id = max(max_id, int((np.frombuffer(block, dtype) & below).max()))
+    return crc, max_id

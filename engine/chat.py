@@ -49,13 +49,9 @@ class ChatTemplate:
     """The chat template of a tokenizer: one, or a default and one for conversations with tools."""
 
     def __init__(self, sources: dict[str, str], variables: dict[str, str]):
-        """sources: template by name, "default" among them. Raises jinja2.TemplateSyntaxError."""
-        self.sources, self._variables = sources, variables
+        """sources: template by name, "default" among them. Raises what Template raises."""
         self._parts = {name: _Marker(Template(source, variables)) for name, source in sources.items()}
         self.fingerprint = hashlib.sha256(json.dumps([sources, variables], sort_keys=True).encode()).hexdigest()
-
-    def __reduce__(self):
-        return ChatTemplate, (self.sources, self._variables)  # compiled again in another process
 
     def text(self, messages: Sequence[dict], tools: list[dict] | None = None, prompt: bool = False) -> str:
         """The rendering; `prompt` adds what asks for the assistant's next message. BadRow where it is refused."""
@@ -213,13 +209,13 @@ class _Marker:
         for call in message["tool_calls"]:
             function = dict(_function(call))
             arguments = function.get("arguments", {})
-            if isinstance(arguments, str) and self._arguments is dict:
-                try:
+            try:
+                if isinstance(arguments, str) and self._arguments is dict:
                     function["arguments"] = json.loads(arguments)
-                except ValueError as error:
-                    raise BadRow(f"the arguments of a call of {function['name']!r} are not JSON ({error})") from None
-            elif not isinstance(arguments, str) and self._arguments is str:
-                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+                elif not isinstance(arguments, str) and self._arguments is str:
+                    function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            except (ValueError, RecursionError) as error:
+                raise BadRow(f"the arguments of a call of {function['name']!r} are not JSON ({error})") from None
             calls.append({**call, "function": function} if "function" in call else function)
         return {**message, "tool_calls": calls}
 
@@ -249,15 +245,23 @@ def _function(call: dict) -> dict:
     return call.get("function", call)
 
 
-def load_template(tokenizer: Tokenizer, choice: str | None = None) -> ChatTemplate | None:
-    """The chat template to use: `choice` is a file or "plain", None the checkpoint's own; None where it has none."""
+def read_choice(choice: str) -> tuple[str, str]:
+    """What --chat-template says, a file or "plain", as (where it stands, template). InputError."""
+    return (choice, PLAIN) if choice == "plain" else (choice, _read(Path(choice), "--chat-template "))
+
+
+def load_template(tokenizer: Tokenizer, choice: tuple[str, str] | None = None) -> ChatTemplate | None:
+    """The chat template to use: `choice` (see read_choice), or the checkpoint's own; None where it has none.
+
+    InputError where it cannot be used; MemoryError.
+    """
     variables = tokenizer.specials
-    if choice == "plain":
-        bos = "".join(tokenizer.core.id_to_token(i) for i in tokenizer.bos)
-        sources, where = {"default": PLAIN}, "plain"
-        variables = variables | {"bos_token": bos, "eos_token": tokenizer.eos_token or ""}
-    elif choice:
-        sources, where = {"default": _read(Path(choice), "--chat-template ")}, choice
+    if choice:
+        where, source = choice
+        sources = {"default": source}
+        if where == "plain":
+            bos = "".join(tokenizer.core.id_to_token(i) for i in tokenizer.bos)
+            variables = variables | {"bos_token": bos, "eos_token": tokenizer.eos_token or ""}
     else:
         sources, where = _own_templates(tokenizer)
     if not sources:
@@ -269,25 +273,31 @@ def load_template(tokenizer: Tokenizer, choice: str | None = None) -> ChatTempla
     try:
         return ChatTemplate(sources, variables)
     except jinja2.TemplateSyntaxError as error:
-        raise InputError(
-            f"{where}: the chat template does not compile, line {error.lineno}: {error.message}."
-        ) from None
+        what = f"line {error.lineno}: {error.message}"
+    except MemoryError:
+        raise
+    except Exception as error:  # compiling runs what is constant in it
+        what = f"{type(error).__name__}: {error}"
+    raise InputError(f"{where}: the chat template does not compile, {what}.")
 
 
 def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
     """(templates by name, where they stand)."""
     path = tokenizer.folder / "chat_template.jinja"
     if path.is_file():
-        more = sorted((tokenizer.folder / TEMPLATES).glob("*.jinja"))
+        more = sorted(p for p in (tokenizer.folder / TEMPLATES).glob("*.jinja") if p.is_file())
         return {"default": _read(path), **{p.stem: _read(p) for p in more}}, str(path)
     where = str(tokenizer.folder / "tokenizer_config.json")
     written = tokenizer.config.get("chat_template")
-    if isinstance(written, list):
-        written = {t.get("name"): t.get("template") for t in written if isinstance(t, dict)}
-    sources = {"default": written} if isinstance(written, str) else written or {}
-    if not isinstance(sources, dict) or not all(isinstance(s, str) for s in (*sources, *sources.values())):
+    if isinstance(written, str):
+        written = {"default": written}
+    elif isinstance(written, list):
+        named = [(t.get("name"), t.get("template")) for t in written if isinstance(t, dict)]
+        written = dict(named) if all(isinstance(name, str) for name, _ in named) else named
+    written = written or {}
+    if not isinstance(written, dict) or not all(isinstance(source, str) for source in written.values()):
         raise InputError(f"{where}: 'chat_template' is neither a string nor a list of named templates.")
-    return sources, where
+    return written, where
 
 
 def _read(path: Path, what: str = "") -> str:

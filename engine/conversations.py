@@ -81,12 +81,14 @@ def _tools(row: dict) -> list[dict] | None:
             return None
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow(f"'tools' is a string that is not JSON ({error})") from None
     if not tools:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("'tools' is not a list of objects")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function", {}), dict) for tool in tools
+    ):
+        raise BadRow("'tools' is not a list of objects, each with an object as its 'function'")
     return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
 
 
@@ -138,7 +140,7 @@ def _add_call(messages: list[dict], value: str, where: str) -> None:
     """Adds a function call: to the assistant message before it, else as a message of its own."""
     try:
         calls = json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow(f"{where}: the function call is not JSON ({error})") from None
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):

@@ -1,6 +1,6 @@
 """The data of a run: files to tokens, tokens to packed rows, rows to micro-batches.
 
-    dataset = load_dataset(["chats.jsonl"], load_tokenizer(checkpoint), DataOptions(seq_len=4096, val="0.02"))
+    dataset = load_dataset(["chats.jsonl"], load_codec(checkpoint), DataOptions(seq_len=4096, val="0.02"))
     for micro_batch in dataset.step(i, batch_size=16, micro_batch=2): ...
 
 A step is a pure function of (data, options, i), so resuming needs nothing but i. Tokens lie in a cache on disk; what is
@@ -21,12 +21,11 @@ import numpy as np
 
 from trireme.engine import documents, pack
 from trireme.engine.cache import TokenFile
-from trireme.engine.chat import load_template
+from trireme.engine.codec import Codec
 from trireme.engine.formats import CHATS, parse_map
 from trireme.engine.prepare import Progress, Reading, tokenize
 from trireme.engine.report import FileReport, Report, example_text
 from trireme.engine.sources import DataFile, parse_data_file, spool
-from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
 
 IGNORED = -100  # the label of a token that is not trained
@@ -57,7 +56,6 @@ class DataOptions:
     pack: bool = True  # several documents a row
     skip_bad: bool = False
     seed: int = 42
-    chat_template: str | None = None  # a file, or "plain"; None: the checkpoint's own
     vocab_size: int | None = None  # of the model; ids beyond are an error
     cache: Path | None = None  # folder for tokens; None: a temporary one
 
@@ -70,7 +68,7 @@ class Dataset:
     pieces: np.ndarray  # (pieces,) documents.PIECE, grouped by row
     rows: np.ndarray  # (rows + 1,) int64: row r is pieces[rows[r]:rows[r + 1]]
     seed: int
-    tokenizer: Tokenizer | None
+    codec: Codec | None
     report: Report
     held_out: Dataset | None = None  # the evaluation data
     scratch: tempfile.TemporaryDirectory | None = field(default=None, repr=False)  # lives as long as the data
@@ -143,7 +141,7 @@ class Dataset:
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
         ids, labels = self._piece(self.pieces[in_order[k % len(in_order)]])
         learned = np.concatenate([[False], labels[:-1] >= 0])  # a label says what its token is followed by
-        return example_text(ids, learned, self.tokenizer)
+        return example_text(ids, learned, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
         return pack.shuffled(self.n_sequences, self.seed, epoch)
@@ -166,7 +164,7 @@ class Dataset:
 
 
 def load_dataset(
-    sources: Sequence[str], tokenizer: Tokenizer | None, options: DataOptions, progress: Progress | None = None
+    sources: Sequence[str], codec: Codec | None, options: DataOptions, progress: Progress | None = None
 ) -> Dataset:
     """Reads, tokenizes (or finds in the cache), holds out, cuts and packs.
 
@@ -174,10 +172,8 @@ def load_dataset(
     OSError where the cache cannot be written.
     """
     scratch = None if options.cache else tempfile.TemporaryDirectory(prefix="trireme-tokens-")
-    template = load_template(tokenizer, options.chat_template) if tokenizer else None
     reading = Reading(
-        tokenizer,
-        template,
+        codec,
         parse_map(options.map),
         options.skip_bad,
         options.vocab_size,
@@ -190,15 +186,15 @@ def load_dataset(
     held_out, n_held = None, 0
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)
-        held_out = _lay_out(val_given, val_files, documents.all_documents(val_files), tokenizer, options)
+        held_out = _lay_out(val_given, val_files, documents.all_documents(val_files), codec, options)
     elif share:
         is_text = all(file.meta["format"] == "text" for file in files)
         rows, kept = documents.hold_out(rows, share, options.seed, is_text)
-        held_out, n_held = _lay_out([DataFile(s.path) for s in given], files, kept, tokenizer, options), len(kept)
-    train = _lay_out(given, files, rows, tokenizer, options)
+        held_out, n_held = _lay_out([DataFile(s.path) for s in given], files, kept, codec, options), len(kept)
+    train = _lay_out(given, files, rows, codec, options)
     lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if share else []
     talks = any(file.meta["format"] in CHATS for file in files)
-    notes = template.notes() if template and talks else ()
+    notes = (*codec.facts.notes, *(codec.facts.template_notes if talks else ())) if codec else ()
     report = replace(train.report, held_out=n_held, notes=(*lost, *notes))
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
@@ -220,7 +216,7 @@ def _lay_out(
     given: Sequence[DataFile],
     files: tuple[TokenFile, ...],
     rows: np.ndarray,
-    tokenizer: Tokenizer | None,
+    codec: Codec | None,
     options: DataOptions,
 ) -> Dataset:
     """Cuts and packs the documents `rows` of `files`."""
@@ -229,7 +225,7 @@ def _lay_out(
         ids, trained = files[rows["file"][0]].read(start, start + min(length, 60))
         raise InputError(
             f"no row of {len(rows):,} has a trained token after masking: no text is marked as the assistant's. "
-            f"The first row begins: {example_text(ids, trained, tokenizer)}"
+            f"The first row begins: {example_text(ids, trained, codec)}"
         )
     weighed = documents.weigh(rows, [source.weight for source in given], options.seed)
     if unused := set(rows["file"]) - set(weighed["file"]):
@@ -244,7 +240,7 @@ def _lay_out(
     n = len(starts) - 1
     used = float(lengths.sum()) / (n * options.seq_len)
     report = Report(_file_reports(given, files), rows, fitted, options.seq_len, n, used, options.pack)
-    return Dataset(files, pieces[order], starts, options.seed, tokenizer, report)
+    return Dataset(files, pieces[order], starts, options.seed, codec, report)
 
 
 def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:

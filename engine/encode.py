@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from trireme.engine.chat import ChatTemplate
 from trireme.engine.examples import Chat, Completion, Example, Ids, Text
-from trireme.engine.rows import BadRow
+from trireme.engine.rows import ROW, BadRow
 from trireme.engine.tokens import Tokenizer
 
 Span = tuple[int, int]  # characters [start, stop) of a text
@@ -27,10 +23,19 @@ class Encoded(NamedTuple):
     starts: bool = True
 
 
+TEMPLATE, TOKENIZER = "the chat template", "the tokenizer"
+
+
 def encode(
-    examples: Sequence[Example], tokenizer: Tokenizer | None, template: ChatTemplate | None
+    examples: Sequence[Example],
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    begin: Callable[[str, int], None] = lambda what, characters: None,
 ) -> list[Encoded | BadRow]:
-    """Each example as tokens, or what is wrong with it. `tokenizer` may be None where all examples are ids."""
+    """Each example as tokens, or what is wrong with it. `tokenizer` may be None where all examples are ids.
+
+    Tells `begin` what is begun, TEMPLATE or TOKENIZER, and on how many characters.
+    """
     results: list[Encoded | BadRow | None] = [None] * len(examples)
     marked: list[tuple[int, str, list[Span]]] = []  # texts with the characters to train on
     plain: list[int] = []
@@ -42,22 +47,38 @@ def encode(
                 _check(example.text)
                 plain.append(i)
             else:
+                if isinstance(example, Chat):
+                    begin(TEMPLATE, size(example))
                 text, spans = _marked(example, template)
                 _check(text)
                 marked.append((i, text, spans))
         except BadRow as error:
             results[i] = error
     if plain:
-        for i, (ids, _) in zip(plain, tokenizer.encode([examples[i].text for i in plain]), strict=True):
-            results[i] = _text(examples[i], ids, tokenizer)
+        begin(TOKENIZER, sum(len(examples[i].text) for i in plain))
+        for i, found in zip(plain, tokenizer.encode([examples[i].text for i in plain]), strict=True):
+            results[i] = found if isinstance(found, BadRow) else _text(examples[i], found[0], tokenizer)
     if marked:
+        begin(TOKENIZER, sum(len(text) for _, text, _ in marked))
         batch = tokenizer.encode([text for _, text, _ in marked], offsets=True)
-        for (i, _, spans), (ids, offsets) in zip(marked, batch, strict=True):
-            trained = overlap(offsets, spans)
-            results[i] = (
-                _completion(ids, trained, tokenizer) if isinstance(examples[i], Completion) else _first(ids, trained)
-            )
+        for (i, _, spans), found in zip(marked, batch, strict=True):
+            results[i] = found if isinstance(found, BadRow) else _learned(examples[i], *found, spans, tokenizer)
     return results
+
+
+def size(example: Example) -> int:
+    """Characters, about: what bounds a batch, and the time for it."""
+    if isinstance(example, Ids):
+        return 4 * len(example.ids)
+    characters, left = 0, list(example)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            characters += len(value)
+        elif isinstance(value, (dict, list)):
+            characters += 8 * len(value)  # for what is no text
+            left += value.values() if isinstance(value, dict) else value
+    return characters
 
 
 def _marked(example: Chat | Completion, template: ChatTemplate | None) -> tuple[str, list[Span]]:
@@ -69,7 +90,9 @@ def _marked(example: Chat | Completion, template: ChatTemplate | None) -> tuple[
 
 
 def _check(text: str) -> None:
-    """Raises BadRow where `text` is not Unicode: JSON may write one half of a surrogate pair."""
+    """Raises BadRow where `text` is not Unicode (JSON may write one half of a surrogate pair), or longer than a row."""
+    if len(text) > ROW:
+        raise BadRow(f"comes to a text of {len(text):,} characters; the most is {ROW:,}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -111,60 +134,16 @@ def _text(example: Text, ids: np.ndarray, tokenizer: Tokenizer) -> Encoded:
     return Encoded(ids, np.ones(len(ids), bool), starts=False)
 
 
+def _learned(
+    example: Chat | Completion, ids: np.ndarray, offsets: np.ndarray, spans: list[Span], tokenizer: Tokenizer
+) -> Encoded:
+    trained = overlap(offsets, spans)
+    return _completion(ids, trained, tokenizer) if isinstance(example, Completion) else _first(ids, trained)
+
+
 def _completion(ids: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer) -> Encoded:
     wrapped, lead = tokenizer.wrap(ids)
     flags = np.ones(len(wrapped), bool)  # the end token is learned
     flags[:lead] = False
     flags[lead : lead + len(ids)] = trained
     return _first(wrapped, flags)
-
-
-Numbered = list[tuple[int, Example]]  # examples with the numbers of their rows
-
-
-class Encoders:
-    """Encodes batches of examples in order: at once, or in `workers` processes, one batch of each at a time.
-
-    Rendering holds Python's lock, so threads would not help. Processes are spawned: a fork of a process that has
-    threads, or a GPU, may hang.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, workers: int):
-        self._tools = (tokenizer, template)
-        self._waiting: deque[tuple[Numbered, Future]] = deque()
-        self._limit = 2 * workers  # bounds the memory that batches take
-        self._pool = None
-        if workers:
-            self._pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, self._tools)
-
-    def submit(self, batch: Numbered) -> None:
-        examples = [example for _, example in batch]
-        if self._pool:
-            result = self._pool.submit(_work, examples)
-        else:
-            result = Future()
-            result.set_result(encode(examples, *self._tools))
-        self._waiting.append((batch, result))
-
-    def results(self, all: bool = False) -> Iterator[tuple[int, Encoded | BadRow]]:
-        """(row number, result) of the batches that are due: those beyond the limit, or all of them."""
-        while len(self._waiting) > (0 if all else self._limit):
-            batch, result = self._waiting.popleft()
-            yield from zip((number for number, _ in batch), result.result(), strict=True)
-
-    def close(self) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-
-
-_worker_tools: tuple[Tokenizer | None, ChatTemplate | None] = (None, None)  # of a worker process
-
-
-def _start_worker(tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
-    global _worker_tools
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    _worker_tools = (tokenizer, template)
-
-
-def _work(examples: list[Example]) -> list[Encoded | BadRow]:
-    return encode(examples, *_worker_tools)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from trireme.engine.codec import Codec, load_codec
 from trireme.engine.data import DataOptions, Dataset, load_dataset
 from trireme.engine.forecast import Forecast
 from trireme.engine.machine import as_planned, available_ram, choose_device, drive, memory_limits, this_machine
@@ -22,7 +23,6 @@ from trireme.engine.rates import Machine, assume
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import compact, count
 from trireme.engine.settled import CUT, check_resumed
-from trireme.engine.tokens import Tokenizer, load_tokenizer
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
@@ -40,7 +40,7 @@ class Job:
     cfg: ModelConfig
     source: Source
     stored: dict[str, str]  # canonical tensor name -> name in the source
-    tokenizer: Tokenizer | None
+    codec: Codec | None
     data: Dataset
     device: torch.device
     plan: Plan
@@ -77,8 +77,8 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
     cfg = read_config(folder)
     source = open_source(folder)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
-    tokenizer = load_tokenizer(options.tokenizer or folder)
-    if options.tokenizer and tokenizer is None:
+    codec = load_codec(options.tokenizer or folder, options.chat_template)
+    if options.tokenizer and codec is None:
         wrong = "is a file; name its folder" if Path(options.tokenizer).is_file() else "holds no tokenizer.json"
         raise InputError(f"--tokenizer {options.tokenizer} {wrong}.")
     seq_len = options.seq_len or min(2048, cfg.max_positions)
@@ -92,7 +92,7 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
         limits = memory_limits(device, options.gpu_memory, options.ram)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, like)
     planner.refuse_early()
-    data = load_dataset(options.data, tokenizer, _data_options(options, cfg, seq_len), progress)
+    data = load_dataset(options.data, codec, _data_options(options, cfg, seq_len), progress)
     sequences = min(options.batch_size, data.n_sequences)
     limits = planner.limits_for(sequences)
     machine = assumed or this_machine(device, planner.dtype, limits, options.store or (options.out,))
@@ -100,7 +100,7 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
     per_epoch = data.steps_per_epoch(options.batch_size)
     epochs = options.epochs or (1 if data.is_text else 3)
     job = Job(
-        options, cfg, source, stored, tokenizer, data, device, plan, because, limits, machine, seq_len,
+        options, cfg, source, stored, codec, data, device, plan, because, limits, machine, seq_len,
         micro_rows=plan.tokens // seq_len,
         total_steps=options.max_steps or max(1, math.ceil(per_epoch * epochs)),
         lr=options.lr or (2e-5 if shapes.parameters(cfg) < SMALL else 1e-5),
@@ -172,7 +172,6 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         pack=not options.no_pack,
         skip_bad=options.skip_bad,
         seed=options.seed,
-        chat_template=options.chat_template,
         vocab_size=cfg.vocab,
         cache=cache,
     )
@@ -189,10 +188,10 @@ def cut(job: Job) -> dict:
 
 def report(job: Job) -> list[str]:
     """The lines that are printed before the first step: model, data, method, machine, plan."""
-    cfg, o, t = job.cfg, job.options, job.tokenizer
+    cfg, o = job.cfg, job.options
     dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in job.stored.values()))
     head = "tied head" if cfg.tied else "untied head"
-    vocabulary = f"tokenizer {t.core.get_vocab_size():,}" if t else "no tokenizer"
+    vocabulary = f"tokenizer {job.codec.facts.vocab_size:,}" if job.codec else "no tokenizer"
     files = f"{len(job.source.files)} shard{'s' * (len(job.source.files) > 1)}, {gib(job.source.nbytes)}"
     lines = [
         f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, {files}; "
@@ -201,7 +200,7 @@ def report(job: Job) -> list[str]:
         *_labelled("val", job.data.describe_held_out()),
     ]
     for k in range(min(o.show_example, len(job.data.pieces))):
-        lines += _labelled("example", job.data.example(k).splitlines() or [""])
+        lines += _labelled("example", [job.data.example(k)])
     master = "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
     adamw = f"AdamW ({master}, {job.plan.adam_bits}-bit moments)"
     lines.append(

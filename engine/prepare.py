@@ -8,26 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trireme.engine.cache import TokenFile, TokenWriter, cache_key, digest, open_tokens
-from trireme.engine.chat import ChatTemplate
-from trireme.engine.encode import Encoders, Numbered
+from trireme.engine.codec import Codec, Encoders, Numbered, RowDied
+from trireme.engine.encode import size
 from trireme.engine.examples import Chat, Example, Ids, Text
 from trireme.engine.formats import Format, find_format, not_there, rename
 from trireme.engine.rows import BadRow, Row
+from trireme.engine.screen import shown
 from trireme.engine.sources import DataFile, Reader
-from trireme.engine.tokens import Tokenizer
 from trireme.models.config import InputError
 
 Progress = Callable[[str, int, int], None]  # (file name, bytes read, bytes in all)
 _BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21  # tokenized at once
-_LARGE = 1 << 25  # bytes of a file from which on several processes are faster, although they have to start
+_SHARE = 1 << 22  # bytes of a file for which one more process is worth its start
 
 
 @dataclass(frozen=True)
 class Reading:
     """How every file of a run is read."""
 
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
+    codec: Codec | None
     renames: dict[str, str]  # their column: our column
     skip_bad: bool
     vocab_size: int | None
@@ -35,8 +34,7 @@ class Reading:
 
     def key(self, source: DataFile) -> str:
         """Names what is read, by content, and all that decides its tokens."""
-        tokenizer = self.tokenizer.fingerprint if self.tokenizer else None
-        template = self.template.fingerprint if self.template else None
+        tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
         return cache_key(digest(source.path), source.kind, tokenizer, template, self.renames, self.skip_bad)
 
 
@@ -56,7 +54,7 @@ class _Tally:
     def reject(self, number: int, error: BadRow) -> None:
         self.bad += 1
         if self.first is None or number < self.first[0]:
-            self.first = (number, str(error))
+            self.first = (number, shown(str(error), 1000))
 
     @property
     def first_bad(self) -> str:
@@ -81,12 +79,12 @@ def tokenize(source: DataFile, reading: Reading, progress: Progress | None = Non
 
 
 def _build(source: DataFile, reading: Reading, key: str, progress: Progress | None) -> TokenFile:
-    tokenizer = reading.tokenizer
-    vocabulary = tokenizer.core.get_vocab_size() if tokenizer else 1 << 31
+    codec = reading.codec
+    vocabulary = codec.facts.vocab_size if codec else 1 << 31
     writer = TokenWriter(reading.folder, key, vocabulary)
-    reader = Reader(source, tokenizer.eos_token if tokenizer else None)
+    reader = Reader(source, codec.facts.eos_token if codec else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    encoders = Encoders(tokenizer, reading.template, min(cpus, 16) if reader.size >= _LARGE and cpus > 1 else 0)
+    encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
     tally = _Tally(skip_bad=reading.skip_bad)
     try:
         for row in reader.rows():
@@ -102,8 +100,10 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         _judge(source, tally)
         meta = {"key": key, "name": source.path.name, "format": tally.format.name, "rows": tally.rows, "bad": tally.bad}
         return writer.finish(meta | {"first_bad": tally.first_bad})
-    except BaseException:
+    except BaseException as error:
         writer.abandon()
+        if isinstance(error, RowDied):
+            raise InputError(f"{source.path} {reader.unit} {error.row}: {error}. Leave that row out.") from None
         raise
     finally:
         encoders.close()
@@ -134,17 +134,17 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         return
     if not tally.hopeless:
         tally.batch.append((row.number, example))
-        tally.characters += _size(example)
+        tally.characters += size(example)
 
 
 def _without_template(example: Example, reading: Reading) -> Example:
     """The example as this checkpoint can read it; InputError where it cannot read such data at all."""
-    if reading.tokenizer is None and not isinstance(example, Ids):
+    if reading.codec is None and not isinstance(example, Ids):
         raise InputError(
             "the checkpoint has no tokenizer.json, which this data needs. "
             "Give --tokenizer FOLDER, or train on rows of input_ids and labels."
         )
-    if isinstance(example, Chat) and reading.template is None:
+    if isinstance(example, Chat) and reading.codec.facts.template is None:
         if example.plain is None:
             raise InputError(
                 "the checkpoint has no chat template, which this data needs. Give --chat-template FILE.jinja, "
@@ -152,17 +152,6 @@ def _without_template(example: Example, reading: Reading) -> Example:
             )
         return example.plain
     return example
-
-
-def _size(example: Example) -> int:
-    """Characters, about: what bounds a batch."""
-    if isinstance(example, Chat):
-        return sum(len(m.get("content") or "") for m in example.messages)
-    return (
-        4 * len(example.ids)
-        if isinstance(example, Ids)
-        else sum(len(part) for part in example if isinstance(part, str))
-    )
 
 
 def _flush(encoders: Encoders, tally: _Tally) -> None:

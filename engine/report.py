@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trireme.engine.codec import Codec
 from trireme.engine.documents import Fitted
 from trireme.engine.screen import count
-from trireme.engine.tokens import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,15 @@ def human(n: int) -> str:
     return str(n)
 
 
-def example_text(ids: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer | None) -> str:
+def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:
     """Tokens as text, what is learned in [..], line ends as ⏎. ids (n,), learned (n,) bool: the token is a label."""
-    parts, shown = [], 0
-    for start, stop in _runs(learned):
-        if tokenizer is None:
-            part = " ".join(map(str, ids[start:stop])) + " "
-        else:  # decoded from the beginning, because decoders strip the first space of what they are given
-            text = tokenizer.decode(ids[:stop])
-            part, shown = text[shown:], len(text)
-        parts.append(f"[{part}]" if learned[start] else part)
-    return "".join(parts).replace("\n", "⏎")
+    runs = _runs(learned)
+    if codec is None:
+        parts = [" ".join(map(str, ids[start:stop])) + " " for start, stop in runs]
+    else:
+        parts = codec.parts(ids, [stop for _, stop in runs])
+    marked = (f"[{part}]" if learned[start] else part for part, (start, _) in zip(parts, runs, strict=False))
+    return "".join(marked).replace("\n", "⏎")  # a codec that fails says so in one part
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:

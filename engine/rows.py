@@ -1,7 +1,8 @@
 """Rows out of the bytes of a file, one at a time whatever its size: JSON, CSV, Parquet, plain text.
 
 A reader yields Row(number, value): the line or row number as an editor counts it, and a dict, or a BadRow that says
-what is wrong with it. What makes the rest of a file unreadable is an InputError.
+what is wrong with it. What makes the rest of a file unreadable is an InputError; bytes that are no text also
+UnicodeDecodeError, and a damaged .gz what gzip raises, which sources.Reader turns into one. No row is longer than ROW.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import csv
 import io
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from trireme.models.config import InputError
 
+ROW = 1 << 28  # most bytes, or characters, of a row: more than any model reads, and what memory still holds
+_TOO_LARGE = f"is longer than {ROW >> 20} MiB"
 _CHUNK = 1 << 20  # characters read at once from a .json
 _PIECE = 1 << 18  # characters of a long text that are handled at once
 
@@ -46,8 +48,9 @@ def kind_of(value: object) -> str:
 def _no_duplicates(pairs: list[tuple]) -> dict:
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise BadRow(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise BadRow(f"the key {twice!r} occurs twice")
     return value
 
 
@@ -65,7 +68,7 @@ def holds_lines(file: BinaryIO, kind: str) -> bool:
     if head[:1] != b"{":
         return head[:1] != b"[" and kind == ".jsonl"
     file.seek(0)
-    first = next(line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n"))
+    first = next(line for line in iter(lambda: file.readline(ROW), b"") if line.strip(b"\xef\xbb\xbf \t\r\n"))
     try:
         json.loads(first.removeprefix(b"\xef\xbb\xbf"))
         return True
@@ -74,7 +77,14 @@ def holds_lines(file: BinaryIO, kind: str) -> bool:
 
 
 def json_lines(file: BinaryIO) -> Iterator[Row]:
-    for number, line in enumerate(file, 1):
+    number = 0
+    while line := file.readline(ROW):
+        number += 1
+        if len(line) == ROW and not line.endswith(b"\n"):
+            while (more := file.readline(_CHUNK)) and not more.endswith(b"\n"):
+                pass
+            yield Row(number, BadRow(_TOO_LARGE))
+            continue
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         line = line.strip()
@@ -118,8 +128,10 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             broken = error.pos < len(buffer) - 16 and not error.msg.startswith("Unterminated string")
             if more and not broken:  # the value may go on beyond the buffer; double it, so that a huge one stays cheap
+                if len(buffer) - pos > ROW:
+                    raise InputError(f"{path} row {number + 1} {_TOO_LARGE}.") from None
                 line += buffer.count("\n", 0, pos)
-                read = text.read(max(_CHUNK, len(buffer) - pos))
+                read = text.read(max(_CHUNK, min(len(buffer) - pos, ROW - len(buffer) + pos)))
                 buffer, pos, more = buffer[pos:] + read, 0, bool(read)
                 continue
             if pos == len(buffer) and not inside:
@@ -136,21 +148,40 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
 # ---------------------------------------------------------------- tables and text
 
 
-def _lines(path: Path, stream: io.TextIOWrapper) -> Iterator[str]:
-    for number, line in enumerate(stream, 1):
+class _Lines:
+    """The lines of a text, checked. `number`: of the last one. `taken`: the characters of a row so far, which whoever
+    has it whole begins to count anew.
+    """
+
+    def __init__(self, path: Path, stream: io.TextIOWrapper):
+        self._path, self._stream, self.number, self.taken = path, stream, 0, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(ROW)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        self.taken += len(line)
         if "\0" in line:
-            raise InputError(f"{path} line {number} holds NUL bytes: is it text?")
-        yield line
+            raise InputError(f"{self._path} line {self.number} holds NUL bytes: is it text?")
+        if self.taken >= ROW:
+            raise InputError(f"{self._path}: the row that ends with line {self.number} {_TOO_LARGE}.")
+        return line
 
 
 def read_csv(path: Path, file: BinaryIO) -> Iterator[Row]:
-    csv.field_size_limit(min(sys.maxsize, 1 << 31 - 1))
-    reader = csv.reader(_lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), strict=True)
+    csv.field_size_limit(ROW)
+    lines = _Lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+    reader = csv.reader(lines, strict=True)
     try:
         header = next(reader, [])
         if len(set(header)) != len(header):
             raise InputError(f"{path}: the header names a column twice: {', '.join(header)}.")
         for cells in reader:
+            lines.taken = 0
             if not cells:
                 continue
             if len(cells) != len(header):
@@ -204,7 +235,8 @@ def read_text(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[Row]
     stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # also turns CRLF into LF
     piece: list[str] = []
     first, size, starts = 1, 0, True
-    for number, line in enumerate(_lines(path, stream), 1):
+    lines = _Lines(path, stream)
+    for line in lines:
         stop = line.strip() in separators
         if piece and (stop or (size >= _PIECE and not line[:1].isspace())):
             yield from _piece(first, piece, starts, stop)
@@ -214,7 +246,7 @@ def read_text(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[Row]
         if stop:
             continue
         if not piece:
-            first = number
+            first, lines.taken = lines.number, 0
         piece.append(line)
         size += len(line)
     if piece:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from trireme.engine.buffers import workspace
+from trireme.engine.codec import Codec
 from trireme.engine.data import Dataset
 from trireme.engine.generate import generate, needs
 from trireme.engine.memory import DTYPE, views
 from trireme.engine.rule import largest
 from trireme.engine.step import Engine, update_and_prefetch
-from trireme.engine.tokens import Tokenizer
 from trireme.models import model
 
 LEAD = 8  # tokens of running text that serve as a prompt
@@ -60,7 +60,7 @@ def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[li
 
 def sample(
     e: Engine,
-    tokenizer: Tokenizer,
+    codec: Codec,
     given: list[list[int]],
     max_new: int = MAX_NEW,
     enough: Callable[[], bool] = lambda: False,
@@ -71,11 +71,11 @@ def sample(
     sample.
     """
     given = fitted(e, given, max_new)
-    shown = [tokenizer.decode(ids) for ids in given]
+    shown = [codec.decode(ids) for ids in given]
     none = [Sample(prompt, NO_ROOM, True) for prompt in shown]
     if not all(given):
         return none
-    fetch, eos = _fetcher(e), frozenset([tokenizer.eos]) if tokenizer.eos is not None else frozenset()
+    fetch, eos = _fetcher(e), frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset()
     options = dict(eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype], enough=enough)
     try:
         out = generate(e.cfg, fetch, given, max_new, **options)
@@ -83,7 +83,7 @@ def sample(
         _let_go(e)
         return none
     ended = [bool(ids) and ids[-1] in eos for ids in out]
-    return [Sample(*each) for each in zip(shown, map(tokenizer.decode, out), ended, strict=True)]
+    return [Sample(*each) for each in zip(shown, map(codec.decode, out), ended, strict=True)]
 
 
 def _let_go(e: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,25 @@ from typing import Any, TextIO
 PLAIN_SECONDS = 10.0  # a pipe or a file gets a line at most this often; log.jsonl has every step
 LIVE_SECONDS = 0.1
 PATIENCE = 3.0  # seconds after which work outside the steps says how far it has come
+
+
+LONGEST = 20_000  # characters of a line
+
+# Controls of C0 and C1, halves of surrogate pairs, and what turns the direction of writing, ends lines or is invisible.
+_CONTROLS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\ud800-\udfff"
+    "\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+
+
+def shown(text: str, most: int = LONGEST) -> str:
+    """Text that a stranger may have written, as one line for the terminal: controls are shown as Python escapes them,
+    instead of being obeyed, and what is longer than `most` characters loses its middle.
+    """
+    half = most // 2
+    if len(text) > most:
+        text = f"{text[:half]}…({len(text) - 2 * half:,} more characters)…{text[-half:]}"
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def duration(seconds: float) -> str:
@@ -66,7 +86,7 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
 
 def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
     """The parts as a line of less than `width` characters: the least telling ones go first, the rest is cut."""
-    parts = dict(parts)
+    parts = {name: shown(part) for name, part in parts.items()}
     for name in ("memory", "mfu", "time", "norm", "lr", "bound", "speed"):
         if len("  ".join(parts.values())) < width:
             break
@@ -94,6 +114,7 @@ class Screen:
 
     def say(self, line: str) -> None:
         """A line that stays; the live line moves below it."""
+        line = shown(line)
         self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
 
     def show(self, parts: Mapping[str, str], final: bool) -> None:

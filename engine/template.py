@@ -19,6 +19,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 from trireme.engine.rows import BadRow
+from trireme.engine.screen import shown
 
 Span = tuple[int, int]  # characters [start, stop)
 
@@ -103,7 +104,11 @@ def _mark_loops(tree: nodes.Template) -> None:
 
 
 class Template:
-    """One compiled chat template. Raises jinja2.TemplateSyntaxError where it does not compile."""
+    """One compiled chat template. Raises jinja2.TemplateSyntaxError where it does not compile, and what else a program
+    of a stranger may raise while it is folded and compiled: any Exception.
+
+    Whatever it does when it runs is a BadRow. Time and memory have no limit here: see sandbox.py.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, str]):
         """`variables`: bos_token, eos_token and their like."""
@@ -145,7 +150,9 @@ class Template:
             )
         except jinja2.exceptions.TemplateError as error:
             raise BadRow(f"the chat template refuses it: {_one_line(error)}") from None
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        except MemoryError:
+            raise BadRow("the chat template takes more memory on it than it may") from None
+        except Exception as error:
             raise BadRow(f"the chat template fails on it: {_one_line(error)}") from None
 
 
@@ -187,4 +194,5 @@ def _read_marks(marked: str) -> Rendering:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """What the error says; the template may have written it, at any length."""
+    return shown(" ".join(str(error)[:10_000].split()), 500) or type(error).__name__

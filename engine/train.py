@@ -31,7 +31,7 @@ from trireme.engine.plan import Plan
 from trireme.engine.predict import predict
 from trireme.engine.sample import Sample, prompts, sample
 from trireme.engine.schedule import learning_rate
-from trireme.engine.screen import Screen, duration
+from trireme.engine.screen import Screen, duration, shown
 from trireme.engine.signals import stop_signals
 from trireme.engine.start import check_continues, fill_engine, make_engine, new_store, open_snapshot
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
@@ -71,7 +71,7 @@ def _train(options: Options) -> None:
         finally:
             screen.clear()
         for line in jobs.report(job):
-            print(line)
+            print(shown(line))
         if not (snapshot or options.assume):
             jobs.check_room(job)
         if options.dry_run:
@@ -261,11 +261,11 @@ class Run:
     def _samples(self, count: int) -> list[Sample]:
         """What the model says after the beginnings of documents of the held-out data."""
         job = self.job
-        if job.tokenizer is None or self._is_leaving():
+        if job.codec is None or self._is_leaving():
             return []
         end = time.monotonic() + SAMPLING
         enough = lambda: time.monotonic() > end or self._is_leaving()  # noqa: E731
-        return sample(self.e, job.tokenizer, prompts(job.data.held_out or job.data, count), enough=enough)
+        return sample(self.e, job.codec, prompts(job.data.held_out or job.data, count), enough=enough)
 
     # ------------------------------------------------ saving
 

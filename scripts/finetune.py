@@ -11,6 +11,7 @@ try:
     from trireme.engine.command import parse
     from trireme.engine.options import Options
     from trireme.engine.plan import DoesNotFit
+    from trireme.engine.screen import shown
     from trireme.models.config import InputError
     from trireme.storage.checkpoint import CheckpointError
 except ModuleNotFoundError as missing:
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> int:
         return 141
     except OSError as error:
         return fail(about_disk(error, options), 4)
+    except MemoryError as error:
+        return fail(f"there is not enough memory for that{f': {error}' if str(error) else ''}. Free some", 3)
     except KeyboardInterrupt:
         kept = f"; {options.out} is as it was" if options.resume else ""
         return fail(f"interrupted before there was anything to save{kept}", 130)
@@ -69,7 +72,7 @@ def run(options: Options) -> int:
 
 
 def fail(message: str, code: int) -> int:
-    print("error:", " ".join(message.split()), file=sys.stderr)
+    print("error:", shown(" ".join(message.split()), 2000), file=sys.stderr)
     return code
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from trireme.engine.chat import PLAIN, ChatTemplate, load_template
+from trireme.engine.chat import PLAIN, ChatTemplate, load_template, read_choice
 from trireme.engine.encode import Encoded, encode, overlap
 from trireme.engine.examples import Chat, Completion, Text
 from trireme.engine.rows import BadRow
@@ -324,7 +324,7 @@ def test_a_prompt_that_opens_a_thought_which_earlier_turns_do_not_have():
 
 def test_plain_template(folder, tmp_path):
     tokenizer = load_tokenizer(folder("llama2"))
-    template = load_template(tokenizer, "plain")
+    template = load_template(tokenizer, read_choice("plain"))
     text, spans = template.spans(CALLS["call"], TOOLS)
     assert text.startswith('<|tools|>\n[{"type": "function"') and text.endswith("<|assistant|>\nYes, it rains.</s>\n")
     assert [text[a:b] for a, b in spans] == [
@@ -346,9 +346,9 @@ def test_where_a_template_is_found(folder, tmp_path):
     assert load_template(load_tokenizer(tmp_path)).text([]) == "J"
     (tmp_path / "mine.jinja").write_text("M{% if %}")
     with pytest.raises(InputError, match="mine.jinja: the chat template does not compile, line 1"):
-        load_template(load_tokenizer(tmp_path), str(tmp_path / "mine.jinja"))
+        load_template(load_tokenizer(tmp_path), read_choice(str(tmp_path / "mine.jinja")))
     with pytest.raises(InputError, match="No such file"):
-        load_template(load_tokenizer(tmp_path), str(tmp_path / "absent.jinja"))
+        read_choice(str(tmp_path / "absent.jinja"))
 
 
 def test_templates_run_in_a_sandbox():

@@ -6,6 +6,8 @@ import resource
 import shutil
 import subprocess
 import sys
+import zlib
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine import prepare
+from trireme.engine.codec import load_codec
 from trireme.engine.data import DataOptions, load_dataset
 from trireme.engine.examples import Chat, Completion, Text
 from trireme.engine.prepare import Reading
@@ -61,9 +64,13 @@ def write(path, rows):
     return str(path)
 
 
-def load(source, tokenizer, **options):
+codec_of = lru_cache(2)(load_codec)  # of a tokenizer's folder; its process is there for as long as it is remembered
+
+
+def load(source, tokenizer, chat_template=None, **options):
     sources = [source] if isinstance(source, str) else source
-    return load_dataset(sources, tokenizer, DataOptions(**{"seq_len": 64} | options))
+    codec = tokenizer and codec_of(tokenizer.folder, chat_template)
+    return load_dataset(sources, codec, DataOptions(**{"seq_len": 64} | options))
 
 
 def documents(batches):
@@ -316,6 +323,64 @@ def test_a_damaged_cache_is_made_again(tokenizer, tmp_path, monkeypatch, name, d
     assert len(builds) == 1 and len(list(cache.iterdir())) == 1
 
 
+FORGED = {
+    "no rows": lambda meta: meta.pop("rows"),
+    "rows of text": lambda meta: meta.update(rows="5"),
+    "another key": lambda meta: meta.update(key="x"),
+    "ids beyond what it says": lambda meta: meta.update(max_id=2),
+    "objects": lambda meta: meta.update(dtype="O"),
+    "no number": lambda meta: meta.update(bytes=None),
+    "an endless number": lambda meta: meta.update(bytes=10**400),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_cache_that_says_what_is_not_so_is_made_again(tokenizer, tmp_path, monkeypatch, name):
+    path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
+    load(path, tokenizer, cache=cache)
+    (meta,) = cache.glob("*/meta.json")
+    content = json.loads(meta.read_text())
+    FORGED[name](content)
+    meta.write_text(json.dumps(content))
+    builds = count_builds(monkeypatch)
+    assert "5 rows" in load(path, tokenizer, cache=cache).describe()[0] and len(builds) == 1
+
+
+def as_archive(file):
+    np.savez(file.with_suffix(".npz"), np.zeros(3))
+    file.with_suffix(".npz").rename(file)
+
+
+def as_table(table):
+    return lambda file: np.save(file, np.array(table))
+
+
+TABLES = {
+    "rows of rows": as_table([[0, 1]]),
+    "fractions": as_table([0.0, 1.0]),
+    "backwards": as_table([0, 50, 3]),
+    "far away": as_table([0, 1 << 62]),
+    "empty": as_table(np.zeros(0, np.int64)),
+    "an archive": as_archive,
+    "longer than memory": lambda file: file.write_bytes(file.read_bytes().replace(b"), }     ", b"00000000000,),}", 1)),
+}
+
+
+@pytest.mark.parametrize("name", ["offsets", "trained"])
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_that_are_none_are_made_again(tokenizer, tmp_path, monkeypatch, name, table):
+    """Also where the checksum is right."""
+    path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
+    load(path, tokenizer, cache=cache)
+    (file,), (meta,) = cache.glob(f"*/{name}.npy"), cache.glob("*/meta.json")
+    TABLES[table](file)
+    content = json.loads(meta.read_text())
+    content["crc32"][1 + (name == "trained")] = zlib.crc32(file.read_bytes()[128:])
+    meta.write_text(json.dumps(content))
+    builds = count_builds(monkeypatch)
+    assert "5 rows" in load(path, tokenizer, cache=cache).describe()[0] and len(builds) == 1
+
+
 def test_a_build_that_stops_leaves_nothing(tokenizer, tmp_path, monkeypatch):
     path, cache = write(tmp_path / "a.jsonl", [{"text": "x"}] * 3), tmp_path / "cache"
     with monkeypatch.context() as patch:
@@ -350,9 +415,11 @@ def test_several_processes_give_the_same(tokenizer, tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", rows)
     monkeypatch.setattr(prepare, "_BATCH_ROWS", 8)
     seen = []
-    alone = load_dataset([path], tokenizer, DataOptions(skip_bad=True), lambda *args: seen.append(args))
+    alone = load_dataset(
+        [path], codec_of(tokenizer.folder), DataOptions(skip_bad=True), lambda *args: seen.append(args)
+    )
     assert seen[-1] == ("a.jsonl", seen[-1][2], seen[-1][2]) and len(seen) == 5
-    monkeypatch.setattr(prepare, "_LARGE", 1)
+    monkeypatch.setattr(prepare, "_SHARE", 1)
     monkeypatch.setattr(prepare.os, "sched_getaffinity", lambda _: {0, 1})
     together = load(path, tokenizer, skip_bad=True, seq_len=2048)
     assert list(documents(alone.batches(9))) == list(documents(together.batches(9)))
@@ -499,7 +566,7 @@ def test_tokenizer_folders_that_cannot_be_used(tmp_path, name, content, what):
     (tmp_path / name).write_text(content)
     path = write(tmp_path / "a.jsonl", [{"messages": TALK}])
     with pytest.raises(InputError) as error:
-        load(path, load_tokenizer(tmp_path))
+        load_dataset([path], load_codec(tmp_path), DataOptions())
     assert what in str(error.value) and "\n" not in str(error.value)
 
 
@@ -563,7 +630,7 @@ def test_reading_is_keyed_by_content(tmp_path):
     from trireme.engine.sources import parse_data_file
 
     path = parse_data_file(write(tmp_path / "a.jsonl", [{"text": "x"}]))
-    assert Reading(None, None, {}, False, None, tmp_path).key(path) == KEY
+    assert Reading(None, {}, False, None, tmp_path).key(path) == KEY
 
 
 KEY = "5a0189ea0fac1dbe02372319"

@@ -23,8 +23,8 @@ MAY_IMPORT = {
     "scripts": {"engine", "models", "storage", "kernels"},
 }
 ENGINE_FREE = (
-    "cache chat command conversations curve data demo documents encode examples formats log options pack plan prepare "
-    "rates report rows rule schedule screen settled sources template tokens verify"
+    "cache chat codec command conversations curve data demo documents encode examples formats log options pack plan "
+    "prepare rates report rows rule sandbox schedule screen settled sources template tokens verify"
 ).split()
 TORCH_FREE = [
     *(f"trireme.storage.{p.stem}" for p in sorted((ROOT / "storage").glob("*.py"))),
