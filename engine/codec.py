@@ -45,15 +45,16 @@ class _Programs:
         self._tokenizer = load_tokenizer(folder)
         self._begin(TEMPLATE, 0)
         self._template = load_template(self._tokenizer, chat_template)
-        self._notes = tuple(self._template.notes()) if self._template else ()
+        t, template, notes = self._tokenizer, None, ()
+        if self._template is not None:
+            template, notes = self._template.fingerprint, tuple(self._template.notes())
+        self._facts = Facts(t.core.get_vocab_size(), t.eos, t.eos_token, t.fingerprint, template, t.notes, notes)
 
     def facts(self) -> Facts:
-        t, template = self._tokenizer, self._template and self._template.fingerprint
-        vocab_size = t.core.get_vocab_size()
-        return Facts(vocab_size, t.eos, t.eos_token, t.fingerprint, template, t.notes, self._notes)
+        return self._facts
 
     def encode(self, facts: Facts, examples: Sequence[Example]) -> list[Encoded | BadRow]:
-        if self.facts() != facts:
+        if self._facts != facts:
             raise InputError("the tokenizer or its chat template was changed while data was read. Begin again.")
         return encode(examples, self._tokenizer, self._template, self._begin)
 
@@ -177,9 +178,10 @@ class Encoders:
 
     def close(self) -> None:
         """Ends what is under way, and all processes but the codec's own."""
+        stopped = bool(self._waiting)  # by an error, or Ctrl-C
+        for box in self._boxes if stopped else ():
+            box.kill()
         if self._pool:
-            for box in self._boxes if self._waiting else ():  # something has failed, or Ctrl-C
-                box.kill()
             self._pool.shutdown(cancel_futures=True)
-            for box in self._boxes[not self._waiting :]:
-                box.close()
+        for box in self._boxes if stopped else self._boxes[1:]:
+            box.close()

@@ -157,7 +157,7 @@ def serve(fd: int, memory: int) -> None:
                 held.append(value)
                 value = None
             if isinstance(value, MemoryError):
-                value = MemoryError(f"{doing} takes more than {memory / (1 << 30):.3g} GiB of memory")
+                value = MemoryError(f"{doing or 'it'} takes more than {memory / (1 << 30):.3g} GiB of memory")
             connection.send((kind, value))
             del value
 

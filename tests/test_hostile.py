@@ -23,7 +23,7 @@ from test_cli import made as made
 from test_data import CHATML, TALK, make_tokenizer
 
 from trireme.engine import encode as encoding
-from trireme.engine import rows, tokens
+from trireme.engine import prepare, rows, tokens
 from trireme.engine.chat import ChatTemplate
 from trireme.engine.codec import Codec, load_codec
 from trireme.engine.data import DataOptions, load_dataset
@@ -189,6 +189,44 @@ def test_the_row_that_a_template_does_not_end_on_is_named(tmp_path):
     assert load_dataset([str(path)], codec, DataOptions()).n_sequences == 1, "another process goes on"
 
 
+def test_ctrl_c_does_not_wait_for_a_row_without_end(tmp_path, monkeypatch):
+    loop = "{% if messages[0].content == 'boom' %}" + ENDLESS["loops"] + "{% endif %}"
+    make_tokenizer(tmp_path, chat_template=loop + CHATML)
+    codec = Codec(tmp_path, None, patience=10_000)
+    (tmp_path / "a.jsonl").write_text(CHATS.replace("a b", "boom") + CHATS * 40)
+    monkeypatch.setattr(prepare, "_BATCH_ROWS", 1)
+    monkeypatch.setattr(prepare, "_SHARE", 100)
+    monkeypatch.setattr(prepare.os, "sched_getaffinity", lambda _: {0, 1, 2})
+
+    def leave(*progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_dataset([str(tmp_path / "a.jsonl")], codec, DataOptions(), leave)
+    (tmp_path / "b.jsonl").write_text(CHATS * 4)
+    assert load_dataset([str(tmp_path / "b.jsonl")], codec, DataOptions()).n_sequences == 1
+
+
+def test_a_process_that_is_killed_once_costs_nothing(tmp_path, monkeypatch):
+    """By somebody, or because memory ran out: what it was at is done again."""
+    make_tokenizer(tmp_path, chat_template=CHATML)
+    codec = load_codec(tmp_path)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(CHATS.replace("a b", f"a {i}") for i in range(400)))
+    monkeypatch.setattr(prepare, "_BATCH_ROWS", 8)
+    expected, calls = load_dataset([str(path)], codec, DataOptions()), []
+    first = codec.sandbox._process
+
+    def kill(*progress):
+        calls.append(1)
+        if len(calls) == 10:
+            first.kill()
+
+    found = load_dataset([str(path)], codec, DataOptions(), kill)
+    assert codec.sandbox._process is not first and found.fingerprint == expected.fingerprint
+    assert np.array_equal(found.files[0].tokens, expected.files[0].tokens)
+
+
 def test_what_a_template_raises_is_a_bad_row():
     for source in ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages|sum }}", "{{ 'a' * (8 * 10**18) }}"):
         with pytest.raises(BadRow, match="the chat template (fails|takes more memory)"):
@@ -346,6 +384,14 @@ def test_a_tokenizer_that_changes_while_data_is_read(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     with pytest.raises(InputError, match="was changed while data was read"):
         load_dataset([str(tmp_path / "a.txt")], codec, DataOptions())
+
+
+def test_a_command_without_memory_is_one_line(here, capsys, monkeypatch):
+    def run(options):
+        raise MemoryError
+
+    monkeypatch.setattr(finetune, "run", run)
+    assert "not enough memory" in fails(capsys, here, *TRAIN, code=3)
 
 
 # ---------------------------------------------------------------- rows
