@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import ROOT, TRAIN, fails, finetune, set_config, write
@@ -491,6 +492,14 @@ def test_rows_that_are_too_long(tmp_path, monkeypatch, packed):
     assert "".join(row["text"] for row in read(file("b.txt", "line\n" * 5000))) == ("line\n" * 5000).rstrip("\n")
 
 
+def test_batches_are_bounded_by_all_that_a_row_says():
+    """A row may say it anywhere: in what is called, in tools, in keys that only the template reads."""
+    call = {"function": {"name": "f", "arguments": {"x": ["y" * 1000]}}}
+    talk = [{**TALK[0], "thinking": "z" * 1000}, {**TALK[1], "tool_calls": [call]}]
+    assert encoding.size(Chat(talk, [{"name": "w" * 1000}])) > 3000
+    assert encoding.size(Chat([{**TALK[0], "numbers": [1] * 1000}])) > 1000
+
+
 def test_a_rendering_that_is_too_long(tmp_path, monkeypatch):
     tokenizer = make_tokenizer(tmp_path)
     monkeypatch.setattr(encoding, "ROW", 100)
@@ -540,6 +549,23 @@ def test_windows_give_the_tokens_of_the_whole_text(learned, parts, kind):
     assert learned.decode(ids) == learned.decode(whole[0])
     if kind == "words":
         assert ids.tolist() == whole[0].tolist() and offsets.tolist() == whole[1].tolist()
+
+
+def test_of_a_word_without_end_no_character_is_lost(monkeypatch):
+    """Digits by threes: windows may begin at another one of the three, and have no token's beginning in common."""
+    numbers = [f"{i:0{n}}" for n in (1, 2, 3) for i in range(10**n)]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate([*numbers, "[UNK]"])}, unk_token="[UNK]")
+    core = tokenizers.Tokenizer(model)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\d{1,3}"), "isolated")
+    tokenizer = tokens.Tokenizer(core, Path(), {}, (), None, {}, "")
+    monkeypatch.setattr(tokens, "WINDOW", 100)
+    monkeypatch.setattr(tokens, "OVERLAP", 30)
+    text = "".join(random.Random(1).choices("0123456789", k=1000))
+    ids, offsets = tokenizer.encode([text], offsets=True)[0]
+    assert [core.id_to_token(i) for i in ids] == [text[a:b] for a, b in offsets]
+    assert offsets[0, 0] == 0 and offsets[-1, 1] == 1000 and np.array_equal(offsets[1:, 0], offsets[:-1, 1])
+    unknown = tokenizer.encode(["x" * 1000])[0][0]  # one token, of which the windows know no beginning
+    assert 1 <= len(unknown) < 20
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tokenizers/gpt2", "tokenizers/minimind"])
