@@ -64,7 +64,11 @@ class Sandbox:
             self._stop()
         if self._process is None:
             self._start()
-            self._exchange(pickle.dumps(self._make))
+            try:
+                self._exchange(pickle.dumps(self._make))
+            except BaseException:
+                self._stop()
+                raise
         return self._exchange(request)
 
     def _start(self) -> None:

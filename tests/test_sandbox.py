@@ -57,8 +57,10 @@ def test_what_is_raised_there_is_raised_here(box):
     with pytest.raises(RuntimeError, match="(?s)raise_it.*KeyError: 'so it is'"):  # a bug of ours, with where it is
         box.call(raise_it, "bug")
     assert box.call(remember, "a") == ["thing", "a"], "it is still there"
-    with pytest.raises(InputError, match="wrong"):
-        Sandbox(Thing, "wrong").call(pid)
+    wrong = Sandbox(Thing, "wrong")
+    for _ in range(2):
+        with pytest.raises(InputError, match="wrong"):
+            wrong.call(pid)
 
 
 def test_time_is_limited_within_c_code_too(box):
