@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trireme.storage.companions import companions, left_behind
-from trireme.storage.files import StoreError, check_space, sync_folder, write_synced
+from trireme.storage.files import StoreError, check_space, partial_of, sync_folder, write_synced
 from trireme.storage.headers import MAX_HEADER, CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.sums import checksum, summed
@@ -230,23 +230,19 @@ def export(
             (out / file).parent.mkdir(parents=True, exist_ok=True)
             done[file] = ""
             content = _rewritten(source, file, fetch) if file in source.files else _whole(source.folder / file)
-            write_synced(_partial(out / file), summed(_counted(content, progress), partial(done.__setitem__, file)))
+            write_synced(partial_of(out / file), summed(_counted(content, progress), partial(done.__setitem__, file)))
         for file, written in done.items():
-            if checksum(_counted(_whole(_partial(out / file)), progress)) != written:
+            if checksum(_counted(_whole(partial_of(out / file)), progress)) != written:
                 raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
         for file in files:
-            os.replace(_partial(out / file), out / file)
+            os.replace(partial_of(out / file), out / file)
         for folder in {(out / f).parent for f in files} | {out}:
             sync_folder(folder)
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(out)) from e
     finally:
         for file in done:
-            _partial(out / file).unlink(missing_ok=True)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
+            partial_of(out / file).unlink(missing_ok=True)
 
 
 def _whole(path: Path) -> Iterator[np.ndarray]:

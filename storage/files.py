@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 FLUSH = 256 << 20  # dirty bytes allowed in the page cache while a file is written
@@ -55,14 +55,21 @@ def write_synced(path: Path, content: Iterable) -> None:
             os.close(fd)
 
 
+def partial_of(path: Path) -> Path:
+    """The name under which a file is written before it gets its own."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def replace_synced(path: Path, text: bytes) -> None:
     """Gives a small file new content in one step: after a crash it holds the old content or the new, whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    write_synced(partial, [text])
+    partial = partial_of(path)
     try:
+        write_synced(partial, [text])
         os.replace(partial, path)
     except OSError as e:
-        raise StoreError(e.errno, e.strerror, str(path)) from e
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
     sync_folder(path.parent)
 
 
@@ -79,12 +86,27 @@ def sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def make_folder(path: Path) -> None:
-    """Makes a folder, and those above it that are missing; their names are durable."""
+def make_folder(path: Path) -> list[Path]:
+    """Makes a folder, and those above it that are missing; their names are durable. Returns them, innermost first.
+
+    Raises OSError, leaving none of them.
+    """
     missing = [p for p in (path, *path.parents) if not p.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_folder(made.parent)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            sync_folder(made.parent)
+    except BaseException:
+        remove_folders(missing)
+        raise
+    return missing
+
+
+def remove_folders(folders: Iterable[Path]) -> None:
+    """Removes those of the folders that are empty, in this order."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def check_folder(path: Path) -> None:
@@ -96,12 +118,17 @@ def check_folder(path: Path) -> None:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
 
 
-def lock_folder(path: Path, stack: ExitStack) -> None:
-    """Makes the folder and takes it for this process, until `stack` closes or the process ends, however it ends."""
+def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
+    """Makes the folder and takes it for this process, until `stack` closes or the process ends, however it ends.
+
+    Returns the folders that were made, innermost first. Raises StoreError, leaving none of them.
+    """
+    made: list[Path] = []
     try:
-        make_folder(path)
+        made = make_folder(path)
         fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as e:
+        remove_folders(made)
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
     stack.callback(os.close, fd)
     try:
@@ -111,8 +138,10 @@ def lock_folder(path: Path, stack: ExitStack) -> None:
         raise StoreError(e.errno, f"is in use by process {owner}", str(path)) from e
     if os.fstat(fd).st_nlink == 0:  # whoever comes next would lock another file
         raise StoreError(errno.EAGAIN, "was in use until this moment, by a run that has ended. Start again", str(path))
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    with suppress(OSError):  # a full disk: only whom it names is lost
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return made
 
 
 def existing(folder: str | Path) -> Path:

@@ -12,6 +12,7 @@ from trireme.storage.aio import File, together
 from trireme.storage.devices import Device
 from trireme.storage.files import check_space
 
+NAME = "scratch"  # of a file, for the moment before it loses it
 STRIPE = 4 << 20  # bytes that lie on one device before the next one's turn
 MOST_TURNS = 8  # of a device for one of the slowest
 
@@ -73,8 +74,8 @@ class Scratch:
 
 
 def _claim(device: Device, nbytes: int) -> File:
-    check_space(device.path, nbytes, "what waits for its use")
-    path = Path(device.path) / "scratch"
+    check_space(device.path, nbytes, "the file of swapped activations and gradients")
+    path = Path(device.path) / NAME
     path.unlink(missing_ok=True)  # of a run that was killed at this very place
     file = File(path, device.direct, 0)
     try:

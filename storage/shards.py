@@ -15,8 +15,7 @@ is made, grown or removed. In each folder:
 
     files/000012.safetensors      every version and every spare (versions.py)
     snapshot-000003-step-100/     hard links to versions, manifest, index (snapshots.py)
-    store.id, store.lock          which store this is; the lock is held while a process uses it
-    store.finished                in place of store.id while a store that is needed no more is removed
+    store.id, store.lock          which store this is; the lock is held while a process uses it (folders.py)
 """
 
 from __future__ import annotations
@@ -24,27 +23,25 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import shutil
-import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from trireme.storage import checkpoint, snapshots
+from trireme.storage import folders, snapshots
 from trireme.storage.aio import then, together
-from trireme.storage.companions import TEMPLATES, companions
+from trireme.storage.companions import companions as companions_of
 from trireme.storage.devices import Device, open_device
-from trireme.storage.files import LOCK, NoSnapshot, StoreError, lock_folder, sync_folder, write_synced
-from trireme.storage.identity import FINISHED, IDENTITY, Identity, in_order, is_taken, write_identity
+from trireme.storage.files import NoSnapshot, StoreError, lock_folder, sync_folder, write_synced
+from trireme.storage.identity import in_order
 from trireme.storage.layout import Layout, round_up
 from trireme.storage.stripes import Stripe, deal_cut, deal_whole
 from trireme.storage.sums import checksum
 from trireme.storage.untrusted import read_small
-from trireme.storage.versions import FOLDER, Version, Versions, version_files
+from trireme.storage.versions import FOLDER, Version, Versions
 
 IN_FLIGHT = 2  # spares of each size beyond what snapshots hold: writes under way while old versions can still be read
 DAMAGED = "is damaged: its bytes are not those that were written"
@@ -78,6 +75,7 @@ class Store:
     def __init__(self, devices: Sequence[Device], keep: int):
         """Use Store.create or Store.open."""
         self.devices, self.keep = list(devices), keep
+        self.made: list[Path] = []  # folders that this process made for it, innermost first
         self.shards: dict[str, Shard] = {}
         self.snapshots: list[snapshots.Snapshot] = []  # oldest first
         self._companions: dict[str, str] = {}  # name -> checksum
@@ -88,38 +86,38 @@ class Store:
 
     @classmethod
     def create(
-        cls, dirs: Sequence[str | os.PathLike | Device], keep: int = 1, companions: str | os.PathLike | None = None
+        cls,
+        dirs: Sequence[str | os.PathLike | Device],
+        keep: int = 1,
+        companions: str | os.PathLike | None = None,
+        trial: int = 256 << 20,
     ) -> Store:
         """A new, empty store that keeps the last `keep` snapshots.
 
-        Config and tokenizer of the checkpoint folder `companions` make its snapshots loadable as they lie. Raises
-        StoreError where a folder holds a snapshot already or is in use, or where config or tokenizer would replace
-        files of somebody else's. What an earlier store left that never reached a snapshot is removed.
+        Config and tokenizer of the checkpoint folder `companions` make its snapshots loadable as they lie. `trial`:
+        bytes written to find out how a drive is best driven. What an earlier store left that never reached a snapshot
+        is removed. Raises StoreError, leaving nothing, where a folder holds a snapshot already or is in use, or where a
+        file of somebody else's has a name that a store takes.
         """
-        _refuse_others(_path(dirs[0]), companions)
-        with ExitStack() as stack:
-            for d in dirs:
-                lock_folder(_path(d), stack)
-                remove_finished(_path(d))
-                if is_taken(_path(d), _path(dirs[0])):
-                    raise StoreError(errno.EEXIST, "holds a run already; resume it or choose another", str(_path(d)))
-            store = cls([_device(d, stack) for d in dirs], keep)
+        paths = [_path(d) for d in dirs]
+        names = _companions(companions)
+        with ExitStack() as stack, ExitStack() as undo:
+            made = folders.take(paths, names, stack, undo)
+            store = cls([_device(d, stack, trial) for d in dirs], keep)
             stack.callback(store._end)
-            snapshots.clean([path for path in store._paths if (path / IDENTITY).exists()], set())
-            identity = uuid.uuid4().hex
-            for k, path in enumerate(store._paths):
-                (path / FOLDER).mkdir(exist_ok=True)
-                leftovers = version_files(path)
-                for leftover in leftovers if (path / IDENTITY).exists() else ():
-                    leftover.unlink()
-                write_identity(path, Identity(identity, k, len(dirs)))
-            store._copy_companions(companions)
+            folders.sign(paths, names, undo)
+            store._copy_companions(companions, names)
+            store.made = made
             store._resources = stack.pop_all()
+            undo.pop_all()
         return store
 
     @classmethod
-    def open(cls, dirs: Sequence[str | os.PathLike | Device], keep: int = 1) -> Store:
-        """The store in these folders, at its last snapshot. Removes what a crash left behind. Raises StoreError."""
+    def open(cls, dirs: Sequence[str | os.PathLike | Device], keep: int = 1, trial: int = 256 << 20) -> Store:
+        """The store in these folders, at its last snapshot; `trial` as in `create`. Removes what a crash left behind.
+
+        Raises StoreError.
+        """
         with ExitStack() as stack:
             dirs = [dirs[i] for i in in_order([_path(d) for d in dirs])]
             for d in dirs:
@@ -127,7 +125,7 @@ class Store:
             loaded = snapshots.load(_path(dirs[0]))
             if not loaded:
                 raise NoSnapshot(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
-            store = cls([_device(d, stack) for d in dirs], keep)
+            store = cls([_device(d, stack, trial) for d in dirs], keep)
             stack.callback(store._end)
             snapshots.clean(store._paths, {s.folder for s in loaded})
             for snapshot in loaded:
@@ -150,8 +148,8 @@ class Store:
     def _paths(self) -> list[Path]:
         return [device.path for device in self.devices]
 
-    def _copy_companions(self, source: str | os.PathLike | None) -> None:
-        for name in _companions(source):
+    def _copy_companions(self, source: str | os.PathLike | None, names: Sequence[str]) -> None:
+        for name in names:
             target = self._paths[0] / name
             snapshots.make_place(target, self._paths[0])
             content = read_small(Path(source) / name, links=True)
@@ -332,16 +330,7 @@ class Store:
 
     def remove(self) -> None:
         """Removes everything that the store made in its folders, and closes it. Killed meanwhile, it is finished."""
-        for path in self._paths:
-            os.rename(path / IDENTITY, path / FINISHED)
-            sync_folder(path)
-        for name in (*self._companions, checkpoint.INDEX):
-            (self._paths[0] / name).unlink(missing_ok=True)
-        with suppress(OSError):  # where the checkpoint has none, or there is something of somebody else's
-            (self._paths[0] / TEMPLATES).rmdir()
-        for path in self._paths:
-            remove_finished(path)
-            (path / LOCK).unlink()  # last, and while it is held
+        folders.remove(self._paths)
         self.close()
 
     def __enter__(self) -> Store:
@@ -351,28 +340,12 @@ class Store:
         self.close()
 
 
-def remove_finished(path: Path) -> None:
-    """Removes what is left of a store that is finished; where there is none, nothing."""
-    if not (path / FINISHED).exists():
-        return
-    for name in snapshots.folders(path):
-        shutil.rmtree(path / name)
-    snapshots.clean([path], set())
-    for version in version_files(path):
-        version.unlink()
-    with suppress(OSError):  # a file of somebody else's stays, with its folder
-        (path / FOLDER).rmdir()
-    for folder in filter(Path.exists, (path / FOLDER, path)):
-        sync_folder(folder)
-    (path / FINISHED).unlink()
-
-
 def _path(d: str | os.PathLike | Device) -> Path:
     return d.path if isinstance(d, Device) else Path(d)
 
 
-def _device(d: str | os.PathLike | Device, stack: ExitStack) -> Device:
-    device = d if isinstance(d, Device) else open_device(d)
+def _device(d: str | os.PathLike | Device, stack: ExitStack, trial: int) -> Device:
+    device = d if isinstance(d, Device) else open_device(d, trial)
     stack.callback(device.io.close)
     return device
 
@@ -387,15 +360,6 @@ def _span(shard: Shard, buffer) -> memoryview:
     return view
 
 
-def _refuse_others(first: Path, companions: str | os.PathLike | None) -> None:
-    """Raises StoreError where a file that a store makes in its first folder, and removes, is somebody else's."""
-    ours = any((first / name).exists() for name in (IDENTITY, FINISHED))
-    names = [*_companions(companions), checkpoint.INDEX]
-    there = [] if ours else [name for name in names if (first / name).exists()]
-    if there:
-        raise StoreError(errno.EEXIST, f"holds {there[0]}, which is no store's; choose another folder", str(first))
-
-
 def _companions(source: str | os.PathLike | None) -> list[str]:
     """The files of a checkpoint that lie beside a store's snapshots."""
-    return [name for name in companions(Path(source)) if snapshots.may_lie_beside(name)] if source else []
+    return [name for name in companions_of(Path(source)) if snapshots.may_lie_beside(name)] if source else []

@@ -149,6 +149,11 @@ def folders(device: Path) -> list[str]:
     return sorted(found, key=lambda name: int(NAME.fullmatch(name)[1]))
 
 
+def leftovers(device: Path) -> list[Path]:
+    """Folders of snapshots that were being made or removed."""
+    return [p for p in device.iterdir() if LEFTOVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+
+
 def load(first: Path) -> list[Snapshot]:
     """The snapshots in the first device's folder, oldest first."""
     return [_read(first / name) for name in folders(first)]
@@ -241,10 +246,9 @@ def _link(path: Path, name: Path) -> None:
 def clean(devices: Sequence[Path], valid: set[str]) -> None:
     """Removes what a crash left of snapshots that were being made or removed. Nothing else is touched."""
     for k, device in enumerate(devices):
-        for path in list(device.iterdir()):
-            orphan = k > 0 and NAME.fullmatch(path.name) and path.name not in valid
-            if (orphan or LEFTOVER.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+        orphans = [device / name for name in folders(device) if k > 0 and name not in valid]
+        for path in (*orphans, *leftovers(device)):
+            shutil.rmtree(path)
 
 
 def _to_json(snapshot: Snapshot) -> dict:

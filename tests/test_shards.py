@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from trireme.storage import shards, snapshots
+from trireme.storage import folders, identity, shards, snapshots
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.checkpoint import INDEX, open_source
 from trireme.storage.devices import Device, is_direct
@@ -22,6 +23,7 @@ from trireme.storage.files import StoreError
 from trireme.storage.layout import ALIGN, Layout, pack, sequential
 from trireme.storage.shards import Damaged, Store
 from trireme.storage.stripes import deal_cut, deal_whole
+from trireme.storage.sums import seal
 
 K = 1024
 WEIGHTS = pack([[("q", (64, 64)), ("k", (64, 64))], [("up", (96, 64))], [("odd", (33, 7))], [("norm", (65,))]], "BF16")
@@ -249,9 +251,9 @@ def test_a_folder_with_another_runs_second_part_is_not_taken(tmp_path):
         write_all(store, 0)
         store.commit(0, {})
     Store.create(devices(ours, 2)).close()  # which came to no snapshot, and may be made anew
-    for folders in ([ours / "d0", theirs / "d1"], [theirs / "d1", ours / "d1"]):
+    for dirs in ([ours / "d0", theirs / "d1"], [theirs / "d1", ours / "d1"]):
         with pytest.raises(StoreError, match="holds a run already.*theirs/d1"):
-            Store.create(folders)
+            Store.create(dirs)
     with Store.open(devices(theirs, 2)) as store:
         assert holds(store, 0)
 
@@ -282,14 +284,58 @@ def test_a_store_that_never_reached_a_snapshot_is_made_anew(tmp_path):
         assert not list((tmp_path / "d0" / "files").iterdir())
 
 
-def test_a_new_store_removes_nothing_of_others(tmp_path):
-    theirs = [tmp_path / "d0" / n for n in ("files/000000.safetensors", "snapshot-000001-step-1.partial/a")]
-    for path in theirs:
-        path.parent.mkdir(parents=True)
-        path.write_text("x")
-    with create(tmp_path) as store, pytest.raises(StoreError, match="File exists"):
-        store.reserve()
-    assert all(path.read_text() == "x" for path in theirs)
+@pytest.mark.parametrize("name", ["files/000000.safetensors", "snapshot-000001-step-1.partial/a", "scratch"])
+def test_a_new_store_takes_no_name_of_others(tmp_path, name):
+    path = tmp_path / "d1" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StoreError, match=f"holds {name.removesuffix('/a')}, which is no store's"):
+        Store.create([tmp_path / "d0", tmp_path / "d1"])
+    assert sorted(tmp_path.rglob("*")) == before and path.read_text() == "x"
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "write", "probe"])
+def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, call):
+    """Whatever fails, in the second of two folders; what was there before stays, with what it holds."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (tmp_path / "d0").mkdir()
+    (tmp_path / "d0" / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    of, name = {"probe": (shards, "open_device"), "write": (os, "pwrite")}.get(call, (os, call))
+    real = getattr(of, name)
+
+    def fail(what, *args):
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+        if "d1" in path or ("config.json" in path and call in ("fsync", "write")):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return real(what, *args)
+
+    monkeypatch.setattr(of, name, fail)
+    with pytest.raises(OSError, match="No space|in use"):
+        Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], companions=source, trial=0)
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.undo()
+    with Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], companions=source, trial=0) as store:
+        assert store.made == [tmp_path / "deep" / "d1", tmp_path / "deep"]
+
+
+@pytest.mark.parametrize("theirs", ["in use", "with a snapshot"])
+def test_a_store_that_is_not_taken_stays_as_it_is(tmp_path, theirs):
+    """Also the folders beside it, which were free."""
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        if theirs != "in use":
+            store.commit(0, {})
+            store.close()
+        before = {p: p.read_bytes() for p in (tmp_path / "d0").rglob("*") if p.is_file() and p.name != "store.lock"}
+        for dirs in (["new", "d0"], ["d0", "new"]):
+            with pytest.raises(StoreError, match="in use by process|holds a run already"):
+                Store.create([tmp_path / name for name in dirs], trial=0)
+            assert [p.name for p in tmp_path.iterdir()] == ["d0"]
+        assert before == {p: p.read_bytes() for p in before} and (tmp_path / "d0" / "store.lock").exists()
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
@@ -326,7 +372,7 @@ def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monk
             (tmp_path / "d0" / "notes.txt").write_text("mine")
             if stopped:
                 with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-                    m.setattr(shards, "remove_finished", lambda path: interrupt())
+                    m.setattr(folders, "_erase", lambda path: interrupt())
                     store.remove()
             else:
                 store.remove()
@@ -338,6 +384,65 @@ def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monk
 
 def interrupt():
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("then", ["remove_finished", "a new store"])
+def test_killed_at_any_moment_of_its_removal_the_folders_can_be_used_again(tmp_path, monkeypatch, then):
+    """Before each call that removes something; what a new store of another checkpoint does not have goes as well."""
+    source = tmp_path / "source"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    for name in ("config.json", "merges.txt", "additional_chat_templates/tool.jinja"):
+        (source / name).write_text("{}")
+    calls, left = ("unlink", "rmdir", "rename"), 1000
+    for fatal in range(1000):
+        folder = tmp_path / f"{fatal}"
+        folder.mkdir()
+        store = create(folder, 2, companions=source)
+        write_all(store, 0)
+        store.commit(0, {})
+        with monkeypatch.context() as m:
+            left = fatal
+
+            def counted(*args, real, **kwargs):
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    interrupt()
+                return real(*args, **kwargs)
+
+            for name in calls:
+                m.setattr(os, name, functools.partial(counted, real=getattr(os, name)))
+            try:
+                store.remove()
+            except KeyboardInterrupt:
+                store.close()
+        if (folder / "d0" / "store.id").exists():
+            Store.open(devices(folder, 2)).remove()  # not yet begun: it is a store like any other
+        paths = [folder / "d0", folder / "d1"]
+        if then == "a new store":
+            with Store.create(paths, trial=0) as new:
+                assert not (folder / "d0" / "merges.txt").exists()
+                new.remove()
+        folders.remove_finished(paths)
+        assert [list(path.iterdir()) for path in paths] == [[], []], fatal
+        if left > 0:
+            break
+    assert fatal > 20
+
+
+@pytest.mark.parametrize("names", [["../victim.json"], ["/victim.json"], ["a/b.json"], ["x.so"], ["store.id"], [3], 3])
+def test_what_a_finished_store_removes_are_companions(tmp_path, names):
+    """Its file may be anybody's."""
+    for name in ("victim.json", "d0/x.so", "d0/a/b.json", "elsewhere/x.jinja"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "d0" / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    for beside in (names, ["additional_chat_templates/x.jinja"]):
+        facts = {"store": "x", "device": 0, "devices": 1, "companions": beside}
+        (tmp_path / "d0" / "store.finished").write_bytes(seal(identity.FORMAT, facts))
+        folders.remove_finished([tmp_path / "d0"])
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])

@@ -16,8 +16,9 @@ import pytest
 from trireme.storage import companions, snapshots
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.devices import Device, is_direct
+from trireme.storage.identity import FINISHED, IDENTITY
 from trireme.storage.layout import pack, sequential
-from trireme.storage.shards import FINISHED, IDENTITY, Store
+from trireme.storage.shards import Store
 
 KILLS = 200  # on each filesystem
 

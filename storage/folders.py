@@ -1,0 +1,152 @@
+"""The folders of a store: whose they are, who holds them, and how they are left.
+
+`store.id` says which store a folder belongs to, as which part of it, and which companions the first folder holds. It is
+made before all else, and is `store.finished` while the store is removed, until all else is gone. So what is left by a
+process that was killed is always told from what belongs to others. Only the holder of `store.lock` makes or removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from trireme.storage import scratch, snapshots
+from trireme.storage.checkpoint import INDEX
+from trireme.storage.companions import TEMPLATES
+from trireme.storage.devices import PROBE
+from trireme.storage.files import LOCK, StoreError, lock_folder, remove_folders, sync_folder
+from trireme.storage.identity import FINISHED, IDENTITY, Identity, is_taken, read_identity, write_identity
+from trireme.storage.versions import FOLDER, version_files
+
+
+def take(paths: Sequence[Path], companions: Sequence[str], stack: ExitStack, undo: ExitStack) -> list[Path]:
+    """Takes the folders for a new store until `stack` closes, and removes what an earlier one left that is finished or
+    never reached a snapshot. Returns those that were made. `undo` gives all of it back.
+
+    Raises StoreError where a folder is in use, or holds a snapshot or anything else that a store would replace.
+    """
+    made: list[Path] = []
+    undo.callback(remove_folders, made)
+    for path in paths:
+        made += lock_folder(path, stack)
+        undo.callback(let_go, path)
+    for path in _finished(paths):
+        finish(path)
+    for path in paths:
+        if is_taken(path, paths[0]):
+            raise StoreError(errno.EEXIST, "holds a run already; resume it or choose another", str(path))
+    for path in paths:
+        if (path / IDENTITY).exists():
+            _empty(path, _read(path, IDENTITY))
+    _refuse_others(paths, companions)
+    return made
+
+
+def sign(paths: Sequence[Path], companions: Sequence[str], undo: ExitStack) -> None:
+    """Makes the folders those of one new store. `undo` ends it."""
+    name = uuid.uuid4().hex
+    for k, path in enumerate(paths):
+        undo.callback(remove_folders, [path / FOLDER])
+        undo.callback(finish, path)
+        (path / FOLDER).mkdir(exist_ok=True)
+        write_identity(path, Identity(name, k, len(paths), tuple(companions)))
+
+
+def remove(paths: Sequence[Path]) -> None:
+    """Removes everything that the store made in its folders, whose locks are held. Killed meanwhile, it is finished."""
+    for path in paths:
+        _mark_finished(path)
+    for path in paths:
+        _erase(path)
+        let_go(path)
+
+
+def remove_finished(paths: Sequence[Path]) -> None:
+    """Removes what is left in the folders of a store whose removal was killed. Raises StoreError if one is in use."""
+    left = [*_finished(paths), *(path for path in paths if (path / LOCK).exists() and not _holds_store(path))]
+    with ExitStack() as stack:
+        for path in left:
+            lock_folder(path, stack)
+        remove(left)
+
+
+def finish(path: Path) -> None:
+    """Ends the store that this folder is a part of, and removes this part. Its lock is held, and stays."""
+    _mark_finished(path)
+    _erase(path)
+
+
+def let_go(path: Path) -> None:
+    """Removes the lock, which is held, unless the folder holds a store."""
+    if not _holds_store(path):
+        (path / LOCK).unlink(missing_ok=True)
+
+
+def _holds_store(path: Path) -> bool:
+    return any((path / name).exists() for name in (IDENTITY, FINISHED))
+
+
+def _finished(paths: Sequence[Path]) -> list[Path]:
+    """Those of the folders that belong to a store of which one of them says that it is finished."""
+    over = [path for path in paths if (path / FINISHED).exists()]
+    names = {known.store for path in over if (known := _read(path, FINISHED))}
+    begun = [path for path in paths if (known := _read(path, IDENTITY)) and known.store in names]
+    return [*over, *(path for path in begun if path not in over)]
+
+
+def _mark_finished(path: Path) -> None:
+    if (path / IDENTITY).exists():
+        os.rename(path / IDENTITY, path / FINISHED)
+        sync_folder(path)
+
+
+def _erase(path: Path) -> None:
+    """Removes what a finished store has left in a folder; where there is none, nothing."""
+    if (path / FINISHED).exists():
+        _empty(path, _read(path, FINISHED))
+        (path / FINISHED).unlink()
+
+
+def _empty(path: Path, identity: Identity | None) -> None:
+    """Removes what a store has made in a folder, but its name and its lock; of one that nobody can name, no companions.
+
+    Raises StoreError where there is a link in the place of its folder of files.
+    """
+    beside = (*identity.companions, INDEX) if identity and identity.device == 0 else ()
+    for name in (*beside, scratch.NAME, PROBE):
+        if not (path / name).parent.is_symlink() or (path / name).parent == path:
+            (path / name).unlink(missing_ok=True)
+    for name in snapshots.folders(path):
+        shutil.rmtree(path / name)
+    snapshots.clean([path], set())
+    for version in version_files(path):
+        version.unlink()
+    for folder in (TEMPLATES, FOLDER):
+        with suppress(OSError):  # not there; or a file of somebody else's stays, with its folder
+            (path / folder).rmdir()
+    for folder in filter(Path.exists, (path / FOLDER, path)):
+        sync_folder(folder)
+
+
+def _read(path: Path, name: str) -> Identity | None:
+    """What a folder's store.id or store.finished says; nothing where it says nothing that makes sense."""
+    try:
+        return read_identity(path, name)
+    except StoreError:
+        return None
+
+
+def _refuse_others(paths: Sequence[Path], companions: Sequence[str]) -> None:
+    """Raises StoreError where a file that a store makes in its folders, and removes, is somebody else's."""
+    names = [(paths[0], name) for name in (*companions, INDEX)] + [(path, scratch.NAME) for path in paths]
+    there = [(path, path / name) for path, name in names if (path / name).exists()]
+    for path in paths:
+        there += [(path, theirs) for theirs in (*version_files(path), *snapshots.leftovers(path))]
+    for path, theirs in there[:1]:
+        message = f"holds {theirs.relative_to(path)}, which is no store's; choose another folder"
+        raise StoreError(errno.EEXIST, message, str(path))
