@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 WIDTH, HEIGHT = 820, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 34, 46  # margins around the plot
 TRAIN, TRAIN_FAINT, EVAL, INK, GRID = "#1f5fa8", "#b9cde4", "#d8572a", "#333", "#e3e3e3"
 
+MOST = 4096  # points of a curve that are kept, an even number
+ABSURD = 1e30  # a loss that no scale could show
+
 Point = tuple[float, float]  # step, loss
 
 
-def draw(records: Sequence[Mapping[str, Any]]) -> str:
-    """The picture as SVG text, from the records of log.jsonl. Losses that are not finite are left out."""
-    train, evals = _points(records, "loss"), _points(records, "eval_loss")
+class Curve:
+    """The points of a run of any length in bounded memory: each of them while they are fewer than MOST, then means of
+    neighbours.
+    """
+
+    def __init__(self):
+        self._points: list[Point] = []  # each the mean of `_each` that were added
+        self._each = 1
+        self._steps = self._losses = 0.0  # sums over those that are not in `_points` yet
+        self._waiting = 0
+
+    def add(self, step: float, loss: float) -> None:
+        """The next point; one that is not finite is left out."""
+        if not abs(loss) < ABSURD:
+            return
+        self._steps, self._losses, self._waiting = self._steps + step, self._losses + loss, self._waiting + 1
+        if self._waiting == self._each:
+            self._points.append(self._mean())
+            self._steps = self._losses = self._waiting = 0
+        if len(self._points) == MOST:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [((a + c) / 2, (b + d) / 2) for (a, b), (c, d) in pairs]
+            self._each *= 2
+
+    def _mean(self) -> Point:
+        return self._steps / self._waiting, self._losses / self._waiting
+
+    @property
+    def points(self) -> list[Point]:
+        """In the order of the steps."""
+        return [*self._points, self._mean()] if self._waiting else list(self._points)
+
+
+def draw(train: Sequence[Point], evals: Sequence[Point]) -> str:
+    """The picture as SVG text, from the losses of the steps and those of the evaluations."""
     smooth = _smoothed(train)
-    shape = smooth + evals or [(0.0, 0.0)]
+    shape = [*smooth, *evals] or [(0.0, 0.0)]
     first, last = min(x for x, _ in shape), max(x for x, _ in shape)
     low, high = min(y for _, y in shape), max(y for _, y in shape)
     pad = 0.08 * (high - low) or 0.5
@@ -41,11 +75,6 @@ def draw(records: Sequence[Mapping[str, Any]]) -> str:
         f'height="{HEIGHT - TOP - BOTTOM}"/></clipPath>\n'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
-
-
-def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    values = [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
-    return [(float(x), float(y)) for x, y in values if math.isfinite(y)]
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:

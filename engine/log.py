@@ -6,94 +6,23 @@ stop a run: a disk that is full delays the lines and is reported once, a termina
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from trireme.engine.curve import draw
+from trireme.engine.curve import Curve, draw
 from trireme.engine.options import Options
+from trireme.engine.records import COLUMNS, Appender, Mark, Record, as_csv, as_json, is_whole, read_log
 from trireme.engine.screen import Screen, compact, duration, progress
 from trireme.models.config import InputError
-
-COLUMNS = (
-    "step epoch loss eval_loss learning_rate grad_norm tokens_per_second trained_tokens_per_second mfu step_time_s "
-    "gpu_mem_gib ram_gib ssd_read_gbs ssd_written_tb bound"
-).split()
-Record = dict[str, Any]
-
-
-class Appender:
-    """A text file that grows by whole lines only, even when the disk is full: what does not fit waits in memory."""
-
-    def __init__(self, path: Path, lines: list[str]):
-        """Replaces the file, in one step, by `lines`, and opens it for more."""
-        scratch = path.with_name(path.name + ".tmp")
-        scratch.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        os.replace(scratch, path)
-        self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-        self._size = os.fstat(self._fd).st_size
-        self._waiting = b""
-
-    def append(self, line: str) -> OSError | None:
-        """Adds a line, after those that could not be written before. Returns the error when they have to wait again."""
-        self._waiting += line.encode() + b"\n"
-        return self._flush()
-
-    def _flush(self) -> OSError | None:
-        try:
-            while self._waiting:
-                written = os.write(self._fd, self._waiting)
-                end = self._waiting.rfind(b"\n", 0, written) + 1
-                if end < written:
-                    os.ftruncate(self._fd, self._size + end)  # no torn line stays behind
-                self._size += end
-                self._waiting = self._waiting[end:]
-                if not end:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        except OSError as error:
-            return error
-        return None
-
-    def close(self) -> None:
-        self._flush()
-        os.close(self._fd)
-
-
-def read_log(path: Path, last_step: int) -> list[Record]:
-    """The records of a log.jsonl up to `last_step`; a torn last line, left by a crash, is passed over."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("step", math.inf) <= last_step:
-            records.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()})
-    return records
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no word for NaN and infinity; they are written as text."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def as_json(record: Record) -> str:
-    ordered = {key: record[key] for key in COLUMNS if key in record} | record
-    return json.dumps({key: _finite(value) for key, value in ordered.items()}, allow_nan=False)
-
-
-def as_csv(record: Record) -> str:
-    return ",".join("" if record.get(key) is None else str(record[key]) for key in COLUMNS)
-
+from trireme.storage.files import partial_of
 
 # ---------------------------------------------------------------- trackers
 
@@ -136,21 +65,83 @@ def _trackers(out: Path, options: Options) -> list[Tracker]:
 # ---------------------------------------------------------------- the log of a run
 
 
+@dataclass
+class Totals:
+    """What the steps and evaluations of a run come to, however many they are."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    trained: float = 0.0
+    losses: tuple[float, float] | None = None  # of the first and the last step
+    evals: tuple[float, float] | None = None
+    best: tuple[float, int] | None = None  # the least of an evaluation, and its step
+    evaluated: int | None = None  # the step of the last evaluation
+
+    def add(self, record: Record) -> None:
+        if "loss" in record:
+            seconds = record.get("step_time_s", 0.0)
+            self.steps += 1
+            self.seconds += seconds
+            self.tokens += seconds * record.get("tokens_per_second", 0.0)
+            self.trained += seconds * record.get("trained_tokens_per_second", 0.0)
+            self.losses = (self.losses or (record["loss"],))[0], record["loss"]
+        if "eval_loss" in record:
+            loss, self.evaluated = record["eval_loss"], record["step"]
+            self.evals = (self.evals or (loss,))[0], loss
+            self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
+
+    def line(self) -> str:
+        """The line at the end of a run: steps, time, how the losses went, tokens."""
+        parts = [f"done     {self.steps:,} steps"]
+        if self.seconds:
+            parts.append(duration(self.seconds))
+        if self.losses:
+            parts.append("loss {:.4g} -> {:.4g}".format(*self.losses))
+        if self.evals and self.best:
+            note = "" if self.best[1] == self.evaluated else " (best {:.4g} at step {:,})".format(*self.best)
+            parts.append("eval {:.4g} -> {:.4g}".format(*self.evals) + note)
+        if self.seconds:
+            parts.append(f"{compact(self.trained)} trained tokens of {compact(self.tokens)}")
+            parts.append(f"{compact(self.tokens / self.seconds)} tok/s")
+        return ", ".join(parts)
+
+
 class RunLog:
     """Everything a run reports, in one place. One thread at a time."""
 
     def __init__(
-        self, out: Path, options: Options, total_steps: int, start_step: int = 0, stream: TextIO | None = None
+        self, out: Path, options: Options, total_steps: int, since: Mark | None = None, stream: TextIO | None = None
     ):
-        """Opens OUT's logs. When resuming, `start_step` is the last step that stands: later lines are dropped."""
+        """Opens OUT's logs. `since`: where they stood at the snapshot of a run that is resumed: what was added later
+        is dropped, and what has been changed is said. Raises StoreError.
+        """
         self._out, self._total = out, total_steps
         self._trackers = _trackers(out, options)
-        self._records = read_log(out / "log.jsonl", start_step) if start_step else []
-        self._jsonl = Appender(out / "log.jsonl", [as_json(r) for r in self._records])
-        self._csv = Appender(out / "log.csv", [",".join(COLUMNS), *(as_csv(r) for r in self._records)])
+        self._totals, self._losses, self._evals = Totals(), Curve(), Curve()
+        path = out / "log.jsonl"
+        whole = since is None or is_whole(path, since)
+        lines = read_log(path, since.step, since.nbytes if whole else math.inf) if since else ()
+        self._jsonl = Appender(path, (line for line, _ in lines))
+        self._csv = Appender(out / "log.csv", self._taken_over(path))
         self.screen = Screen(stream or sys.stdout)
         self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps: what lies between counts too
         self._warned = False
+        if since and not whole:
+            self.say(f"warning: {path} is not as it was at step {since.step:,}: lines were lost or changed")
+
+    def _taken_over(self, path: Path) -> Iterator[bytes]:
+        """The lines of log.csv for those of log.jsonl, which count from here on."""
+        yield ",".join(COLUMNS).encode() + b"\n"
+        for _, record in read_log(path):
+            self._count(record)
+            yield as_csv(record)
+
+    def _count(self, record: Record) -> None:
+        self._totals.add(record)
+        for curve, key in ((self._losses, "loss"), (self._evals, "eval_loss")):
+            if key in record:
+                curve.add(record["step"], record[key])
 
     def say(self, line: str) -> None:
         self.screen.say(line)
@@ -164,7 +155,7 @@ class RunLog:
 
     def eval(self, record: Record) -> None:
         """An evaluation: `step` (0 before training), `eval_loss`, `epoch`; `sample`, a text, when there is one."""
-        best = min((r["eval_loss"] for r in self._records if "eval_loss" in r), default=math.inf)
+        best = self._totals.best[0] if self._totals.best else math.inf
         self._add({key: value for key, value in record.items() if key != "sample"})
         loss = record["eval_loss"]
         note = "(before training)" if record["step"] == 0 else "(best)" if loss < best else f"(best {best:.4f})"
@@ -173,33 +164,22 @@ class RunLog:
         self.draw()
 
     def summary(self) -> str:
-        """Draws the picture and returns the line at the end of a run: steps, time, how the losses went, tokens."""
+        """Draws the picture and returns the line at the end of a run."""
         self.draw()
-        steps = [r for r in self._records if "loss" in r]
-        evals = [r for r in self._records if "eval_loss" in r]
-        parts = [f"done     {len(steps):,} steps"]
-        seconds = sum(r.get("step_time_s", 0.0) for r in steps)
-        if seconds:
-            parts.append(duration(seconds))
-        if steps:
-            parts.append(f"loss {steps[0]['loss']:.4g} -> {steps[-1]['loss']:.4g}")
-        if evals:
-            best = min(evals, key=lambda r: r["eval_loss"])
-            note = "" if best is evals[-1] else f" (best {best['eval_loss']:.4g} at step {best['step']:,})"
-            parts.append(f"eval {evals[0]['eval_loss']:.4g} -> {evals[-1]['eval_loss']:.4g}{note}")
-        if seconds:
-            seen, trained = (
-                sum(r.get(key, 0.0) * r.get("step_time_s", 0.0) for r in steps)
-                for key in ("tokens_per_second", "trained_tokens_per_second")
-            )
-            parts += [f"{compact(trained)} trained tokens of {compact(seen)}", f"{compact(seen / seconds)} tok/s"]
-        return ", ".join(parts)
+        return self._totals.line()
+
+    def sync(self, step: int) -> Mark:
+        """Brings the log to the drive. Returns where it stands, after `step`."""
+        for file in (self._jsonl, self._csv):
+            if error := file.sync():
+                self._warn(error)
+        return Mark(step, self._jsonl.nbytes, self._jsonl.crc32)
 
     def draw(self) -> None:
         """Writes loss.svg from what has been logged so far."""
-        scratch = self._out / "loss.svg.tmp"
+        scratch = partial_of(self._out / "loss.svg")
         try:
-            scratch.write_text(draw(self._records), encoding="utf-8")
+            scratch.write_text(draw(self._losses.points, self._evals.points), encoding="utf-8")
             os.replace(scratch, self._out / "loss.svg")
         except OSError as error:
             scratch.unlink(missing_ok=True)
@@ -217,7 +197,7 @@ class RunLog:
                 self._warn_of_tracker(error)
 
     def _add(self, record: Record) -> None:
-        self._records.append(record)
+        self._count(record)
         for file, line in ((self._jsonl, as_json(record)), (self._csv, as_csv(record))):
             if error := file.append(line):
                 self._warn(error)

@@ -2,20 +2,25 @@
 
 import csv
 import errno
+import functools
 import io
 import json
 import os
 import re
+import tracemalloc
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 from terminal import on_screen
 
 from trireme.engine import log as log_module
+from trireme.engine import records
 from trireme.engine import screen as screen_module
-from trireme.engine.curve import draw
-from trireme.engine.log import COLUMNS, RunLog
+from trireme.engine.curve import MOST, Curve, draw
+from trireme.engine.log import RunLog
 from trireme.engine.options import Options
+from trireme.engine.records import COLUMNS
 from trireme.engine.screen import compact, duration, one_line, progress
 from trireme.models.config import InputError
 
@@ -34,8 +39,8 @@ def table(path) -> list[dict]:
     return list(csv.DictReader(io.StringIO(path.read_text())))
 
 
-def run(out, steps, total=10, start=0, stream=None, options=None):
-    log = RunLog(out, options or Options(), total, start, stream or io.StringIO())
+def run(out, steps, total=10, since=None, stream=None, options=None):
+    log = RunLog(out, options or Options(), total, since, stream or io.StringIO())
     for step in steps:
         log.step({"step": step, "loss": 5.0 / step, "learning_rate": 0.1})
     return log
@@ -52,14 +57,96 @@ def test_both_files_hold_every_step_at_once(tmp_path):
 
 
 def test_resume_drops_what_came_after_and_a_torn_line(tmp_path):
-    log = run(tmp_path, range(1, 8))
-    log.eval({"step": 7, "eval_loss": 1.0})
+    log, stream = run(tmp_path, range(1, 6)), io.StringIO()
+    mark = log.sync(5)
+    log.eval({"step": 5, "eval_loss": 1.0})  # after the snapshot: it is made again
+    log.step({"step": 6, "loss": 9.0})
     log.close()
     with open(tmp_path / "log.jsonl", "a") as file:
-        file.write('{"step": 8, "lo')
-    run(tmp_path, [6, 7], start=5).close()
-    assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+        file.write('{"step": 7, "lo')
+    run(tmp_path, [6, 7], since=mark, stream=stream).close()
+    assert [r.get("loss") for r in lines(tmp_path / "log.jsonl")] == [5.0 / step for step in range(1, 8)]
     assert [r["step"] for r in table(tmp_path / "log.csv")] == ["1", "2", "3", "4", "5", "6", "7"]
+    assert "warning" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("damage, left", [
+    (lambda text: text.replace(b"0.1", b"0.2", 1), [1, 2, 3, 4, 5]),  # a line changed
+    (lambda text: text.replace(b"0.1", b"\xb0.1", 1), [2, 3, 4, 5]),  # no UTF-8
+    (lambda text: text[text.index(b"\n") + 1 :], [2, 3, 4, 5]),
+    (lambda text: text.replace(b"\n", b"", 1), [3, 4, 5]),
+    (lambda text: text[: text.index(b'"step": 4')], [1, 2, 3]),
+    (lambda text: text.replace(b'"step": 1', b'"step": true', 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b'"loss": 5.0', b'"loss": []', 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b"9" * 400, 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b"9" * 5000, 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b"[" * 100_000, 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b"null", 1), [1, 2, 3, 4, 5]),
+    (lambda text: bytes(len(text)), []),
+    (lambda text: b"", []),
+    (lambda text: None, []),
+])  # fmt: skip
+def test_a_log_that_was_damaged_is_said_and_the_run_goes_on(tmp_path, damage, left):
+    log, stream, path = run(tmp_path, range(1, 6)), io.StringIO(), tmp_path / "log.jsonl"
+    mark = log.sync(5)
+    log.step({"step": 6, "loss": 9.0})
+    log.close()
+    text = damage(path.read_bytes())
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text)
+    again = run(tmp_path, [6], since=mark, stream=stream)
+    assert "log.jsonl is not as it was at step 5: lines were lost or changed" in stream.getvalue()
+    assert again.summary().startswith(f"done     {len(left) + 1} steps")
+    again.close()
+    assert [r["step"] for r in lines(path)] == [*left, 6]
+    assert [r["step"] for r in table(tmp_path / "log.csv")] == [str(step) for step in (*left, 6)]
+
+
+def test_the_log_is_on_the_drive_before_its_name_and_with_every_snapshot(tmp_path, monkeypatch):
+    """A power failure leaves the log as it was at the last snapshot at least; one in a resume, the old or the new."""
+    calls, names = [], {"fsync": os.fsync, "fdatasync": os.fdatasync, "replace": os.replace}
+
+    def noted(name, what, *to):
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(to[0])
+        calls.append((name, os.path.relpath(path, tmp_path)))
+        return names[name](what, *to)
+
+    for name in names:
+        monkeypatch.setattr(os, name, functools.partial(noted, name))
+    log = run(tmp_path, [1])
+    made = [[("fsync", f".{n}.partial"), ("replace", n), ("fsync", ".")] for n in ("log.jsonl", "log.csv")]
+    assert calls == made[0] + made[1]
+    calls.clear()
+    mark = log.sync(1)
+    assert {("fdatasync", "log.jsonl"), ("fdatasync", "log.csv")} <= set(calls)
+    log.step({"step": 2, "loss": 1.0})
+    calls.clear()
+    log.close()
+    assert ("fdatasync", "log.jsonl") in calls
+    calls.clear()
+    run(tmp_path, [2], since=mark).close()
+    assert calls[:6] == made[0] + made[1]
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path):
+    with open(os.devnull, "w") as nowhere:
+        log, sizes = run(tmp_path, [], total=10**6, stream=nowhere), []
+        tracemalloc.start()
+        for step in range(1, 20_001):
+            log.step(FULL | {"step": step})
+            if step in (5_000, 20_000):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        assert sizes[1] - sizes[0] < 100_000, sizes  # seven bytes a step
+        mark, summary = log.sync(20_000), log.summary()
+        log.close()
+        tracemalloc.start()
+        log = run(tmp_path, [], since=mark, stream=nowhere)
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000, "nor when it is read again"
+        tracemalloc.stop()
+        assert log.summary() == summary and log.sync(20_000) == mark
+        log.close()
 
 
 def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
@@ -74,7 +161,7 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
         room[0] -= len(data)
         return real_write(fd, data)
 
-    monkeypatch.setattr(log_module.os, "write", write)
+    monkeypatch.setattr(records.os, "write", write)
     for step in (2, 3):
         log.step({"step": step, "loss": 1.0})
         assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1]
@@ -90,9 +177,10 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
 def test_nan_stays_json(tmp_path):
     log = run(tmp_path, [])
     log.step({"step": 1, "loss": float("nan")})
+    mark = log.sync(1)
     log.close()
     assert lines(tmp_path / "log.jsonl") == [{"step": 1, "loss": "nan"}]
-    again = run(tmp_path, [2], start=1)
+    again = run(tmp_path, [2], since=mark)
     assert "loss nan -> 2.5" in again.summary()
     again.close()
 
@@ -203,16 +291,37 @@ def test_the_picture(tmp_path):
     assert len(list(svg.iter(ns + "circle"))) == 2
 
 
-@pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0}], [{"step": 3, "eval_loss": 0.0}]])
-def test_the_picture_of_hardly_anything(records):
-    ET.fromstring(draw(records))
+@pytest.mark.parametrize("losses, evals", [([], []), ([(1.0, 2.0)], []), ([], [(3.0, 0.0)])])
+def test_the_picture_of_hardly_anything(losses, evals):
+    ET.fromstring(draw(losses, evals))
+
+
+@pytest.mark.parametrize("steps", [MOST - 1, MOST, 3 * MOST + 5, 50_001])
+def test_a_curve_keeps_its_shape_in_bounded_memory(steps):
+    """Below MOST every point as it is; beyond, each is the mean of as many neighbours, and together they are all."""
+    curve, added = Curve(), [(float(x), 5.0 / x) for x in range(1, steps + 1)]
+    for k, (x, y) in enumerate(added):
+        curve.add(x, y)
+        if k % 7 == 0:
+            curve.add(x, float("nan"))
+            curve.add(x, float("inf"))
+            curve.add(x, 1e300)
+    points = curve.points
+    if steps < MOST:
+        assert points == added
+        return
+    each = round(points[1][0] - points[0][0])
+    assert MOST / 2 <= len(points) < MOST and len(points) == -(-steps // each)
+    for k, (x, y) in enumerate(points):
+        merged = added[k * each : (k + 1) * each]
+        assert np.allclose((x, y), np.mean(merged, axis=0), rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_tracker_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch, name):
     monkeypatch.setitem(__import__("sys").modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
     with pytest.raises(InputError, match=f"--log {name}: it is not installed. pip install {name}"):
-        RunLog(tmp_path, Options(log=(name,)), 10, 0, io.StringIO())
+        RunLog(tmp_path, Options(log=(name,)), 10, None, io.StringIO())
     assert list(tmp_path.iterdir()) == []
 
 
