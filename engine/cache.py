@@ -1,5 +1,7 @@
 """Tokenized documents on disk: written once, read through the page cache, never trusted unless whole.
 
+They are read, not mapped: in a mapped file that somebody cuts, the next look at its end kills the process.
+
 A cache is a folder tokens-<key>/, named after everything that decides its content:
   tokens       one number a token: its id, and in the top bit whether it is trained on
   offsets.npy  (documents + 1,) int64, where each document begins
@@ -11,10 +13,12 @@ It is built under another name and renamed, so a folder of the right name is com
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+import weakref
 import zlib
 from array import array
 from dataclasses import dataclass
@@ -22,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from trireme.storage.files import StoreError
 
 _VERSION = 1
 _BLOCK = 1 << 22
@@ -45,7 +51,9 @@ def cache_key(*parts: Any) -> str:
 class TokenFile:
     """The documents of one data file."""
 
-    tokens: np.ndarray  # (T,) uint16 or uint32, memory-mapped; the top bit: trained on
+    path: Path  # of the tokens
+    fd: int  # of the same, open as long as this object lives
+    dtype: np.dtype  # of a token, uint16 or uint32; the top bit: trained on
     offsets: np.ndarray  # (documents + 1,) int64
     trained: np.ndarray  # (documents,) int64
     meta: dict[str, Any]
@@ -59,9 +67,15 @@ class TokenFile:
         return np.diff(self.offsets)
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32, trained bool) of the tokens start to stop."""
-        raw = self.tokens[start:stop]
-        top = _top_bit(self.tokens.dtype)
+        """(ids int32, trained bool) of the tokens start to stop. Raises StoreError where the file has lost them."""
+        size, top = self.dtype.itemsize, _top_bit(self.dtype)
+        try:
+            block = os.pread(self.fd, (stop - start) * size, start * size)
+        except OSError as error:
+            raise StoreError(error.errno, error.strerror, str(self.path)) from error
+        if len(block) < (stop - start) * size:
+            raise StoreError(errno.EIO, "was cut while the run was reading it", str(self.path))
+        raw = np.frombuffer(block, self.dtype)
         return (raw & (top - 1)).astype(np.int32), raw >= top
 
 
@@ -144,21 +158,36 @@ def open_tokens(folder: Path) -> TokenFile | None:
     if not all((folder / name).is_file() for name in ("tokens", "offsets.npy", "trained.npy", "meta.json")):
         return None
     try:
+        fd = os.open(folder / "tokens", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    found = _checked(folder, fd)
+    if found is None:
+        os.close(fd)
+    else:
+        weakref.finalize(found, os.close, fd)
+    return found
+
+
+def _checked(folder: Path, fd: int) -> TokenFile | None:
+    """The cache in `folder`, whose tokens are open as `fd`, or None."""
+    try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         offsets, trained = (_table(folder / f"{name}.npy") for name in ("offsets", "trained"))
         dtype = np.dtype({"<u2": "<u2", "<u4": "<u4"}[meta["dtype"]])
-        path, lengths = folder / "tokens", np.diff(offsets)
+        lengths = np.diff(offsets)
         if not all(type(meta[name]) is kind for name, kind in _META.items()) or folder.name != f"tokens-{meta['key']}":
             return None
         if len(offsets) != len(trained) + 1 or offsets[0] != 0 or ((trained < 0) | (trained > lengths)).any():
             return None
-        if path.stat().st_size != meta["bytes"] or int(offsets[-1]) * dtype.itemsize != meta["bytes"]:
+        if os.fstat(fd).st_size != meta["bytes"] or int(offsets[-1]) * dtype.itemsize != meta["bytes"]:
             return None
-        crc, max_id = _read_through(path, dtype)
+        crc, max_id = _read_through(fd, dtype)
         if [crc, zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())] != meta["crc32"]:
             return None
-        tokens = np.memmap(path, dtype, "r") if meta["bytes"] else np.zeros(0, dtype)
-        return TokenFile(tokens, offsets, trained, meta) if max_id == meta["max_id"] else None
+        if max_id != meta["max_id"]:
+            return None
+        return TokenFile(folder / "tokens", fd, dtype, offsets, trained, meta)
     except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, OverflowError, MemoryError, RecursionError):
         return None
 
@@ -172,11 +201,10 @@ def _table(path: Path) -> np.ndarray:
     return table
 
 
-def _read_through(path: Path, dtype: np.dtype) -> tuple[int, int]:
+def _read_through(fd: int, dtype: np.dtype) -> tuple[int, int]:
     """(CRC-32 of a file of tokens, the greatest id in it or -1)."""
-    crc, max_id, below = 0, -1, _top_bit(dtype) - 1
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-            max_id = max(max_id, int((np.frombuffer(block, dtype) & below).max()))
+    crc, max_id, at, below = 0, -1, 0, _top_bit(dtype) - 1
+    while block := os.pread(fd, _BLOCK, at):
+        crc, at = zlib.crc32(block, crc), at + len(block)
+        max_id = max(max_id, int((np.frombuffer(block, dtype) & below).max()))
     return crc, max_id

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from trireme.engine.prepare import Progress, Reading, tokenize
 from trireme.engine.report import FileReport, Report, example_text
 from trireme.engine.sources import DataFile, parse_data_file, spool
 from trireme.models.config import InputError
+from trireme.storage.temporary import Temporary
 
 IGNORED = -100  # the label of a token that is not trained
 
@@ -71,7 +71,7 @@ class Dataset:
     codec: Codec | None
     report: Report
     held_out: Dataset | None = None  # the evaluation data
-    scratch: tempfile.TemporaryDirectory | None = field(default=None, repr=False)  # lives as long as the data
+    scratch: Temporary | None = field(default=None, repr=False)  # lives as long as the data
 
     @property
     def n_sequences(self) -> int:
@@ -171,13 +171,13 @@ def load_dataset(
     sources: `path`, `path:weight`, or `-`, standard input. InputError says what is wrong with the data.
     OSError where the cache cannot be written.
     """
-    scratch = None if options.cache else tempfile.TemporaryDirectory(prefix="trireme-tokens-")
+    scratch = None if options.cache else Temporary("trireme-tokens-")
     reading = Reading(
         codec,
         parse_map(options.map),
         options.skip_bad,
         options.vocab_size,
-        options.cache or Path(scratch.name),
+        options.cache or scratch.path,
     )
     given = [spool(sys.stdin.buffer, reading.folder) if text == "-" else parse_data_file(text) for text in sources]
     share, val_given = _parse_val(options.val)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from trireme.storage.aio import arena
 from trireme.storage.devices import open_device
 from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
+from trireme.storage.temporary import HIDDEN, Temporary
 
 VERSION = 5  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a request to a drive, requests of a kind in flight
@@ -238,7 +238,7 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict
     when they happen at once. Takes three times `seconds`. Raises OSError where there is no room or no right to try.
     """
     nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".trireme-") as own:
+    with Temporary(HIDDEN, folder) as own:
         device = open_device(own)  # tried out, as the store's own is
         scratch = Scratch([device], max(nbytes, 2 * CHUNK))
         try:

@@ -140,7 +140,8 @@ def _how(code: int, seconds: float, memory: int) -> str:
 
 def serve(fd: int, memory: int) -> None:
     """Makes the object and answers calls, until the other end of the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent hears them too, and ends this process
+        signal.signal(number, signal.SIG_IGN)
     _limit_memory(memory)
     connection, doing = Connection(fd), ""
 

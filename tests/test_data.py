@@ -1,17 +1,20 @@
 """From files to micro-batches: labels, order, resuming, the cache, the report, and every way that data can be wrong."""
 
 import json
+import os
 import random
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import zlib
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import tokenizers
+from engines import fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +25,7 @@ from trireme.engine.examples import Chat, Completion, Text
 from trireme.engine.prepare import Reading
 from trireme.engine.tokens import load_tokenizer
 from trireme.models.config import InputError
+from trireme.storage.files import StoreError
 
 TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
 CHATML = (
@@ -407,6 +411,40 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(cache.iterdir()) == []
+
+
+def test_tokens_that_are_cut_while_they_are_read_are_an_error(tokenizer, tmp_path):
+    """In a process of its own: where they are mapped, it is killed without a word."""
+    path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5000), tmp_path / "cache"
+    pid = fork()
+    if not pid:
+        try:
+            data = load(path, tokenizer, cache=cache)
+            before = list(documents(data.batches(1)))
+            (file,) = cache.glob("*/tokens")
+            os.truncate(file, 4096)
+            assert list(documents(data.batches(1)))[:10] == before[:10]
+        except StoreError as error:
+            assert error.filename == str(file) and "was cut while the run was reading it" in str(error)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    load(path, tokenizer, cache=cache)  # made again
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_no_file_stays_open_or_behind(tokenizer, tmp_path, monkeypatch, cache):
+    """Also without a cache: then tokens lie in a temporary folder as long as the data live."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    path, opened = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), len(os.listdir("/proc/self/fd"))
+    data = load(path, tokenizer, cache=tmp_path / "cache" if cache else None)
+    expected = [data.step(i, 2, 2)[0].ids.tolist() for i in range(3)]
+    assert len(os.listdir("/proc/self/fd")) > opened and len(os.listdir(tmp_path / "temporary")) == (not cache)
+    assert [data.step(i, 2, 2)[0].ids.tolist() for i in range(3)] == expected
+    del data
+    assert len(os.listdir("/proc/self/fd")) == opened and os.listdir(tmp_path / "temporary") == []
 
 
 def test_several_processes_give_the_same(tokenizer, tmp_path, monkeypatch):

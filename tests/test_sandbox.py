@@ -144,6 +144,14 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_the_whole_group_is_told_is_the_parents_affair(box, number):
+    """A session that ends tells every process of it, in any order."""
+    child = box.call(pid)
+    os.kill(child, number)
+    assert box.call(pid) == child
+
+
 def test_the_process_ends_when_its_parent_is_killed():
     env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
     with subprocess.Popen(
