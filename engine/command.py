@@ -18,7 +18,6 @@ import yaml
 
 from trireme.engine.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Every, Options, size
 from trireme.models.config import InputError
-from trireme.storage.files import replace_synced
 
 _FIELDS = {f.name: f for f in fields(Options)}
 _ALIASES = {alias: f.name for f in fields(Options) for alias in f.metadata.get("also", "").split()}
@@ -207,7 +206,10 @@ def parse(argv: Sequence[str]) -> Options:
     if "resume" in given:
         run = Path(given["resume"] or latest_run(Path("runs")))
         if not (run / "config.yaml").is_file():
-            raise InputError(f"--resume {run}: there is no run in that folder (no config.yaml).")
+            raise InputError(
+                f"--resume {run}: there is no run in that folder (no config.yaml). Begin one there: "
+                f"finetune.py CHECKPOINT --data FILE --out {run}."
+            )
         if os.path.abspath(given.get("out", run)) != os.path.abspath(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
         given = {**_from_yaml(run / "config.yaml"), **given, "resume": str(run), "out": str(run)}
@@ -240,21 +242,38 @@ def parse(argv: Sequence[str]) -> Options:
 _NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # about one command, not about the run
 
 
-def write_config(options: Options, path: Path) -> None:
-    """Writes `options` as YAML for --config and --resume. Paths are made absolute, so that it works from any folder."""
+def kept(options: Options) -> dict[str, Any]:
+    """What a run keeps of its options, as JSON and YAML can hold it, by field. Paths are absolute, so that they are
+    understood in any folder.
+    """
     content: dict[str, Any] = {}
     for f in fields(Options):
         value = getattr(options, f.name)
-        if f.name in _NOT_KEPT or value is None:
+        if f.name in _NOT_KEPT:
             continue
-        if f.name in ("model", "tokenizer", "store", "plan"):
+        if value is None:
+            pass
+        elif f.name in ("model", "tokenizer", "store", "plan"):
             value = [os.path.abspath(v) for v in value] if isinstance(value, tuple) else os.path.abspath(value)
         elif f.name in ("data", "val", "chat_template"):
             value = [_absolute(v) for v in value] if isinstance(value, tuple) else _absolute(value)
         elif f.metadata["parse"] is size:
             value = f"{value}B"
         content[f.name] = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Every) else value
-    replace_synced(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
+    return content
+
+
+def config_yaml(options: Options) -> bytes:
+    """The config.yaml of a run with these options, for --config and --resume."""
+    content = {name: value for name, value in kept(options).items() if value is not None}
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
+
+
+def changes(options: Options, before: Mapping[str, Any]) -> list[str]:
+    """What the options say otherwise than `before`, the `kept` ones of a run at an earlier time; a line for each."""
+    shown = lambda value: "not given" if value in (None, []) else repr(value)  # noqa: E731
+    lines = [(name, value, before[name]) for name, value in kept(options).items() if name in before]
+    return [f"{_flag(name)} {shown(value)}, was {shown(was)}" for name, value, was in lines if value != was]
 
 
 def _absolute(data: str) -> str:

@@ -7,8 +7,11 @@ on two CPU cores, and anyone can see whether training works.
 from __future__ import annotations
 
 import json
+import os
 import random
-import tempfile
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trireme.engine.options import Options, every
+from trireme.engine.screen import tell
+from trireme.storage.temporary import Temporary
 
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 4, 128, 4, 2, 384, 512, 512
 STORIES = 4000
@@ -65,23 +70,37 @@ def story(dice: random.Random) -> str:
     return " ".join(sentences)
 
 
-def prepare(options: Options) -> Options:
-    """Makes everything in a temporary folder, and returns `options` with what it takes to train there."""
-    folder = Path(tempfile.mkdtemp(prefix="trireme-demo-"))
-    print(f"demo     made a LLaMA with 0.85 M random weights, a tokenizer and {STORIES:,} small stories in {folder}")
-    make_text(folder / "stories.txt", STORIES, options.seed)
-    make_checkpoint(folder / "checkpoint", folder / "stories.txt", options.seed)
-    return replace(
-        options,
-        model=str(folder / "checkpoint"),
-        data=(str(folder / "stories.txt"),),
-        val="0.02",
-        out=options.out or str(folder / "out"),
-        seq_len=options.seq_len or 256,
-        max_steps=options.max_steps or 110,
-        lr=options.lr or 4e-3,
-        eval_every=every("0.25") if options.eval_every == Options.eval_every else options.eval_every,
-    )
+@contextmanager
+def prepared(options: Options) -> Iterator[Options]:
+    """Makes everything in a temporary folder, and gives `options` with what it takes to train there.
+
+    The folder stays where a run is left that needs it, or is in it.
+    """
+    temporary = Temporary("trireme-demo-")
+    folder = temporary.path
+    out = options.out or str(folder / "out")
+    if options.out:
+        temporary.keep()  # also for a run that is killed
+    try:
+        tell(f"demo     made a LLaMA with 0.85 M random weights, a tokenizer and {STORIES:,} small stories in {folder}")
+        make_text(folder / "stories.txt", STORIES, options.seed)
+        make_checkpoint(folder / "checkpoint", folder / "stories.txt", options.seed)
+        yield replace(
+            options,
+            model=str(folder / "checkpoint"),
+            data=(str(folder / "stories.txt"),),
+            val="0.02",
+            out=out,
+            seq_len=options.seq_len or 256,
+            max_steps=options.max_steps or 110,
+            lr=options.lr or 4e-3,
+            eval_every=every("0.25") if options.eval_every == Options.eval_every else options.eval_every,
+        )
+    finally:
+        if os.path.exists(os.path.join(out, "config.yaml")):
+            temporary.keep()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_text(path: Path, stories: int, seed: int) -> None:

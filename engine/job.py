@@ -22,7 +22,7 @@ from trireme.engine.prepare import Progress
 from trireme.engine.rates import Machine, assume
 from trireme.engine.schedule import learning_rate
 from trireme.engine.screen import compact, count
-from trireme.engine.settled import CUT, check_resumed
+from trireme.engine.settled import CUT, check_model, check_resumed, identity
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
@@ -76,6 +76,8 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
     folder = Path(options.model)
     cfg = read_config(folder)
     source = open_source(folder)
+    if like is not None:
+        check_model(options, like, cfg, source)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
     codec = load_codec(options.tokenizer or folder, options.chat_template)
     if options.tokenizer and codec is None:
@@ -178,11 +180,11 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
 
 
 def cut(job: Job) -> dict:
-    """What must be the same for a resumed run to go on to the bit: how a step is cut, how state is cut and stored, and
-    by the plan where updates run.
+    """What must be the same for a resumed run to go on to the bit: the model, how a step is cut, how state is cut and
+    stored, and by the plan where updates run.
     """
     p = job.plan
-    asked = {"batch_size": job.options.batch_size, "rows": job.micro_rows}
+    asked = {"batch_size": job.options.batch_size, "rows": job.micro_rows, "model": identity(job.cfg, job.source)}
     return {key: getattr(p, key) for key in CUT} | asked | {"plan": asdict(p)}
 
 

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from trireme.storage.files import StoreError
+
+OUTPUT = "standard output"
 PLAIN_SECONDS = 10.0  # a pipe or a file gets a line at most this often; log.jsonl has every step
 LIVE_SECONDS = 0.1
 PATIENCE = 3.0  # seconds after which work outside the steps says how far it has come
@@ -32,6 +35,16 @@ def shown(text: str, most: int = LONGEST) -> str:
     if len(text) > most:
         text = f"{text[:half]}…({len(text) - 2 * half:,} more characters)…{text[-half:]}"
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def tell(line: str) -> None:
+    """A line on standard output before the steps begin. Raises StoreError where it cannot be written."""
+    try:
+        print(shown(line), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StoreError(error.errno, error.strerror, OUTPUT) from error
 
 
 def duration(seconds: float) -> str:

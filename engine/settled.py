@@ -4,7 +4,9 @@ are refused. No torch.
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 from trireme.engine.buffers import usage
@@ -13,6 +15,7 @@ from trireme.engine.options import Options
 from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.rule import amount
 from trireme.models.config import InputError, ModelConfig
+from trireme.storage.checkpoint import Source
 
 DTYPES = {"bf16": "BF16", "fp32": "F32"}
 CUT = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")  # of a plan, that a run keeps to its end
@@ -20,7 +23,7 @@ CUT = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")  # of a pl
 
 def check_resumed(options: Options, like: dict) -> None:
     """Raises InputError where the options contradict the cut of the run that is resumed."""
-    if not {"halves", "batch_size"} <= like.keys():
+    if not {"halves", "batch_size", "model"} <= like.keys():
         raise InputError(f"--resume {options.resume}: begun by an older version, which cut its files otherwise.")
     asked = {"--batch-size": (options.batch_size, like["batch_size"])}
     if options.seq_len is not None:
@@ -35,6 +38,26 @@ def check_resumed(options: Options, like: dict) -> None:
     for flag, (now, before) in asked.items():
         if now != before:
             raise InputError(f"{flag} {now}: the run began with {before}, which cannot change. Leave it out.")
+
+
+def identity(cfg: ModelConfig, source: Source) -> dict[str, dict]:
+    """What a run knows its model by: the numbers of its config, and dtype and shape of every tensor in its files."""
+    numbers = {name: value for name, value in asdict(cfg).items() if name not in ("rope", "halves")}
+    numbers |= {f"rope.{name}": value for name, value in asdict(cfg.rope).items()} if cfg.rope else {}
+    return {"config": numbers, "tensors": {name: [t.dtype, *t.shape] for name, t in source.tensors.items()}}
+
+
+def check_model(options: Options, like: dict, cfg: ModelConfig, source: Source) -> None:
+    """Raises InputError where the model is not the one that the resumed run was begun with."""
+    for kind, now in identity(cfg, source).items():
+        before = like["model"][kind]
+        for name in [*before, *now]:
+            if now.get(name) != before.get(name):
+                here, then = (json.dumps(found[name]) if name in found else "missing" for found in (now, before))
+                raise InputError(
+                    f"--resume {options.resume}: {name} of {options.model} is {here}, the run began with {then}. "
+                    "Name the checkpoint that it began with, as it was."
+                )
 
 
 def given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | None) -> Plan | None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trireme.engine.build import build
-from trireme.engine.command import write_config
 from trireme.engine.exchange import Exchange
 from trireme.engine.job import Job
 from trireme.engine.lanes import RealLanes
@@ -17,22 +16,22 @@ from trireme.engine.log import RunLog
 from trireme.engine.memory import gib
 from trireme.engine.optimizer import AdamW
 from trireme.engine.options import Options
+from trireme.engine.screen import tell
 from trireme.engine.step import Engine
-from trireme.engine.verify import has_begun
+from trireme.engine.verify import has_begun, tidy
 from trireme.models.config import InputError
-from trireme.storage.devices import open_device
 from trireme.storage.files import NoSnapshot, StoreError
-from trireme.storage.shards import DAMAGED, FINISHED, IDENTITY, Damaged, Store, remove_finished
+from trireme.storage.folders import remove_finished
+from trireme.storage.identity import FINISHED, IDENTITY
+from trireme.storage.shards import DAMAGED, Damaged, Store
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
 
-PROBE = 256 << 20  # most bytes written to find out how a drive is best driven
+TRIAL = 256 << 20  # most bytes written to find out how a drive is best driven
 
 
 def new_store(job: Job) -> Store:
-    """Writes config.yaml to the output folder and makes an empty store. Raises StoreError."""
-    write_config(job.options, job.out / "config.yaml")
-    probe = min(PROBE, 4 * job.parameters)
-    return Store.create([open_device(d, probe) for d in job.store_dirs], job.options.keep, job.source.folder)
+    """An empty store. Raises StoreError."""
+    return Store.create(job.store_dirs, job.options.keep, job.source.folder, min(TRIAL, 4 * job.parameters))
 
 
 def open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
@@ -41,12 +40,13 @@ def open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
     Raises InputError where the run is finished or its store is elsewhere, StoreError.
     """
     out, dirs = Path(options.out), [Path(d) for d in options.store or (os.path.join(options.out, "store"),)]
-    finished = [d for d in dirs if (d / FINISHED).exists()]
+    finished = any((d / FINISHED).exists() for d in dirs)
     lost = [d for d in dirs if not (d / IDENTITY).exists()]
     ours = not options.store or all(d.is_dir() for d in dirs)  # what is empty may also be a drive that is not mounted
-    if finished or (lost and ours and any(out.glob("*.safetensors"))):
-        for d in finished:
-            remove_finished(d)
+    exported = any(out.glob("*.safetensors"))
+    if (finished and (exported or has_begun(out))) or (lost and ours and exported):
+        remove_finished(dirs)
+        tidy(out)
         raise InputError(
             f"--resume {out}: that run is finished. To train its result further, name the folder as the checkpoint, "
             "and another --out."
@@ -54,9 +54,9 @@ def open_snapshot(options: Options) -> tuple[Store | None, dict | None]:
     if lost and has_begun(out):
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
-        store = Store.open([open_device(d, 0) for d in dirs], options.keep)
+        store = Store.open(dirs, options.keep, trial=0)
     except NoSnapshot:
-        print("no snapshot yet: starts from the beginning")
+        tell("no snapshot yet: starts from the beginning")
         return None, None
     return store, store.restore()
 

@@ -18,7 +18,7 @@ import torch
 
 from trireme.engine import job as jobs
 from trireme.engine.build import inputs
-from trireme.engine.command import write_config
+from trireme.engine.command import changes, config_yaml, kept
 from trireme.engine.correct import at_work, batch_of, better, corrected, until_its_end
 from trireme.engine.exchange import Exchange, bring_back
 from trireme.engine.job import Job
@@ -29,16 +29,18 @@ from trireme.engine.optimizer import StepStats
 from trireme.engine.options import Options
 from trireme.engine.plan import Plan
 from trireme.engine.predict import predict
+from trireme.engine.records import Mark
 from trireme.engine.sample import Sample, prompts, sample
 from trireme.engine.schedule import learning_rate
-from trireme.engine.screen import Screen, duration, shown
+from trireme.engine.screen import Screen, duration, tell
 from trireme.engine.signals import stop_signals
 from trireme.engine.start import check_continues, fill_engine, make_engine, new_store, open_snapshot
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
-from trireme.engine.verify import new_run, reopen
+from trireme.engine.verify import new_run, reopen, taken, tidy
 from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
+from trireme.storage.files import replace_synced
 from trireme.storage.shards import Store
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
@@ -55,37 +57,51 @@ class Diverged(InputError):
 
 def finetune(options: Options) -> None:
     """Trains as the options say. Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted."""
-    if options.resume or options.dry_run:
-        return _train(options)
-    with new_run(Path(options.out), Path(options.model), [Path(d) for d in options.store], Interrupted):
-        _train(options)
+    if options.resume:
+        with taken(Path(options.out), f"--resume {options.out}: another process is at that run. Wait for its end."):
+            _resume(options)
+    elif options.dry_run:
+        _prepared(options)
+    else:
+        with new_run(options, Interrupted) as run:
+            job = _prepared(options)
+            run.store = new_store(job)
+            Run(job, run.store, None).go()
 
 
-def _train(options: Options) -> None:
-    store, snapshot = open_snapshot(options) if options.resume else (None, None)
+def _resume(options: Options) -> None:
+    store, snapshot = open_snapshot(options)
     try:
-        screen, begun = Screen(sys.stdout), time.monotonic()
-        tell = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)  # noqa: E731
-        try:
-            job = jobs.prepare(options, like=snapshot and snapshot["cut"], progress=tell)
-        finally:
-            screen.clear()
-        for line in jobs.report(job):
-            print(shown(line))
-        if not (snapshot or options.assume):
-            jobs.check_room(job)
+        for line in changes(options, snapshot.get("options", {})) if snapshot else ():
+            tell(f"changed  {line} at step {snapshot['step']:,}")
+        job = _prepared(options, snapshot)
         if options.dry_run:
-            print("Dry run: nothing written.")
             return
-        if snapshot is None:
-            store = new_store(job)
-        else:
-            check_continues(job, snapshot)
-            write_config(job.options, job.out / "config.yaml")  # what was changed holds from now on
+        replace_synced(job.out / "config.yaml", config_yaml(options))  # what was changed holds from now on
+        store = store or new_store(job)
         Run(job, store, snapshot).go()
     finally:
         if store is not None:
             store.close()
+
+
+def _prepared(options: Options, snapshot: dict | None = None) -> Job:
+    """What is trained, reported to the user. `snapshot`: what the last one of a run that is resumed says."""
+    screen, begun = Screen(sys.stdout), time.monotonic()
+    far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)  # noqa: E731
+    try:
+        job = jobs.prepare(options, like=snapshot and snapshot["cut"], progress=far)
+    finally:
+        screen.clear()
+    for line in jobs.report(job):
+        tell(line)
+    if snapshot:
+        check_continues(job, snapshot)
+    elif not options.assume:
+        jobs.check_room(job)
+    if options.dry_run:
+        tell("Dry run: nothing written.")
+    return job
 
 
 class Run:
@@ -95,7 +111,7 @@ class Run:
         self.job, self.store, self.options = job, store, job.options
         self.step = self.begun = snapshot["step"] if snapshot else 0  # steps done, and those before this process
         self.best, self.best_step = snapshot["best"] if snapshot else (None, None)  # the least eval_loss
-        self.log = RunLog(job.out, job.options, job.total_steps, self.step)
+        self.log = RunLog(job.out, job.options, job.total_steps, Mark(*snapshot["log"]) if snapshot else None)
         self.lanes = RealLanes(job.device)
         self.tables = rope_tables(job.cfg, job.seq_len, job.device)
         self.peak = job.machine.rates.matmul
@@ -283,11 +299,13 @@ class Run:
             self.e.homes.save_to_store(more)
         snapshot = {
             "step": self.step,
+            "options": kept(self.options),
             "cut": jobs.cut(self.job),
             "data": self.job.data.fingerprint,
             "best": [self.best, self.best_step],
             "evaluated": self.evaluated_step,
             "written": self._written(),
+            "log": self.log.sync(self.step),
         }
         self.store.commit(self.step, snapshot)
         self.saved_at, self.saved_step = time.monotonic(), self.step
@@ -312,10 +330,9 @@ class Run:
         elif self.best_step is not None:
             self.log.say(f"best     {job.out / 'best'}: eval_loss {self.best:.4f} at step {self.best_step}")
         self.close()
-        shutil.rmtree(job.out / "tokens", ignore_errors=True)  # a run that is over goes on no more
-        self.store.remove()
-        if not self.options.store:
-            shutil.rmtree(job.out / "store", ignore_errors=True)
+        self.log.sync(self.step)
+        self.store.remove()  # a run that is over goes on no more
+        tidy(job.out)
 
     # ------------------------------------------------ what a traced step tells about the machine
 

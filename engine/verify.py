@@ -7,93 +7,150 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from trireme.engine.command import config_yaml
+from trireme.engine.options import Options
 from trireme.models.config import InputError
+from trireme.storage import snapshots, temporary
 from trireme.storage.checkpoint import INDEX, Source, companions, open_source
-from trireme.storage.files import StoreError, existing, make_folder
-from trireme.storage.snapshots import folders
+from trireme.storage.files import StoreError, existing, make_folder, partial_of, remove_folders, replace_synced
+from trireme.storage.shards import Store
 
-LOGS = ("log.jsonl", "log.csv", "loss.svg", "config.yaml", "trace.json")
+LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
+# What a run makes in its folder before its first step, beside its store. config.yaml is made first and removed last, so
+# that the folder of a run that was killed is known as one.
+OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
+UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
 
-def check_free(out: Path, source: Path) -> None:
-    """Raises InputError unless a new run may write to `out`: empty or not there, and not the source. Leaves nothing."""
-    if out.exists() and source.exists() and out.samefile(source):
-        raise InputError(f"--out {out} is the checkpoint itself. Name another folder.")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file. Name a folder.")
-    place = existing(out)
-    if not place.is_dir():
-        raise InputError(f"--out {out}: {place} is a file. Name a folder.")
-    try:  # permission alone does not tell: root may do anything in /proc, and can make no folder there
-        trial = place / f".trireme-{os.getpid()}"
-        trial.mkdir()
-        trial.rmdir()
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise InputError(
-            f"--out {out}: no folder can be made in {place} ({error.strerror}). Name another folder."
-        ) from error
-    held = len(list(out.iterdir())) if out.exists() else 0
-    if held and (out / "config.yaml").is_file():
-        raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
-    if held:
-        raise InputError(f"--out {out} is not empty ({held} entries). Name another folder, or empty it.")
+@dataclass
+class NewRun:
+    """What belongs to a new run beside its folder."""
+
+    store: Store | None = None
 
 
 @contextmanager
-def new_run(out: Path, source: Path, store: Sequence[Path], saved: type[BaseException]) -> Iterator[None]:
-    """Takes `out` for a new run of this process; removes what it made when it fails before its first step is done: when
-    nothing of one is in its log, which a full disk may have delayed, nor in a snapshot.
+def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
+    """Takes the folder of a new run for this process, writes config.yaml to it, and closes the run's store at the end.
 
-    `store`: the folders of its store. `saved`: the exception of a run that has stopped and saved itself, which keeps
-    everything. Raises InputError where the folder is not free, or another process has taken it.
+    What it made is removed when it fails before its first step is done: when nothing of a step is in its log, which a
+    full disk may have delayed, nor in a snapshot. `saved`: the exception of a run that has stopped and saved itself,
+    which keeps everything. Where the same command was killed before its first step it begins anew, and what lies there
+    stays. Raises InputError where the folder is not free, StoreError.
     """
-    check_free(out, source)
-    made = [folder for folder in (out, *store) if not folder.exists()]
-    stores = (out / "store", *store)
-    others = _with_snapshots(stores)
-    with _taken(out):
-        check_free(out, source)  # nobody was faster
+    out, run = Path(options.out), NewRun()
+    with _writable(out):
+        check_free(options)
+    with taken(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
+        again = check_free(options)  # nobody was faster
         try:
-            yield
+            for stale in (out / "tokens").glob("stdin*"):
+                stale.unlink()  # what is piped into this command is read anew
+            with _writable(out):
+                replace_synced(out / "config.yaml", config_yaml(options))
+            yield run
         except saved:
             raise
         except BaseException:
-            if not has_begun(out) and _with_snapshots(stores) <= others:
-                for path in (*made, *(out.iterdir() if out.exists() else ())):
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            if not has_begun(out) and not (run.store and run.store.snapshots):
+                with suppress(OSError):  # what went wrong before is what to say
+                    _undo(run, made, () if again else [out / name for name in OURS])
             raise
+        finally:
+            if run.store:
+                run.store.close()
 
 
-def _with_snapshots(stores: Sequence[Path]) -> set[Path]:
-    return {store for store in stores if store.is_dir() and folders(store)}
+def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
+    """Removes what a run has made."""
+    if run.store:
+        run.store.remove()
+        remove_folders(run.store.made)
+    for path in own:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    remove_folders(folders)
+
+
+def tidy(out: Path) -> None:
+    """Removes what the folder of a finished run holds beside its result, once its store is removed."""
+    for name in ("tokens", "best.new", "best.old"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in LOGS:
+        partial_of(out / name).unlink(missing_ok=True)
+    remove_folders([out / "store"])
+
+
+@contextmanager
+def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
+    """Makes the folder and holds it by a lock that leaves no file behind; gives the folders that it made.
+
+    Raises InputError where it cannot be made, and, in the words `otherwise`, where another process has it.
+    """
+    with _writable(out):
+        made = make_folder(out)
+        fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(otherwise) from None
+        except OSError:
+            pass  # a filesystem without locks
+        yield made
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    """Tells a folder that cannot be used from a drive that fails or is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNFIT:
+            raise
+        raise InputError(f"--out {out} cannot be written to ({error.strerror}). Name another folder.") from error
+
+
+def check_free(options: Options) -> bool:
+    """Raises InputError unless a new run may write to its folder: empty or not there, and not the source.
+
+    Returns whether the same command was killed there before its first step. Leaves nothing.
+    """
+    out, source = Path(options.out), Path(options.model)
+    if out.is_symlink() and not out.exists():
+        raise InputError(f"--out {out} is a link to {os.readlink(out)}, which is not there. Name another folder.")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise InputError(f"--out {out} is the checkpoint itself. Name another folder.")
+    if not existing(out).is_dir():
+        raise InputError(f"--out {out}: {existing(out)} is a file. Name a folder.")
+    held = {path.name for path in out.iterdir()} if out.exists() else set()
+    if not held or _is_same(options, held):
+        return "config.yaml" in held
+    if (out / "config.yaml").is_file():
+        raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
+    raise InputError(f"--out {out} is not empty ({len(held)} entries). Name another folder, or empty it.")
+
+
+def _is_same(options: Options, held: set[str]) -> bool:
+    """Whether a folder that holds these names was left by the same command, killed before its first step."""
+    out = Path(options.out)
+    if not (out / "config.yaml").is_file():
+        return held == {partial_of(out / "config.yaml").name}
+    stores = [Path(d) for d in options.store] or [out / "store"]
+    begun = has_begun(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
+    ours = all(name in (*OURS, "store") or name.startswith(temporary.HIDDEN) for name in held)
+    return ours and not begun and (out / "config.yaml").read_bytes() == config_yaml(options)
 
 
 def has_begun(out: Path) -> bool:
     """Whether a run in the folder has said anything of a step."""
     log = out / "log.jsonl"
     return log.exists() and log.stat().st_size > 0
-
-
-@contextmanager
-def _taken(out: Path) -> Iterator[None]:
-    """Makes the folder and holds it by a lock that leaves no file behind."""
-    make_folder(out)
-    fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"--out {out}: another run has just begun there. Name another folder.") from None
-        except OSError:
-            pass  # a filesystem without locks
-        yield
-    finally:
-        os.close(fd)
 
 
 def reopen(source: Source, out: Path) -> list[str]:

@@ -6,12 +6,14 @@ Exit codes: 0 done; 1 a bug; 2 wrong input; 3 the model does not fit; 4 a disk f
 import errno
 import os
 import sys
+from contextlib import nullcontext, suppress
 
 try:
     from trireme.engine.command import parse
     from trireme.engine.options import Options
     from trireme.engine.plan import DoesNotFit
-    from trireme.engine.screen import shown
+    from trireme.engine.screen import OUTPUT, shown
+    from trireme.engine.signals import stop_signals
     from trireme.models.config import InputError
     from trireme.storage.checkpoint import CheckpointError
 except ModuleNotFoundError as missing:
@@ -31,23 +33,25 @@ def main(argv: list[str]) -> int:
     except DoesNotFit as error:
         return fail(str(error), 3)
     except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         return fail(about_disk(error, options), 4)
     except MemoryError as error:
         return fail(f"there is not enough memory for that{f': {error}' if str(error) else ''}. Free some", 3)
     except KeyboardInterrupt:
-        kept = f"; {options.out} is as it was" if options.resume else ""
-        return fail(f"interrupted before there was anything to save{kept}", 130)
+        if options.out and os.path.exists(os.path.join(options.out, "config.yaml")):
+            return fail(f"interrupted. To go on: --resume {options.out}", 130)
+        return fail("interrupted before there was anything to save", 130)
+    finally:
+        give_up_output()
 
 
 def about_disk(error: OSError, options: Options) -> str:
     """Where the disk failed, how, and what to do: whether the run can go on."""
-    where, what = error.filename or options.out, error.strerror or str(error)
+    where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
     if options.out and os.path.exists(os.path.join(options.out, "config.yaml")):
         return f"{where}: {what}. When that is mended: --resume {options.out}"
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and where != OUTPUT
     return f"{where}: {what}." + " Make room there, or name another folder." * full
 
 
@@ -58,21 +62,37 @@ def open_streams() -> None:
         stream.reconfigure(errors="replace")
 
 
+def give_up_output() -> None:
+    """What an output that cannot be written still holds goes nowhere."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def run(options: Options) -> int:
     """Trains; 130 when interrupted with everything saved."""
     # Threads of torch that wait should sleep: spinning ones make a step ten times slower when the CPU has other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from trireme.engine import demo, train  # late: torch takes seconds, and a mistyped option or --help should not
 
-    try:
-        train.finetune(demo.prepare(options) if options.demo else options)
-    except train.Interrupted:
-        return 130
+    def leave(number: int) -> str:
+        raise KeyboardInterrupt
+
+    with stop_signals(leave, lambda: "left at once"):  # until the steps begin, which a run that is to stop saves
+        from trireme.engine import demo, train  # late: torch takes seconds, and a mistyped option or --help should not
+
+        try:
+            with demo.prepared(options) if options.demo else nullcontext(options) as given:
+                train.finetune(given)
+        except train.Interrupted:
+            return 130
     return 0
 
 
 def fail(message: str, code: int) -> int:
-    print("error:", shown(" ".join(message.split()), 2000), file=sys.stderr)
+    with suppress(OSError):  # nobody can be told
+        print("error:", shown(" ".join(message.split()), 2000), file=sys.stderr)
     return code
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib.util
+import io
 import json
 import os
 import pty
@@ -9,6 +10,7 @@ import re
 import resource
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -210,6 +212,7 @@ REQUESTS = {
     "a template that is not there": (["--chat-template", "none.jinja"], 2, ["none.jinja"]),
     "output is the checkpoint": (["--out", "model"], 2, ["checkpoint itself"]),
     "output is a file": (["--out", "stories.txt"], 2, ["is a file"]),
+    "output is a link to nothing": (["--out", "dangling"], 2, ["dangling is a link to nowhere", "Name another folder"]),
     "output is not empty": (["--out", "."], 2, ["not empty"]),
     "output where nothing can be made": (["--out", "/proc/x"], 2, ["--out /proc/x", "/proc", "another folder"]),
     "no run to resume": (["--resume", "none"], 2, ["--resume none"]),
@@ -223,6 +226,7 @@ REQUESTS = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_that_cannot_be_met(here, capsys, name):
     argv, code, says = REQUESTS[name]
+    Path("dangling").symlink_to("nowhere")
     if "cuda" in argv and __import__("torch").cuda.is_available():
         pytest.skip("there is a GPU")
     err = fails(capsys, here, *TRAIN, *argv, code=code)
@@ -382,16 +386,91 @@ def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
     assert Path("runs/first/loss.svg").exists() and Path("runs/first/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("argv, kept", [(["--resume", "out"], "; out is as it was"), (TRAIN, "")])
+COMMAND = [sys.executable, str(ROOT / "scripts" / "finetune.py")]
+PIPED = ("model", "--data", "-", "--out", "out", "--seq-len", "64", "--batch-size", "2", "--max-steps", "2")
+
+
+def reading(*argv: str) -> subprocess.Popen:
+    """The command, at the moment when it reads more than a pipe holds from its standard input."""
+    process = subprocess.Popen(
+        [*COMMAND, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in STOPS],
+    )  # fmt: skip
+    process.stdin.write(b"a story of sailors\n" * 20_000)
+    process.stdin.flush()
+    return process
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("again", [False, True])
+def test_asked_to_stop_while_it_reads_it_leaves_all_as_it_was(here, number, again):
+    """From the first file on; also where the same command had been killed there before."""
+    if again:
+        killed = reading(*PIPED)
+        killed.kill()
+        assert killed.wait() == -signal.SIGKILL and Path("out/config.yaml").exists()
+    before = tree(here)
+    process = reading(*PIPED)
+    assert Path("out/tokens").is_dir()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    kept = "interrupted. To go on: --resume out" if again else "interrupted before there was anything to save"
+    assert (process.returncode, err.decode()) == (130, f"error: {kept}\n")
+    assert {p for p in tree(here) if "stdin" not in p.name} == {p for p in before if "stdin" not in p.name}
+
+
+@pytest.mark.parametrize("how", ["the same command", "--resume"])
+def test_what_was_killed_while_it_read_can_be_begun_again(here, capsys, monkeypatch, how):
+    """What was in the pipe is lost; it is not taken for all of it."""
+    process = reading(*PIPED)
+    process.kill()
+    process.wait()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("stories.txt").read_bytes())))
+    assert "holds a run. Go on with it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
+    assert finetune.main(list(PIPED) if how == "the same command" else ["--resume", "out"]) == 0
+    assert Path("out/model.safetensors").exists() and not Path("out/tokens").exists()
+
+
+def said(capsys, argv: list[str], code: int) -> str:
+    capsys.readouterr()
+    assert finetune.main(argv) == code
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--resume", "out"], TRAIN])
+@pytest.mark.parametrize("kept", [False, True])
 def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch):
     def interrupt(options):
+        if not kept:
+            Path("out/config.yaml").unlink()
         raise KeyboardInterrupt
 
     (here / "out").mkdir()
     (here / "out" / "config.yaml").write_text("model: model\ndata: stories.txt\nout: out\n")
     monkeypatch.setattr(finetune, "run", interrupt)
-    assert finetune.main(list(argv)) == 130
-    assert capsys.readouterr().err == f"error: interrupted before there was anything to save{kept}\n"
+    what = ". To go on: --resume out" if kept else " before there was anything to save"
+    assert said(capsys, list(argv), 130) == f"error: interrupted{what}\n"
+
+
+@pytest.mark.parametrize(
+    "argv, code", [(TRAIN, 4), ((*TRAIN, "--dry-run"), 4), (("--demo",), 4), (("--help",), 0), (("--data", "x"), 2)]
+)
+def test_output_that_cannot_be_written(here, argv, code):
+    """It is said of the output, not of a folder, and nothing is begun that nobody would hear of."""
+    before = tree(here)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"TMPDIR": str(here)}
+    for unbuffered, err in ([], subprocess.PIPE), (["-u"], subprocess.PIPE), ([], subprocess.STDOUT):
+        with open("/dev/full", "w") as full:
+            command = [COMMAND[0], *unbuffered, *COMMAND[1:], *argv]
+            done = subprocess.run(command, stdout=full, stderr=err, env=environment)
+        assert done.returncode == code
+        if code == 4 and done.stderr is not None:
+            assert done.stderr == b"error: standard output: No space left on device.\n"
+        assert b"Exception ignored" not in (done.stderr or b"")
+    assert tree(here) == before
 
 
 def test_a_finished_run_is_not_begun_again(here, capsys):

@@ -1,9 +1,14 @@
 """What --demo makes is a checkpoint like any other, and the same every time."""
 
+import os
 import random
 import re
+import tempfile
+from pathlib import Path
 
+import pytest
 import torch
+from engines import fork
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.engine import demo
@@ -36,14 +41,39 @@ def test_our_reader_opens_it(tmp_path):
 
 
 def test_it_is_the_same_every_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = []
-    for name in ("a", "b"):
-        monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix, name=name: str(tmp_path / name))
-        (tmp_path / name).mkdir()
-        options = demo.prepare(Options(demo=True, lr=0.5, eval_every=every("5")))
-        assert options.lr == 0.5 and options.eval_every == every("5") and options.out.startswith(str(tmp_path / name))
-        made.append({p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()})
+    for _ in range(2):
+        with demo.prepared(Options(demo=True, lr=0.5, eval_every=every("5"))) as options:
+            folder = Path(options.out).parent
+            assert options.lr == 0.5 and options.eval_every == every("5") and folder.parent == tmp_path
+            made.append({p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"})
     assert made[0] == made[1] and "model.safetensors" in made[0] and "stories.txt" in made[0]
+
+
+@pytest.mark.parametrize("own_out", [False, True])
+@pytest.mark.parametrize("left", ["nothing", "a run", "killed"])
+def test_what_it_makes_stays_as_long_as_a_run_needs_it(tmp_path, monkeypatch, own_out, left):
+    """Killed, it is removed by the next demo, unless there may be a run elsewhere that needs it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo, "STORIES", 20)
+    given = Options(demo=True, out=str(tmp_path / "out") if own_out else None)
+    if left == "killed":
+        if not (pid := fork()):
+            with demo.prepared(given):
+                os._exit(0)
+        os.waitpid(pid, 0)
+    else:
+        with pytest.raises(ZeroDivisionError), demo.prepared(given) as options:
+            if left == "a run":
+                Path(options.out).mkdir()
+                (Path(options.out) / "config.yaml").write_text("")
+            1 / 0  # noqa: B018
+    before = set(tmp_path.glob("trireme-demo-*"))
+    assert len(before) == (left != "nothing")
+    with demo.prepared(Options(demo=True)):
+        assert before <= set(tmp_path.iterdir()) or (left == "killed" and not own_out)
+        assert len(list(tmp_path.glob("trireme-demo-*"))) == 1 + (left == "a run" or (left == "killed" and own_out))
 
 
 def test_a_story_is_english_enough():
@@ -54,11 +84,12 @@ def test_a_story_is_english_enough():
         assert story.startswith("Once there was a ") and story.endswith(".")
 
 
-def test_it_learns(tmp_path, monkeypatch, capsys):
+def test_it_learns(tmp_path, capsys, monkeypatch):
     """A short demo from end to end: the loss falls, and the folder opens."""
-    monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    options = Options(demo=True, seq_len=128, batch_size=8, max_steps=25, lr=8e-3)
-    finetune(demo.prepare(options))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    options = Options(demo=True, seq_len=128, batch_size=8, max_steps=25, lr=8e-3, out=str(tmp_path / "out"))
+    with demo.prepared(options) as given:
+        finetune(given)
     said = capsys.readouterr().out
     losses = [float(x) for x in re.findall(r"eval_loss (\d+\.\d+)", said)]
     assert losses[0] > 6 and losses[-1] < 4.6 and "check    reopened: 38 tensors" in said

@@ -24,7 +24,7 @@ MAY_IMPORT = {
 }
 ENGINE_FREE = (
     "cache chat codec command conversations curve data demo documents encode examples formats log options pack plan "
-    "prepare rates report rows rule sandbox schedule screen settled sources template tokens verify"
+    "prepare rates records report rows rule sandbox schedule screen settled sources template tokens verify"
 ).split()
 TORCH_FREE = [
     *(f"trireme.storage.{p.stem}" for p in sorted((ROOT / "storage").glob("*.py"))),

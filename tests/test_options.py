@@ -1,6 +1,7 @@
 """The command line and the configuration file: names, types, what is refused and how."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.engine.command import latest_run, parse, write_config
+from trireme.engine.command import changes, config_yaml, kept, latest_run, parse
 from trireme.engine.options import Every, Options, every, size
 from trireme.models.config import InputError
 
@@ -112,7 +113,7 @@ def test_what_would_be_ignored_is_refused(tmp_path):
         "--demo trains a model of its own on stories of its own. Leave out --model, --data."
     )
     assert "Leave out --val" in refused("--demo", "--val", "0.1")
-    write_config(parse(BASE), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_bytes(config_yaml(parse(BASE)))
     assert "a run goes on in its own folder" in refused("--resume", str(tmp_path), "--out", "elsewhere")
     assert parse(["--resume", str(tmp_path), "--out", f"{tmp_path}/"]).out == str(tmp_path)
 
@@ -197,7 +198,7 @@ def test_written_config_reads_back(tmp_path, monkeypatch):
         ["ckpt", "--data", "a.jsonl:2", "--data", "a.jsonl", "--val", "0.02", "--ram", "3GiB", "--lr", "1e-5"]
         + ["--save-every", "45s", "--betas", "0.8,0.999", "--store", "x,y", "--no-pack", "--log", "trace"]
     )
-    write_config(options, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_bytes(config_yaml(options))
     again = parse(["--config", str(tmp_path / "config.yaml"), "--out", "runs/ckpt"])
     here = str(tmp_path)
     assert again == dataclasses.replace(
@@ -213,7 +214,8 @@ def test_words_that_are_also_files_stay_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("plain", "0.02", "-"):
         (tmp_path / name).write_text("")
-    write_config(parse(["ckpt", "--data", "-", "--val", "0.02", "--chat-template", "plain"]), tmp_path / "config.yaml")
+    options = parse(["ckpt", "--data", "-", "--val", "0.02", "--chat-template", "plain"])
+    (tmp_path / "config.yaml").write_bytes(config_yaml(options))
     again = parse(["--config", str(tmp_path / "config.yaml")])
     assert (again.data, again.val, again.chat_template) == (("-",), "0.02", "plain")
 
@@ -229,7 +231,7 @@ def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
     assert refused("--resume", "nowhere").startswith("--resume nowhere: there is no run in that folder")
     for name, lr in (("old", "1e-3"), ("new", "2e-3")):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        write_config(parse([*BASE, "--lr", lr]), tmp_path / "runs" / name / "config.yaml")
+        (tmp_path / "runs" / name / "config.yaml").write_bytes(config_yaml(parse([*BASE, "--lr", lr])))
     log = tmp_path / "runs" / "old" / "log.jsonl"
     log.write_text("")
     assert parse(["--resume", "runs/new"]).lr == 2e-3
@@ -237,3 +239,19 @@ def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
     assert latest_run(tmp_path / "runs").name == "old"
     options = parse(["--resume", "--max-steps", "9"])
     assert (options.lr, options.max_steps, options.out, options.resume) == (1e-3, 9, "runs/old", "runs/old")
+
+
+def test_what_has_changed_is_named_with_what_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    began = json.loads(json.dumps(kept(parse([*BASE, "--ram", "3GiB", "--store", "x"]))))
+    assert changes(parse([*BASE, "--store", str(tmp_path / "x"), "--ram", "3072MiB", "--out", "y"]), began) == []
+    now = parse([*BASE, "--lr", "2e-4", "--no-pack", "--eval-every", "7", "--store", "x,z", "--val", "\x1b[2J"])
+    assert changes(now, began) == [
+        "--val '\\x1b[2J', was not given",
+        "--no-pack True, was False",
+        f"--store ['{tmp_path}/x', '{tmp_path}/z'], was ['{tmp_path}/x']",
+        "--eval-every '7', was '0.1'",
+        "--lr 0.0002, was not given",
+        "--ram not given, was '3221225472B'",
+    ]
+    assert changes(now, {"lr": 0.1}) == ["--lr 0.0002, was 0.1"], "an option that there was not yet has not changed"

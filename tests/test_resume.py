@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from engines import fork
@@ -49,6 +50,11 @@ def child(opts: Options) -> int:
     pid = fork()
     if pid:
         return pid
+    go(opts)
+
+
+def go(opts: Options) -> NoReturn:
+    """The run, and the end of the process."""
     code = 1
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):

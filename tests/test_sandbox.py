@@ -91,7 +91,7 @@ def test_an_abort_is_one_exception_and_nothing_is_printed(box, capfd):
 
 def test_a_process_that_was_ended_between_two_calls_is_replaced(box):
     child = box.call(pid)
-    os.kill(child, signal.SIGTERM)
+    os.kill(child, signal.SIGKILL)
     assert gone(child)
     assert box.call(pid) != child
 
