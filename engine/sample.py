@@ -101,7 +101,7 @@ def _fetcher(e: Engine):
     def fetch(u: int) -> Iterator:
         update_and_prefetch(e, u)
         held = e.weights.get(u)
-        if e.plan.window > 1:
+        if e.plan.window > 1 and e.geo.head not in e.weights.held:  # a tied head is the last, and asks for unit 0
             update_and_prefetch(e, u + 1)
         e.lanes.run("compute", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
         yield model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))

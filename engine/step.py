@@ -115,8 +115,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
             done = _forward_embedding(e, w, mb, out) if u == 0 else _forward_block(e, u, b, w, mb, out, train)
             e.activations.send(u + 1, b, "x", mb.tokens, done)
         e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train))
-    for u in range(e.geo.head + ahead - 1, e.geo.head + 1):
-        update_and_prefetch(e, u)
+    update_and_prefetch(e, e.geo.head)  # with a window of 1 it has not been fetched ahead
 
 
 def update_and_prefetch(e: Engine, u: int) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,14 +200,27 @@ def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, p
     return e
 
 
-def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step; all updates applied at the end."""
+class Words:
+    """A codec as sample asks for it."""
+
+    facts = SimpleNamespace(eos=None)
+
+    def decode(self, ids) -> str:
+        return " ".join(map(str, ids))
+
+
+def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None):
+    """(loss, gradient norm) of each step; all updates applied at the end. `between(i, micro)` is called after i steps
+    with the first step's micro-batches on the device."""
     device = e.memory.device
     tables = rope_tables(e.cfg, 64, device)
+    made = [[inputs(e.cfg, mb, tables, device) for mb in step] for step in steps]
     seen = []
-    for i, step in enumerate(steps, 1):
-        stats = train_step(e, [inputs(e.cfg, mb, tables, device) for mb in step], i, lr)
+    for i, micro in enumerate(made):
+        between(i, made[0])
+        stats = train_step(e, micro, i + 1, lr)
         seen.append((stats.loss, stats.grad_norm))
+    between(len(made), made[0])
     e.optimizer.flush()
     e.lanes.drain()
     return seen

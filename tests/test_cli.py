@@ -23,7 +23,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from terminal import on_screen
 
-from trireme.engine import demo
+from trireme.engine import demo, job
+from trireme.engine.command import parse
 
 ROOT = Path(__file__).parents[1]
 _spec = importlib.util.spec_from_file_location("finetune", ROOT / "scripts" / "finetune.py")
@@ -500,3 +501,17 @@ def test_by_half_blocks_the_same_checkpoint(here, capsys):
         assert (here / "halves" / name).read_bytes() == (here / "whole" / name).read_bytes(), name
     losses = lambda out: [json.loads(line).get("loss") for line in (here / out / "log.jsonl").open()]  # noqa: E731
     assert losses("halves") == losses("whole")
+
+
+def test_where_one_block_at_a_time_fits_evaluations_and_samples_fit_too(here, capsys):
+    """The planner's own plan with a single slot for weights; what it says and leaves is as with room for everything."""
+    argv = ["model", "--data", "stories.txt", "--val", "0.1", "--seq-len", "64", "--batch-size", "2", "--lr", "3e-3"]
+    argv += ["--max-steps", "4", "--eval-every", "2", "--save-every", "2", "--micro-batch", "1", "--ram", "1GiB"]
+    small = [*argv, "--out", "small", "--gpu-memory", "5400KiB"]
+    plan = job.prepare(parse([*small, "--dry-run"])).plan
+    assert plan.window == 1 and not plan.halves and {u.weights for u in plan.units[1:-1]} == {"host"}
+    assert finetune.main(small) == 0 and finetune.main([*argv, "--out", "large"]) == 0
+    kept = lambda r: {key: r.get(key) for key in ("step", "loss", "grad_norm", "eval_loss")}  # noqa: E731
+    logs = [[kept(json.loads(line)) for line in (here / out / "log.jsonl").open()] for out in ("small", "large")]
+    assert logs[0] == logs[1] and sum(r["eval_loss"] is not None for r in logs[0]) == 3
+    assert (here / "small" / "model.safetensors").read_bytes() == (here / "large" / "model.safetensors").read_bytes()

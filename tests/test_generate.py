@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engines import GPT, LLAMA, batches, gpu_plan, make, train
+from engines import GPT, LLAMA, Words, batches, gpu_plan, make, train
 from safetensors.torch import load_file
 from tiny import CASES, Tiny, oracle
 from transformers import AutoModelForCausalLM
@@ -117,15 +117,6 @@ def test_bf16_runs():
 
 
 # ---------------------------------------------------------------- beside an engine
-
-
-class Words:
-    """A codec as sample asks for it."""
-
-    facts = SimpleNamespace(eos=None)
-
-    def decode(self, ids) -> str:
-        return " ".join(map(str, ids))
 
 
 SSD = UnitPlan("ssd", "ssd")

@@ -12,6 +12,7 @@ from engines import (  # noqa: F401
     LLAMA,
     JitterLanes,
     LateLanes,
+    Words,
     batches,
     final_weights,
     gpu_plan,
@@ -19,7 +20,7 @@ from engines import (  # noqa: F401
     small_stretches,
     train,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.build import build, inputs
@@ -27,6 +28,7 @@ from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.rates import Rates
+from trireme.engine.sample import sample
 from trireme.engine.simulate import SimulatedLanes
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models import shapes
@@ -38,20 +40,49 @@ LLAMAS = ("untied", "tied")
 LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # lanes that are late: all but the caller's, or one alone
 
 
+# What a run may do before, between and after its steps: name -> what comes of it.
+BETWEEN = {
+    "evaluate": evaluate,
+    "sample": lambda e, micro: sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
+    "flush": lambda e, micro: e.optimizer.flush(),
+    "drain": lambda e, micro: e.lanes.drain(),
+}
+ALWAYS = ("evaluate", "sample")
+
+
+def run(e, n_micro: int, between=((),) * 4):
+    """(losses of three steps, what came of `between`: names of BETWEEN for each place, by place and name)."""
+    told = {}
+
+    def do(i, micro):
+        for name in between[i]:
+            told[i, name] = BETWEEN[name](e, micro)
+            assert all(held.slot is None for held in e.weights.held.values()), f"after {name} a slot stays owned"
+
+    return train(e, batches(e.cfg, 3, n_micro, 24), between=do), told
+
+
 @cache
 def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False):
     cfg = MODELS[model]
     plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves)
     e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
-    return train(e, batches(cfg, 3, n_micro, 24)), final_weights(e)
+    return *run(e, n_micro, (ALWAYS,) * 4), final_weights(e)
 
 
-def check(plan, lanes, model="untied", clip=1.0):
+def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
     cfg = MODELS[model]
     e = make(cfg, plan, lanes, AdamW(max_grad_norm=clip))
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
-    losses, weights = in_one_memory(model, plan.dtype, plan.n_micro, clip, plan.adam_bits, halves)
-    assert train(e, batches(cfg, 3, plan.n_micro, 24)) == losses
+    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves
+    losses, all_told, weights = in_one_memory(model, *given)
+    seen, told = run(e, plan.n_micro, between)
+    assert seen == losses
+    for (i, name), value in told.items():
+        if name == "evaluate":
+            assert all(map(torch.equal, value, all_told[i, name])) and len(value) == plan.n_micro
+        elif name == "sample":
+            assert value == all_told[i, name]
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     assert e.memory.owned() == len(e.optimizer.ahead)  # what is held is only what was read ahead
@@ -128,45 +159,34 @@ def test_gradients_may_wait_on_the_ssd(mode, dtype, late):
         check(plan, LateLanes(late), "tied")
 
 
+@pytest.mark.parametrize("model", LLAMAS)
+@pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("late", [(), ("host",), ("host", "ssd")])
-def test_flushes_and_evaluations_between_steps_change_nothing(late):
+def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, window, late):
     units = (UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("ssd", "ssd"), *(UnitPlan("host", "ssd"),) * 2)
-    plan = gpu_plan(LLAMA, units=units, dtype="BF16", late_moments=late, record=700, state_slots=2)
-    e = make(LLAMA, plan, RealLanes("cpu", extra=("poison",)), AdamW())
-    tables = rope_tables(LLAMA, 64, "cpu")
-    for i, step in enumerate(batches(LLAMA, 3, 2, 24), 1):
-        micro = [inputs(LLAMA, mb, tables, e.memory.device) for mb in step]
-        evaluate(e, micro)
-        train_step(e, micro, i, 1e-2)
-        if i == 1:
-            e.optimizer.flush()
-            e.lanes.drain()
-        evaluate(e, micro)
-    e.optimizer.flush()
-    e.lanes.drain()
-    _, weights = in_one_memory("untied", "BF16", 2, 1.0, 32)
-    for name, value in final_weights(e).items():
-        assert torch.equal(value, weights[name]), name
-    e.lanes.close()
-    e.close()
+    plan = gpu_plan(LLAMA, units=units, dtype="BF16", late_moments=late, record=700, state_slots=2, window=window)
+    for twice in (("evaluate", "evaluate"), ("sample", "sample"), ("evaluate", "sample")):
+        between = (twice, twice[:1], (*twice, "flush", "drain"), twice)
+        check(plan, RealLanes("cpu", extra=("poison",)), model, between=between)
 
 
 LATE = st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)
+PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
 
 @st.composite
 def plans(draw):
     """(a model's name, a plan for it)"""
-    model, halves = draw(st.sampled_from(tuple(MODELS))), draw(st.booleans())
+    model, halves, streamed_all = draw(st.sampled_from(tuple(MODELS))), draw(st.booleans()), draw(st.booleans())
     cfg = replace(MODELS[model], halves=halves)
 
     def unit(u):
-        weights = draw(st.sampled_from(TIERS))
+        weights = draw(st.sampled_from(TIERS[1:] if streamed_all else TIERS))
         state = "gpu" if weights == "gpu" else draw(st.sampled_from(("host", "ssd")))
         kind = shapes.kind(cfg, u)
         names = shapes.saved_shapes(cfg, 1, kind) if kind not in ("embed", "head") else ()
         saved = tuple((n, draw(st.sampled_from(TIERS))) for n in names if draw(st.booleans()))
-        resident = weights != "gpu" and draw(st.booleans())
+        resident = weights != "gpu" and not streamed_all and draw(st.booleans())
         streamed = weights == state == "host" and not resident and mode != "backward" and draw(st.booleans())
         update = "gpu" if streamed else "cpu"
         return UnitPlan(weights, state, update, resident, draw(st.sampled_from(TIERS)), saved)
@@ -180,7 +200,7 @@ def plans(draw):
         dtype=draw(st.sampled_from(("F32", "BF16"))),
         n_micro=draw(st.integers(1, 3)),
         mode=mode,
-        window=draw(st.integers(1, 7)),
+        window=draw(st.sampled_from((1, 2, 3, 7))),
         host_window=draw(st.integers(1, 3)),
         state_slots=draw(st.integers(1, 6)),
         record=draw(st.sampled_from((256, 768, 1 << 20))),
@@ -195,24 +215,27 @@ def plans(draw):
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.integers(0, 99), st.booleans())
-def test_any_plan_with_any_delays(drawn, seed, jitter):
+@given(plans(), st.integers(0, 99), st.booleans(), PLACES)
+def test_any_plan_with_any_delays(drawn, seed, jitter, between):
     model, plan = drawn
     lanes = JitterLanes(seed, 0.001) if jitter else RealLanes("cpu", extra=("poison",))
-    check(plan, lanes, model, clip=0.0 if plan.mode == "backward" else 1.0)
+    check(plan, lanes, model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.sets(st.sampled_from(("compute", *BESIDE))))
-def test_any_plan_with_any_lanes_late(drawn, late):
+@given(plans(), st.sets(st.sampled_from(("compute", *BESIDE))), PLACES)
+def test_any_plan_with_any_lanes_late(drawn, late, between):
     model, plan = drawn
-    check(plan, LateLanes(late), model, clip=0.0 if plan.mode == "backward" else 1.0)
+    if "compute" in late:  # generate works beside the lanes, and reads its weights at once
+        between = [[name for name in names if name != "sample"] for names in between]
+    check(plan, LateLanes(late), model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans())
-def test_what_is_simulated_is_what_runs(drawn):
-    """Three steps of any plan: the same tasks are handed over in the same order, of the same bytes and FLOPs."""
+@given(plans(), st.tuples(*[st.integers(0, 2)] * 3))
+@example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2))
+def test_what_is_simulated_is_what_runs(drawn, evaluations):
+    """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
     model, plan = drawn
     cfg, real = MODELS[model], RealLanes("cpu")
     drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
@@ -225,12 +248,19 @@ def test_what_is_simulated_is_what_runs(drawn):
         micro = [inputs(runs.cfg, mb, tables, "cpu") for mb in step]
         real.trace()
         simulated.begin()
-        train_step(runs, micro, i, 1e-3)
-        train_step(thought, [replace(mb, ids=None, labels=None, loss_rows=None, rows=None) for mb in micro], i, 1e-3)
+        for e, batch in ((runs, micro), (thought, [_without_tensors(mb) for mb in micro])):
+            for _ in range(evaluations[i - 1]):
+                evaluate(e, batch)
+            train_step(e, batch, i, 1e-3)
+            assert all(held.slot is None for held in e.weights.held.values())
         assert tasks(real.trace()) == tasks(simulated.trace())
     real.drain()
     real.close()
     runs.close()
+
+
+def _without_tensors(mb: Inputs) -> Inputs:
+    return replace(mb, ids=None, labels=None, loss_rows=None, rows=None)
 
 
 def handed_over(plan) -> list[str]:
