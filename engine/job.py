@@ -222,7 +222,7 @@ def report(job: Job) -> list[str]:
         f"{job.plan.n_micro} micro-batch{'es' * (job.plan.n_micro > 1)} of {job.micro_rows}"
     )
     lines += _labelled("", _length_notes(job))
-    return [*lines, *forecast(job).lines(), *_labelled("because", list(job.because))]
+    return [*lines, *forecast(job).lines(faster=o.dry_run), *_labelled("because", list(job.because))]
 
 
 def _length_notes(job: Job) -> list[str]:

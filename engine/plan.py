@@ -129,6 +129,12 @@ class Plan:
         """Whether weights or state of any unit live on the SSD: then every step writes to the store."""
         return any("ssd" in (u.weights, u.state) for u in map(self.units.__getitem__, self.distinct()))
 
+    @property
+    def runs_on_cuda(self) -> bool:
+        """Whether a CUDA device has the kernels for it: there are none that update a unit with 16 or 8-bit moments."""
+        units = map(self.units.__getitem__, self.distinct())
+        return self.adam_bits == 32 or not any("gpu" in (unit.state, unit.update) for unit in units)
+
     def spilled(self, u: int) -> bool:
         """Whether unit u's gradient waits on the SSD for its update."""
         return self.gradients == "ssd" and self.units[u].state == "ssd"

@@ -39,7 +39,7 @@ class Planner:
     @cached_property
     def given(self) -> Plan | None:
         """The plan of --plan. Raises InputError."""
-        return given_plan(self.options, self.cfg, self.seq_len, self.like)
+        return given_plan(self.options, self.cfg, self.seq_len, self.like, self.on_cuda)
 
     @property
     def dtype(self) -> str:
@@ -130,7 +130,7 @@ class Planner:
         if first.uses("ssd") and not o.assume:
             machine = with_drives(machine, o.store or (o.out,))
         begun = Plan.of(self.like["plan"]) if self.like and "plan" in self.like else None
-        begun = begun if begun and begun.mode == first.mode else None
+        begun = begun if begun and begun.mode == first.mode and begun.runs_on_cuda else None
         choice = choose(self.cfg, limits, machine.rates, data.document, begun, trained=data.trained, **rule)
         return choice.plan, choice.because, machine
 

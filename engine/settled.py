@@ -60,8 +60,8 @@ def check_model(options: Options, like: dict, cfg: ModelConfig, source: Source) 
                 )
 
 
-def given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | None) -> Plan | None:
-    """The plan that was given; InputError where it is not for this model or this run."""
+def given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | None, on_cuda: bool) -> Plan | None:
+    """The plan that was given; InputError where it is not for this model, this run or this device."""
     if not options.plan:
         return None
     plan = Plan.load(Path(options.plan))
@@ -69,6 +69,11 @@ def given_plan(options: Options, cfg: ModelConfig, seq_len: int, like: dict | No
         raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
     if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
         raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
+    if on_cuda and not plan.runs_on_cuda:
+        raise InputError(
+            f"{options.plan}: no CUDA kernel updates {plan.adam_bits}-bit moments. Give every unit a state in host or "
+            "ssd and the update cpu, or set adam_bits to 32."
+        )
     geo = Geometry.of(cfg, plan)
     for u, unit in enumerate(plan.units):
         unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())

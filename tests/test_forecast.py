@@ -13,7 +13,7 @@ from trireme.engine import demo, probe, train
 from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.forecast import Forecast, _cell, check_drive
 from trireme.engine.job import forecast as of_job
-from trireme.engine.job import prepare
+from trireme.engine.job import prepare, report
 from trireme.engine.options import Options, every
 from trireme.engine.plan import TIERS, DoesNotFit, Plan
 from trireme.engine.planner import record_size
@@ -217,6 +217,17 @@ def test_a_machine_that_is_not_at_hand(checkpoint, capsys):
     for label in ("machine  RTX 4090, 24 GiB", "plan  ", "time  ", "ssd  ", "disk  ", "faster  "):
         assert f"\n{label}" in out, out
     assert out.endswith("Dry run: nothing written.\n")
+
+
+def test_what_would_be_faster_is_searched_for_in_dry_runs_alone(checkpoint, monkeypatch):
+    model, data = str(checkpoint / "model"), (str(checkpoint / "stories.txt"),)
+    given = Options(model=model, data=data, out=str(checkpoint / "out"), assume="gpu=rtx4090,ram=64GiB,ssd=2TB")
+    job = prepare(replace(given, dry_run=True))
+    again, searched = Forecast.again, []
+    monkeypatch.setattr(Forecast, "again", lambda *given, **more: searched.append(1) or again(*given, **more))
+    said = report(replace(job, options=replace(job.options, dry_run=False)))
+    assert not searched and not any(line.startswith("faster") for line in said)
+    assert any(line.startswith("faster") for line in report(job)) and searched
 
 
 @pytest.mark.parametrize(

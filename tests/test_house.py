@@ -105,6 +105,12 @@ def test_torch_stays_out_of_the_modules_that_need_none():
     subprocess.run([sys.executable, "-c", "import sys\n" + code], check=True, cwd="/")
 
 
+def test_the_build_asks_for_a_setuptools_that_reads_the_licence():
+    """An SPDX expression is refused by setuptools before 77."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'license = "Apache-2.0"' in project and int(re.search(r'"setuptools>=(\d+)"', project)[1]) >= 77
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The wheel, built from a copy so that the tree stays clean."""

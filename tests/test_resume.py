@@ -355,6 +355,32 @@ def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
         prepare(given)
 
 
+ASSUMED = dict(assume="gpu=rtx4090,ram=64GiB", dry_run=True, gpu_memory=None, ram=None)  # a CUDA device
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("unit", [UnitPlan(), UnitPlan("host", "host", update="gpu")], ids=["state", "update"])
+def test_a_given_plan_with_narrow_moments_keeps_its_updates_off_the_gpu(checkpoint, begun, bits, unit):
+    given, _ = begun
+    given = replace(given, plan=str(checkpoint / "narrow.json"))
+    units = (UnitPlan("host", "host"),) * len(prepare(replace(given, plan=None)).plan.units)
+    for change in (units, (*units[:-1], unit)):
+        plan = replace(prepare(replace(given, plan=None)).plan, adam_bits=bits, units=change)
+        plan.save(checkpoint / "narrow.json")
+        assert prepare(given).plan == plan, "a CPU updates moments of any width"
+        if change is units:
+            assert prepare(replace(given, **ASSUMED)).plan == plan
+    with pytest.raises(InputError, match=f"narrow.json: no CUDA kernel updates {bits}-bit moments. Give every unit"):
+        prepare(replace(given, **ASSUMED))
+
+
+def test_a_run_with_narrow_moments_begun_on_a_cpu_goes_on_with_a_gpu(begun):
+    given, _ = begun
+    like = cut(prepare(replace(given, adam_bits=8)))
+    assert not Plan.of(like["plan"]).runs_on_cuda
+    assert prepare(replace(given, adam_bits=8, **ASSUMED), like).plan.runs_on_cuda
+
+
 def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
     given = options(checkpoint, checkpoint / "planned", "gpu", micro_batch=2)
     prepare(given).plan.save(checkpoint / "two.json")
