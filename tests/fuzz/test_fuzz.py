@@ -1,0 +1,11 @@
+"""Whatever is in a file, its parser reads it or refuses it in its own words, within seconds."""
+
+import pytest
+from mutations import attack
+from targets import TARGETS
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_file_is_read_or_refused(name):
+    found = attack(TARGETS[name], range(1000))
+    assert not found, "\n".join(map(str, found))
