@@ -20,11 +20,11 @@ def main() -> int:
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import torch
-    from kills import KINDS, PLACES, Bench, flip, trial
+    from kills import KINDS, PLACES, flip, make_bench, trial
 
     torch.set_num_threads(1)  # a forked child has none of the others
     work = Path(given.work or tempfile.mkdtemp(prefix="trireme-kills-"))
-    bench, wrong, begun = Bench(work), 0, time.monotonic()
+    bench, wrong, begun = make_bench(work), 0, time.monotonic()
     seeds = lambda n: range(given.first, given.first + n)  # noqa: E731
     made = [trial(bench, seed) for seed in seeds(given.count)]
     for place in PLACES if made else ():

@@ -40,12 +40,13 @@ finetune = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(finetune)
 
 FAR = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"),))
-# Placements of all units, by name: their plan, and what else is on the SSD where 32-bit moments are.
+# Where all units are at home and how wide their moments are: the plan of each unit, and what else the run's plan says.
 PLACES = {
     "ssd 32": (FAR, dict(adam_bits=32, dtype="BF16", late_moments=("host", "ssd"), gradients="ssd")),
     "ssd 8": (FAR, dict(adam_bits=8, gradients="ssd")),
     "host 32": (UnitPlan("host", "host"), dict(adam_bits=32)),
     "host 8": (UnitPlan("host", "host"), dict(adam_bits=8)),
+    "gpu 16": (UnitPlan(), dict(adam_bits=16)),
 }
 TIMED = ("config.yaml", "log.jsonl", "log.csv", "loss.svg")  # files that hold times or paths
 STOP = 5  # the step that a stopped run ends with: after a snapshot and the best checkpoint
@@ -172,27 +173,12 @@ class Whole:
     seconds: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bench:
-    """A small model, its data and plans in `folder`, and for each of PLACES the undisturbed run."""
+    """A folder with a small model, its data, a plan for each of PLACES, and what their undisturbed runs come to."""
 
     folder: Path
-    whole: dict[str, Whole] = field(default_factory=dict)
-
-    def __post_init__(self):
-        small = dict(WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300)
-        demo.make_text(self.folder / "text.txt", 40, seed=1)
-        with mock.patch.multiple(demo, **small):
-            demo.make_checkpoint(self.folder / "model", self.folder / "text.txt", seed=1)
-        first = prepare(parse(self.command(None, self.folder / "planned"))).plan
-        for place, (unit, more) in PLACES.items():
-            end = replace(unit, saved=())
-            units = (end, *(unit,) * (len(first.units) - 2), end)
-            replace(first, units=units, record=1 << 12, piece=1 << 12, **more).save(self.folder / f"{place}.json")
-            out, begun = self.folder / f"whole {place}", time.monotonic()
-            ended = run(self.command(place, out), self.folder)
-            assert ended.code == 0, ended.said
-            self.whole[place] = Whole(files_of(out), records_of(out), ended.events, time.monotonic() - begun)
+    whole: dict[str, Whole]
 
     def command(self, place: str | None, out: Path, store: Path | None = None) -> list[str]:
         plan = ["--plan", str(self.folder / f"{place}.json")] if place else []
@@ -214,6 +200,24 @@ class Bench:
         return "" if records_of(out) == whole.records else "another log"
 
 
+def make_bench(folder: Path) -> Bench:
+    """Makes model, data and plans, and does the undisturbed runs."""
+    bench = Bench(folder, {})
+    demo.make_text(folder / "text.txt", 40, seed=1)
+    with mock.patch.multiple(demo, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
+        demo.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
+    first = prepare(parse(bench.command(None, folder / "planned"))).plan
+    for place, (unit, more) in PLACES.items():
+        end = replace(unit, saved=())
+        units = (end, *(unit,) * (len(first.units) - 2), end)
+        replace(first, units=units, record=1 << 12, piece=1 << 12, **more).save(folder / f"{place}.json")
+        out, begun = folder / f"whole {place}", time.monotonic()
+        ended = run(bench.command(place, out), folder)
+        assert ended.code == 0, ended.said
+        bench.whole[place] = Whole(files_of(out), records_of(out), ended.events, time.monotonic() - begun)
+    return bench
+
+
 def files_of(folder: Path) -> dict[str, bytes | None]:
     """Every file below with its bytes, but for those of TIMED, and every folder."""
     paths = sorted(folder.rglob("*"))
@@ -221,9 +225,14 @@ def files_of(folder: Path) -> dict[str, bytes | None]:
 
 
 def records_of(out: Path) -> list[tuple]:
-    """The numbers in a run's log that do not depend on time."""
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [tuple(r.get(key) for key in ("step", "loss", "learning_rate", "grad_norm", "eval_loss")) for r in records]
+    """The numbers in a run's log that do not depend on time; none where it cannot be read."""
+    try:
+        records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        return [
+            tuple(r.get(key) for key in ("step", "loss", "learning_rate", "grad_norm", "eval_loss")) for r in records
+        ]
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 @dataclass
@@ -278,7 +287,7 @@ def trial(bench: Bench, seed: int) -> Trial:
 # Kinds of files of a stopped run: name -> pattern below its folder.
 KINDS = {
     "weights": "store/snapshot-*/weights-*.safetensors",
-    "moments": "store/snapshot-*/moments-*.safetensors",
+    "state": "store/snapshot-*/*-?????-????.safetensors",
     "manifest": "store/snapshot-*/manifest.json",
     "index": "store/**/model.safetensors.index.json",
     "companions": "store/**/*config.json",

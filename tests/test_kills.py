@@ -1,12 +1,12 @@
 """Killed at any instant a run goes on, by the commands that it names, to the same bits; no flipped bit is silent."""
 
 import pytest
-from kills import KINDS, Bench, flip, trial
+from kills import KINDS, Bench, flip, make_bench, trial
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("kills"))
+    return make_bench(tmp_path_factory.mktemp("kills"))
 
 
 @pytest.mark.parametrize("seed", range(12))
