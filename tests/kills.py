@@ -118,12 +118,10 @@ def _watch(inside: str, fatal: int, note: mmap.mmap) -> None:
     numbers = itertools.count(1)
 
     def event(name: str, path, folder: int = -1) -> None:
-        path = f"/proc/self/fd/{path}" if isinstance(path, int) else os.fsdecode(path)
+        fd, path = (path, "") if isinstance(path, int) else (folder, os.fsdecode(path))
         try:
-            place = os.readlink(path) if path.startswith("/proc/self/fd/") else path
-            if not os.path.isabs(place):
-                place = os.path.join(os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else os.getcwd(), place)
-        except OSError:
+            place = os.path.join(os.readlink(f"/proc/self/fd/{fd}") if fd >= 0 else os.getcwd(), path)
+        except OSError:  # a closed one: the call will say so
             return
         if place.startswith(inside):
             n = next(numbers)
