@@ -60,7 +60,7 @@ def _by_class(geo: Geometry, units: Alike, size: Callable[[int], int]) -> dict[s
 
 
 def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
-    span = lambda u: geo.weights[u].span  # noqa: E731
+    span = lambda u: geo.weights[u].span
     for u, alike in units:
         unit = plan.units[u]
         if unit.weights == "gpu" or unit.resident:

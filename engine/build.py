@@ -64,7 +64,7 @@ def inputs(cfg: ModelConfig, micro_batch, tables, device: torch.device) -> Input
     """A data.MicroBatch on the device. `tables` from rope_tables."""
     labels = torch.from_numpy(micro_batch.labels).long()
     loss_rows = torch.nonzero(labels >= 0)[:, 0]
-    to = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+    to = lambda t: t.to(device, non_blocking=True)
     return Inputs(
         ids=to(torch.from_numpy(micro_batch.ids).long()),
         labels=to(labels),

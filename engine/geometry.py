@@ -16,6 +16,9 @@ from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 STRETCH = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
+ADAM_BYTES = 28  # of the CPU's memory that an fp32 AdamW update moves a parameter: gradient, master, moments, weights
+# Name of the task, and bytes a parameter, of an update and of its two halves: the weights now, the moments after them.
+PARTS = {"all": ("adamw", ADAM_BYTES), "weights": ("adamw weights", 20), "moments": ("adamw moments", 22)}
 
 
 class Stretch(NamedTuple):

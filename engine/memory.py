@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from trireme.engine.amounts import gib
 from trireme.engine.lanes import Task
 from trireme.engine.plan import DoesNotFit
 from trireme.storage.layout import Layout, round_up
@@ -221,11 +222,3 @@ def _register(address: int, nbytes: int, device: torch.device) -> bool:
 
 def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def gib(nbytes: float) -> str:
-    """Bytes as a short human number in binary units."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"

@@ -25,13 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trireme.engine.geometry import Geometry
+from trireme.engine.geometry import PARTS, Geometry
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Task
 from trireme.engine.memory import Slot, flat, views
 from trireme.engine.plan import Plan
-from trireme.engine.rates import ADAM_BYTES
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
@@ -39,7 +38,6 @@ from trireme.storage.layout import ITEMSIZE
 
 # What a task on the CPU stores: its name, and bytes of RAM a parameter, scaled so that "all" is that of a rate. The
 # parts as they were measured on a Xeon: 9.9 and 9.1 G parameters/s beside 7.1 in one.
-PARTS = {"all": ("adamw", ADAM_BYTES), "weights": ("adamw weights", 20), "moments": ("adamw moments", 22)}
 
 MOMENTS_AHEAD = 2  # units by which late moments are handed over before the gradient that takes the place of theirs
 

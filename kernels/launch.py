@@ -1,6 +1,6 @@
 """Block sizes, warps and stages of every kernel, as plain functions of shape and chip.
 
-Nothing is tuned at run time and nothing depends on the number of tokens. The rows come from scripts/bench_kernels.py
+Nothing is tuned at run time and nothing depends on the number of tokens. The rows come from scripts/bench/ops.py
 --tune on an H200 (arch 90); those for Ada (arch 89) compile without spills within its 99 KiB of shared
 memory. arch 0 is Triton's CPU interpreter, where only few programs count.
 """
@@ -119,17 +119,17 @@ def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def hopper_fwd(block_d: int) -> Tile:
-    """Tile of attention_hopper_fwd.py for heads of block_d columns; stages are slots of its ring."""
+    """Tile of hopper_fwd.py for heads of block_d columns; stages are slots of its ring."""
     return Tile(64, 64, 4, 3) if block_d == 128 else Tile(128, 64, 8, 3)
 
 
 def hopper_dq(block_d: int) -> Tile:
-    """Tile of attention_hopper_bwd.py's kernel for dq."""
+    """Tile of hopper_bwd.py's kernel for dq."""
     return Tile(128, 64, 8, 3) if block_d == 128 else Tile(64, 64, 4, 3)
 
 
 def hopper_dkv(block_d: int) -> Tile:
-    """Tile of attention_hopper_bwd.py's kernel for (dk, dv)."""
+    """Tile of hopper_bwd.py's kernel for (dk, dv)."""
     return Tile(64, 128, 8, 3) if block_d == 128 else Tile(32, 64, 4, 4)
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 import torch
 
 from trireme.kernels import reference
-from trireme.kernels.docs import Docs, make_docs
+from trireme.kernels.attention.docs import Docs, make_docs
 from trireme.kernels.reference import join_master, rope_table, split_master
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.kernels.docs import Docs
+from trireme.kernels.attention.docs import Docs
 
 
 def _up(x: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def attention_bwd(
         p = torch.exp(_scores(qf, kf, scale, window) - lse[:, rows, None])
         delta = (dof * _up(out[rows])).sum(-1).T[..., None]  # (H, T, 1)
         ds = p * (torch.einsum("qhd,khd->hqk", dof, vf) - delta) * scale
-        sum_group = lambda t: t.unflatten(1, (-1, group)).sum(2)  # noqa: E731
+        sum_group = lambda t: t.unflatten(1, (-1, group)).sum(2)
         dq_[rows] = torch.einsum("hqk,khd->qhd", ds, kf).to(dq_.dtype)
         dk_[rows] = sum_group(torch.einsum("hqk,qhd->khd", ds, qf)).to(dk_.dtype)
         dv_[rows] = sum_group(torch.einsum("hqk,qhd->khd", p, dof)).to(dv_.dtype)
@@ -411,7 +411,7 @@ def adamw_(
     runs never changes the numbers. `part` "weights" leaves the moments as they were, "moments" the weights; one after
     the other leaves the bits of "all".
     """
-    f32 = lambda value: torch.tensor(value, dtype=torch.float32, device=grad.device)  # noqa: E731
+    f32 = lambda value: torch.tensor(value, dtype=torch.float32, device=grad.device)
     b1, b2 = f32(beta1), f32(beta2)
     step_size = f32(lr / (1 - beta1**step))
     inv_sqrt_bias2 = f32(1 / (1 - beta2**step) ** 0.5)

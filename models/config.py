@@ -243,7 +243,7 @@ def _window(keys: _Keys, model_type: str, layers: int) -> tuple[int, int]:
         raise keys.error("max_window_layers", "an integer >= 0")
     first = min(first, layers) if window else layers
     types = keys.raw.get("layer_types")
-    wanted = lambda: ["full_attention"] * first + ["sliding_attention"] * (layers - first)  # noqa: E731
+    wanted = lambda: ["full_attention"] * first + ["sliding_attention"] * (layers - first)
     if types is not None and not (isinstance(types, list) and len(types) == layers and types == wanted()):
         raise InputError(
             f'{keys.where}: "layer_types" must be full_attention in the first {first} layers and sliding_attention in '

@@ -1,101 +1,14 @@
-"""python scripts/finetune.py CHECKPOINT --data FILE: one command from a Hugging Face folder to a fine-tuned one.
+"""python scripts/finetune.py CHECKPOINT --data FILE: one command from a Hugging Face folder to a fine-tuned one."""
 
-Exit codes: 0 done; 1 a bug; 2 wrong input; 3 the model does not fit; 4 a disk failed or is full; 130 interrupted.
-"""
-
-import errno
 import os
 import sys
-from contextlib import nullcontext, suppress
 
 try:
-    from trireme.engine.command import parse
-    from trireme.engine.options import Options
-    from trireme.engine.plan import DoesNotFit
-    from trireme.engine.screen import OUTPUT, shown
-    from trireme.engine.signals import stop_signals
-    from trireme.models.config import InputError
-    from trireme.storage.checkpoint import CheckpointError
+    from trireme.engine.run.main import command
 except ModuleNotFoundError as missing:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     print(f"error: {missing.name} is not installed. Do this first: pip install -e {root}", file=sys.stderr)
     sys.exit(2)
 
-
-def main(argv: list[str]) -> int:
-    """Runs the command line `argv`; returns the exit code. Every foreseen failure is one line on stderr."""
-    options = Options()
-    try:
-        options = parse(argv)
-        return run(options)
-    except (InputError, CheckpointError) as error:
-        return fail(str(error), 2)
-    except DoesNotFit as error:
-        return fail(str(error), 3)
-    except BrokenPipeError:  # whoever read our output has gone
-        return 141
-    except OSError as error:
-        return fail(about_disk(error, options), 4)
-    except MemoryError as error:
-        return fail(f"there is not enough memory for that{f': {error}' if str(error) else ''}. Free some", 3)
-    except KeyboardInterrupt:
-        if options.out and os.path.exists(os.path.join(options.out, "config.yaml")):
-            return fail(f"interrupted. To go on: --resume {options.out}", 130)
-        return fail("interrupted before there was anything to save", 130)
-    finally:
-        give_up_output()
-
-
-def about_disk(error: OSError, options: Options) -> str:
-    """Where the disk failed, how, and what to do: whether the run can go on."""
-    where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
-    if options.out and os.path.exists(os.path.join(options.out, "config.yaml")):
-        return f"{where}: {what}. When that is mended: --resume {options.out}"
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and where != OUTPUT
-    return f"{where}: {what}." + " Make room there, or name another folder." * full
-
-
-def open_streams() -> None:
-    """Output that is closed goes nowhere, and a character that the terminal's encoding lacks becomes `?`."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")
-
-
-def give_up_output() -> None:
-    """What an output that cannot be written still holds goes nowhere."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def run(options: Options) -> int:
-    """Trains; 130 when interrupted with everything saved."""
-    # Threads of torch that wait should sleep: spinning ones make a step ten times slower when the CPU has other work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-    def leave(number: int) -> str:
-        raise KeyboardInterrupt
-
-    with stop_signals(leave, lambda: "left at once"):  # until the steps begin, which a run that is to stop saves
-        from trireme.engine import demo, train  # late: torch takes seconds, and a mistyped option or --help should not
-
-        try:
-            with demo.prepared(options) if options.demo else nullcontext(options) as given:
-                train.finetune(given)
-        except train.Interrupted:
-            return 130
-    return 0
-
-
-def fail(message: str, code: int) -> int:
-    with suppress(OSError):  # nobody can be told
-        print("error:", shown(" ".join(message.split()), 2000), file=sys.stderr)
-    return code
-
-
 if __name__ == "__main__":
-    open_streams()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from itertools import repeat
 from pathlib import Path
@@ -12,7 +13,13 @@ from pathlib import Path
 from trireme.storage.files import StoreError
 
 SMALL = 256 << 20  # bytes; tokenizers have up to 60 million
-LONGEST = 60  # characters of somebody else's text that an error shows
+NAME = 60  # characters of somebody else's name that an error shows
+LINE = 20_000  # characters of a line on the terminal
+# Controls of C0 and C1, halves of surrogate pairs, and what turns the direction of writing, ends lines or is invisible.
+_CONTROLS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\ud800-\udfff"
+    "\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
 
 
@@ -85,10 +92,14 @@ def _is_not(value: object, expected: str) -> str:
     return f" is {KINDS.get(type(value)) or shown(repr(value))}, expected {expected}"
 
 
-def shown(text: str) -> str:
-    """Somebody else's text in an error: control characters are shown, not obeyed, and what is long is cut."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: LONGEST + 1])
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+def shown(text: str, most: int = NAME) -> str:
+    """Text that a stranger may have written, as part of one line: control characters are escaped as Python does it, and
+    what is longer than `most` characters loses its middle.
+    """
+    half = most // 2
+    if len(text) > most:
+        text = f"{text[:half]}…({len(text) - 2 * half:,} more characters)…{text[-half:]}"
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def is_plain(name: str) -> bool:

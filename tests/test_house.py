@@ -10,34 +10,47 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from script_files import script
 
-from trireme.engine.options import Options
+from trireme.engine.run.options import Options
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("kernels", "models", "storage", "engine")
-MAY_IMPORT = {
-    "kernels": {"kernels"},
-    "storage": {"storage"},
-    "models": {"models", "kernels", "storage"},
-    "engine": {"engine", "models", "storage", "kernels"},
-    "scripts": {"engine", "models", "storage", "kernels"},
+BELOW = {"models", "storage", "kernels"}
+ALL = BELOW | {"engine", "engine/data", "engine/planner", "engine/run"}
+MAY_IMPORT = {  # beside files of the same room
+    "kernels": set(),
+    "kernels/attention": {"kernels"},
+    "models": {"kernels", "storage"},
+    "storage": set(),
+    "engine": BELOW,
+    "engine/data": {"engine", "models", "storage"},
+    "engine/planner": BELOW | {"engine"},
+    "engine/run": ALL,
+    "scripts": {"engine/run"},
+    "scripts/bench": ALL,
+    "scripts/dev": ALL,
 }
-ENGINE_FREE = (
-    "cache chat codec command conversations curve data demo documents encode examples formats log options pack plan "
-    "prepare rates records report rows rule sandbox schedule screen settled sources template tokens verify"
-).split()
+ROOMS = [room for room in MAY_IMPORT if not room.startswith("scripts")]  # of the package
+MOST_FILES = 17
 TORCH_FREE = [
-    *(f"trireme.storage.{p.stem}" for p in sorted((ROOT / "storage").glob("*.py"))),
-    *(f"trireme.models.{name}" for name in ("config", "shapes", "hf")),
-    *(f"trireme.engine.{name}" for name in ENGINE_FREE),
+    *"engine/amounts engine/plan engine/schedule engine/planner/rates models/config models/shapes models/hf".split(),
+    *(f"engine/run/{name}" for name in "command curve demo log main options records screen signals verify".split()),
 ]
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml", "xxhash"}
 PAGES = ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md", "docs/transcripts.md"]
-PICTURE = re.compile(r"^(\w+)/ +\S|^ {2}([\w.-]+\.\w+) +\S")
 
 
-def sources(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).glob("*.py"))
+def sources(room: str) -> list[Path]:
+    return sorted((ROOT / room).glob("*.py"))
+
+
+def module(path: Path) -> str:
+    return ".".join(("trireme", *path.relative_to(ROOT).with_suffix("").parts))
+
+
+MODULES = {module(path): path for room in ROOMS for path in sources(room)}
+TORCH_FREE = [f"trireme.{name.replace('/', '.')}" for name in TORCH_FREE]
+TORCH_FREE += [name for name, path in MODULES.items() if path.parent.name in ("storage", "data")]
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
@@ -48,53 +61,63 @@ def imports(path: Path) -> list[tuple[str, bool]]:
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports relatively"
-            names = [f"{node.module}.{a.name}" if node.module.count(".") == 1 else node.module for a in node.names]
-            names = names if node.module.startswith("trireme") else [node.module]
+            beside = [f"{node.module}.{a.name}" for a in node.names]
+            names = [name if name in MODULES else node.module for name in beside]
         found += [(name, node in tree.body) for name in names]
     return found
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_imports_go_one_way(folder):
-    for path in sources(folder):
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_go_one_way(room):
+    for path in sources(room):
         for name, _ in imports(path):
-            parts = name.split(".")
-            assert parts[0] not in FOLDERS, f"{path} imports {name}: write trireme.{name}"
-            if parts[0] == "trireme":
-                assert len(parts) > 2, f"{path} imports {name}, which is no file"
-                assert parts[1] in MAY_IMPORT[folder], f"{path} imports {name}"
+            assert name.split(".")[0] not in ROOMS, f"{path} imports {name}: write trireme.{name}"
+            if name.startswith("trireme"):
+                assert name in MODULES, f"{path} imports {name}, which is no file"
+                there = MODULES[name].parent.relative_to(ROOT).as_posix()
+                assert there.removesuffix("/attention") in MAY_IMPORT[room] | {room}, f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_what_is_imported_at_the_top_is_declared(folder):
-    beside = {path.stem for path in sources("scripts")} if folder == "scripts" else set()
-    for path in sources(folder):
+def test_files_import_each_other_in_no_circle():
+    needs = {name: {other for other, _ in imports(path) if other in MODULES} for name, path in MODULES.items()}
+    while free := [name for name, others in needs.items() if not others & needs.keys()]:
+        for name in free:
+            del needs[name]
+    assert not needs
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_what_is_imported_at_the_top_is_declared(room):
+    beside = {path.stem for path in sources(room)} if room.startswith("scripts") else set()
+    for path in sources(room):
         for name, top in imports(path):
             root = name.split(".")[0]
             if top and root not in {"trireme", *beside, *sys.stdlib_module_names}:
                 assert root in DEPENDENCIES, f"{path} imports {root}, which pyproject.toml does not declare"
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_folders_are_flat(folder):
-    """A sub-folder would be missing from the wheel; an __init__.py would shadow others' packages of the same name."""
-    assert not (ROOT / folder / "__init__.py").exists()
-    assert [p.name for p in (ROOT / folder).iterdir() if p.is_dir() and p.name != "__pycache__"] == []
+def test_tests_import_helpers_and_not_each_other():
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not [name for name, _ in imports(path) if name.startswith("test_")], path
 
 
-def test_readme_shows_the_tree():
-    readme = (ROOT / "README.md").read_text()
-    picture = readme.split("<!-- tree -->")[1]
-    shown, folder = set(), ""
-    for line in picture.splitlines():
-        if match := PICTURE.match(line):
-            folder = match[1] or folder
-            if match[2]:
-                shown.add(f"{folder}/{match[2]}")
-    on_disk = {
-        f"{name}/{p.name}" for name in (*FOLDERS, "scripts", "docs") for p in (ROOT / name).iterdir() if p.is_file()
-    }
-    assert shown == on_disk
+def test_the_rooms_are_those_that_are_packed():
+    """A folder that is not listed would be missing from the wheel; an __init__.py would shadow others' packages."""
+    listed = re.search(r"packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]
+    assert re.findall(r'"trireme\.([\w.]+)"', listed) == [room.replace("/", ".") for room in ROOMS]
+    for room in ROOMS:
+        assert not (ROOT / room / "__init__.py").exists()
+        inside = {p for p in (ROOT / room).iterdir() if p.is_dir() and p.name != "__pycache__"}
+        assert inside == {ROOT / other for other in ROOMS if Path(other).parent.as_posix() == room}
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_no_room_is_crowded(room):
+    assert len(sources(room)) <= MOST_FILES
+
+
+def test_the_page_of_all_files_is_as_they_are():
+    assert (ROOT / "docs" / "tree.md").read_text() == script("dev/tree").page(), "renew it: python scripts/dev/tree.py"
 
 
 def test_torch_stays_out_of_the_modules_that_need_none():
@@ -118,11 +141,11 @@ def wheel(tmp_path_factory) -> Path:
         pytest.skip("this environment has no pip")
     work = tmp_path_factory.mktemp("wheel")
     copy = work / "source"
-    for folder in FOLDERS:
-        (copy / folder).mkdir(parents=True)
-        for path in (ROOT / folder).iterdir():
+    for room in ROOMS:
+        (copy / room).mkdir(parents=True)
+        for path in (ROOT / room).iterdir():
             if path.is_file():
-                (copy / folder / path.name).write_bytes(path.read_bytes())
+                (copy / room / path.name).write_bytes(path.read_bytes())
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     have = importlib.util.find_spec("setuptools") and importlib.util.find_spec("wheel")
@@ -136,7 +159,8 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_the_wheel_has_every_file(wheel):
     packed = {name.removeprefix("trireme/") for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
-    assert packed == {f"{f}/{p.name}" for f in FOLDERS for p in (ROOT / f).iterdir() if p.suffix in (".py", ".cpp")}
+    on_disk = {p for room in ROOMS for p in (ROOT / room).iterdir() if p.suffix in (".py", ".cpp", ".typed")}
+    assert packed == {p.relative_to(ROOT).as_posix() for p in on_disk}
 
 
 def test_the_wheel_works_from_another_folder(wheel, tmp_path):
@@ -145,7 +169,9 @@ def test_the_wheel_works_from_another_folder(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(site)
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
-    code = "import trireme.engine.command as c, trireme.storage.layout, kernels; print(c.__file__, kernels.__file__)"
+    code = (
+        "import trireme.engine.run.command as c, trireme.storage.layout, kernels; print(c.__file__, kernels.__file__)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, text=True
     )

@@ -1,0 +1,112 @@
+"""Amounts as people write and read them: bytes, counts, durations. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+MOST = 1e12  # more than anybody means by a number, and few enough to compute with
+
+# ---------------------------------------------------------------- read: a parser raises ValueError with what is wrong
+
+
+def number(low: float, high: float = MOST, kind: type = float) -> Callable[[str], Any]:
+    """A parser of numbers of `kind` in [low, high]."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            what = "a whole number" if kind is int else "a number"
+            bounds = f"from {low:g} to {high:g}" if high < MOST or value > high else f"of at least {low:g}"
+            raise ValueError(f"{text!r} is not {what} {bounds}")
+        return value
+
+    return parse
+
+
+whole = number(1, kind=int)
+
+
+def positive(text: str) -> float:
+    """A number greater than 0."""
+    value = number(0)(text)
+    if value == 0:
+        raise ValueError("it must be greater than 0")
+    return value
+
+
+def size(text: str) -> int:
+    """Bytes of `24GiB`, `2TB`, `512MiB`. A bare number is refused: nobody knows what 24 means."""
+    match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write it like 24GiB, 2TB or 512MiB")
+    nbytes = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+    if nbytes >= 1 << 60:
+        raise ValueError(f"{text!r} is more than any machine has")
+    return int(nbytes)
+
+
+# ---------------------------------------------------------------- printed
+
+
+def gib(nbytes: float, digits: int = 2) -> str:
+    """Bytes of memory, in binary units: `1.50 GiB`."""
+    for unit, nbytes_of in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(nbytes) >= nbytes_of:
+            return f"{nbytes / nbytes_of:.{digits}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def rounded_up(nbytes: float) -> str:
+    """Bytes of memory to ask for: never less than what is needed."""
+    unit, name = (1 << 30, "GiB") if nbytes >= 1 << 28 else (1 << 20, "MiB")
+    return f"{math.ceil(100 * nbytes / unit) / 100:.2f} {name}"
+
+
+def whole_gib(nbytes: float) -> str:
+    """The next whole GiB, as `size` reads it: `24GiB`."""
+    return f"{math.ceil(nbytes / (1 << 30))}GiB"
+
+
+def gb(nbytes: float) -> str:
+    """Bytes on a drive, in decimal units as drives are sold: `3.2 GB`."""
+    for nbytes_of, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
+        if nbytes >= nbytes_of:
+            return (
+                f"{nbytes / nbytes_of:.3g} {unit}" if nbytes < 1000 * nbytes_of else f"{nbytes / nbytes_of:,.0f} {unit}"
+            )
+    return f"{nbytes / 1000:.3g} kB"
+
+
+def count(n: int, noun: str) -> str:
+    """`1 row`, `1,100 rows`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def compact(n: float) -> str:
+    """Three figures or so: `243`, `11.7k`, `1.24M`, `13B`."""
+    units = ["", "k", "M", "B"]
+    while n >= 999.5 and len(units) > 1:
+        n /= 1000
+        del units[0]
+    return f"{n:.0f}{units[0]}" if n >= 99.95 or not units[0] else f"{n:.3g}{units[0]}"
+
+
+def seconds(s: float) -> str:
+    """A time that may be short: `0.599 s`, `41.2 s`, and from 1000 s on as a duration."""
+    return f"{s:.3g} s" if s < 1000 else duration(s)
+
+
+def duration(s: float) -> str:
+    """`41s`, `3m20s`, `30h34m`."""
+    s = round(s)
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    return f"{s // 3600}h{s % 3600 // 60:02d}m"

@@ -1,0 +1,187 @@
+"""A checkpoint's tokenizer and chat template as a run uses them: in processes of their own, for both are strangers'."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+
+from trireme.engine.data.chat import load_template, read_choice
+from trireme.engine.data.encode import TEMPLATE, TOKENIZER, Encoded, encode
+from trireme.engine.data.examples import Example
+from trireme.engine.data.rows import BadRow
+from trireme.engine.data.sandbox import Begin, Died, Sandbox
+from trireme.engine.data.tokens import load_tokenizer
+from trireme.models.config import InputError
+
+LOADING = 60.0  # seconds of processor time that a tokenizer may take to be loaded
+PATIENCE, PER_CHARACTER = 10.0, 2e-5  # that a text may take, and each of its characters: ten times the usual, and more
+SHOWN = 1 << 20  # characters of a text that is shown: more than anybody reads
+
+
+class Facts(NamedTuple):
+    """What a run has to know of tokenizer and template."""
+
+    vocab_size: int
+    eos: int | None  # id put after a finished text
+    eos_token: str | None
+    tokenizer: str  # fingerprint of all that decides the ids
+    template: str | None  # fingerprint of the chat template; None where there is none
+    notes: tuple[str, ...]  # on the tokenizer
+    template_notes: tuple[str, ...]
+
+
+class _Programs:
+    """Tokenizer and template, loaded in the child."""
+
+    def __init__(self, begin: Begin, folder: Path, chat_template: tuple[str, str] | None, patience: float):
+        self._begin = lambda what, characters: begin(what, patience + PER_CHARACTER * characters)
+        begin("tokenizer.json", LOADING)
+        self._tokenizer = load_tokenizer(folder)
+        self._begin(TEMPLATE, 0)
+        self._template = load_template(self._tokenizer, chat_template)
+        t, template, notes = self._tokenizer, None, ()
+        if self._template is not None:
+            template, notes = self._template.fingerprint, tuple(self._template.notes())
+        self._facts = Facts(t.core.get_vocab_size(), t.eos, t.eos_token, t.fingerprint, template, t.notes, notes)
+
+    def facts(self) -> Facts:
+        return self._facts
+
+    def encode(self, facts: Facts, examples: Sequence[Example]) -> list[Encoded | BadRow]:
+        if self._facts != facts:
+            raise InputError("the tokenizer or its chat template was changed while data was read. Begin again.")
+        return encode(examples, self._tokenizer, self._template, self._begin)
+
+    def parts(self, ids: np.ndarray, stops: Sequence[int]) -> list[str]:
+        """The text that ids[:stop] adds to what is before, for each of the ascending stops."""
+        self._begin(TOKENIZER, len(ids))
+        parts, shown = [], 0
+        for stop in stops:  # from the beginning, because decoders strip the first space of what they are given
+            text = self._tokenizer.decode(ids[:stop])[:SHOWN]
+            parts.append(text[shown:])
+            shown = len(text)
+        return parts
+
+
+class Codec:
+    """Texts and conversations to tokens, and tokens to text."""
+
+    def __init__(self, folder: Path, chat_template: tuple[str, str] | None, patience: float = PATIENCE):
+        """Raises InputError where one of them cannot be used, or takes more than a Sandbox may."""
+        self._made_of = (folder, chat_template, patience)
+        self.sandbox = self.another()
+        try:
+            self.facts: Facts = self.sandbox.call(_Programs.facts)
+        except (Died, MemoryError) as error:
+            raise InputError(f"{folder}: {error}. Name another: --tokenizer FOLDER or --chat-template FILE.") from None
+
+    def another(self) -> Sandbox:
+        """One more process for the same tokenizer and template."""
+        return Sandbox(_Programs, *self._made_of)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids, special tokens included; where that fails, see `parts`."""
+        return "".join(self.parts(ids, [len(ids)]))
+
+    def parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[str]:
+        """The same, parted where the first of `stops` tokens end, and so on. Where that fails, why, in brackets: it is
+        only for show, and no run ends for it.
+        """
+        try:
+            return self.sandbox.call(_Programs.parts, np.asarray(ids), list(stops))
+        except (InputError, BadRow, Died, MemoryError, OSError) as error:
+            return [f"({error})"]
+
+
+def load_codec(folder: str | Path, chat_template: str | None = None) -> Codec | None:
+    """Tokenizer and chat template in `folder`, or None where there is no tokenizer.json.
+
+    `chat_template`: a file, or "plain"; None: the checkpoint's own. InputError.
+    """
+    if not (Path(folder) / "tokenizer.json").is_file():
+        return None
+    return Codec(Path(folder), chat_template and read_choice(chat_template))
+
+
+# ---------------------------------------------------------------- rows, in batches
+
+
+Numbered = list[tuple[int, Example]]  # examples with the numbers of their rows
+
+
+class RowDied(Exception):
+    """A process died of a row, of the number `row`; the message says how."""
+
+    def __init__(self, row: int, how: str):
+        super().__init__(how)
+        self.row = row
+
+
+class Encoders:
+    """Encodes batches of examples in order, in `workers` processes, one batch of each at a time; without a codec at
+    once, for then they are ids.
+
+    Rendering holds Python's lock, so threads alone would not help: each of them waits for a process.
+    """
+
+    def __init__(self, codec: Codec | None, workers: int):
+        self._waiting: deque[tuple[Numbered, Future]] = deque()
+        self._boxes = [codec.sandbox, *(codec.another() for _ in range(workers - 1))] if codec else []
+        self._limit = 2 * len(self._boxes)  # bounds the memory that batches take
+        self._facts = codec and codec.facts
+        self._free: SimpleQueue[Sandbox] = SimpleQueue()
+        for box in self._boxes:
+            self._free.put(box)
+        self._pool = ThreadPoolExecutor(len(self._boxes)) if codec else None
+
+    def submit(self, batch: Numbered) -> None:
+        if self._pool:
+            result = self._pool.submit(self._encode, batch)
+        else:
+            result = Future()
+            result.set_result(encode([example for _, example in batch], None, None))
+        self._waiting.append((batch, result))
+
+    def results(self, all: bool = False) -> Iterator[tuple[int, Encoded | BadRow]]:
+        """(row number, result) of the batches that are due: those beyond the limit, or all of them. Raises RowDied."""
+        while len(self._waiting) > (0 if all else self._limit):
+            batch, result = self._waiting[0]
+            found = result.result()
+            self._waiting.popleft()
+            yield from zip((number for number, _ in batch), found, strict=True)
+
+    def _encode(self, batch: Numbered) -> list[Encoded | BadRow]:
+        box = self._free.get()
+        try:
+            return box.call(_Programs.encode, self._facts, [example for _, example in batch])
+        except (Died, MemoryError, RecursionError):  # one by one: of which row it dies
+            return [self._alone(box, number, example) for number, example in batch]
+        finally:
+            self._free.put(box)
+
+    def _alone(self, box: Sandbox, number: int, example: Example) -> Encoded | BadRow:
+        """A row of a batch in which something went wrong. Raises RowDied."""
+        try:
+            return box.call(_Programs.encode, self._facts, [example])[0]
+        except RecursionError:
+            return BadRow("is nested too deeply")
+        except MemoryError as error:
+            return BadRow(str(error))
+        except Died as error:
+            raise RowDied(number, str(error)) from None
+
+    def close(self) -> None:
+        """Ends what is under way, and all processes but the codec's own."""
+        stopped = bool(self._waiting)  # by an error, or Ctrl-C
+        for box in self._boxes if stopped else ():
+            box.kill()
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+        for box in self._boxes if stopped else self._boxes[1:]:
+            box.close()

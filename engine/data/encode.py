@@ -1,0 +1,149 @@
+"""Examples to tokens: what is trained on is known by characters, and carried to tokens by their offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from trireme.engine.data.chat import ChatTemplate
+from trireme.engine.data.examples import Chat, Completion, Example, Ids, Text
+from trireme.engine.data.rows import ROW, BadRow
+from trireme.engine.data.tokens import Tokenizer
+
+Span = tuple[int, int]  # characters [start, stop) of a text
+
+
+class Encoded(NamedTuple):
+    """A document, or a piece of one, as tokens."""
+
+    ids: np.ndarray  # (n,) int32
+    trained: np.ndarray  # (n,) bool: the token is learned, from those before it
+    starts: bool = True
+
+
+TEMPLATE, TOKENIZER = "the chat template", "the tokenizer"
+
+
+def encode(
+    examples: Sequence[Example],
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    begin: Callable[[str, int], None] = lambda what, characters: None,
+) -> list[Encoded | BadRow]:
+    """Each example as tokens, or what is wrong with it. `tokenizer` may be None where all examples are ids.
+
+    Tells `begin` what is begun, TEMPLATE or TOKENIZER, and on how many characters.
+    """
+    results: list[Encoded | BadRow | None] = [None] * len(examples)
+    marked: list[tuple[int, str, list[Span]]] = []  # texts with the characters to train on
+    plain: list[int] = []
+    for i, example in enumerate(examples):
+        try:
+            if isinstance(example, Ids):
+                results[i] = _ids(example)
+            elif isinstance(example, Text):
+                _check(example.text)
+                plain.append(i)
+            else:
+                if isinstance(example, Chat):
+                    begin(TEMPLATE, size(example))
+                text, spans = _marked(example, template)
+                _check(text)
+                marked.append((i, text, spans))
+        except BadRow as error:
+            results[i] = error
+    if plain:
+        begin(TOKENIZER, sum(len(examples[i].text) for i in plain))
+        for i, found in zip(plain, tokenizer.encode([examples[i].text for i in plain]), strict=True):
+            results[i] = found if isinstance(found, BadRow) else _text(examples[i], found[0], tokenizer)
+    if marked:
+        begin(TOKENIZER, sum(len(text) for _, text, _ in marked))
+        batch = tokenizer.encode([text for _, text, _ in marked], offsets=True)
+        for (i, _, spans), found in zip(marked, batch, strict=True):
+            results[i] = found if isinstance(found, BadRow) else _learned(examples[i], *found, spans, tokenizer)
+    return results
+
+
+def size(example: Example) -> int:
+    """Characters, about: what bounds a batch, and the time for it."""
+    if isinstance(example, Ids):
+        return 4 * len(example.ids)
+    characters, left = 0, list(example)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            characters += len(value)
+        elif isinstance(value, (dict, list)):
+            characters += 8 * len(value)  # for what is no text
+            left += value.values() if isinstance(value, dict) else value
+    return characters
+
+
+def _marked(example: Chat | Completion, template: ChatTemplate | None) -> tuple[str, list[Span]]:
+    """(text, the characters to train on). Raises BadRow where that is not clear."""
+    if isinstance(example, Chat):
+        return template.spans(example.messages, example.tools)
+    text = example.prompt + example.completion
+    return text, [(len(example.prompt), len(text))]
+
+
+def _check(text: str) -> None:
+    """Raises BadRow where `text` is not Unicode (JSON may write one half of a surrogate pair), or longer than a row."""
+    if len(text) > ROW:
+        raise BadRow(f"comes to a text of {len(text):,} characters; the most is {ROW:,}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair, which is no character") from None
+
+
+def overlap(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Which tokens hold a character of a span. offsets (n, 2) int64. Returns (n,) bool.
+
+    A token on the border belongs to the span: it cannot be generated in part. A token without characters of its own
+    (a word mark that a normalizer puts in) goes with the character that it stands before.
+    """
+    starts, stops = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    trained = np.zeros(len(offsets), bool)
+    for start, stop in spans:
+        trained |= (starts < stop) & (stops > start)
+    return trained
+
+
+def _first(ids: np.ndarray, trained: np.ndarray) -> Encoded:
+    """A whole document: its first token has nothing before it, so it cannot be learned."""
+    trained[:1] = False
+    return Encoded(ids, trained)
+
+
+def _ids(example: Ids) -> Encoded | BadRow:
+    if min(example.ids) < 0 or max(example.ids) >= 1 << 31:
+        return BadRow("'input_ids' holds a number that is no token id")
+    ids = np.array(example.ids, np.int32)
+    return _first(ids, np.ones(len(ids), bool) if example.trained is None else np.array(example.trained, bool))
+
+
+def _text(example: Text, ids: np.ndarray, tokenizer: Tokenizer) -> Encoded:
+    if example.starts:
+        ids, _ = tokenizer.wrap(ids, example.ends)
+        return _first(ids, np.ones(len(ids), bool))
+    if example.ends and tokenizer.eos is not None:
+        ids = np.append(ids, np.int32(tokenizer.eos))
+    return Encoded(ids, np.ones(len(ids), bool), starts=False)
+
+
+def _learned(
+    example: Chat | Completion, ids: np.ndarray, offsets: np.ndarray, spans: list[Span], tokenizer: Tokenizer
+) -> Encoded:
+    trained = overlap(offsets, spans)
+    return _completion(ids, trained, tokenizer) if isinstance(example, Completion) else _first(ids, trained)
+
+
+def _completion(ids: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer) -> Encoded:
+    wrapped, lead = tokenizer.wrap(ids)
+    flags = np.ones(len(wrapped), bool)  # the end token is learned
+    flags[:lead] = False
+    flags[lead : lead + len(ids)] = trained
+    return _first(wrapped, flags)

@@ -1,0 +1,125 @@
+"""How a row may be written: the format is found from its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trireme.engine.data.conversations import read_alpaca, read_messages, read_sharegpt, read_talk
+from trireme.engine.data.examples import Completion, Example, Ids, Text, filled_list, string
+from trireme.engine.data.rows import BadRow
+from trireme.models.config import InputError
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to write a row: `keys` name it, `read` makes the example."""
+
+    name: str
+    keys: tuple[str, ...]
+    read: Callable[[dict], Example]
+
+
+def find_format(row: Mapping[str, Any], hint: str = "") -> Format:
+    """The format of a row, from its keys. BadRow where none fits, with `hint` or one that is likelier."""
+    for form in FORMATS:
+        if all(key in row for key in form.keys):
+            return form
+    keys = set(row)
+    if {"chosen", "rejected"} <= keys:
+        hint = " It looks like preference data, which is not supported."
+    for ours, theirs in _LIKELY:
+        if set(theirs) <= keys:
+            pairs = ",".join(f"{o}={t}" for o, t in zip(ours, theirs, strict=True))
+            hint = f" Perhaps --map {pairs}."
+            break
+    found = ", ".join(map(repr, list(row)[:8])) or "none"
+    raise BadRow(f"no known format has its keys ({found}); expected {_EXPECTED}.{hint}")
+
+
+def parse_map(text: str | None) -> dict[str, str]:
+    """`prompt=question,completion=answer` as {their name: our name}."""
+    renames = {}
+    for part in (text or "").split(","):
+        ours, equals, theirs = part.partition("=")
+        if part and not (ours.strip() and equals and theirs.strip()):
+            raise InputError(f"--map {text}: expected OURS=YOURS, such as prompt=question,completion=answer.")
+        if part:
+            renames[theirs.strip()] = ours.strip()
+    return renames
+
+
+def not_there(row: Mapping[str, Any], renames: Mapping[str, str]) -> str:
+    """What is to be said of columns that --map names and `row` lacks, where that may be why it cannot be read."""
+    absent = ", ".join(repr(theirs) for theirs in renames if theirs not in row)
+    return f" --map names {absent}: there is no such column." if absent else ""
+
+
+def rename(row: dict, renames: Mapping[str, str]) -> dict:
+    """row under our names. A column that is absent is not an error here: the format says what it misses."""
+    if not renames:
+        return row
+    ours = set(renames.values())
+    kept = {key: value for key, value in row.items() if key not in ours}  # the named column wins over one of our name
+    return {renames.get(key, key): value for key, value in kept.items()}
+
+
+# ---------------------------------------------------------------- the formats that are no conversations
+
+
+def _text(row: dict) -> Text:
+    text = string(row, "text")
+    if not text:
+        raise BadRow("'text' is empty")
+    return Text(text)
+
+
+def _prompt_completion(row: dict) -> Example:
+    if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
+        return read_talk(row)
+    completion = string(row, "completion")
+    if not completion:
+        raise BadRow("'completion' is empty")
+    return Completion(string(row, "prompt"), completion)
+
+
+def _ids(row: dict) -> Ids:
+    ids = _integers(row, "input_ids")
+    if row.get("labels") is None:
+        return Ids(ids)
+    labels = _integers(row, "labels")
+    if len(labels) != len(ids):
+        raise BadRow(f"'labels' has {len(labels)} entries, 'input_ids' {len(ids)}")
+    for i, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (token, -100):
+            raise BadRow(f"labels[{i}] is {label}, expected -100 or input_ids[{i}] = {token} (labels are not shifted)")
+    return Ids(ids, [label != -100 for label in labels])
+
+
+def _integers(row: dict, key: str) -> list[int]:
+    values = filled_list(row, key, "token ids")
+    if not all(type(value) is int for value in values):
+        raise BadRow(f"{key!r} holds something that is not a whole number")
+    return values
+
+
+FORMATS = (
+    Format("messages", ("messages",), read_messages),
+    Format("sharegpt", ("conversations",), read_sharegpt),
+    Format("input_ids", ("input_ids",), _ids),
+    Format("prompt,completion", ("prompt", "completion"), _prompt_completion),
+    Format("alpaca", ("instruction", "output"), read_alpaca),
+    Format("text", ("text",), _text),
+)
+CHATS = ("messages", "sharegpt", "alpaca")  # the formats that a chat template writes
+_EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
+_LIKELY = (
+    (("prompt", "completion"), ("question", "answer")),
+    (("prompt", "completion"), ("prompt", "response")),
+    (("prompt", "completion"), ("prompt", "output")),
+    (("prompt", "completion"), ("input", "output")),
+    (("prompt", "completion"), ("query", "response")),
+    (("instruction", "output"), ("instruction", "response")),
+    (("text",), ("content",)),
+)

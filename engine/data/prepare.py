@@ -1,0 +1,185 @@
+"""One data file to tokens in the cache: read, recognise, tokenize, count what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trireme.engine.data.cache import TokenFile, TokenWriter, cache_key, digest, open_tokens
+from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
+from trireme.engine.data.encode import size
+from trireme.engine.data.examples import Chat, Example, Ids, Text
+from trireme.engine.data.formats import Format, find_format, not_there, rename
+from trireme.engine.data.rows import BadRow, Row
+from trireme.engine.data.sources import DataFile, Reader
+from trireme.models.config import InputError
+from trireme.storage.untrusted import shown
+
+Progress = Callable[[str, int, int], None]  # (file name, bytes read, bytes in all)
+_BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21  # tokenized at once
+_SHARE = 1 << 22  # bytes of a file for which one more process is worth its start
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How every file of a run is read."""
+
+    codec: Codec | None
+    renames: dict[str, str]  # their column: our column
+    skip_bad: bool
+    vocab_size: int | None
+    folder: Path  # of the caches
+
+    def key(self, source: DataFile) -> str:
+        """Names what is read, by content, and all that decides its tokens."""
+        tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
+        return cache_key(digest(source.path), source.kind, tokenizer, template, self.renames, self.skip_bad)
+
+
+@dataclass
+class _Tally:
+    """What has been seen of a file so far."""
+
+    unit: str = "line"
+    format: Format | None = None
+    rows: int = 0
+    bad: int = 0
+    first: tuple[int, str] | None = None  # the first bad row, and what is wrong with it
+    skip_bad: bool = False
+    batch: Numbered = field(default_factory=list)  # read, not yet tokenized
+    characters: int = 0
+
+    def reject(self, number: int, error: BadRow) -> None:
+        self.bad += 1
+        if self.first is None or number < self.first[0]:
+            self.first = (number, shown(str(error), 1000))
+
+    @property
+    def first_bad(self) -> str:
+        return f"{self.unit} {self.first[0]}: {self.first[1]}" if self.first else ""
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the run will stop, so that rows are only counted from here on."""
+        return self.bad > 0 and not self.skip_bad
+
+
+def tokenize(source: DataFile, reading: Reading, progress: Progress | None = None) -> TokenFile:
+    """The tokens of `source`, from the cache or made now. InputError where rows are bad, or tokens not the model's."""
+    key = reading.key(source)
+    made = open_tokens(reading.folder / f"tokens-{key}") or _build(source, reading, key, progress)
+    if reading.vocab_size is not None and made.meta["max_id"] >= reading.vocab_size:
+        raise InputError(
+            f"{source.path} has token id {made.meta['max_id']}, the model's vocabulary is {reading.vocab_size}: "
+            "the tokenizer does not belong to this model. Name the right one: --tokenizer FOLDER."
+        )
+    return made
+
+
+def _build(source: DataFile, reading: Reading, key: str, progress: Progress | None) -> TokenFile:
+    codec = reading.codec
+    vocabulary = codec.facts.vocab_size if codec else 1 << 31
+    writer = TokenWriter(reading.folder, key, vocabulary)
+    reader = Reader(source, codec.facts.eos_token if codec else None)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
+    tally = _Tally(skip_bad=reading.skip_bad)
+    try:
+        for row in reader.rows():
+            tally.unit = reader.unit
+            _take(row, reading, tally)
+            if len(tally.batch) >= _BATCH_ROWS or tally.characters >= _BATCH_CHARACTERS:
+                _flush(encoders, tally)
+                _put(encoders, writer, tally, vocabulary)
+                if progress:
+                    progress(source.path.name, reader.position, reader.size)
+        _flush(encoders, tally)
+        _put(encoders, writer, tally, vocabulary, all=True)
+        _judge(source, tally)
+        meta = {"key": key, "name": source.path.name, "format": tally.format.name, "rows": tally.rows, "bad": tally.bad}
+        return writer.finish(meta | {"first_bad": tally.first_bad})
+    except BaseException as error:
+        writer.abandon()
+        if isinstance(error, RowDied):
+            raise InputError(f"{source.path} {reader.unit} {error.row}: {error}. Leave that row out.") from None
+        raise
+    finally:
+        encoders.close()
+
+
+def _take(row: Row, reading: Reading, tally: _Tally) -> None:
+    """Reads one row into the tally, as an example or as a bad one."""
+    value = row.value
+    tally.rows += row.starts
+    try:
+        if isinstance(value, BadRow):
+            raise value
+        hint = not_there(value, reading.renames)
+        value = rename(value, reading.renames)
+        tally.format = tally.format or find_format(value, hint)
+        absent = [repr(k) for k in tally.format.keys if k not in value]
+        if absent:
+            other = ", ".join(map(repr, list(value)[:8]))
+            raise BadRow(
+                f"has no {' and no '.join(absent)} (its keys: {other}); the file's format is {tally.format.name!r}"
+                f"{hint and '.' + hint}"
+            )
+        example = _without_template(tally.format.read(value), reading)
+        if isinstance(example, Text):
+            example = Text(example.text, row.starts, row.ends)
+    except BadRow as error:
+        tally.reject(row.number, error)
+        return
+    if not tally.hopeless:
+        tally.batch.append((row.number, example))
+        tally.characters += size(example)
+
+
+def _without_template(example: Example, reading: Reading) -> Example:
+    """The example as this checkpoint can read it; InputError where it cannot read such data at all."""
+    if reading.codec is None and not isinstance(example, Ids):
+        raise InputError(
+            "the checkpoint has no tokenizer.json, which this data needs. "
+            "Give --tokenizer FOLDER, or train on rows of input_ids and labels."
+        )
+    if isinstance(example, Chat) and reading.codec.facts.template is None:
+        if example.plain is None:
+            raise InputError(
+                "the checkpoint has no chat template, which this data needs. Give --chat-template FILE.jinja, "
+                "or --chat-template plain for a simple one."
+            )
+        return example.plain
+    return example
+
+
+def _flush(encoders: Encoders, tally: _Tally) -> None:
+    """Has what has been read tokenized."""
+    if not tally.hopeless and tally.batch:
+        encoders.submit(tally.batch)
+    tally.batch, tally.characters = [], 0
+
+
+def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int, all: bool = False) -> None:
+    """Hands what is tokenized to the writer."""
+    for number, result in encoders.results(all):
+        if isinstance(result, BadRow):
+            tally.reject(number, result)
+        elif len(result.ids) and result.ids.max() >= vocabulary:
+            tally.reject(number, BadRow(f"token id {result.ids.max()} is in no vocabulary of {vocabulary}"))
+        else:
+            writer.add(*result)
+
+
+def _judge(source: DataFile, tally: _Tally) -> None:
+    """Stops the run where the file has bad rows, or no good one."""
+    rows = f"{tally.rows:,} rows" if tally.rows != 1 else "1 row"
+    if tally.rows == 0:
+        raise InputError(f"{source.path} holds no rows. Name another file with --data.")
+    first = f"{source.path} {tally.first_bad.rstrip('.')}"
+    if tally.bad == tally.rows:
+        raise InputError(f"{first}. " + ("It is the only row." if tally.rows == 1 else f"All {rows} are bad."))
+    if tally.hopeless:
+        verb = "is" if tally.bad == 1 else "are"
+        raise InputError(f"{first}. {tally.bad:,} of {rows} {verb} bad; --skip-bad drops and counts them.")

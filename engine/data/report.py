@@ -1,0 +1,98 @@
+"""What the user reads about the data before the first step: rows, tokens, what was cut, an example with its mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trireme.engine.amounts import compact, count
+from trireme.engine.data.codec import Codec
+from trireme.engine.data.documents import Fitted
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """One data file."""
+
+    name: str
+    rows: int  # read, good and bad
+    bad: int
+    first_bad: str
+    format: str
+    weight: float
+
+    def __str__(self) -> str:
+        weight = "" if self.weight == 1 else f", weight {self.weight:g}"
+        bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
+        return f'{self.name}: {count(self.rows, "row")}, format "{self.format}"{weight}{bad}'
+
+
+@dataclass(frozen=True)
+class Report:
+    """Counts of everything that happened between the files and the packed sequences."""
+
+    files: tuple[FileReport, ...]
+    rows: np.ndarray  # (n,) DOCUMENT: those trained on, before weights and cuts
+    fitted: Fitted
+    seq_len: int
+    sequences: int
+    used: float  # share of the sequences' room that holds tokens
+    packed: bool
+    held_out: int = 0  # rows kept for evaluation
+    notes: tuple[str, ...] = ()  # what the user should know beside
+
+    def lines(self) -> list[str]:
+        """The report as it is printed."""
+        tokens, trained = int(self.rows["length"].sum()), int(self.rows["trained"].sum())
+        p50, p99 = np.percentile(self.rows["length"], [50, 99])
+        held = f"{count(self.held_out, 'row')} held out; " if self.held_out else ""
+        lines = [str(file) for file in self.files]
+        lines.append(
+            f"{held}{compact(tokens)} tokens, {compact(trained)} trained ({100 * trained / max(tokens, 1):.0f} %); "
+            f"length p50 {p50:,.0f}, p99 {p99:,.0f}, max {self.rows['length'].max():,}"
+        )
+        if not self.fitted.longer:
+            lines.append(f"at --seq-len {self.seq_len}: no row is longer")
+        lines += self.losses()
+        packed = "packed into " if self.packed else ""
+        single = "" if self.packed else ", one row each"
+        lines.append(
+            f"{packed}{count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
+            f"{100 * (1 - self.used):.1f} % of the room is left free, and costs nothing"
+        )
+        return [*lines, *(f"note: {note}" for note in self.notes)]
+
+    def losses(self) -> list[str]:
+        """What became of rows that are not trained on as they are."""
+        lines = [self._long_rows()] if self.fitted.longer else []
+        if self.fitted.unlearnable:
+            lines.append(f"{count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
+        return lines
+
+    def _long_rows(self) -> str:
+        f = self.fitted
+        verb = "row is" if f.longer == 1 else "rows are"
+        done = [f"{n:,} {word}" for n, word in ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped")) if n]
+        return (
+            f"at --seq-len {self.seq_len}: {f.longer:,} {verb} longer ({100 * f.longer / len(self.rows):.1f} %): "
+            f"{', '.join(done)}   (--long cut|drop|split|error)"
+        )
+
+
+def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:
+    """Tokens as text, what is learned in [..], line ends as ⏎. ids (n,), learned (n,) bool: the token is a label."""
+    runs = _runs(learned)
+    if codec is None:
+        parts = [" ".join(map(str, ids[start:stop])) + " " for start, stop in runs]
+    else:
+        parts = codec.parts(ids, [stop for _, stop in runs])
+    marked = (f"[{part}]" if learned[start] else part for part, (start, _) in zip(parts, runs, strict=False))
+    return "".join(marked).replace("\n", "⏎")  # a codec that fails says so in one part
+
+
+def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
+    """[start, stop) of every stretch of equal flags."""
+    edges = np.flatnonzero(np.diff(flags.astype(np.int8))) + 1
+    bounds = [0, *edges.tolist(), len(flags)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))

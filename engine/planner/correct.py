@@ -1,0 +1,88 @@
+"""After its first steps a run knows its machine better than any benchmark: rates corrected by measured task times.
+
+What a probe measures in seconds, one thing at a time, differs from what a run meets: other shapes, other neighbours,
+a drive past its fast cache. A traced step tells how long each lane's tasks really took; where they took twice as long
+as predicted, the lane's rates are halved. The step that is measured trains, as PatrickStar's warm-up iteration does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trireme.engine.lanes import READS, WRITES, Span, busy
+from trireme.engine.planner.predict import Batch, Prediction
+from trireme.engine.planner.rates import COMPUTATION, Rates
+from trireme.engine.planner.simulate import drive_seconds
+from trireme.engine.step import Inputs
+
+TIMED_BY = {  # rates by which the tasks of each kind are timed
+    **{kind: (kind,) for kind in COMPUTATION},
+    "h2d": ("h2d",),
+    "d2h": ("d2h",),
+    "cpu": ("adam", "dram"),
+    "ssd": ("ssd_read", "ssd_write"),
+}
+SHARE = 0.05  # of a step: a lane that works less than that says nothing
+
+
+def measured(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds that each of TIMED_BY was at work. The drive is, while any request to it is in flight."""
+    found, end = Counter(busy(spans)), 0.0
+    for span in spans:
+        if span.lane == "compute":
+            found[span.name.split()[0]] += span.end - span.start
+    for span in sorted((s for s in spans if s.lane in READS + WRITES), key=lambda s: s.start):
+        found["ssd"] += max(0.0, span.end - max(end, span.start))
+        end = max(end, span.end)
+    return {kind: found[kind] for kind in TIMED_BY}
+
+
+def at_work(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds that each lane was at work, those of the drive as one: "ssd"."""
+    found = {lane: seconds for lane, seconds in busy(spans).items() if lane not in READS + WRITES}
+    return found | {"ssd": measured(spans)["ssd"]}
+
+
+def batch_of(micro: Sequence[Inputs]) -> Batch:
+    """A step's micro-batches as a prediction takes them: as many, each like the largest."""
+    most = max(micro, key=lambda mb: mb.tokens)
+    document = max(1, round(2 * most.pairs / most.tokens) - 1)
+    return Batch(most.tokens, document, len(micro), most.trained / most.tokens)
+
+
+def until_its_end(spans: Sequence[Span]) -> list[Span]:
+    """What was done of a traced step until its last task on the compute lane was over.
+
+    Lanes are drained before a trace is read. What they do then, last updates and reading ahead for the next step, is
+    another matter.
+    """
+    end, cut = max((s.end for s in spans if s.lane == "compute"), default=float("inf")), []
+    for span in spans:
+        if span.end <= end:
+            cut.append(span)
+        elif span.start < end:
+            share = (end - span.start) / (span.end - span.start)
+            cut.append(replace(span, end=end, nbytes=share * span.nbytes, flops=share * span.flops))
+    return cut
+
+
+def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
+    """The rates by which `found`, the prediction of a step of `seconds`, would have had each kind's measured time.
+
+    A first step may have moved more or less than a usual one: what was measured is compared byte by byte.
+    """
+    spans = until_its_end(spans)
+    took, said, here, there = measured(spans), measured(found.spans), Counter(), Counter()
+    for moved, traced in ((here, spans), (there, found.spans)):
+        for span in traced:
+            moved[span.lane] += span.nbytes
+    for kind in ("h2d", "d2h", "cpu"):
+        said[kind] *= here[kind] / there[kind] if there[kind] else 0.0
+    read, written = (sum(here[lane] for lane in way) for way in (READS, WRITES))
+    said["ssd"] = drive_seconds(read, written, rates)
+    for kind in TIMED_BY:
+        if min(took[kind], said[kind]) > (0 if kind in COMPUTATION else SHARE * seconds):
+            rates = rates.times(said[kind] / took[kind], TIMED_BY[kind])
+    return rates

@@ -1,0 +1,220 @@
+"""How long a step will take, from the step's own code on simulated lanes (simulate.py) and a machine's Rates."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from trireme.engine.build import build
+from trireme.engine.geometry import ADAM_BYTES, Geometry
+from trireme.engine.lanes import Span
+from trireme.engine.plan import Plan
+from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds
+from trireme.engine.step import Engine, Inputs, train_step
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+from trireme.storage.layout import ITEMSIZE
+
+# Passes over memory at the device's copy rate, for one byte that a task is said to move.
+PASSES = {"finish": 1.9, "zero": 1.3}
+KERNELS = {"forward": 12, "backward": 40, "finish": 2, "statistics": 10}  # others start one
+LOSS_KERNELS = 12, 6  # and for each chunk of logits
+FEW = 8  # micro-batches that are told apart, at least
+PIECES = 16  # of the largest gradient that are told apart, if `roughly` will do
+HALF = 450  # tokens of a document over which attention reaches half of its best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
+STEADY, STEPS = 1e-4, 12  # two steps that differ by no more are the steady state; after so many it is extrapolated
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in its steady state. `busy`: seconds of compute, h2d, d2h, ssd, cpu, update; `bound` is the fullest."""
+
+    step_s: float
+    busy: dict[str, float]
+    bound: str
+    ssd_read: int  # bytes a step
+    ssd_written: int
+    spans: tuple[Span, ...] = ()  # of the last simulated step; none of a rough one
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step computes on: `n_micro` micro-batches of `tokens` in documents of `seq_len` tokens."""
+
+    tokens: int
+    seq_len: int
+    n_micro: int
+    trained: float = 1.0  # share of the tokens whose label counts
+
+    @property
+    def learned(self) -> int:
+        """Labels of a micro-batch that count."""
+        return max(1, round(self.trained * self.tokens))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of a micro-batch's documents."""
+        whole, rest = divmod(self.tokens, self.seq_len)
+        return [self.seq_len] * whole + [rest] * (rest > 0)
+
+    @property
+    def total(self) -> int:
+        return self.tokens * self.n_micro
+
+    def inputs(self, cfg: ModelConfig) -> list[Inputs]:
+        pairs = shapes.attended_pairs(self.lengths, cfg.window)
+        return [Inputs(None, None, None, None, self.tokens, self.learned, pairs)] * self.n_micro
+
+
+def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False) -> Prediction:
+    """The steady state of training by `plan` on a machine of these rates. The plan is taken to fit.
+
+    Of very many micro-batches some pass as one that takes as long: that is quicker, and says the same within 2 %. Where
+    what units leave for each other waits outside the GPU, each is a wait of its own: there only if `roughly` will do.
+    So do very many pieces of a gradient.
+    Raises ValueError where the plan uses a drive and the rates have none.
+    """
+    if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
+        raise ValueError("the plan uses a drive and the machine has none")
+    cfg = plan.cut(cfg)
+    k = together(batch.n_micro) if roughly or plan.between == "gpu" else 1
+    lanes = SimulatedLanes(durations(cfg, plan, rates, batch, k), rates)
+    if k > 1:
+        plan, batch = (replace(p, tokens=k * p.tokens, n_micro=batch.n_micro // k) for p in (plan, batch))
+    if roughly:
+        plan = replace(plan, piece=max(plan.piece, max(Geometry.of(cfg, plan).numel) // PIECES))
+    with _no_collection():
+        seconds = _steady(build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes), batch.inputs(cfg))
+        found = _prediction(seconds, lanes, () if roughly else tuple(lanes.trace()))
+        lanes.close()
+    return found
+
+
+def _steady(e: Engine, inputs: Sequence[Inputs]) -> float:
+    """Seconds of a step in the steady state; `e.lanes` then holds its tasks."""
+    for step, part in enumerate((inputs[:1], inputs), 1):  # the first brings gradients, for the second to update by
+        e.lanes.begin()
+        train_step(e, part, step, 0.0)
+        seconds = e.lanes.time()
+    e.lanes.repeat()
+    now = [seconds, *e.lanes.behind()]
+    for _ in range(STEPS):
+        before, seconds = now, e.lanes.time()
+        now = [seconds, *e.lanes.behind()]
+        grown = [a - b for a, b in zip(now, before, strict=True)]
+        if all(abs(more) < STEADY * seconds for more in grown):
+            return seconds
+    return seconds + max(grown[1:])  # what the lane that falls behind will hold up, once all slots wait for it
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python does not look for garbage meanwhile: among tasks by the ten thousands, that takes as long as all else."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def together(n_micro: int) -> int:
+    """How many of `n_micro` micro-batches a prediction takes as one: a divisor that leaves at least FEW."""
+    return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= FEW))
+
+
+def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) -> Prediction:
+    busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
+    for t in lanes.tasks:
+        if t.lane in DRIVE:
+            moved[DRIVE[t.lane]] += int(t.nbytes)
+        else:
+            busy[t.lane] += t.end - t.start
+    busy["ssd"] = drive_seconds(*moved.values(), lanes.rates)  # spans are longer where both queues wait for the drive
+    bound = max(busy, key=busy.get)
+    return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
+
+
+# ---------------------------------------------------------------- how long a task takes
+
+
+def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[..., float]:
+    """(lane, name, bytes) of a task -> seconds with its resources to itself; k micro-batches pass as one."""
+    latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
+    passes = PASSES | {"finish": PASSES["finish"] / rates.finish}
+    speed = {lane: getattr(rates, DRIVE.get(lane, lane)) for lane in ("h2d", "d2h", *DRIVE)}
+    speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
+
+    def duration(lane: str, name: str, nbytes: float) -> float:
+        if lane in speed:
+            return latency + nbytes / speed[lane]
+        if name in known:
+            return k * known[name]
+        kind = name.split()[0]
+        return _launched(KERNELS.get(kind, 1), nbytes * passes.get(kind, 1.0) / rates.copy, rates)
+
+    return duration
+
+
+def _launched(kernels: float, seconds: float, rates: Rates) -> float:
+    """Seconds of kernels that work for `seconds`: with the gaps between them, or as long as the host starts them."""
+    return max(seconds + kernels * rates.launch, kernels * rates.host)
+
+
+def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
+    """name -> seconds of every forward, backward and loss, for one micro-batch."""
+    cfg = plan.cut(cfg)
+    names, N = shapes.unit_names(cfg), batch.tokens
+    pairs = batch.inputs(cfg)[0].pairs
+    row = N * ITEMSIZE[plan.dtype]  # bytes of one feature of every token
+    attended = shapes.attention_flops(cfg, pairs)
+    gemm = rates.matmul * rates.gemm
+    long = batch.seq_len / (batch.seq_len + HALF)
+    forward_attention = attended / (rates.matmul * rates.attention * long)
+    backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
+    # Norms, residuals, rotation and activation, each reading and writing once; backward does all of it twice.
+    features = {"attention": 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)}
+    features["mlp"] = 4.5 * cfg.width + (2 if cfg.is_gpt else 3) * cfg.ffn
+    features["block"] = features["attention"] + features["mlp"]
+    parts = len(shapes.inner_kinds(cfg))  # that a block is cut into
+    launched = lambda kind, seconds: _launched(KERNELS[kind] / parts, seconds, rates)
+    known = {
+        f"forward {names[0]}": _launched(1, 2 * row * cfg.width / rates.copy, rates),
+        f"backward {names[0]}": _launched(4, 7 * row * cfg.width / rates.copy, rates),  # sorts the ids, adds in place
+        "loss": _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
+    }
+    # A weight's gradient is read, added to and written once for each micro-batch, in fp32 where there are several.
+    wide = 8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]
+    parameters = {shapes.kind(cfg, u): shapes.parameters(cfg, u) for u in range(1, 1 + len(shapes.inner_kinds(cfg)))}
+    for u in range(1, cfg.n_units - 1):
+        kind = shapes.kind(cfg, u)
+        kept = frozenset(name for name, _ in plan.units[u].saved)
+        missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
+        attends, again = kind != "mlp", bool(missing & {"attn_out", "lse"})
+        once = shapes.forward_flops(cfg, u, N, pairs) - attends * attended
+        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
+        small = row * features[kind] / rates.copy
+        summed = wide * parameters[kind] / rates.copy
+        forward = once / gemm + attends * forward_attention + small
+        backward = (
+            (2 * once + rebuilt) / gemm
+            + attends * backward_attention
+            + again * forward_attention
+            + small * (3 if missing else 2)
+            + summed
+        )
+        known[f"forward {names[u]}"] = launched("forward", forward) / rates.forward
+        known[f"backward {names[u]}"] = launched("backward", backward) / rates.backward
+    return known
+
+
+def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> float:
+    """Logits, their gradient and two products: five passes over the logits, and over the fp32 gradient each chunk."""
+    chunks = -(-tokens // shapes.LOSS_CHUNK)
+    moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width
+    seconds = 3 * shapes.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy
+    return _launched(LOSS_KERNELS[0] + LOSS_KERNELS[1] * chunks, seconds, rates)

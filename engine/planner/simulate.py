@@ -1,0 +1,197 @@
+"""Lanes on which nothing runs: when each task of a step would start and end, and what lanes take from each other.
+
+The step's own code hands over exactly the tasks that a run hands over. How long each takes alone is given; beside that
+
+- **one drive**: all lanes to and from the SSD are queues of one half-duplex device. A request uses whatever moments of
+  the device are left by those handed over before it, in pieces if need be; but what the step itself waits for shares
+  the drive with the optimizer's records, rather than wait behind them. Several drives are one of their summed rate.
+- **one memory**: all that is copied in the same half of a step as CPU AdamW, forward or backward, takes from it
+  the time that the memory needs for it, and copies to the GPU run beside updates, slower, for as long as both can; what
+  both directions of the bus carry in a half, they carry beside each other. All are bytes of a half, not moments: a
+  faster part never makes another one slower.
+- **one wait**: the step's statistics are waited for, so nothing handed over after them begins before they are known.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from trireme.engine.geometry import ADAM_BYTES, PARTS
+from trireme.engine.lanes import LANES, READS, WRITES, Span
+from trireme.engine.planner.rates import Rates
+
+DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lanes to and from it -> their rate
+TURN = ("loss", PARTS["moments"][0])  # how the names of the tasks begin with which backward does
+
+
+class Noted:
+    """A task as it was handed over: what it waits for, its seconds when alone; then, when it would start and end."""
+
+    __slots__ = ("lane", "name", "nbytes", "flops", "after", "seconds", "start", "end")
+
+    def __init__(self, lane: str, name: str, nbytes: float, flops: float, after: Sequence[Noted], seconds: float):
+        self.lane, self.name, self.nbytes, self.flops = lane, name, nbytes, flops
+        self.after, self.seconds = after, seconds
+        self.start = self.end = 0.0
+
+
+class SimulatedLanes:
+    """Notes the tasks of a step as they are handed over, and times them when all are known.
+
+    In the steady state all steps hand over the same tasks. So those of one step are timed again for the next, and the
+    next, which is ten times as fast as the step's code. `duration(lane, name, bytes)`: seconds of a task alone.
+    """
+
+    simulated = True
+
+    def __init__(self, duration: Callable[[str, str, float], float], rates: Rates):
+        self.duration, self.rates, self.device = duration, rates, torch.device("cpu")
+        self.tasks: list[Noted] = []  # of a step, in the order of the program
+        self.levels: list[int] = []  # how many of them are to be over before the next begins
+        self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, how much slower each lane is
+        self.free = dict.fromkeys(LANES, 0.0)
+        self.drive = Intervals()
+        self.waited = 0.0  # when the last statistics were known
+
+    def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Noted:
+        task = Noted(lane, name, nbytes, flops, after, self.duration(lane, name, nbytes))
+        self.tasks.append(task)
+        return task
+
+    def drain(self) -> None:
+        """All lanes are level again, as after a real drain."""
+        self.levels.append(len(self.tasks))
+
+    def close(self) -> None:
+        """Forgets the noted tasks at once, without the help of the garbage collector, to which they are many."""
+        for task in self.tasks:
+            task.after = ()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the noted tasks: those of the next step are handed over."""
+        self.tasks, self.levels, self.parts = [], [], []
+
+    def trace(self) -> list[Span]:
+        """The spans of the noted tasks as they were timed last."""
+        return [Span(t.lane, t.name, t.start, t.end, t.nbytes, t.flops) for t in self.tasks]
+
+    def repeat(self) -> None:
+        """Makes the noted step one that follows itself: what waits for a task of the step before, waits for its own.
+
+        That is the last one of the same name. It is handed over later; one that is not has been over for long.
+        """
+        last = {(task.lane, task.name): i for i, task in enumerate(self.tasks)}
+        mine = set(self.tasks)
+        for i, task in enumerate(self.tasks):
+            if not mine.issuperset(task.after):
+                before = [last.get((t.lane, t.name), -1) for t in task.after if t not in mine]
+                task.after = [t for t in task.after if t in mine] + [self.tasks[j] for j in before if j >= i]
+
+    def time(self) -> float:
+        """Times the noted tasks, as those of the step that comes after what was timed last. Returns the step's seconds.
+
+        A task that waits for one handed over later waits for that of the step before.
+        """
+        begun, self.parts = self.waited, self.parts or self._cut()
+        for a, b, slow in self.parts:
+            if a in self.levels:
+                self.free = dict.fromkeys(LANES, max(self.free.values()))
+            self._time(self.tasks[a:b], slow)
+            if self.tasks[b - 1].name == "statistics":
+                self.waited = self.tasks[b - 1].end
+                self.free = {lane: max(t, self.waited) for lane, t in self.free.items()}
+        return self.waited - begun
+
+    def behind(self) -> list[float]:
+        """Seconds that each lane still works when a step is over: where they grow, steps will take longer yet."""
+        return [end - self.waited for end in self.free.values()]
+
+    def _cut(self) -> list[tuple[int, int, dict[str, float]]]:
+        """The noted tasks in parts: forward, backward until the statistics, and what belongs to the next forward."""
+        n = len(self.tasks)
+        turn = next(i for i, task in enumerate(self.tasks) if task.name.startswith(TURN))
+        end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].name == "statistics")
+        up, down = _slowness((self.tasks[:turn] + self.tasks[end:], self.tasks[turn:end]), self.rates)
+        places = pairwise(sorted({0, turn, end, n, *self.levels}))
+        return [(a, b, down if turn <= a < end else up) for a, b in places]
+
+    def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
+        free, take = self.free, self.drive.take
+        for task in tasks:
+            lane = task.lane
+            start, seconds = free[lane], task.seconds * slow[lane]
+            for other in task.after:
+                if other.end > start:
+                    start = other.end
+            end = start + seconds
+            if lane in DRIVE:
+                end = take(start, seconds)
+                if DRIVE[lane] == lane:  # beside two queues of records at most, which share the drive with it
+                    end = min(end, start + 3 * seconds)
+            task.start, task.end = start, end
+            free[lane] = end
+
+
+class Intervals:
+    """When a device that does one thing at a time is busy: sorted intervals that neither overlap nor touch."""
+
+    def __init__(self):
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+    def take(self, start: float, seconds: float) -> float:
+        """Books `seconds` of the moments that are free from `start` on; returns when the last of them ends."""
+        first = i = bisect.bisect_left(self.ends, start)  # what ends before `start` is no concern
+        at, left = start, seconds
+        while i < len(self.starts) and self.starts[i] - at <= left:
+            left -= max(0.0, self.starts[i] - at)
+            at = max(at, self.ends[i])
+            i += 1
+        met = self.starts[first : first + 1] if i > first else []
+        self.starts[first:i], self.ends[first:i] = [min([start, *met])], [at + left]
+        return at + left
+
+
+# ---------------------------------------------------------------- what lanes take from each other
+
+
+def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates) -> list[dict[str, float]]:
+    """For each half of a step, how many times longer each lane's tasks take for what the others move."""
+    moved = [dict.fromkeys(LANES, 0.0) for _ in halves]
+    for half, tasks in zip(moved, halves, strict=True):
+        for task in tasks:
+            half[task.lane] += task.nbytes
+    read, written = (sum(half[lane] for half in moved for lane in way) for way in (READS, WRITES))
+    alone = drive_seconds(read, written, replace(rates, mixed=1.0)) or 1.0
+    both = dict.fromkeys(DRIVE, drive_seconds(read, written, rates) / alone or 1.0)
+    return [dict.fromkeys(LANES, 1.0) | _sharing(half, rates) | both for half in moved]
+
+
+def drive_seconds(read: float, written: float, rates: Rates) -> float:
+    """Seconds that drives need for so many bytes of a step, as if the shorter of both ran beside the other."""
+    if not (read or written):
+        return 0.0
+    up, down = read / rates.ssd_read, written / rates.ssd_write
+    return up + down + 2 * min(up, down) * (1 / rates.mixed - 1)
+
+
+def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
+    """How many times longer each lane's tasks take for what the others move, from the bytes that each lane moves."""
+    beside = sum(moved[lane] for lane in ("h2d", "d2h", *DRIVE))
+    crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
+    lost = dict.fromkeys(("h2d", "d2h"), (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"]))
+    lost["h2d"] += (1 / rates.reading - 1) * min(moved["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
+    return {way: 1 + lost[way] / moved[way] if moved[way] else 1.0 for way in lost} | {"cpu": crowd}
+
+
+def lane_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
+    """Seconds that the bus and the CPU need for the bytes that each lane moves in a half of a step, all at once."""
+    slow = _sharing(moved, rates)
+    alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.beside}
+    return {lane: moved[lane] / rate * slow[lane] for lane, rate in alone.items()}

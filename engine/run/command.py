@@ -1,0 +1,283 @@
+"""A command line, a YAML file or an interrupted run -> Options, and back.
+
+Dashes and underscores mean the same, and the names that other trainers use are understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trireme.engine.amounts import size
+from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Every, Options
+from trireme.models.config import InputError
+
+_FIELDS = {f.name: f for f in fields(Options)}
+_ALIASES = {alias: f.name for f in fields(Options) for alias in f.metadata.get("also", "").split()}
+
+# Names from other trainers that have no equal here, and what to do instead.
+_ELSEWHERE = {
+    "per-device-train-batch-size": "--batch-size is the sequences of a whole step; how they are cut is found by itself",
+    "gradient-accumulation-steps": "--batch-size is the sequences of a whole step; how they are cut is found by itself",
+    "gradient-checkpointing": "what is kept, swapped or recomputed is planned by itself; leave it out",
+    "logging-steps": "every step is logged; leave it out",
+    "adam-beta1": "--betas 0.9,0.95 sets both",
+    "adam-beta2": "--betas 0.9,0.95 sets both",
+    "adam-epsilon": "it is 1e-8; leave it out",
+    "bf16": "--dtype bf16, which is the default on a GPU",
+    "fp16": "fp16 is not supported; --dtype bf16 is the default on a GPU",
+    "packing": "sequences are packed unless --no-pack is given",
+    "deepspeed": "offloading needs no configuration here; leave it out",
+    "fsdp": "one machine, one GPU; leave it out",
+    "optim": "the optimizer is AdamW; leave it out",
+    "overwrite-output-dir": "an output folder is never overwritten; remove it yourself, or name another --out",
+}
+
+# ---------------------------------------------------------------- reading them
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _resolve(name: str, where: str) -> str:
+    """The field that `name` (without its dashes, an alias perhaps) stands for."""
+    key = name.replace("_", "-")
+    found = _ALIASES.get(key, key.replace("-", "_"))
+    if found in _FIELDS:
+        return found
+    if key in _ELSEWHERE:
+        raise InputError(f"--{key} is not an option here: {_ELSEWHERE[key]}.")
+    near = difflib.get_close_matches(key, [*_ALIASES, *(n.replace("_", "-") for n in _FIELDS)], 1)
+    if not near:
+        raise InputError(f"{where} --{name}. See --help.")
+    same = f" (= {_flag(_ALIASES[near[0]])})" if near[0] in _ALIASES else ""
+    raise InputError(f"{where} --{name}. Did you mean --{near[0]}{same}?")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        """One line, in the shape of every other error."""
+        raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
+
+
+def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` in the form whose message argparse passes on."""
+
+    def typed(text: str):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="finetune.py",
+        usage="finetune.py CHECKPOINT --data FILE [--out DIR] [options]",
+        description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
+        epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...).",
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
+    )
+    groups = {name: parser.add_argument_group(name) for name in (DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD)}
+    for f in fields(Options):
+        groups[f.metadata["group"]].add_argument(_flag(f.name), default=argparse.SUPPRESS, help=_help(f), **_kind(f))
+    groups[INSTEAD].add_argument("-h", "--help", action="help", help="this page")
+    return parser
+
+
+def _help(f) -> str:
+    """The field's help, with its default unless the text gives it in brackets."""
+    if f.name == "model":
+        return argparse.SUPPRESS  # the page calls it CHECKPOINT
+    text = f.metadata["help"].replace("%", "%%")
+    plain = "[" in text or f.default is None or f.default is False or f.default == ()
+    default = ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+    return text if plain else f"{text} [{default}]"
+
+
+def _kind(f) -> dict[str, Any]:
+    """What argparse needs to read the field."""
+    meta = f.metadata
+    if meta["parse"] is bool:
+        return {"action": "store_true"}
+    if "choices" in meta:
+        return {"choices": meta["choices"]}
+    more: dict[str, Any] = {"metavar": meta["metavar"], "type": _typed(meta["parse"])}
+    if meta.get("repeat"):
+        more["action"] = "append"
+    if f.name == "resume":
+        more |= {"nargs": "?", "const": ""}
+    return more
+
+
+def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """What the command line says, by field; only what it says."""
+    words = []
+    for word in argv:
+        match = re.match(r"--([\w-]+)(?==|$)", word)
+        if match and match[1] != "help":
+            word = _flag(_resolve(match[1], "unknown option")) + word[match.end() :]
+        words.append(word)
+    space, rest = _parser().parse_known_args(words)
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(space).items()}
+    for word in rest:
+        if word.startswith("-"):
+            raise InputError(f"unknown option {word}. See --help.")
+        if "model" in given:
+            raise InputError(f"{word}: the checkpoint is {given['model']} already. Data goes behind --data.")
+        given["model"] = word
+    return given
+
+
+def _from_yaml(path: Path) -> dict[str, Any]:
+    """What a configuration file says, by field, parsed as the flags are."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise InputError(f"{path} holds a {type(content).__name__}, expected lines like 'batch-size: 16'.")
+    given = {}
+    for key, value in content.items():
+        key = _written(key, f"{path}: a key")
+        name = _resolve(key, f"{path}: unknown option")
+        if name in ("resume", "config") and value is not None:
+            raise InputError(f"{path}: {key} belongs on the command line. Leave it out here.")
+        for part in value if isinstance(value, list) else [value]:
+            if "\0" in _written(part, f"{path}: {key}"):
+                raise InputError(f"{path}: {key} holds a NUL character.")
+        if value is not None:
+            given[name] = _convert(_FIELDS[name], value, f"{path}: {key}")
+    return given
+
+
+def _written(value: Any, where: str) -> str:
+    """A plain value of YAML as text; a list in a list may be small in the file, and endless written out."""
+    if isinstance(value, (list, Mapping, Set)):
+        raise InputError(f"{where}: a {type(value).__name__} is not a plain value.")
+    try:
+        return str(value)
+    except ValueError:
+        raise InputError(f"{where} is a number of thousands of digits.") from None
+
+
+def _convert(f, value: Any, where: str) -> Any:
+    parse, choices = f.metadata["parse"], f.metadata.get("choices")
+    if parse is bool or isinstance(value, bool):
+        if not (parse is bool and isinstance(value, bool)):
+            raise InputError(f"{where}: {value!r} is not {'true or false' if parse is bool else 'a plain value'}.")
+        return value
+    if choices and value not in choices:
+        raise InputError(f"{where}: {value!r} is not one of {', '.join(choices)}.")
+    try:
+        if f.default == ():
+            values = tuple(str(v) for v in (value if isinstance(value, list) else [value]))
+            return values if f.metadata.get("repeat") else parse(",".join(values))
+        return parse(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    except ValueError as error:
+        raise InputError(f"{where}: {error}.") from None
+
+
+def latest_run(folder: Path) -> Path:
+    """The run in `folder` that was written to last."""
+    runs = [path.parent for path in folder.glob("*/config.yaml")]
+    if not runs:
+        raise InputError(f"--resume: no run in {folder}/. Name the run: --resume RUN.")
+    return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.iterdir()))
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Options from a command line (without the program's name). InputError where it makes no sense; --help exits."""
+    given = _from_flags(argv)
+    if "resume" in given:
+        run = Path(given["resume"] or latest_run(Path("runs")))
+        if not (run / "config.yaml").is_file():
+            raise InputError(
+                f"--resume {run}: there is no run in that folder (no config.yaml). Begin one there: "
+                f"finetune.py CHECKPOINT --data FILE --out {run}."
+            )
+        if os.path.abspath(given.get("out", run)) != os.path.abspath(run):
+            raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
+        given = {**_from_yaml(run / "config.yaml"), **given, "resume": str(run), "out": str(run)}
+    elif "config" in given:
+        given = {**_from_yaml(Path(given["config"])), **given}
+    options = Options(**given)
+    if options.demo:
+        own = [_flag(name) for name in ("model", "data", "val", "resume") if getattr(options, name)]
+        if own:
+            raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
+        return options
+    if options.model is None:
+        raise InputError("no checkpoint given. Try: finetune.py CHECKPOINT --data FILE, or --demo, or --help.")
+    if not options.data:
+        raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
+    unknown = set(options.log) - {"tensorboard", "wandb", "trace"}
+    if unknown:
+        raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace.")
+    stores = {os.path.realpath(folder) for folder in options.store}
+    if len(stores) < len(options.store):
+        raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
+    out = options.out or str(Path("runs") / Path(options.model).resolve().name)
+    if os.path.realpath(out) in stores and not options.resume:
+        raise InputError(f"--store {','.join(options.store)} is --out itself. Name another folder, or leave it out.")
+    return replace(options, out=out)
+
+
+# ---------------------------------------------------------------- writing them
+
+_NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # about one command, not about the run
+
+
+def kept(options: Options) -> dict[str, Any]:
+    """What a run keeps of its options, as JSON and YAML can hold it, by field. Paths are absolute, so that they are
+    understood in any folder.
+    """
+    content: dict[str, Any] = {}
+    for f in fields(Options):
+        value = getattr(options, f.name)
+        if f.name in _NOT_KEPT:
+            continue
+        if value is None:
+            pass
+        elif f.name in ("model", "tokenizer", "store", "plan"):
+            value = [os.path.abspath(v) for v in value] if isinstance(value, tuple) else os.path.abspath(value)
+        elif f.name in ("data", "val", "chat_template"):
+            value = [_absolute(v) for v in value] if isinstance(value, tuple) else _absolute(value)
+        elif f.metadata["parse"] is size:
+            value = f"{value}B"
+        content[f.name] = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Every) else value
+    return content
+
+
+def config_yaml(options: Options) -> bytes:
+    """The config.yaml of a run with these options, for --config and --resume."""
+    content = {name: value for name, value in kept(options).items() if value is not None}
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
+
+
+def changes(options: Options, before: Mapping[str, Any]) -> list[str]:
+    """What the options say otherwise than `before`, the `kept` ones of a run at an earlier time; a line for each."""
+    shown = lambda value: "not given" if value in (None, []) else repr(value)
+    lines = [(name, value, before[name]) for name, value in kept(options).items() if name in before]
+    return [f"{_flag(name)} {shown(value, 500)}, was {shown(was, 500)}" for name, value, was in lines if value != was]
+
+
+def _absolute(data: str) -> str:
+    """The path of FILE or FILE:WEIGHT made absolute; a share (0.02), standard input (-) and `plain` stay."""
+    word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
+    return os.path.abspath(data) if os.path.exists(re.sub(r":[\d.]+$", "", data)) and not word else data

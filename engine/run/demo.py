@@ -1,0 +1,178 @@
+"""--demo: a small LLaMA checkpoint, a tokenizer and stories, made on the spot, and the options to train on them.
+
+The stories come from a small grammar, so a model of 0.85 million random weights learns to tell them within a minute
+on two CPU cores, and anyone can see whether training works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trireme.engine.run.options import Options, every
+from trireme.engine.run.screen import tell
+from trireme.storage.temporary import Temporary
+
+LAYERS, WIDTH, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 4, 128, 4, 2, 384, 512, 512
+STORIES = 4000
+BOS, EOS = "<s>", "</s>"
+
+_ROWERS = "Myrrine Lykos Timo Phaidra Kleon Doris Nikias Xanthe Agathon Thais".split()
+_KINDS = "poor young quiet brave clever tired cheerful stubborn".split()
+_WORK = "rower sailor potter weaver baker shepherd carpenter fisher".split()
+_PLACES = ["the harbour", "the island", "the market", "the white cliffs", "the olive grove", "the lighthouse"]
+_THINGS = ["a bronze bell", "a broken oar", "a blue sail", "a jar of honey", "a wooden fish", "a silver coin"]
+_WEATHER = ["The sea was calm", "The wind was cold", "The sun was high", "The rain had stopped", "The stars were out"]
+_FRIENDS = "gull dolphin dog goat owl cat".split()
+_ENDS = [
+    "They laughed and rowed home together.",
+    "From that day on they were friends.",
+    "That night everybody slept well.",
+    "And the sea kept their secret.",
+]
+
+
+def story(dice: random.Random) -> str:
+    """One story of six sentences."""
+    name, other = dice.sample(_ROWERS, 2)
+    thing, place, friend = dice.choice(_THINGS), dice.choice(_PLACES), dice.choice(_FRIENDS)
+    bare = thing.removeprefix("a ")
+    sentences = [
+        f"Once there was a {dice.choice(_KINDS)} {dice.choice(_WORK)} named {name}.",
+        f"{dice.choice(_WEATHER)}, and {name} went to {place}.",
+        f"There {name} found {thing}.",
+        dice.choice(
+            [
+                f'"Whose {bare} is this?" asked {name}.',
+                f"{name} looked at the {bare} and smiled.",
+                f"The {bare} was heavy.",
+            ]
+        ),
+        dice.choice(
+            [
+                f'A {friend} came and said, "It belongs to {other}."',
+                f"{other} was at {place} too, looking for the {bare}.",
+                f"So {name} gave the {bare} to {other}, and {other} was glad.",
+            ]
+        ),
+        dice.choice(_ENDS),
+    ]
+    return " ".join(sentences)
+
+
+@contextmanager
+def prepared(options: Options) -> Iterator[Options]:
+    """Makes everything in a temporary folder, and gives `options` with what it takes to train there.
+
+    The folder stays where a run is left that needs it, or is in it.
+    """
+    temporary = Temporary("trireme-demo-")
+    folder = temporary.path
+    out = options.out or str(folder / "out")
+    if options.out:
+        temporary.keep()  # also for a run that is killed
+    try:
+        tell(f"demo     made a LLaMA with 0.85 M random weights, a tokenizer and {STORIES:,} small stories in {folder}")
+        make_text(folder / "stories.txt", STORIES, options.seed)
+        make_checkpoint(folder / "checkpoint", folder / "stories.txt", options.seed)
+        yield replace(
+            options,
+            model=str(folder / "checkpoint"),
+            data=(str(folder / "stories.txt"),),
+            val="0.02",
+            out=out,
+            seq_len=options.seq_len or 256,
+            max_steps=options.max_steps or 110,
+            lr=options.lr or 4e-3,
+            eval_every=every("0.25") if options.eval_every == Options.eval_every else options.eval_every,
+        )
+    finally:
+        if os.path.exists(os.path.join(out, "config.yaml")):
+            temporary.keep()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_text(path: Path, stories: int, seed: int) -> None:
+    """A text file of `stories` stories, each a document."""
+    dice = random.Random(seed)
+    path.write_text("\n<|endoftext|>\n".join(story(dice) for _ in range(stories)) + "\n", encoding="utf-8")
+
+
+def make_checkpoint(folder: Path, text: Path, seed: int) -> None:
+    """A Hugging Face folder: LLaMA with random weights, and a byte-level BPE tokenizer trained on `text`."""
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": POSITIONS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+    _write_json(folder / "config.json", config)
+    _make_tokenizer(text).save(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": BOS, "eos_token": EOS}
+    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
+    save_file(_random_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _make_tokenizer(text: Path) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(text)], trainer)
+    return tokenizer
+
+
+def _random_weights(seed: int) -> dict[str, np.ndarray]:
+    """Hugging Face's names; normal, deviation 0.02, and less where a branch joins the residual stream, as in GPT-2."""
+    random_numbers = np.random.default_rng(seed)
+    normal = lambda *shape, std=0.02: random_numbers.normal(0, std, shape).astype(np.float32)
+    joining = 0.02 / (2 * LAYERS) ** 0.5
+    kv = WIDTH // HEADS * KV_HEADS
+    weights = {"model.embed_tokens.weight": normal(VOCAB, WIDTH), "model.norm.weight": np.ones(WIDTH, np.float32)}
+    for layer in range(LAYERS):
+        block = {
+            "self_attn.q_proj.weight": normal(WIDTH, WIDTH),
+            "self_attn.k_proj.weight": normal(kv, WIDTH),
+            "self_attn.v_proj.weight": normal(kv, WIDTH),
+            "self_attn.o_proj.weight": normal(WIDTH, WIDTH, std=joining),
+            "mlp.gate_proj.weight": normal(FFN, WIDTH),
+            "mlp.up_proj.weight": normal(FFN, WIDTH),
+            "mlp.down_proj.weight": normal(WIDTH, FFN, std=joining),
+            "input_layernorm.weight": np.ones(WIDTH, np.float32),
+            "post_attention_layernorm.weight": np.ones(WIDTH, np.float32),
+        }
+        weights |= {f"model.layers.{layer}.{name}": value for name, value in block.items()}
+    return weights

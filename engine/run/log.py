@@ -1,0 +1,230 @@
+"""What a run says while it trains: log.jsonl and log.csv, the line on the terminal, loss.svg, and trackers by request.
+
+log.jsonl is the record: one object a line, Hugging Face's names. log.csv and loss.svg follow from it. Nothing here can
+stop a run: a disk that is full delays the lines and is reported once, a terminal that has gone is forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from trireme.engine.amounts import compact, duration
+from trireme.engine.run.curve import Curve, draw
+from trireme.engine.run.options import Options
+from trireme.engine.run.records import COLUMNS, Appender, Mark, Record, as_csv, as_json, is_whole, read_log
+from trireme.engine.run.screen import Screen, progress
+from trireme.models.config import InputError
+from trireme.storage.files import partial_of
+
+# ---------------------------------------------------------------- trackers
+
+
+Tracker = tuple[Callable[[Record], None], Callable[[], None]]  # (add, close)
+
+
+def _tensorboard(out: Path, options: Options) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(out / "tensorboard"))
+
+    def add(record: Record) -> None:
+        for key, value in record.items():
+            if isinstance(value, (int, float)) and key != "step":
+                writer.add_scalar(key, value, record["step"])
+
+    return add, writer.close
+
+
+def _wandb(out: Path, options: Options) -> Tracker:
+    import wandb
+
+    run = wandb.init(project="trireme", name=out.name, dir=str(out), config=asdict(options))
+    return lambda record: run.log(record, step=record["step"]), run.finish
+
+
+def _trackers(out: Path, options: Options) -> list[Tracker]:
+    """The trackers in --log, imported by request: nobody else needs them, and nothing phones home."""
+    made = []
+    for name, start in (("tensorboard", _tensorboard), ("wandb", _wandb)):
+        if name in options.log:
+            try:
+                made.append(start(out, options))
+            except ImportError:
+                raise InputError(f"--log {name}: it is not installed. pip install {name}, or leave it out.") from None
+    return made
+
+
+# ---------------------------------------------------------------- the log of a run
+
+
+@dataclass
+class Totals:
+    """What the steps and evaluations of a run come to, however many they are."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    trained: float = 0.0
+    losses: tuple[float, float] | None = None  # of the first and the last step
+    evals: tuple[float, float] | None = None
+    best: tuple[float, int] | None = None  # the least of an evaluation, and its step
+    evaluated: int | None = None  # the step of the last evaluation
+
+    def add(self, record: Record) -> None:
+        if "loss" in record:
+            seconds = record.get("step_time_s", 0.0)
+            self.steps += 1
+            self.seconds += seconds
+            self.tokens += seconds * record.get("tokens_per_second", 0.0)
+            self.trained += seconds * record.get("trained_tokens_per_second", 0.0)
+            self.losses = (self.losses or (record["loss"],))[0], record["loss"]
+        if "eval_loss" in record:
+            loss, self.evaluated = record["eval_loss"], record["step"]
+            self.evals = (self.evals or (loss,))[0], loss
+            self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
+
+    def line(self) -> str:
+        """The line at the end of a run: steps, time, how the losses went, tokens."""
+        parts = [f"done     {self.steps:,} steps"]
+        if self.seconds:
+            parts.append(duration(self.seconds))
+        if self.losses:
+            parts.append("loss {:.4g} -> {:.4g}".format(*self.losses))
+        if self.evals and self.best:
+            note = "" if self.best[1] == self.evaluated else " (best {:.4g} at step {:,})".format(*self.best)
+            parts.append("eval {:.4g} -> {:.4g}".format(*self.evals) + note)
+        if self.seconds:
+            parts.append(f"{compact(self.trained)} trained tokens of {compact(self.tokens)}")
+            parts.append(f"{compact(self.tokens / self.seconds)} tok/s")
+        return ", ".join(parts)
+
+
+class RunLog:
+    """Everything a run reports, in one place. One thread at a time."""
+
+    def __init__(
+        self, out: Path, options: Options, total_steps: int, since: Mark | None = None, stream: TextIO | None = None
+    ):
+        """Opens OUT's logs. `since`: where they stood at the snapshot of a run that is resumed: what was added later
+        is dropped, and what has been changed is said. Raises StoreError.
+        """
+        self._out, self._total = out, total_steps
+        self._trackers = _trackers(out, options)
+        self._totals, self._losses, self._evals = Totals(), Curve(), Curve()
+        path = out / "log.jsonl"
+        whole = since is None or is_whole(path, since)
+        lines = read_log(path, since.step, since.nbytes if whole else math.inf) if since else ()
+        self._jsonl = Appender(path, (line for line, _ in lines))
+        self._csv = Appender(out / "log.csv", self._taken_over(path))
+        self.screen = Screen(stream or sys.stdout)
+        self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps: what lies between counts too
+        self._warned = False
+        if since and not whole:
+            self.say(f"warning: {path} is not as it was at step {since.step:,}: lines were lost or changed")
+
+    def _taken_over(self, path: Path) -> Iterator[bytes]:
+        """The lines of log.csv for those of log.jsonl, which count from here on."""
+        yield ",".join(COLUMNS).encode() + b"\n"
+        for _, record in read_log(path):
+            self._count(record)
+            yield as_csv(record)
+
+    def _count(self, record: Record) -> None:
+        self._totals.add(record)
+        for curve, key in ((self._losses, "loss"), (self._evals, "eval_loss")):
+            if key in record:
+                curve.add(record["step"], record[key])
+
+    def say(self, line: str) -> None:
+        self.screen.say(line)
+
+    def step(self, record: Record) -> None:
+        """One optimizer step: `step`, `loss`, and whatever else of COLUMNS is known."""
+        self._add(record)
+        self._ends.append(time.monotonic())
+        final = record["step"] >= self._total
+        self.screen.show(progress(record, self._total, None if final else self._eta(record)), final)
+
+    def eval(self, record: Record) -> None:
+        """An evaluation: `step` (0 before training), `eval_loss`, `epoch`; `sample`, a text, when there is one."""
+        best = self._totals.best[0] if self._totals.best else math.inf
+        self._add({key: value for key, value in record.items() if key != "sample"})
+        loss = record["eval_loss"]
+        note = "(before training)" if record["step"] == 0 else "(best)" if loss < best else f"(best {best:.4f})"
+        sample = f"  sample: {json.dumps(record['sample'], ensure_ascii=False)}" if record.get("sample") else ""
+        self.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {_perplexity(loss)} {note}{sample}")
+        self.draw()
+
+    def summary(self) -> str:
+        """Draws the picture and returns the line at the end of a run."""
+        self.draw()
+        return self._totals.line()
+
+    def sync(self, step: int) -> Mark:
+        """Brings the log to the drive. Returns where it stands, after `step`."""
+        for file in (self._jsonl, self._csv):
+            if error := file.sync():
+                self._warn(error)
+        return Mark(step, self._jsonl.nbytes, self._jsonl.crc32)
+
+    def draw(self) -> None:
+        """Writes loss.svg from what has been logged so far."""
+        scratch = partial_of(self._out / "loss.svg")
+        try:
+            scratch.write_text(draw(self._losses.points, self._evals.points), encoding="utf-8")
+            os.replace(scratch, self._out / "loss.svg")
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            self._warn(error)
+
+    def close(self) -> None:
+        self.screen.clear()
+        self.draw()
+        for file in (self._jsonl, self._csv):
+            file.close()
+        for _, close in self._trackers:
+            try:
+                close()
+            except Exception as error:
+                self._warn_of_tracker(error)
+
+    def _add(self, record: Record) -> None:
+        self._count(record)
+        for file, line in ((self._jsonl, as_json(record)), (self._csv, as_csv(record))):
+            if error := file.append(line):
+                self._warn(error)
+        for tracker in tuple(self._trackers):
+            try:
+                tracker[0](record)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                self._warn_of_tracker(error)
+
+    def _warn_of_tracker(self, error: Exception) -> None:
+        """Somebody else's code, perhaps over a network: never worth a run."""
+        self.say(f"warning: a tracker of --log has failed and is left out from here on ({error!r})")
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self.say(f"warning: the log in {self._out} cannot be written ({error.strerror}); training goes on")
+            self._warned = True
+
+    def _eta(self, record: Record) -> float | None:
+        """Seconds to go, at the pace of the last steps."""
+        left = self._total - record["step"]
+        if len(self._ends) > 1:
+            return left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return left * record["step_time_s"] if "step_time_s" in record else None
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.4g}" if loss < 50 else "inf"

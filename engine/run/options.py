@@ -1,0 +1,254 @@
+"""Everything a user can ask for, as the frozen Options.
+
+An option is one field below, and nowhere else: its flag, its name in a configuration file, its help, its parser and the
+names that other trainers have for it all stand in the field. `command.py` reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trireme.engine.amounts import MOST, number, positive, size, whole
+
+DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
+    "model and data",
+    "output",
+    "training",
+    "the machine (all found by itself)",
+    "instead of typing, instead of training",
+)
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often something happens: every so many steps, seconds, or shares of the run; never where all are None."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    share: float | None = None
+
+    def due(self, step: int, total_steps: int, seconds: float) -> bool:
+        """Whether it is time after `step` (counted from 1) of `total_steps`, `seconds` after the last time."""
+        if self.steps:
+            return step % self.steps == 0
+        if self.seconds:
+            return seconds >= self.seconds
+        if self.share:
+            stride = self.share * total_steps
+            return int(step / stride + 1e-9) > int((step - 1) / stride + 1e-9)
+        return False
+
+    def __str__(self) -> str:
+        """As `every` reads it back, exactly."""
+        if not self.seconds:
+            return str(self.steps or self.share or "never")
+        whole = self.seconds % 60 == 0
+        return str(self.seconds / 60 if whole else self.seconds).removesuffix(".0") + ("min" if whole else "s")
+
+
+# ---------------------------------------------------------------- what a value may look like
+
+
+def every(text: str) -> Every:
+    """`500` steps, `0.1` of the run, `30min` (s, min, h), `never`."""
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?) ?(s|min|h)?", text.strip())
+    number = float(match[1]) if match else 0.0
+    if text.strip() in ("never", "0"):
+        return Every()
+    if 0 < number <= MOST and match[2]:
+        return Every(seconds=number * {"s": 1, "min": 60, "h": 3600}[match[2]])
+    if 0 < number < 1:
+        return Every(share=number)
+    if 1 <= number <= MOST and number == int(number):
+        return Every(steps=int(number))
+    raise ValueError(f"{text!r} is not an interval; write 500 (steps), 0.1 (of the run), 30min or never")
+
+
+def warmup(text: str) -> float:
+    value = number(0)(text)
+    if value >= 1 and value != int(value):
+        raise ValueError(f"{text!r} is neither a share of the run (below 1) nor a number of steps")
+    return value
+
+
+def micro_batch(text: str) -> str | int:
+    return text if text == "auto" else whole(text)
+
+
+def adam_bits(text: str) -> int:
+    if text not in ("32", "16", "8"):
+        raise ValueError(f"{text!r} is not 32, 16 or 8")
+    return int(text)
+
+
+def pair(text: str) -> tuple[float, float]:
+    """The two decay rates of AdamW."""
+    first, comma, second = text.strip("()[] ").partition(",")
+    if not comma:
+        raise ValueError(f"{text!r} is not two numbers like 0.9,0.95")
+    below_one = number(0, 0.999999)
+    return below_one(first), below_one(second)
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def _option(group: str, text: str, default: Any = None, parse: Callable[[str], Any] = str, **more: Any) -> Any:
+    """A field of Options. `more`: metavar; choices; also (other names, one string); repeat (each use adds one)."""
+    return field(default=default, metadata={"group": group, "help": text, "parse": parse, **more})
+
+
+# ---------------------------------------------------------------- the options
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run, as asked for. None means that the run chooses: from the data, the model's size, or the machine."""
+
+    model: str | None = _option(DATA, "Hugging Face checkpoint", metavar="DIR", also="model-name-or-path base-model")
+    data: tuple[str, ...] = _option(
+        DATA, "what to train on; repeat it to mix files", (), metavar="FILE[:WEIGHT]", also="dataset", repeat=True
+    )
+    val: str | None = _option(
+        DATA, "held-out data: a file, or a share of --data such as 0.02", metavar="FILE", also="val-size val-set-size"
+    )
+    map: str | None = _option(DATA, "your column names: prompt=question,completion=answer", metavar="OURS=YOURS")
+    seq_len: int | None = _option(
+        DATA,
+        "tokens a sequence [2048, or what the model allows]",
+        parse=number(2, kind=int),
+        metavar="N",
+        also="max-length cutoff-len max-seq-length sequence-len max-seq-len",
+    )
+    long: str | None = _option(
+        DATA, "rows that are longer [text: split, else cut]", choices=("cut", "drop", "split", "error")
+    )
+    no_pack: bool = _option(DATA, "one row a sequence", False, parse=bool)
+    skip_bad: bool = _option(DATA, "drop and count rows that cannot be read, instead of stopping", False, parse=bool)
+    show_example: int = _option(
+        DATA, "examples printed with what is trained on", 1, parse=number(0, kind=int), metavar="N"
+    )
+    tokenizer: str | None = _option(
+        DATA, "a folder with another tokenizer", metavar="DIR", also="tokenizer-name-or-path"
+    )
+    chat_template: str | None = _option(DATA, "another chat template: a .jinja file, or plain", metavar="FILE")
+
+    out: str | None = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", metavar="DIR", also="output-dir")
+    store: tuple[str, ...] = _option(
+        OUTPUT, "where training state lives; one folder per drive [OUT]", (), parse=words, metavar="DIR[,DIR]"
+    )
+    save_every: Every = _option(
+        OUTPUT,
+        "snapshot: 500 (steps), 0.1 (of the run), 30min, never",
+        Every(seconds=1800.0),
+        parse=every,
+        metavar="WHEN",
+        also="save-steps",
+    )
+    eval_every: Every = _option(
+        OUTPUT, "evaluation on --val, the same way", Every(share=0.1), parse=every, metavar="WHEN", also="eval-steps"
+    )
+    keep: int = _option(OUTPUT, "snapshots kept", 1, parse=whole, metavar="N", also="save-total-limit")
+    log: tuple[str, ...] = _option(
+        OUTPUT,
+        "also: tensorboard, wandb, trace (a timeline of the run)",
+        (),
+        parse=words,
+        metavar="NAME[,NAME]",
+        also="report-to",
+    )
+    resume: str | None = _option(
+        OUTPUT, "go on with RUN, or with the latest one", metavar="RUN", also="resume-from-checkpoint"
+    )
+
+    epochs: float | None = _option(
+        TRAINING,
+        "passes over the data [text 1, chats 3]",
+        parse=positive,
+        metavar="X",
+        also="num-train-epochs num-epochs",
+    )
+    max_steps: int | None = _option(TRAINING, "steps, instead of --epochs", parse=whole, metavar="N", also="iters")
+    batch_size: int = _option(TRAINING, "sequences an optimizer step", 16, parse=whole, metavar="N")
+    micro_batch: str | int = _option(
+        TRAINING,
+        "sequences the device computes at once",
+        "auto",
+        parse=micro_batch,
+        metavar="N",
+        also="micro-batch-size",
+    )
+    lr: float | None = _option(
+        TRAINING,
+        "peak learning rate [1e-5; below 3 B parameters 2e-5]",
+        parse=positive,
+        metavar="X",
+        also="learning-rate",
+    )
+    schedule: str = _option(
+        TRAINING,
+        "learning rate after warm-up; cosine ends at 10 %",
+        "cosine",
+        choices=("cosine", "linear", "constant"),
+        also="lr-scheduler-type lr-scheduler",
+    )
+    warmup: float = _option(
+        TRAINING,
+        "share of the run (below 1), or steps",
+        0.03,
+        parse=warmup,
+        metavar="X",
+        also="warmup-steps warmup-ratio",
+    )
+    weight_decay: float = _option(TRAINING, "never on norms and biases", 0.01, parse=number(0), metavar="X")
+    betas: tuple[float, float] = _option(TRAINING, "AdamW", (0.9, 0.95), parse=pair, metavar="X,X", also="adam-betas")
+    adam_bits: int = _option(TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=adam_bits, metavar="N")
+    max_grad_norm: float = _option(
+        TRAINING,
+        "clip the global gradient norm; 0: do not",
+        1.0,
+        parse=number(0),
+        metavar="X",
+        also="clip gradient-clipping",
+    )
+    seed: int = _option(TRAINING, "order of the data", 42, parse=number(0, 2**32 - 1, kind=int), metavar="N")
+
+    device: str = _option(PLACEMENT, "where to compute", "auto", choices=("auto", "cuda", "cpu"))
+    dtype: str = _option(
+        PLACEMENT, "of the computation [bf16 on a GPU, else fp32]", "auto", choices=("auto", "bf16", "fp32")
+    )
+    gpu_memory: int | None = _option(PLACEMENT, "hard limit, as 24GiB [what is free]", parse=size, metavar="SIZE")
+    ram: int | None = _option(PLACEMENT, "hard limit [85 % of what this process may use]", parse=size, metavar="SIZE")
+    optimizer_mode: str = _option(
+        PLACEMENT, "when units are updated", "auto", choices=("auto", "backward", "forward", "serial")
+    )
+    plan: str | None = _option(PLACEMENT, "a hand-written plan", metavar="FILE")
+
+    config: str | None = _option(INSTEAD, "options from a YAML file; flags win", metavar="FILE")
+    dry_run: bool = _option(INSTEAD, "report and plan, then stop; writes nothing", False, parse=bool)
+    assume: str | None = _option(
+        INSTEAD, "--dry-run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5", metavar="PARTS"
+    )
+    demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
+
+    eps: ClassVar[float] = 1e-8  # of AdamW, as in PyTorch
+
+    @property
+    def beta1(self) -> float:
+        return self.betas[0]
+
+    @property
+    def beta2(self) -> float:
+        return self.betas[1]
+
+    @property
+    def trace(self) -> bool:
+        """Whether a timeline of the run is asked for."""
+        return "trace" in self.log
+
+    def warmup_steps(self, total_steps: int) -> int:
+        return int(self.warmup) if self.warmup >= 1 else round(self.warmup * total_steps)

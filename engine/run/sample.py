@@ -1,0 +1,111 @@
+"""Samples from the model as it is being trained, through the engine's own weight stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from trireme.engine.buffers import workspace
+from trireme.engine.data.codec import Codec
+from trireme.engine.data.dataset import Dataset
+from trireme.engine.memory import DTYPE, views
+from trireme.engine.planner.rule import largest
+from trireme.engine.step import Engine, update_and_prefetch
+from trireme.models import model
+from trireme.models.generate import generate, needs
+
+LEAD = 8  # tokens of running text that serve as a prompt
+FIRST = 100  # sequences in which prompts are sought
+MAX_NEW = 48  # tokens that follow a prompt, at most
+NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
+
+
+class Sample(NamedTuple):
+    """A prompt as the model saw it, what the model said after it, and whether it came to an end by itself."""
+
+    prompt: str
+    text: str
+    ended: bool
+
+
+def prompts(data: Dataset, count: int) -> list[list[int]]:
+    """Different beginnings of the first documents: what comes before the first trained token, or a few words of running
+    text. Fewer where not so many of the first FIRST sequences differ."""
+    found: list[list[int]] = []
+    for mb in islice(data.batches(1), FIRST):
+        for ids, labels in zip(*(np.split(a, np.cumsum(mb.lengths)[:-1]) for a in (mb.ids, mb.labels)), strict=True):
+            trained = np.flatnonzero(labels >= 0)
+            prompt = ids[: max(LEAD, int(trained[0]) + 1)].tolist() if len(trained) else []
+            if prompt and prompt not in found:
+                found.append(prompt)
+            if len(found) == count:
+                return found
+    return found
+
+
+def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[list[int]]:
+    """The ends of the prompts, as long as there is memory for: what a step works in is free between steps."""
+    room = e.memory.gpu_limit - e.memory.used("gpu") + workspace(e.geo, e.plan)
+    most = max(map(len, given), default=0)
+    most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None else most
+    itemsize = DTYPE[e.plan.dtype].itemsize
+    length = largest(most, lambda n: needs(e.cfg, len(given), n, max_new, itemsize) <= room)
+    return [prompt[max(0, len(prompt) - length) :] for prompt in given]
+
+
+def sample(
+    e: Engine,
+    codec: Codec,
+    given: list[list[int]],
+    max_new: int = MAX_NEW,
+    enough: Callable[[], bool] = lambda: False,
+) -> list[Sample]:
+    """What greedily follows each prompt (token ids), `fitted`. Applies updates that are due.
+
+    No further token is begun once `enough()`. Where memory does not do after all, the text says so: no run ends for a
+    sample.
+    """
+    given = fitted(e, given, max_new)
+    shown = [codec.decode(ids) for ids in given]
+    none = [Sample(prompt, NO_ROOM, True) for prompt in shown]
+    if not all(given):
+        return none
+    fetch, eos = _fetcher(e), frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset()
+    options = dict(eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype], enough=enough)
+    try:
+        out = generate(e.cfg, fetch, given, max_new, **options)
+    except torch.OutOfMemoryError:
+        _let_go(e)
+        return none
+    ended = [bool(ids) and ids[-1] in eos for ids in out]
+    return [Sample(*each) for each in zip(shown, map(codec.decode, out), ended, strict=True)]
+
+
+def _let_go(e: Engine) -> None:
+    """Releases the units that a pass held or had on their way when it broke off."""
+    on_their_way = [task for held in e.weights.held.values() for task in held.ready]
+    done = e.lanes.run("compute", "break off the sample", lambda: None, on_their_way)
+    for u in list(e.weights.held):
+        e.weights.release(u, done)
+
+
+def _fetcher(e: Engine):
+    """What generate asks unit u's weights of: get, read, release; the next unit is on its way meanwhile."""
+
+    @contextmanager
+    def fetch(u: int) -> Iterator:
+        update_and_prefetch(e, u)
+        held = e.weights.get(u)
+        if e.plan.window > 1 and e.geo.head not in e.weights.held:  # a tied head is the last, and asks for unit 0
+            update_and_prefetch(e, u + 1)
+        e.lanes.run("compute", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
+        yield model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
+        done = e.lanes.run("compute", f"read {e.geo.names[u]}", lambda: None)
+        e.weights.release(u, done)
+
+    return fetch

@@ -1,0 +1,190 @@
+"""The output folder, before the run and after it: may it be written, and is it what was promised? No torch."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trireme.engine.run.command import config_yaml
+from trireme.engine.run.options import Options
+from trireme.models.config import InputError
+from trireme.storage import snapshots, temporary
+from trireme.storage.checkpoint import INDEX, Source, companions, open_source
+from trireme.storage.files import StoreError, existing, make_folder, partial_of, remove_folders, replace_synced
+from trireme.storage.shards import Store
+
+LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
+# What a run makes in its folder before its first step, beside its store. config.yaml is made first and removed last, so
+# that the folder of a run that was killed is known as one.
+OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
+UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
+
+
+@dataclass
+class NewRun:
+    """What belongs to a new run beside its folder."""
+
+    store: Store | None = None
+
+
+@contextmanager
+def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
+    """Takes the folder of a new run for this process, writes config.yaml to it, and closes the run's store at the end.
+
+    What it made is removed when it fails before its first step is done: when nothing of a step is in its log, which a
+    full disk may have delayed, nor in a snapshot. `saved`: the exception of a run that has stopped and saved itself,
+    which keeps everything. Where the same command was killed before its first step it begins anew, and what lies there
+    stays. Raises InputError where the folder is not free, StoreError.
+    """
+    out, run = Path(options.out), NewRun()
+    with _writable(out):
+        check_free(options)
+    with taken(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
+        again = check_free(options)  # nobody was faster
+        try:
+            for stale in (out / "tokens").glob("stdin*"):
+                stale.unlink()  # what is piped into this command is read anew
+            with _writable(out):
+                replace_synced(out / "config.yaml", config_yaml(options))
+            yield run
+        except saved:
+            raise
+        except BaseException:
+            if not has_begun(out) and not (run.store and run.store.snapshots):
+                with suppress(OSError):  # what went wrong before is what to say
+                    _undo(run, made, () if again else [out / name for name in OURS])
+            raise
+        finally:
+            if run.store:
+                run.store.close()
+
+
+def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
+    """Removes what a run has made."""
+    if run.store:
+        run.store.remove()
+        remove_folders(run.store.made)
+    for path in own:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    remove_folders(folders)
+
+
+def tidy(out: Path) -> None:
+    """Removes what the folder of a finished run holds beside its result, once its store is removed."""
+    for name in ("tokens", "best.new", "best.old"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in LOGS:
+        partial_of(out / name).unlink(missing_ok=True)
+    remove_folders([out / "store"])
+
+
+@contextmanager
+def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
+    """Makes the folder and holds it by a lock that leaves no file behind; gives the folders that it made.
+
+    Raises InputError where it cannot be made, and, in the words `otherwise`, where another process has it.
+    """
+    with _writable(out):
+        made = make_folder(out)
+        fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(otherwise) from None
+        except OSError:
+            pass  # a filesystem without locks
+        yield made
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    """Tells a folder that cannot be used from a drive that fails or is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNFIT:
+            raise
+        raise InputError(f"--out {out} cannot be written to ({error.strerror}). Name another folder.") from error
+
+
+def check_free(options: Options) -> bool:
+    """Raises InputError unless a new run may write to its folder: empty or not there, and not the source.
+
+    Returns whether the same command was killed there before its first step. Leaves nothing.
+    """
+    out, source = Path(options.out), Path(options.model)
+    if out.is_symlink() and not out.exists():
+        raise InputError(f"--out {out} is a link to {os.readlink(out)}, which is not there. Name another folder.")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise InputError(f"--out {out} is the checkpoint itself. Name another folder.")
+    if not existing(out).is_dir():
+        raise InputError(f"--out {out}: {existing(out)} is a file. Name a folder.")
+    held = {path.name for path in out.iterdir()} if out.exists() else set()
+    if not held or _is_same(options, held):
+        return "config.yaml" in held
+    if (out / "config.yaml").is_file():
+        raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
+    raise InputError(f"--out {out} is not empty ({len(held)} entries). Name another folder, or empty it.")
+
+
+def _is_same(options: Options, held: set[str]) -> bool:
+    """Whether a folder that holds these names was left by the same command, killed before its first step."""
+    out = Path(options.out)
+    if not (out / "config.yaml").is_file():
+        return held == {partial_of(out / "config.yaml").name}
+    stores = [Path(d) for d in options.store] or [out / "store"]
+    begun = has_begun(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
+    ours = all(name in (*OURS, "store") or name.startswith(temporary.HIDDEN) for name in held)
+    return ours and not begun and (out / "config.yaml").read_bytes() == config_yaml(options)
+
+
+def has_begun(out: Path) -> bool:
+    """Whether a run in the folder has said anything of a step."""
+    log = out / "log.jsonl"
+    return log.exists() and log.stat().st_size > 0
+
+
+def reopen(source: Source, out: Path) -> list[str]:
+    """Opens the exported checkpoint in `out` as a stranger would and compares it with its source.
+
+    Returns the lines to print. Raises StoreError where anything but the values differs.
+    """
+    written = open_source(out)
+    ours, theirs = _signature(written), _signature(source)
+    if ours != theirs:
+        name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
+        _differs(out, f"{name} is {_show(ours.get(name))} here and {_show(theirs.get(name))} in {source.folder}")
+    others = [*companions(source.folder), *(n for n in (INDEX,) if (source.folder / n).exists())]
+    for name in others:
+        if not (out / name).is_file() or (out / name).read_bytes() != (source.folder / name).read_bytes():
+            _differs(out, f"{name} is not the one of {source.folder}")
+    files = written.files[0] if len(written.files) == 1 else f"{len(written.files)} model shards"
+    logs = [name for name in LOGS if (out / name).exists()]
+    return [
+        f"output   {out}/: {', '.join([files, *others, *logs])}",
+        f"check    reopened: {len(ours):,} tensors, names, shapes and dtypes equal to the source; "
+        f"{len(others)} other files byte-identical",
+        f"next     AutoModelForCausalLM.from_pretrained({str(out)!r}); the same run again: --config {out}/config.yaml",
+    ]
+
+
+def _signature(source: Source) -> dict[str, tuple]:
+    """Name -> (dtype, shape, file): a tied weight that is stored once, or twice, must be stored so again."""
+    return {name: (t.dtype, t.shape, t.file) for name, t in source.tensors.items()}
+
+
+def _show(entry: tuple | None) -> str:
+    return "missing" if entry is None else f"{entry[0]} {list(entry[1])} in {entry[2]}"
+
+
+def _differs(out: Path, what: str) -> None:
+    raise StoreError(errno.EIO, f"read back, it is not what was written: {what}. The snapshots are intact", str(out))

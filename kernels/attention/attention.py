@@ -1,0 +1,93 @@
+"""Causal flash attention (Dao 2023) over packed documents, grouped queries, optional sliding window.
+
+One program owns one tile of rows that docs.py lists, heaviest first, and every sum has one owner: results repeat bit
+by bit. Three implementations stand behind the two functions: Triton everywhere (fwd.py, bwd.py);
+on Hopper Gluon (hopper.py says where), and for dense forwards cuDNN; each where it was measured faster
+(docs/kernels.md). Which one, and how it is launched, is found once for a dtype and a layout of tensors.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from trireme.kernels.attention import bwd as triton_bwd
+from trireme.kernels.attention import cudnn as attention_cudnn
+from trireme.kernels.attention import fwd as triton_fwd
+from trireme.kernels.attention import hopper as attention_hopper
+from trireme.kernels.attention import hopper_bwd as attention_hopper_bwd
+from trireme.kernels.attention import hopper_fwd as attention_hopper_fwd
+from trireme.kernels.attention.docs import Docs
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As reference.attention_fwd. Each head's d values lie together; tokens and heads may be strided."""
+    N, H, d = q.shape
+    _check(q, k, v, scale)
+    if attention_cudnn.suits(q, docs, window):
+        return attention_cudnn.attention_fwd(q, k, v, docs, scale, out)
+    out = q.new_empty((N, H, d)) if out is None else out
+    assert out.shape == q.shape
+    lse = torch.empty((H, N), dtype=torch.float32, device=q.device)
+    types, strides = (q.dtype, out.dtype), (q.stride(), k.stride(), v.stride(), out.stride())
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    how = _forward(q.device, types, H, k.shape[1], d, window, strides, aligned)
+    tiles = docs.query_tiles[how.rows]
+    how.run(len(tiles) * H, (q, k, v, out, lse, tiles), (N, scale))
+    return out, lse
+
+
+def attention_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    docs: Docs,
+    scale: float,
+    dq_: Tensor,
+    dk_: Tensor,
+    dv_: Tensor,
+    window: int = 0,
+) -> None:
+    """As reference.attention_bwd. Each head's d values lie together; tokens and heads may be strided."""
+    N, H, d = q.shape
+    K = k.shape[1]
+    _check(q, k, v, scale)
+    assert dout.shape == out.shape == dq_.shape == q.shape and dk_.shape == dv_.shape == k.shape
+    assert lse.shape == (H, N) and lse.is_contiguous() and lse.dtype == torch.float32
+    tensors = dout, q, k, v, out, dq_, dk_, dv_
+    types, strides = tuple([t.dtype for t in tensors]), tuple([t.stride() for t in tensors])
+    aligned = (dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    how = _backward(q.device, types, H, K, d, window, strides, aligned)
+    delta = torch.empty_like(lse)
+    tiles = docs.query_tiles[how.query_rows]
+    how.dq(len(tiles) * H, (dout, q, k, v, out, lse, delta, dq_, tiles), (N, scale))
+    tiles = docs.key_tiles[how.key_rows]
+    how.dkv(len(tiles) * K, (dout, q, k, v, lse, delta, dk_, dv_, tiles), (N, scale))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    assert k.shape == v.shape and k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2] and scale > 0
+    assert q.dtype == k.dtype == v.dtype
+
+
+@cache
+def _forward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_fwd.Forward:
+    """How tensors of these dtypes and strides, (q, out) and (q, k, v, out), are attended to."""
+    assert H % K == 0 and 8 <= d <= 256 and all(s[2] == 1 for s in strides)
+    gluon = aligned and attention_hopper.suits(device, types[0], d, window, strides[:3])
+    return (attention_hopper_fwd if gluon else triton_fwd).plan(device, types[0], H, K, d, window, strides)
+
+
+@cache
+def _backward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_bwd.Backward:
+    """How their gradients are taken; types and strides of (dout, q, k, v, out, dq, dk, dv)."""
+    assert H % K == 0 and 8 <= d <= 256 and all(s[2] == 1 for s in strides)
+    gluon = aligned and attention_hopper.suits(device, types[1], d, window, strides[:4])
+    return (attention_hopper_bwd if gluon else triton_bwd).plan(device, types[1], H, K, d, window, strides)

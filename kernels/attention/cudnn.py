@@ -1,0 +1,45 @@
+"""The forward of dense attention by cuDNN, as torch carries it: documents of one length, on Hopper.
+
+There it was measured 1.2 to 2 times as fast as our Triton kernel for heads wider than 64 (docs/kernels.md), and its
+results repeat bit by bit. Its backward does not repeat above 1,024 tokens, even where torch is asked to be
+deterministic, so the backward is ours everywhere. cuDNN builds a plan for each new shape, which takes long: only
+lengths that are multiples of 1,024 come here, since those are few in a run.
+Legend: B documents of S tokens, N = B * S, H query heads, K key/value heads, d head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trireme.kernels.attention.docs import Docs
+from trireme.kernels.launch import chip
+
+
+def suits(q: Tensor, docs: Docs, window: int) -> bool:
+    """Whether cuDNN is the faster way for q (N, H, d)."""
+    length, d = docs.lengths[0], q.shape[2]
+    return (
+        d > 64
+        and d % 8 == 0
+        and window == 0
+        and length % 1024 == 0
+        and chip(q.device).arch == 90
+        and q.dtype == torch.bfloat16
+        and docs.lengths.count(length) == len(docs.lengths)
+    )
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As reference.attention_fwd. Its own result is copied into `out`: cuDNN's launcher in torch takes none."""
+    B = len(docs.lengths)
+    heads_first = [t.unflatten(0, (B, -1)).transpose(1, 2) for t in (q, k, v)]  # (B, heads, S, d), strided
+    result, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *heads_first, None, compute_log_sumexp=True, is_causal=True, scale=scale
+    )
+    result = result.transpose(1, 2).flatten(0, 1)  # (N, H, d), a view: cuDNN keeps the order of its inputs
+    if out is not None:
+        result = out.copy_(result)
+    return result, lse.view(B, q.shape[1], -1).transpose(0, 1).reshape(q.shape[1], -1)

@@ -1,0 +1,61 @@
+"""What attention's kernels for Hopper share, in Gluon: tiles that arrive in rings, and which tensors they take.
+
+Triton waits for each product before the next instruction (docs/kernels-log.md). Gluon starts products and waits where
+it is told to. Tiles arrive by asynchronous copies in a ring of STAGES slots, one commit group a step. A step has few
+cycles for anything else: pointers and slots are moved on, never computed anew, and the copies of a later step are
+started last. ptxas serialises the products where it cannot follow their accumulators: hence steps that begin and end
+with nothing in flight but what the same loop carries (tests/test_kernels_compile.py watches for it).
+bf16, head widths up to 128, padded to 64 or 128 columns, no window; everything else stays with Triton.
+Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, padded to BLOCK_D; t_ is a product that
+may still run.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from trireme.kernels import launch
+from trireme.kernels.attention.fwd import flat
+
+LOG2E = gl.constexpr(1.4426950408889634)
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both were renamed
+cta_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # after Triton 3.6
+
+
+@gluon.jit
+def copy_rows(smem, p, o_tile, o_row, rows, o_d, D: gl.constexpr):
+    """Starts the copy of a tile, at offsets o_tile from p, into smem; after so many rows and beyond D zeros arrive."""
+    copy_async(smem, p + o_tile, (o_row < rows)[:, None] & (o_d < D)[None, :])
+
+
+@gluon.jit
+def turn(slot, stages: gl.constexpr):
+    """The slot of a ring after `slot`: less work than a remainder."""
+    return gl.where(slot == stages - 1, 0, slot + 1)
+
+
+@gluon.jit
+def keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K: gl.constexpr, D: gl.constexpr,
+              o_row, o_d):  # fmt: skip
+    """Starts the copies of the step that `ahead` points at, a tile of keys and of values; returns the next."""
+    i_k, p_k, p_v = ahead
+    if i_k < end:
+        copy_rows(k_ring.index(slot), p_k, o_k, o_row, length - i_k, o_d, D)
+        copy_rows(v_ring.index(slot), p_v, o_v, o_row, length - i_k, o_d, D)
+    async_copy.commit_group()
+    return i_k + BLOCK_K, p_k + BLOCK_K * k_n, p_v + BLOCK_K * v_n
+
+
+def suits(device: torch.device, dtype: torch.dtype, D: int, window: int, strides) -> bool:
+    """Whether the kernels take heads of D values whose inputs have these strides, and are aligned to 16 bytes."""
+    return (
+        launch.chip(device).arch == 90
+        and window == 0
+        and dtype == torch.bfloat16
+        and 32 < D <= 128
+        and D % 8 == 0
+        and all(n % 16 == 0 and n < 1 << 24 for n in flat(strides))  # offsets in a tile are int32
+    )

@@ -1,0 +1,152 @@
+"""Attention's forward for Hopper, in Gluon: the algorithm of fwd.py with the waits placed by hand.
+
+While the product of one tile of probabilities with its values runs, so does that of the queries with the next keys, and
+the exponentials of those are taken (hopper.py). Programs are small, so that two share a multiprocessor: one
+takes exponentials while the other multiplies.
+Legend: as there.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from trireme.kernels import launch
+from trireme.kernels.attention.fwd import Forward, flat
+from trireme.kernels.attention.hopper import LOG2E, copy_rows, cta_barrier, keys_copy, turn
+from trireme.kernels.launcher import Fixed, await_previous, launcher
+
+LN2 = gl.constexpr(0.6931471805599453)
+HIDDEN = gl.constexpr(-1e30)
+
+
+@gluon.jit
+def _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr):
+    """(largest score so far, exp(scores - it)) of a query tile and the keys from i_k on; zero above the diagonal."""
+    if i_k + BLOCK_K > offset:
+        b_s = gl.where(o_q[:, None] >= (i_k + o_tile)[None, :], b_s, HIDDEN)
+    b_m = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)
+    return b_m, gl.exp2(b_s * qk_scale - b_m[:, None])
+
+
+@gluon.jit
+def _row_sums(b_p, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """(BLOCK_Q, 4): of each row the sums of what one thread holds, so that nothing crosses threads in a step."""
+    return gl.sum(gl.sum(b_p.reshape([BLOCK_Q, BLOCK_K // 8, 4, 2]), 3), 1)
+
+
+@launcher
+@gluon.jit(do_not_specialize=["N"])
+def fwd_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_lse,
+    p_tiles,
+    N,
+    scale,
+    q_n,
+    q_h,
+    k_n,
+    k_h,
+    v_n,
+    v_h,
+    o_n,
+    o_h,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """out and lse of one query tile of one head."""
+    await_previous()
+    WARPS: gl.constexpr = gl.num_warps()
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
+    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
+    dtype: gl.constexpr = p_q.dtype.element_ty
+
+    i_tile, i_h = gl.program_id(0) // H, gl.program_id(0) % H
+    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
+    offset = gl.load(p_tiles + 3 * i_tile + 1)
+    length = gl.load(p_tiles + 3 * i_tile + 2)
+    p_k += start * k_n + (i_h // GROUP) * k_h
+    p_v += start * v_n + (i_h // GROUP) * v_h
+    end = gl.minimum(offset + BLOCK_Q, length)
+
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile)
+    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], tile)
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, wide))
+    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, wide))
+    p_q += (start + offset) * q_n + i_h * q_h
+    copy_rows(q_tile, p_q, o_row[:, None] * q_n + o_d[None, :], o_row, length - offset, o_d, D)
+    o_key = gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
+    o_k = o_key[:, None] * k_n + o_d[None, :]
+    o_v = o_key[:, None] * v_n + o_d[None, :]
+    ahead = (gl.to_tensor(0), p_k, p_v)
+    for i in gl.static_range(STAGES):
+        ahead = keys_copy(ahead, i, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
+
+    qk_scale = scale * LOG2E
+    o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
+    o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
+    none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
+    b_acc = gl.full([BLOCK_Q, BLOCK_D], 0.0, gl.float32, heads)
+    async_copy.wait_group(STAGES - 1)
+    fence_async_shared()
+    b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
+    b_m = gl.full([BLOCK_Q], HIDDEN, gl.float32, gl.SliceLayout(1, scores))
+    b_m, b_p = _softmax(b_s, b_m, 0, offset, o_q, o_tile, qk_scale, BLOCK_K)
+    b_l = _row_sums(b_p, BLOCK_Q, BLOCK_K)
+    b_p = gl.convert_layout(b_p.to(dtype), operand)
+    slot = gl.to_tensor(0)
+    for i_k in range(BLOCK_K, end, BLOCK_K):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        after = turn(slot, STAGES)
+        t_s = warpgroup_mma(q_tile, k_ring.index(after).permute((1, 0)), none, use_acc=False, is_async=True)
+        t_acc = warpgroup_mma(b_p, v_ring.index(slot), b_acc, is_async=True)
+        b_s = warpgroup_mma_wait(1, (t_s,))
+        b_most, b_p = _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K)
+        b_shrink = gl.exp2(b_m - b_most)
+        b_now = _row_sums(b_p, BLOCK_Q, BLOCK_K)
+        b_l = b_l * gl.convert_layout(b_shrink, gl.SliceLayout(1, b_now.type.layout))[:, None] + b_now
+        b_m = b_most
+        b_p = b_p.to(dtype)
+        b_acc = warpgroup_mma_wait(0, (t_acc,))
+        b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, heads))[:, None]
+        b_p = gl.convert_layout(b_p, operand)
+        cta_barrier()  # all warps are done with the slot that is written next
+        ahead = keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
+        slot = after
+    async_copy.wait_group(0)
+    fence_async_shared()
+    b_acc = warpgroup_mma(b_p, v_ring.index(slot), b_acc)
+
+    b_sum = gl.convert_layout(gl.sum(b_l, 1), gl.SliceLayout(1, scores))
+    m_q = o_q < length
+    gl.store(p_lse + i_h.to(gl.int64) * N + start + o_q, (b_m + gl.log2(b_sum)) * LN2, m_q)
+    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, heads))
+    mask = (offset + o_row < length)[:, None] & (o_d < D)[None, :]
+    p_out += (start + offset) * o_n + i_h * o_h
+    b_out = b_acc / gl.convert_layout(b_sum, gl.SliceLayout(1, heads))[:, None]
+    gl.store(p_out + o_row[:, None] * o_n + o_d[None, :], b_out.to(dtype), mask)
+
+
+def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Forward:
+    """Forward for tensors with the strides of (q, k, v, out), the first three aligned to 16 bytes."""
+    sizes = H // K, D, launch.head_block(D)
+    tile = launch.hopper_fwd(sizes[2])
+    constants = *flat(strides), H, *sizes, tile.q, tile.k, tile.stages
+    return Forward(tile.q, Fixed(fwd_kernel, *constants, num_warps=tile.warps))

@@ -1,0 +1,155 @@
+"""Text from the model being trained: a small generator with a key/value cache, through the blocks of training.
+
+One pass over the units serves all prompts, so a streamed model is read once a token, however many prompts there are.
+Legend: B prompts, N tokens of a pass, T cached positions, H query heads, K key/value heads, d head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from trireme.kernels import ops
+from trireme.models import head, model, shapes
+from trireme.models.config import InputError, ModelConfig
+from trireme.models.rows import Rows, make_rows, rope_tables
+
+Fetch = Callable[[int], AbstractContextManager]
+
+
+def generate(
+    cfg: ModelConfig,
+    fetch: Fetch,
+    prompts: Sequence[Sequence[int]],
+    max_new: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    eos: frozenset[int] = frozenset(),
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    enough: Callable[[], bool] = lambda: False,
+) -> list[list[int]]:
+    """The tokens that follow each prompt: up to max_new, ending with the first of `eos` where one comes.
+
+    `with fetch(u) as w` gives unit u's weights (as model.weights) in `dtype` on `device`. Units are asked for in order,
+    once a token; the embedding again inside the head, where they are tied. Temperature 0 takes the likeliest token;
+    above, one is drawn from the smallest set that holds `top_p` of the probability, by chances that depend on `seed`
+    and the prompt's place alone. `enough()` is asked after each token, and ends all. InputError where a prompt fills
+    the model's learned positions.
+    """
+    assert max_new >= 1 and all(prompts)
+    if not prompts:
+        return []
+    lengths = [len(p) for p in prompts]
+    room = [_room(cfg, n, max_new) for n in lengths]
+    tables = rope_tables(cfg, max(lengths) + max_new, device)
+    cache = _Cache(cfg, len(prompts), max(lengths) + max_new, device, dtype)
+    chance = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    new: list[list[int]] = [[] for _ in prompts]
+    done = lambda i: len(new[i]) == room[i] or bool(new[i]) and new[i][-1] in eos
+
+    ids, rows = [token for p in prompts for token in p], make_rows(lengths, tables, device)
+    single = make_rows([1] * len(prompts), tables, device)
+    while True:
+        logits = _logits(cfg, fetch, torch.tensor(ids, device=device), rows, cache)
+        chances = torch.stack([torch.rand((), generator=g) for g in chance]).to(device)
+        for i, token in enumerate(_pick(logits, temperature, top_p, chances).tolist()):
+            if not done(i):
+                new[i].append(token)
+        if enough() or all(done(i) for i in range(len(new))):
+            return new
+        # a prompt that is done repeats its last token in place, so that the batch keeps its shape
+        ids = [tokens[-1] for tokens in new]
+        past = [n + len(tokens) - 1 for n, tokens in zip(lengths, new, strict=True)]
+        positions = torch.tensor(past, dtype=torch.int32, device=device)
+        rows = single._replace(docs=single.docs._replace(positions=positions))
+
+
+def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
+    """Bytes that generate takes at most for prompts of `length` tokens, beside a unit's weights.
+
+    `itemsize`: bytes of a number of the compute dtype. The bound of a block's temporaries is that of training.
+    """
+    positions, tokens = n_prompts * (length + max_new), n_prompts * length
+    cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
+    blocks = [shapes.workspace_bytes(cfg, u, tokens, itemsize) for u in range(1, 3 if cfg.halves else 2)]
+    whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # what goes into a block and what comes out
+    single = 2 * positions * cfg.q_width * (itemsize + 4)  # a layer's cache, once more for each head, and in fp32
+    ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits and their copies
+    return cache + max(whole, single) + ends
+
+
+def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
+    """How many tokens may follow a prompt. Only learned positions come to an end."""
+    if cfg.rope is not None:
+        return max_new
+    if length >= cfg.max_positions:
+        raise InputError(f"a prompt of {length} tokens leaves no room: the model has {cfg.max_positions} positions.")
+    return min(max_new, cfg.max_positions - length)
+
+
+def _logits(cfg: ModelConfig, fetch: Fetch, ids: Tensor, rows: Rows, cache: _Cache) -> Tensor:
+    """(B, V) fp32: what follows the last token of each document of ids (N,)."""
+    x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
+    with fetch(0) as w:
+        head.embed_forward(w, ids, rows, x)
+    place = cache.place(rows.docs)
+    for u in range(1, cfg.n_units - 1):
+        with fetch(u) as w:
+            model.forward(cfg, u, w, x, rows, {}, out, cache.attention(shapes.layer(cfg, u), place))
+        x, out = out, x
+    last = x[rows.docs.cu_seqlens[1:].long() - 1]
+    with fetch(cfg.n_units - 1) as w, fetch(0) if cfg.tied else nullcontext() as embed:
+        y = head.final_norm(cfg, w, last)[0]
+        return torch.mm(y, model.output_matrix(cfg, embed, w).T).float()
+
+
+def _pick(logits: Tensor, temperature: float, top_p: float, chances: Tensor) -> Tensor:
+    """(B,) token ids from logits (B, V); `chances` (B,) are uniform in [0, 1)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probs, order = torch.softmax(logits / temperature, -1).sort(descending=True, stable=True)
+    kept = probs.cumsum(-1) - probs < top_p  # the token that crosses top_p stays
+    total = (probs * kept).cumsum(-1)
+    place = torch.searchsorted(total, chances[:, None] * total[:, -1:], right=True)
+    place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)  # rounding may point past the last
+    return order.gather(-1, place)[:, 0]
+
+
+class _Cache:
+    """Keys and values of every layer, (B, T, K, d) each; stands in for a block's attention."""
+
+    def __init__(self, cfg: ModelConfig, n_prompts: int, positions: int, device, dtype: torch.dtype):
+        shape = (cfg.n_layers, n_prompts, positions, cfg.n_kv_heads, cfg.head_dim)
+        self.dtype = dtype
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # masked places are multiplied by 0, so no NaN there
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def place(self, docs: ops.Docs) -> Tensor:
+        """(N,) where the keys and values of a pass go, in a layer's cache as (B * T, K, d). One document a prompt."""
+        prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(self.k.device)
+        return prompt * self.k.shape[2] + docs.positions
+
+    def attention(self, layer: int, place: Tensor) -> Callable:
+        """In place of ops.attention_fwd: whole prompts, packed, or then one token each with the cache as its past."""
+        k_all, v_all = self.k[layer], self.v[layer]
+        n_prompts, length = k_all.shape[:2]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, docs: ops.Docs, scale: float, window: int, out: Tensor | None):
+            k_all.flatten(0, 1)[place] = k
+            v_all.flatten(0, 1)[place] = v
+            if len(q) > n_prompts:
+                return ops.attention_fwd(q, k, v, docs, scale, window, out)
+            distance = docs.positions[:, None] - torch.arange(length, device=q.device)
+            seen = (distance >= 0) & (distance < (window or length))
+            heads = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
+            y = scaled_dot_product_attention(*heads, seen[:, None, None], scale=scale, enable_gqa=True)
+            return y.transpose(1, 2)[:, 0], None
+
+        return attend

@@ -1,0 +1,193 @@
+"""CPU AdamW against the memory's own ceiling, torch's fused AdamW and a Python loop, measured in turn in one run.
+
+    python scripts/bench/adamw.py [--params 64M] [--threads 4] [--rounds 9] [--json F]
+
+The ceiling is the cheapest pass in place (x *= 1) over as many bytes, by the same threads from the same object.
+A rate is a median over rounds; a ratio is the median of the rounds' own ratios, since a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import statistics
+import threading
+import time
+from contextlib import contextmanager
+from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from trireme.kernels import host_adamw
+
+HYPER = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, step=10)
+ONE = torch.ones(1)
+
+
+def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """(n,) on huge pages where the machine allows, as the trainer's slots are."""
+    region = mmap.mmap(-1, n * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=dtype).zero_()
+
+
+def filled(n: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """(n,) of dtype, normal values times scale; a pattern repeated, because drawing them all would take longest."""
+    pattern = (torch.randn(1 << 16) * scale).to(dtype)
+    out = empty(n, dtype)
+    for part in out.split(len(pattern)):
+        part.copy_(pattern[: len(part)])
+    return out
+
+
+def contestants(n: int, workers: host_adamw.Workers) -> dict:
+    """name -> (bytes read and written per parameter, function that updates n parameters once)."""
+    m, v, lo = filled(n, torch.float32, 1e-3), filled(n, torch.float32, 1e-3).square_(), empty(n, torch.int16)
+    master, hi = filled(n, torch.float32, 0.02), filled(n, torch.bfloat16, 0.02)
+    grad, grad32 = filled(n, torch.bfloat16, 1e-3), filled(n, torch.float32, 1e-3)
+    step = torch.tensor(10.0)
+    m16, v16, m8, v8 = empty(n, torch.bfloat16), empty(n, torch.bfloat16), empty(n, torch.uint8), empty(n, torch.uint8)
+    floors = [torch.zeros(-(-n // 256), dtype=torch.int16) for _ in range(2)]
+    hyper = dict(HYPER, n_decay=n - n // 100)
+
+    def fused():
+        options = {key: HYPER[key] for key in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+        torch._fused_adamw_([master], [grad32], [m], [v], [], [step], amsgrad=False, maximize=False, **options)
+
+    def fused_and_casts():
+        grad32.copy_(grad)
+        fused()
+        hi.copy_(master)
+
+    return {
+        "split master, bf16 gradient": (26, lambda: workers.adamw_(hi, lo, m, v, grad, ONE, **hyper)),
+        "fp32 master, fp32 gradient": (28, lambda: workers.adamw_(master, None, m, v, grad32, ONE, **hyper)),
+        "split master, 16-bit moments": (
+            18,
+            lambda: workers.adamw16_(hi, lo, m16, v16, grad, ONE, seed=1, **hyper),
+        ),
+        "split master, 8-bit moments": (
+            14,
+            lambda: workers.adamw8_(hi, lo, m8, floors[0], v8, floors[1], grad, ONE, seed=1, **hyper),
+        ),
+        "sum of squares, bf16 gradient": (2, lambda: workers.sum_squares(grad)),
+        "torch fused, fp32 gradient": (28, fused),
+        "torch fused + casts, bf16 gradient": (28, fused_and_casts),
+    }
+
+
+class Scale(ctypes.Structure):
+    """Mirrors Scale in host_adamw.cpp."""
+
+    _fields_ = (("x", c_void_p), ("n", c_int64), ("places", c_int64), ("factor", c_float), ("record", c_int64))
+
+
+def ceilings(n: int, workers: host_adamw.Workers) -> dict:
+    """name -> a pass in place over 13n bytes, which is 26n bytes of traffic, as the split master's.
+
+    At one place, or at four at once, which some machines do faster: the ceiling of a round is the faster.
+    """
+    x, lib = empty(13 * n // 4, torch.float32), host_adamw.library()
+
+    def run(places: int) -> None:
+        record = host_adamw.RECORD // places
+        workers.spread(lib.trireme_scale, Scale(x.data_ptr(), len(x) // places, places, 1.0, record))
+
+    return {"1 place": lambda: run(1), "4 places": lambda: run(4)}
+
+
+def seconds(run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def busy_python():
+    """Another thread that never leaves the interpreter."""
+    stop = threading.Event()
+
+    def spin():
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def python_loop(n: int = 20_000) -> float:
+    """Parameters a second of AdamW written as a loop over Python floats."""
+    w, m, v, g = ([0.1] * n for _ in range(4))
+    lr, b1, b2, eps = 1e-4, 0.9, 0.95, 1e-8
+
+    def run():
+        for i in range(n):
+            m[i] = b1 * m[i] + (1 - b1) * g[i]
+            v[i] = b2 * v[i] + (1 - b2) * g[i] * g[i]
+            w[i] = w[i] * (1 - lr * 0.01) - lr * m[i] / (v[i] ** 0.5 + eps)
+
+    return n / seconds(run)
+
+
+def measure(n: int, threads: int, rounds: int) -> dict:
+    """Rates of all contestants, in turn within each round. Rates in Gparam/s, bandwidth in GB/s."""
+    with host_adamw.Workers(threads) as workers:
+        tops, runs = ceilings(n, workers), contestants(n, workers)
+        tops_s: list[float] = []
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(rounds + 1):
+            tops_s.append(min(seconds(run) for run in tops.values()))
+            for name, (_, run) in runs.items():
+                times[name].append(seconds(run))
+    result = {"ceiling_gbs": 26 * n / statistics.median(tops_s[1:]) / 1e9}
+    for name, (nbytes, _) in runs.items():
+        found = times[name][1:]  # the first round warms up
+        ratios = [nbytes / 26 * top / t for top, t in zip(tops_s[1:], found, strict=True)]
+        rate = n / statistics.median(found) / 1e9
+        result[name] = dict(gparam_s=rate, gbs=nbytes * rate, of_ceiling=statistics.median(ratios))
+    return result
+
+
+def report(title: str, result: dict) -> None:
+    print(f"\n{title}: ceiling in place {result['ceiling_gbs']:.1f} GB/s")
+    for name, row in result.items():
+        if name != "ceiling_gbs":
+            print(f"  {name:36} {row['gparam_s']:7.3f} Gparam/s {row['gbs']:7.1f} GB/s  {row['of_ceiling']:6.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--params", default="64M", help="parameters in the unit, e.g. 64M (47 bytes each are allocated)"
+    )
+    parser.add_argument("--threads", type=int, help="default: all cores but one")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    args = parser.parse_args()
+    scale = {"K": 10**3, "M": 10**6, "G": 10**9}.get(args.params[-1].upper(), 1)
+    n = int(float(args.params.rstrip("KMGkmg")) * scale)
+    threads = args.threads or host_adamw.Workers().threads
+    torch.set_num_threads(threads)
+    if host_adamw.library() is None:
+        raise SystemExit("bench_adamw: no compiled kernel to measure (see the warning above)")
+
+    figures = {"params": n, "threads": threads, "quiet": measure(n, threads, args.rounds)}
+    report(f"{threads} threads, {n / 1e6:.0f}M parameters", figures["quiet"])
+    with busy_python():
+        figures["beside_busy_python"] = measure(n, threads, args.rounds)
+    report("the same beside a busy Python thread", figures["beside_busy_python"])
+    figures["python_loop_gparam_s"] = python_loop() / 1e9
+    print(f"\nPython loop {figures['python_loop_gparam_s']:.5f} Gparam/s")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

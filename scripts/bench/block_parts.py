@@ -1,0 +1,88 @@
+"""What a GPU reaches under lasting load: a matrix product, and the parts of a block with nothing between them.
+
+A chip lowers its clock within a second of full load. So what a step's FLOPs take at the rate of a product that is timed
+after a pause is less than any step can take; these rates are of a clock that the chip holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from trireme.engine.planner.probe import timed
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+
+Call = Callable[[], object]
+LONG = 1.0  # seconds of load before the clock is taken to have settled, and seconds that are timed
+
+
+def held(calls: Sequence[Call], flops: float, device: torch.device) -> float:
+    """FLOP/s of all `calls` again and again, once the clock has settled."""
+
+    def repeat(times: int) -> None:
+        for _ in range(times):
+            for call in calls:
+                call()
+
+    repeat(1)
+    n = max(1, round(LONG / min(timed(partial(repeat, 1), device) for _ in range(3))))
+    repeat(n)
+    return n * flops / timed(partial(repeat, n), device)
+
+
+def product_rate(device: torch.device) -> float:
+    """FLOP/s of an 8192^3 product in bf16 under lasting load."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    return held([partial(torch.mm, a, b, out=out)], 2 * 8192**3, device)
+
+
+def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) -> float:
+    """FLOP/s of a block's products by cuBLAS and its attention by cuDNN, forward and backward, under lasting load.
+
+    `tokens` in documents of `seq`. FLOPs are counted as the step's tasks count theirs.
+    """
+    forward, backward = products(cfg, tokens, device)
+    calls = [*forward, *backward, *_attention(cfg, tokens // seq, seq, device)]
+    pairs = shapes.attended_pairs([seq] * (tokens // seq), cfg.window)
+    flops = shapes.forward_flops(cfg, 1, tokens, pairs) + shapes.backward_flops(cfg, 1, tokens, pairs)
+    return held(calls, flops, device)
+
+
+def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[list[Call], list[Call]]:
+    """(forward, backward) of each of a block's matrices: a product; its inputs' gradient and its own.
+
+    Matrices of a group (q, k, v; gate, up) are multiplied as one.
+    """
+    forward: list[Call] = []
+    backward: list[Call] = []
+    for group in shapes.weight_groups(cfg, 1):
+        matrices = [shape for _, shape in group if len(shape) == 2]
+        if not matrices:
+            continue
+        rows, columns = sum(shape[0] for shape in matrices), matrices[0][1]
+        w, x, dy = (torch.randn(*shape, dtype=torch.bfloat16, device=device)
+                    for shape in ((rows, columns), (tokens, columns), (tokens, rows)))  # fmt: skip
+        y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
+        forward.append(partial(torch.mm, x, w.T, out=y))
+        backward += [partial(torch.mm, dy, w, out=dx), partial(torch.mm, dy.T, x, out=dw)]
+    return forward, backward
+
+
+def _attention(cfg: ModelConfig, documents: int, seq: int, device: torch.device) -> list[Call]:
+    """cuDNN's forward and backward, whose results may differ from run to run."""
+    q, k, v = (torch.randn(documents, heads, seq, cfg.head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+               for heads in (cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads))  # fmt: skip
+    dy = torch.randn_like(q)
+
+    def forward() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=cfg.n_heads != cfg.n_kv_heads)
+
+    y = forward()
+    return [forward, lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)]

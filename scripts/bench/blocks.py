@@ -1,0 +1,243 @@
+"""A block of a model, forward and backward, against the sum of its parts and against transformers.
+
+    python scripts/bench/blocks.py                      blocks of LLaMA-3-8B and LLaMA-2-13B at 8,192 tokens
+    python scripts/bench/blocks.py --peers              also transformers under torch.compile, with Liger if installed
+    python scripts/bench/blocks.py --small              how busy small models keep the GPU at 4,096 tokens
+    python scripts/bench/blocks.py --profile            the kernels of a block, by time
+
+The parts are the block's matrix products by cuBLAS and its attention by whichever implementation is fastest (cuDNN,
+FlashAttention-2, ours), each alone with a cold L2: what a block would take if everything between them were free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import block_parts
+import torch
+from model_shapes import MODELS
+from model_shapes import llama as llama_shape
+from op_cases import BF16, DEVICE, attention_inputs, dense_peers, randn
+from ops import seconds
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trireme.kernels import ops
+from trireme.models import llama, shapes
+from trireme.models.config import ModelConfig
+from trireme.models.rows import Rows, make_rows, rope_tables
+
+LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
+SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}
+
+
+class Block(NamedTuple):
+    """A block's weights, gradients, saved tensors, inputs and outputs for one document of N tokens."""
+
+    cfg: ModelConfig
+    w: llama.Weights
+    g: llama.Weights
+    rows: Rows
+    saved: dict[str, Tensor]
+    x: Tensor
+    dy: Tensor
+    out: Tensor
+    dx: Tensor
+
+    def forward(self) -> None:
+        llama.forward(self.cfg, 0, self.w, self.x, self.rows, self.saved, self.out)
+
+    def backward(self) -> None:
+        llama.backward(self.cfg, 0, self.w, self.g, self.x, self.saved, self.dy, self.rows, self.dx)
+
+    def both(self) -> None:
+        self.forward()
+        self.backward()
+
+
+def make_block(cfg: ModelConfig, N: int) -> Block:
+    D, F = cfg.width, cfg.ffn
+    matrices = dict(qkv=(cfg.qkv_width, D), o=(D, cfg.q_width), gate_up=(2 * F, D), down=(D, F))
+    vectors = dict(norm1=torch.ones(D, device=DEVICE, dtype=BF16), norm2=torch.ones(D, device=DEVICE, dtype=BF16))
+    w = llama.Weights(
+        **vectors, **{name: randn(*shape) * 0.02 for name, shape in matrices.items()},
+        qkv_bias=None, o_bias=None, gate_up_bias=None, down_bias=None, q_norm=None, k_norm=None,
+    )  # fmt: skip
+    g = llama.Weights(*(None if t is None else torch.zeros_like(t) for t in w))
+    kinds = {"compute": BF16, "F32": torch.float32}
+    saved = {
+        name: torch.empty(shape, dtype=kinds[kind], device=DEVICE)
+        for name, (shape, kind) in shapes.saved_shapes(cfg, N).items()
+    }
+    rows = make_rows([N], rope_tables(cfg, N, DEVICE), DEVICE)
+    x, dy = randn(N, D), randn(N, D) * 1e-3
+    return Block(cfg, w, g, rows, saved, x, dy, torch.empty_like(x), torch.empty_like(x))
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def products(b: Block) -> tuple[float, float]:
+    """Seconds of the matrix products of (forward, backward), each alone."""
+    return tuple(sum(seconds(run, 200) for run in runs) for runs in block_parts.products(b.cfg, len(b.x), DEVICE))
+
+
+def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:
+    """(seconds, who) of the fastest forward and of the fastest backward."""
+    a = attention_inputs(b.rows.docs.lengths, b.cfg.n_heads, b.cfg.n_kv_heads, b.cfg.head_dim)
+    forward, backward = ({who: run for who, (run, _) in found.items()} for found in dense_peers(a))
+    out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
+    forward["ours"] = lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
+    backward["ours"] = lambda: ops.attention_bwd(a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
+    return tuple(min((seconds(run, 200), who) for who, run in runs.items()) for runs in (forward, backward))
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def peer_layer(cfg: ModelConfig, liger: bool):
+    """A LlamaDecoderLayer of transformers in bf16, its norms, gated unit and rotation Liger's where asked for."""
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama as modeling
+
+    importlib.reload(modeling)  # Liger's patches stay in the module
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+    keys = dict(hidden_size=cfg.width, intermediate_size=cfg.ffn, num_hidden_layers=1, vocab_size=cfg.vocab)
+    heads = dict(num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads)
+    hf = LlamaConfig(**keys, **heads, max_position_embeddings=8192, attn_implementation="sdpa")
+    with torch.device(DEVICE):
+        layer = modeling.LlamaDecoderLayer(hf, 0).to(BF16)
+        rotation = modeling.LlamaRotaryEmbedding(hf)
+    return layer.train(), rotation
+
+
+def time_peer(b: Block, liger: bool, compile: bool) -> float:
+    """Seconds of forward and backward; gradients of weights are added to what is there, as ours are."""
+    layer, rotation = peer_layer(b.cfg, liger)
+    x = b.x[None].clone().requires_grad_()
+    position_ids = torch.arange(x.shape[1], device=DEVICE)[None]
+    rotated = rotation(x, position_ids)
+    call = torch.compile(layer, dynamic=False) if compile else layer
+
+    def both():
+        y = call(x, attention_mask=None, position_ids=position_ids, position_embeddings=rotated)
+        y.backward(b.dy[None])
+        x.grad = None
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        both()
+        return seconds(both, 300)
+
+
+def peers(b: Block) -> dict[str, float]:
+    found = {}
+    for name, liger, compile in (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True)):
+        try:
+            found[f"transformers, {name}"] = time_peer(b, liger, compile)
+        except ImportError:  # no Liger here
+            continue
+        except Exception as e:  # a peer that this torch cannot compile is no peer
+            print(f"transformers, {name}: {type(e).__name__}: {str(e).splitlines()[0][:100]}")
+        torch._dynamo.reset()
+    return found
+
+
+# ---------------------------------------------------------------- reports
+
+
+def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
+    b = make_block(cfg, N)
+    b.both()
+    ours = seconds(b.forward, 200), seconds(b.backward, 200)
+    together = seconds(b.both, 300)
+    gemms, attention = products(b), best_attention(b)
+    parts = [gemms[i] + attention[i][0] for i in range(2)]
+    print(f"{name} block, {N} tokens")
+    for what, t, gemm, (attend, who) in zip(("forward", "backward"), ours, gemms, attention, strict=True):
+        print(f"  {what:8s} {t * 1e3:7.3f} ms, parts {(gemm + attend) * 1e3:7.3f} = products {gemm * 1e3:7.3f} + "
+              f"attention {attend * 1e3:6.3f} ({who}): {(gemm + attend) / t:.3f}", flush=True)  # fmt: skip
+    print(f"  together {together * 1e3:7.3f} ms, parts {sum(parts) * 1e3:7.3f}: {sum(parts) / together:.3f}")
+    found = peers(b) if with_peers else {}
+    for who, t in found.items():
+        print(f"  {who}: {t * 1e3:.3f} ms, ours {t / together:.3f} times as fast", flush=True)
+    return dict(block=name, tokens=N, forward=ours[0], backward=ours[1], together=together, products=gemms,
+                attention=attention, peers=found)  # fmt: skip
+
+
+def looped(run: Callable, n: int = 50) -> tuple[float, float]:
+    """(host seconds, wall seconds) a call, over n calls."""
+    run()
+    torch.cuda.current_stream().synchronize()
+    start = time.perf_counter()
+    for _ in range(n):
+        run()
+    host = time.perf_counter() - start
+    torch.cuda.current_stream().synchronize()
+    return host / n, (time.perf_counter() - start) / n
+
+
+def captured(run: Callable) -> Callable:
+    """`run` as a CUDA graph: the same kernels with no gaps between them."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def busy(name: str, cfg: ModelConfig, N: int) -> dict:
+    """How much of the wall time of a loop of blocks the GPU works: the time of a graph of them over it."""
+    b = make_block(cfg, N)
+    b.both()
+    host, wall = looped(b.both)
+    _, gpu = looped(captured(b.both))
+    print(f"{name} block, {N} tokens: host {host * 1e6:.0f} us, wall {wall * 1e6:.0f} us, GPU {gpu * 1e6:.0f} us, "
+          f"busy {gpu / wall:.3f}", flush=True)  # fmt: skip
+    return dict(block=name, tokens=N, host=host, wall=wall, gpu=gpu)
+
+
+def profile(name: str, cfg: ModelConfig, N: int) -> None:
+    b = make_block(cfg, N)
+    b.both()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        for _ in range(5):
+            b.both()
+        torch.cuda.current_stream().synchronize()
+    kernels = sorted(p.key_averages(), key=lambda k: -k.device_time_total)
+    total = sum(k.device_time_total for k in kernels)
+    print(f"{name} block, {N} tokens: {total / 5:.0f} us in kernels")
+    for k in kernels[:24]:
+        print(
+            f"  {k.device_time_total / 5:8.1f} us {k.device_time_total / total:6.3f} {k.count // 5:3d} x {k.key[:90]}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peers", action="store_true", help="time transformers too")
+    parser.add_argument("--small", action="store_true", help="how busy small models keep the GPU")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if args.small:
+        rows = [busy(name, cfg, 4096) for name, cfg in SMALL.items()]
+    else:
+        if args.profile:
+            for name, cfg in LARGE.items():
+                profile(name, cfg, 8192)
+        rows = [report(name, cfg, 8192, args.peers) for name, cfg in LARGE.items()]
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump(rows, f, indent=1)
+
+
+if __name__ == "__main__":
+    main()

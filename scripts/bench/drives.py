@@ -1,0 +1,258 @@
+"""What the drive can do, what the store makes of it, and the ratio: reading, writing, and both as the optimizer does.
+
+    python scripts/bench/drives.py --dir /nvme/tmp --json out.json
+
+The store streams the units of a model. The ceiling moves the blocks of the same files to and from the same memory,
+because speed depends on where both lie: the best over way, block size and number in flight. Both run in turn, since
+speed also drifts, and the ratio is the median of the rounds' ratios. Everything is written into a folder of its own
+under --dir and removed afterwards. GB are 1e9 bytes; `mixed` counts the bytes of both directions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from trireme.storage.aio import File, address_of, arena
+from trireme.storage.devices import is_direct
+from trireme.storage.files import check_space
+from trireme.storage.kernel_aio import KernelIO
+from trireme.storage.layout import ALIGN, sequential
+from trireme.storage.shards import Store
+
+MIB = 1 << 20
+KINDS = ("read", "write", "mixed")
+CEILING = [(w, b * MIB, depth) for w in ("threads", "kernel aio") for b in (4, 16, 64) for depth in (1, 2, 4, 8)]
+AHEAD = 2  # units in flight in each direction, as the engine has
+
+
+class Raw:
+    """The ceiling: blocks of the same files, moved by plain threads or kernel AIO, and nothing else."""
+
+    def __init__(self, folder: Path, slots: list[memoryview]):
+        """`folder` holds the files of a store: two versions of every unit, and spares. `slots`: a unit's bytes each."""
+        direct = is_direct(folder)
+        self.files = [File(path, direct) for path in sorted(folder.glob("*.safetensors"))]
+        self.slots, self.passes = slots, 0
+
+    def run(self, kind: str, way: str, block: int, depth: int, share: float = 1.0) -> float:
+        """Bytes per second over `share` of one half of the files, `depth` blocks in flight (each way when mixed).
+
+        Mixed: one half is read while the other is written.
+        """
+        self.passes += 1
+        half = int(len(self.files) // 2 * share)
+        lanes = []
+        for write in (False, True):
+            files = self.files[(self.passes + write) % 2 :: 2][:half]
+            slots = self.slots if kind != "mixed" else self.slots[write::2]
+            lanes.append(
+                [piece for i, file in enumerate(files) for piece in self._pieces(file, slots[i % len(slots)], block)]
+            )
+        directions = {"read": [False], "write": [True], "mixed": [False, True]}[kind]
+        start = time.perf_counter()
+        (self._threads if way == "threads" else self._kernel)(directions, lanes, block, depth)
+        seconds = time.perf_counter() - start
+        return sum(len(view) for write in directions for _, _, view in lanes[write]) / seconds
+
+    @staticmethod
+    def _pieces(file: File, slot: memoryview, block: int) -> list[tuple[File, int, memoryview]]:
+        """A file's data in blocks; its header, the first 4,096 bytes, is left alone."""
+        return [(file, ALIGN + at, slot[at : at + block]) for at in range(0, len(slot), block)]
+
+    def _threads(self, directions: list[bool], lanes: list[list], block: int, depth: int) -> None:
+        def work(write: bool, lane: int) -> None:
+            call = os.pwritev if write else os.preadv
+            for file, at, view in lanes[write][lane::depth]:
+                if call(file.fd, [view], at) != len(view):
+                    raise OSError(f"short transfer at {at} of {file.path}")
+
+        with ThreadPoolExecutor(2 * depth) as pool:
+            for job in [pool.submit(work, write, lane) for write in directions for lane in range(depth)]:
+                job.result()
+
+    def _kernel(self, directions: list[bool], lanes: list[list], block: int, depth: int) -> None:
+        io, waiting = KernelIO(block, depth, depth), []
+        for i in range(len(lanes[0])):
+            for write in directions:
+                if i >= depth:
+                    waiting[len(waiting) - depth * len(directions)].result()
+                waiting.append((io.write if write else io.read)(*lanes[write][i]))
+        for request in waiting:
+            request.result()
+        io.close()
+
+
+class Ours:
+    """The store, with a model's units of `unit` bytes each."""
+
+    def __init__(self, dirs: list[Path], nbytes: int, unit: int):
+        layout = sequential([("state", "U8", (unit,))])
+        self.store, self.unit = Store.create(dirs), layout.span
+        self.names = [f"unit-{i:03d}" for i in range(max(4, nbytes // unit))]
+        for name in self.names:
+            self.store.add(name, layout)
+        self.store.reserve()
+        self.slots = [noise(layout.span, i) for i in range(2 * AHEAD)]
+        for _ in range(2):  # the current version and its successor
+            self.run("write")
+
+    def run(self, kind: str) -> float:
+        """Bytes per second of one pass over all units; mixed: unit i is read while unit i - AHEAD is written."""
+        reads: list[Future] = []
+        writes: list[Future] = []
+        start = time.perf_counter()
+        for i, name in enumerate(self.names):
+            slot = self.slots[i % len(self.slots)]
+            if kind == "read":
+                if i >= AHEAD:
+                    reads[i - AHEAD].result()
+                reads.append(self.store.read(name, slot))
+            elif kind == "write":
+                if i >= AHEAD:
+                    writes[i - AHEAD].result()
+                writes.append(self.store.write(name, slot))
+            else:
+                if i >= 2 * AHEAD:
+                    writes[i - 2 * AHEAD].result()  # the slot is free
+                reads.append(self.store.read(name, slot))
+                if i >= AHEAD:
+                    self._write_back(i - AHEAD, reads, writes)
+        if kind == "mixed":
+            for i in range(len(self.names) - AHEAD, len(self.names)):
+                self._write_back(i, reads, writes)
+        for request in reads + writes:
+            request.result()
+        return (2 if kind == "mixed" else 1) * len(self.names) * self.unit / (time.perf_counter() - start)
+
+    def _write_back(self, i: int, reads: list[Future], writes: list[Future]) -> None:
+        reads[i].result()
+        writes.append(self.store.write(self.names[i], self.slots[i % len(self.slots)]))
+
+
+def noise(nbytes: int, seed: int) -> memoryview:
+    """Random bytes: a drive that compresses or drops zeros gains nothing."""
+    buffer = arena(nbytes)
+    words = np.frombuffer(buffer, np.uint64)
+    words[:] = np.random.default_rng(seed).integers(0, 1 << 63, len(words), np.uint64)
+    return buffer
+
+
+def beside_busy_loop(job: Callable[[], float]) -> float:
+    """job() in a thread while the main thread computes in Python without a pause."""
+    result: list[float] = []
+    thread = threading.Thread(target=lambda: result.append(job()))
+    thread.start()
+    x = 0
+    while thread.is_alive():
+        x = (x * 31 + 7) % 1_000_003
+    return result[0]
+
+
+def resident(folder: Path) -> int:
+    """Bytes of the folder's files in the page cache; -1 where the kernel does not tell."""
+    libc, total = ctypes.CDLL(None), 0
+    for path in folder.iterdir():
+        size = path.stat().st_size
+        with open(path, "r+b") as f, mmap.mmap(f.fileno(), size) as area:
+            pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+            if libc.mincore(ctypes.c_void_p(address_of(area)), ctypes.c_size_t(size), pages):
+                return -1
+            total += sum(p & 1 for p in pages) * mmap.PAGESIZE
+    return total
+
+
+def memory_mib() -> int:
+    """This process's resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
+
+
+def measure(dirs: list[Path], nbytes: int, unit: int, rounds: int) -> dict:
+    """The report, speeds in GB/s. The ceiling is of the first folder's drive."""
+    ours = Ours([d / "store" for d in dirs], nbytes, unit)
+    raw = Raw(dirs[0] / "store" / "files", ours.slots)
+    best = {kind: max(CEILING, key=lambda c, k=kind: raw.run(k, *c, share=0.25)) for kind in KINDS}
+    ceiling, speed, busy = ({kind: [] for kind in KINDS} for _ in range(3))
+    cpu = dict.fromkeys(KINDS, 0.0)
+    memory = memory_mib()
+    for _ in range(rounds):
+        for kind in KINDS:
+            ceiling[kind].append(raw.run(kind, *best[kind]) / 1e9)
+            start = time.process_time()
+            speed[kind].append(ours.run(kind) / 1e9)
+            cpu[kind] += time.process_time() - start
+            busy[kind].append(beside_busy_loop(lambda k=kind: ours.run(k)) / 1e9)
+    memory = memory_mib() - memory
+    streamed = {kind: rounds * len(ours.names) * ours.unit * (1 + (kind == "mixed")) / 1e9 for kind in KINDS}
+    report = {
+        "ceiling": {kind: median(ceiling[kind]) for kind in KINDS},
+        "ours": {kind: median(speed[kind]) for kind in KINDS},
+        "ratio": {kind: paired(speed[kind], ceiling[kind]) for kind in KINDS},
+        "busy_main_thread": {kind: paired(busy[kind], speed[kind]) for kind in KINDS},
+        "cpu_seconds_per_gb": {kind: cpu[kind] / streamed[kind] for kind in KINDS},
+        "ceiling_way_block_depth": best,
+        "rounds": {"ceiling": ceiling, "ours": speed, "ours_beside_busy_main_thread": busy},
+        "page_cache_mib": resident(dirs[0] / "store" / "files") >> 20,
+        "memory_growth_mib": memory,
+        "bytes": len(ours.names) * ours.unit,
+        "unit_bytes": ours.unit,
+        "back_end": [str(device.io) for device in ours.store.devices],
+    }
+    ours.store.close()
+    for file in raw.files:
+        file.close()
+    return report
+
+
+def paired(a: list[float], b: list[float]) -> float:
+    """Median of the rounds' ratios."""
+    return median(x / y for x, y in zip(a, b, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", required=True, help="folder, or several with commas, each on a drive of its own")
+    parser.add_argument("--json", help="write the figures there")
+    parser.add_argument("--gb", type=float, default=4, help="size of the model's state; beyond the drive's fast cache")
+    parser.add_argument("--unit-mb", type=float, default=200, help="size of one unit")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    dirs, nbytes = [], int(args.gb * 1e9)
+    try:
+        for d in args.dir.split(","):
+            Path(d).mkdir(parents=True, exist_ok=True)
+            dirs.append(Path(tempfile.mkdtemp(prefix="bench-", dir=d)))
+        check_space(dirs[0], 3 * nbytes, "the benchmark")
+        report = measure(dirs, nbytes, int(args.unit_mb * 1e6), args.rounds)
+    finally:
+        for d in dirs:
+            shutil.rmtree(d)
+    print(f"{'GB/s':20}" + "".join(f"{kind:>10}" for kind in KINDS))
+    for row in ("ceiling", "ours", "ratio", "busy_main_thread", "cpu_seconds_per_gb"):
+        print(f"{row[:18]:20}" + "".join(f"{report[row][kind]:10.3f}" for kind in KINDS))
+    print(
+        f"{report['bytes'] / 1e9:.1f} GB of state streamed {2 * args.rounds} times each way by {report['back_end']}:",
+        end=" ",
+    )
+    print(f"{report['page_cache_mib']} MiB of it in the page cache, memory {report['memory_growth_mib']:+} MiB")
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Other implementations of the same ops, found by import: what torch carries, and Liger.
+
+Each function takes an op's own arguments and returns name -> (what to run, the share of the op's work that it does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trireme.kernels import reference
+
+Peers = dict[str, tuple[Callable, float]]
+
+
+def compiled(op: str, args: tuple, kwargs: dict) -> Peers:
+    """The reference under torch.compile; for attention FlexAttention. Nothing where that is no sensible rival."""
+    if op == "attention_fwd":
+        return {"FlexAttention": (flex_attention(*args)[0], 1.0)}
+    if op == "attention_bwd":
+        dout, q, k, v, _, _, docs, scale, *_ = args
+        return {"FlexAttention": (flex_attention(q, k, v, docs, scale, dout)[1], 1.0)}
+    if op in ("adamw_", "embedding_bwd_", "linear_cross_entropy"):  # loops and sorts on the host
+        return {}
+    plain = getattr(reference, op)
+    if op == "sum_squares":  # in whatever order is fastest
+        plain = lambda x: x.float().square().sum()
+    plain = torch.compile(plain, dynamic=False)
+    return {"torch.compile": (lambda: plain(*args, **kwargs), 1.0)}
+
+
+def liger(op: str, args: tuple, kwargs: dict) -> Peers:
+    """Liger's kernel of the same work, or nothing."""
+    try:
+        make = _LIGER[op]
+        return {"Liger": make(*args, **kwargs)}
+    except (ImportError, KeyError):
+        return {}
+
+
+def _rmsnorm_fwd(x, w, eps, residual=None):
+    from liger_kernel.ops import fused_add_rms_norm, rms_norm
+
+    if residual is None:
+        return partial(rms_norm.rms_norm_forward, x, w, eps, 0.0, "llama", None), 1.0
+    return partial(fused_add_rms_norm.fused_add_rms_norm_forward, x, residual, w, eps, 0.0, "llama"), 1.0
+
+
+def _rmsnorm_bwd(dy, h, w, rstd, dw, dresidual=None):
+    from liger_kernel.ops import fused_add_rms_norm, rms_norm
+
+    if dresidual is None:
+        _, h, rstd, block, warps, mode = rms_norm.rms_norm_forward(h, w, 1e-5, 0.0, "llama", None)
+        return partial(rms_norm.rms_norm_backward, dy, h, w, rstd, 0.0, mode, block, warps, False, None), 1.0
+    _, s, rstd, *settings, mode = fused_add_rms_norm.fused_add_rms_norm_forward(h, h, w, 1e-5, 0.0, "llama")
+    run = fused_add_rms_norm.fused_add_rms_norm_backward
+    return partial(run, dy, dresidual, s, w, rstd, 0.0, mode, *settings, False), 1.0
+
+
+def _layernorm_fwd(x, w, b, eps, residual=None):
+    from liger_kernel.ops import layer_norm
+
+    if residual is not None:
+        raise KeyError("Liger has no addition before LayerNorm")
+    return partial(layer_norm.layer_norm_forward, x, w, b, eps), 1.0
+
+
+def _layernorm_bwd(dy, h, w, mean, rstd, dw, db, dresidual=None):
+    from liger_kernel.ops import layer_norm
+
+    if dresidual is not None:
+        raise KeyError("Liger has no addition before LayerNorm")
+    return partial(layer_norm.layer_norm_backward, dy, h, w, torch.zeros_like(w), mean, rstd), 1.0
+
+
+def _gated(name: str, gate_up):
+    from liger_kernel.ops import geglu, swiglu
+
+    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))
+    return partial(getattr({"swiglu": swiglu, "geglu": geglu}[name], f"{name}_forward"), gate, up), 1.0
+
+
+def _gated_bwd(name: str, dy, gate_up):
+    from liger_kernel.ops import geglu, swiglu
+
+    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))  # overwritten; the product itself is not computed again
+    return partial(getattr({"swiglu": swiglu, "geglu": geglu}[name], f"{name}_backward"), gate, up, dy), 5 / 6
+
+
+def _rope(x, cos, sin, positions):
+    from liger_kernel.ops import rope
+
+    q, k = (t[None].transpose(1, 2) for t in (x[:, :32].contiguous(), x[:, 32:].contiguous()))
+    wide = [torch.cat((t, t), 1) for t in (cos, sin)]
+    return partial(rope.rope_forward, q, k, *wide), 1.0
+
+
+def _linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk):
+    from liger_kernel.ops import fused_linear_cross_entropy as module
+
+    def run():  # its forward computes the gradients of tensors that want one, and wants autograd off
+        with torch.no_grad():
+            module.fused_linear_cross_entropy_forward(x, w, labels)
+
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    return run, 1.0
+
+
+_LIGER = {
+    "rmsnorm_fwd": _rmsnorm_fwd,
+    "rmsnorm_bwd": _rmsnorm_bwd,
+    "layernorm_fwd": _layernorm_fwd,
+    "layernorm_bwd": _layernorm_bwd,
+    "swiglu_fwd": partial(_gated, "swiglu"),
+    "swiglu_bwd": partial(_gated_bwd, "swiglu"),
+    "geglu_fwd": partial(_gated, "geglu"),
+    "geglu_bwd": partial(_gated_bwd, "geglu"),
+    "rope_": _rope,
+    "linear_cross_entropy": _linear_cross_entropy,
+}
+
+
+# ---------------------------------------------------------------- attention
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, batch: int, scale: float) -> tuple[Peers, Peers]:
+    """cuDNN and FlashAttention-2 as torch carries them, (forward, backward), on documents of one length."""
+    group = q.shape[1] // k.shape[1]
+    view = lambda t: t.unflatten(0, (batch, -1)).transpose(1, 2)
+    q, dout = view(q), view(dout)
+    k, v = (view(t.repeat_interleave(group, 1)) for t in (k, v))
+    fwd: Peers = {}
+    bwd: Peers = {}
+    aten = torch.ops.aten
+    try:
+        run = partial(aten._scaled_dot_product_cudnn_attention, q, k, v, None, True, 0.0, True, False, scale=scale)
+        o, lse, cq, ck, mq, mk, seed, offset, _ = run()
+        grad = partial(
+            aten._scaled_dot_product_cudnn_attention_backward,
+            dout, q, k, v, o, lse, seed, offset, None, cq, ck, mq, mk, 0.0, True, scale=scale,
+        )  # fmt: skip
+        grad()
+        fwd["cuDNN"], bwd["cuDNN"] = (run, 1.0), (grad, 1.0)
+    except RuntimeError:  # no such kernel for this chip or head width
+        pass
+    try:
+        run = partial(aten._scaled_dot_product_flash_attention, q, k, v, 0.0, True, False, scale=scale)
+        o, lse, cq, ck, mq, mk, seed, offset, _ = run()
+        grad = partial(
+            aten._scaled_dot_product_flash_attention_backward,
+            dout, q, k, v, o, lse, cq, ck, mq, mk, 0.0, True, seed, offset, scale=scale,
+        )  # fmt: skip
+        grad()
+        fwd["FlashAttention-2"], bwd["FlashAttention-2"] = (run, 1.0), (grad, 1.0)
+    except RuntimeError:
+        pass
+    return fwd, bwd
+
+
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, docs, scale: float, dout: Tensor | None = None):
+    """FlexAttention's (forward, backward): causal within packed documents. The backward is None without dout."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    N = q.shape[0]
+    document = torch.repeat_interleave(torch.arange(len(docs.lengths)), torch.tensor(docs.lengths)).to(q.device)
+    visible = lambda b, h, i, j: (i >= j) & (document[i] == document[j])
+    mask = create_block_mask(visible, None, None, N, N, device=q.device, _compile=True)
+    leaves = [t.transpose(0, 1)[None].detach().requires_grad_(dout is not None) for t in (q, k, v)]
+    call = torch.compile(partial(flex_attention, block_mask=mask, scale=scale, enable_gqa=True), dynamic=False)
+    out = call(*leaves)
+    if dout is None:
+        return partial(call, *leaves), None
+    return None, partial(torch.autograd.grad, out, leaves, dout.transpose(0, 1)[None], retain_graph=True)

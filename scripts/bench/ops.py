@@ -1,0 +1,268 @@
+"""Kernel speed against the ceilings of the same run.
+
+    python scripts/bench/ops.py                     every op, at the shapes of LLaMA-3-8B and LLaMA-2-13B blocks
+    python scripts/bench/ops.py attention --json results.json
+    python scripts/bench/ops.py --peers             also what torch carries, torch.compile, Liger if installed
+    python scripts/bench/ops.py --host              what a call costs the host
+    python scripts/bench/ops.py --flush write       with an L2 full of lines that others wrote before each call
+    python scripts/bench/ops.py --tune              attention tiles tried out, for kernels/launch.py
+
+Each op is counted at its own smallest traffic (every input read once, every output written once) or at its own FLOPs.
+It is first compared with the reference; no figure is printed for an op that is wrong. Times are medians with nothing of
+the inputs in L2. What is there instead matters: lines that were written must go to memory while the op runs. So before
+each call that is bound by memory the same op runs on other tensors, and leaves what such an op leaves: then each call
+pays for as many writes as it makes. `--flush write` fills the L2 with written lines (as triton.testing.do_bench does),
+`--flush read` with lines that cost nothing; peers and the copy, the ceiling, are timed the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import op_peers
+import torch
+import triton
+from block_parts import product_rate
+from op_cases import DEVICE, GROUPS, PACKED, Case, attention_inputs, randn
+from triton.testing import do_bench
+
+from trireme.kernels import launch, ops, reference
+from trireme.kernels.attention import attention as attention_module
+from trireme.kernels.launcher import Fixed, Kernel
+
+TILES = [(64, k, 4, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]  # rows, columns, warps, stages
+TILES += [(128, k, 8, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]
+
+
+def seconds(run: Callable, rep: int = 60, flush: Callable | None = None) -> float:
+    """Median time of `run`, launch included, over up to `rep` milliseconds of calls, each after `flush`."""
+    if flush is None:
+        return do_bench(run, warmup=10, rep=rep, return_mode="median") * 1e-3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    busy = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    times: list[float] = []
+    while len(times) < 13 or (sum(times) < rep and len(times) < 103):
+        busy.zero_()  # 300 us, in which the host gets ahead
+        kept = flush()  # results are kept, so that the next ones lie elsewhere
+        start.record()
+        kept = kept, run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:]) * 1e-3
+
+
+FLUSHES = ["same", "write", "read"]
+
+
+def flusher(flush: str, op: Callable) -> Callable | None:
+    """What runs before each call: `op`, on other tensors; a read of 256 MiB; None where do_bench is to write them."""
+    lines = torch.zeros(1 << 25, dtype=torch.int64, device=DEVICE)
+    return {"same": op, "read": lines.sum, "write": None}[flush]
+
+
+def ceilings() -> tuple[float, float]:
+    """FLOP/s of an 8192^3 product in bf16: for 0.1 s after a pause, and under lasting load, its clock lowered."""
+    a, b = randn(8192, 8192), randn(8192, 8192)
+    return 2 * 8192**3 / seconds(lambda: a @ b), product_rate(torch.device(DEVICE))
+
+
+def copied(flush: str, n: int = 1 << 28) -> float:
+    """Bytes/s of a copy of n bytes, read + write."""
+    x, y, x2, y2 = torch.randint(256, (4, n), dtype=torch.uint8, device=DEVICE)
+    return 2 * n / seconds(lambda: y.copy_(x), flush=flusher(flush, lambda: y2.copy_(x2)))
+
+
+def error(case: Case) -> float:
+    """The largest relative error, against the reference, among all results and all arguments that are written."""
+    found = []
+    for module in (ops, reference):
+        copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
+        results = getattr(module, case.op)(*copies, **case.kwargs)
+        results = results if isinstance(results, tuple) else (results,)
+        found.append([t for t in (*results, *copies) if torch.is_tensor(t) and t.is_floating_point()])
+        del copies, results
+    norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))
+    return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))
+
+
+PEERS = ["torch", "liger", "compile"]  # what torch carries; Liger if installed; torch.compile and FlexAttention
+
+
+def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]) -> list[dict]:
+    """Prints and returns the figures of one case; copies: what empties the L2 -> bytes/s of a copy."""
+    wrong = error(case)
+    torch.cuda.empty_cache()
+    if not wrong <= case.bound:
+        print(f"{case.op:22s} {case.label:38s} WRONG: relative error {wrong:.1e}")
+        return []
+    runs = {"ours": (lambda: getattr(ops, case.op)(*case.args, **case.kwargs), 1.0)}
+    makers = dict(torch=lambda *_: case.peers(), liger=op_peers.liger, compile=op_peers.compiled)
+    for kind in peers:
+        try:
+            runs |= makers[kind](case.op, case.args, case.kwargs)
+        except Exception as e:  # a peer that does not run here is no peer
+            print(f"{case.op:22s} {case.label:38s} {kind}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
+    ways = {"write": matmul} if case.flops else copies  # the L2 is nothing to a product
+    others = [] if case.flops else [a.clone() if torch.is_tensor(a) else a for a in case.args]
+    rows = []
+    for (who, (run, share)), (flush, ceiling) in itertools.product(runs.items(), ways.items()):
+        t = seconds(run, flush=flusher(flush, lambda: getattr(ops, case.op)(*others, **case.kwargs)))
+        rate, unit = share * case.work / t, "TFLOP/s" if case.flops else f"TB/s after {flush}"
+        print(
+            f"{case.op:22s} {case.label:38s} {who:13s} {t * 1e6:9.1f} us {rate / 1e12:8.2f} {unit:16s} "
+            f"{rate / ceiling:5.2f}  error {wrong:.1e}",
+            flush=True,
+        )
+        figures = dict(seconds=t, rate=rate, fraction=rate / ceiling)
+        rows.append(dict(op=case.op, shape=case.label, who=who, flush=flush, **figures))
+    return rows
+
+
+# ---------------------------------------------------------------- launches
+
+
+def host_seconds(run: Callable, calls: int = 50) -> float:
+    """Seconds that the host takes for `run`, in the best of 30 loops of calls that the GPU's queue has room for."""
+    times = []
+    for _ in range(30):
+        torch.cuda.current_stream().synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        times.append(time.perf_counter() - start)
+    return min(times) / calls
+
+
+def host() -> list[dict]:
+    """Prints and returns host microseconds of a call, allocations and all its launches included, on tiny inputs."""
+    N, D = 64, 512
+    x, dy, w, gate_up = randn(N, D), randn(N, D), randn(D), randn(N, 2 * D)
+    rstd, dw, clip = torch.ones(N, device=DEVICE), torch.zeros(D, device=DEVICE), torch.ones(1, device=DEVICE)
+    flat, m, v = torch.zeros(3, 4096, device=DEVICE)
+    cos, sin = (t.to(DEVICE) for t in ops.rope_table(torch.ones(32), N))
+    a, dense = attention_inputs([N], 8, 8, 64), attention_inputs([1024], 2, 2, 128)
+    out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
+    options = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, n_decay=4096, step=10)
+    calls = {
+        "rmsnorm_fwd": lambda: ops.rmsnorm_fwd(x, w, 1e-5),
+        "rmsnorm_bwd, 2 launches": lambda: ops.rmsnorm_bwd(dy, x, w, rstd, dw),
+        "swiglu_fwd": lambda: ops.swiglu_fwd(gate_up),
+        "swiglu_bwd": lambda: ops.swiglu_bwd(dy, gate_up),
+        "rope_": lambda: ops.rope_(a.q, cos, sin, a.docs.positions),
+        "attention_fwd": lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale),
+        "attention_fwd by cuDNN": lambda: ops.attention_fwd(dense.q, dense.k, dense.v, dense.docs, dense.scale),
+        "attention_bwd, 2 launches": lambda: ops.attention_bwd(
+            a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv
+        ),
+        "adamw_": lambda: ops.adamw_(flat, None, m, v, flat, clip, **options),
+    }
+    ours, rows = (Kernel._launch, Fixed.__call__), []
+    by_triton = (
+        lambda kernel, grid, *args, **options: kernel.fn[grid](*args, **options),
+        lambda fixed, n, *args: fixed.kernel.fn[(n,)](*itertools.chain(*args), *fixed.rest, **fixed.options),
+    )
+    for name, run in calls.items():
+        times = []
+        for Kernel._launch, Fixed.__call__ in (ours, by_triton):
+            times.append(host_seconds(run))
+        Kernel._launch, Fixed.__call__ = ours
+        print(
+            f"{name:26s} {times[0] * 1e6:6.1f} us of host time, by Triton's own launch {times[1] * 1e6:6.1f}",
+            flush=True,
+        )
+        rows.append(dict(op=name, host=times[0], host_by_triton=times[1]))
+    return rows
+
+
+# ---------------------------------------------------------------- tuning
+
+
+def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
+    """Seconds of the forward or the whole backward with one kernel's tile changed; inf where it fails."""
+    before = getattr(launch, f"attention_{kernel}")
+    setattr(launch, f"attention_{kernel}", lambda *_: launch.Tile(*tile))
+    try:
+        attention_module._forward.cache_clear()
+        attention_module._backward.cache_clear()
+        a = attention_inputs(lengths, H, K, d)
+        out, lse = torch.empty_like(a.dout), torch.zeros(H, len(a.q), device=DEVICE)
+        if kernel == "fwd":
+            run = lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale, out=out)
+        else:
+            out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
+            run = lambda: ops.attention_bwd(a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
+        run()
+        return seconds(run) if time else 0.0
+    except Exception:  # out of resources, or not compilable: a tile that is no candidate
+        return float("inf")
+    finally:
+        setattr(launch, f"attention_{kernel}", before)
+
+
+def tune(widths: list[int]) -> None:
+    """Prints the times of every tile that runs, best first. Compiles in parallel beforehand."""
+    jobs = []
+    for d in widths:
+        for kernel in ("fwd", "dq", "dkv"):
+            for rows, columns, warps, stages in TILES:
+                if d * columns * stages <= 128 * 64 * 5:  # what shared memory can hold
+                    q, k = (columns, rows) if kernel == "dkv" else (rows, columns)
+                    jobs.append((kernel, (q, k, warps, stages), d))
+    with ProcessPoolExecutor(12, get_context("spawn")) as pool:
+        list(pool.map(compile_tile, jobs))
+    for d, lengths in itertools.product(widths, ([4096] * 2, PACKED)):
+        times = {"fwd": [], "dq": [], "dkv": []}
+        for kernel, tile, _ in (job for job in jobs if job[2] == d):
+            times[kernel].append((try_tile(kernel, tile, lengths, 32, 8 if d == 128 else 32, d, True), tile))
+        for kernel, tried in times.items():
+            shown = "  ".join(f"{tile} {t * 1e6:.0f}" for t, tile in sorted(tried)[:8])
+            print(f"d{d} {len(lengths)} documents {kernel}: {shown}", flush=True)
+
+
+def compile_tile(job: tuple) -> None:
+    kernel, tile, d = job
+    try_tile(kernel, tile, [300], 32, 8 if d == 128 else 32, d, False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; all when none is named")
+    parser.add_argument("--only", default="", help="only cases whose op and shape contain this")
+    parser.add_argument("--flush", nargs="+", choices=FLUSHES, default=["same"], help="what empties the L2")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="time other implementations too: all, or those named")
+    parser.add_argument(
+        "--tune", type=int, nargs="*", metavar="WIDTH", help="try attention tiles for these head widths"
+    )
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--host", action="store_true", help="time the host's share of small calls instead")
+    args = parser.parse_args()
+    if args.host:
+        host()
+        return None
+    if args.tune is not None:
+        return tune(args.tune or [64, 128])
+    matmul, sustained = ceilings()
+    copies = {flush: copied(flush) for flush in args.flush}
+    peers = PEERS if args.peers == [] else args.peers or []
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"ceilings: matmul {matmul / 1e12:.0f} TFLOP/s, {sustained / 1e12:.0f} after a second of it")
+    for flush, copy in copies.items():
+        print(f"copy of 256 MiB {copy / 1e12:.2f} TB/s, of 64 MiB {copied(flush, 1 << 26) / 1e12:.2f}, after {flush}")
+    cases = (case for g in args.groups or GROUPS for case in GROUPS[g]() if args.only in f"{case.op} {case.label}")
+    rows = [row for case in cases for row in report(case, peers, matmul, copies)]
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump(dict(device=name, matmul=matmul, sustained=sustained, copies=copies, rows=rows), f, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Other trainers beside Trireme, in one run: python scripts/bench/rivals.py table
+
+One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
+
+`torch` is transformers with torch's fused AdamW on bf16, all on the GPU; `zero-offload` is DeepSpeed, which has to be
+installed, with fp32 AdamW on the CPU. Liger's kernels are used where they are installed. A rival computes a step as one
+micro-batch, which moves each weight and gradient the fewest times, without clipping, and recomputes as few blocks as
+its memory allows, of the shares in `--recompute`: the fastest counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from model_shapes import MODELS
+from step import forget_peaks, make_batch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trireme.engine.amounts import size
+from trireme.engine.planner.machine import choose_device, memory_in_use
+from trireme.models import shapes
+
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+ADAMW = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01)
+GPU = "--gpu-memory 24GiB"
+# (rival, model, tokens of a step, the rival's options, Trireme's options)
+LINES = (
+    ("zero-offload", "llama-1.3b", 8192, GPU, f"{GPU} --ram 60GiB"),
+    ("zero-offload", "llama-1.3b", 32768, GPU, f"{GPU} --ram 60GiB"),
+    ("zero-offload", "llama-3b", 32768, GPU, f"{GPU} --ram 60GiB"),
+    ("torch", "llama-1.3b", 32768, "", "--ram 60GiB"),
+)
+
+
+# ---------------------------------------------------------------- the rivals
+
+
+def transformers_model(cfg, device: torch.device):
+    """transformers' LLaMA of that shape in bf16 with random weights, every block set to be recomputed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    keys = dict(vocab_size=cfg.vocab, hidden_size=cfg.width, intermediate_size=cfg.ffn, num_hidden_layers=cfg.n_layers)
+    config = LlamaConfig(**keys, num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads, use_cache=False)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def torch_rival(model):
+    """A step of plain torch: ids [rows, seq] -> loss."""
+    adamw = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(ids: torch.Tensor) -> float:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def zero_rival(model):
+    """A step of DeepSpeed with the optimizer in pinned RAM: ids [rows, seq] -> loss."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    deepspeed.init_distributed()
+    zero = {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 2 * 10**8,
+        "allgather_bucket_size": 2 * 10**8,
+    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    adamw = DeepSpeedCPUAdam(model.parameters(), **ADAMW)
+    engine = deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
+
+    def step(ids: torch.Tensor) -> float:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+RIVALS = {"torch": torch_rival, "zero-offload": zero_rival}
+
+
+# ---------------------------------------------------------------- one rival
+
+
+def timed(a, step, cfg, device: torch.device) -> tuple[list[float], list[float]]:
+    """(seconds of each timed step, every loss)."""
+    times, losses = [], []
+    for k in range(a.warmup + a.steps):
+        (batch,) = make_batch(cfg, a.tokens, a.seq, a.tokens // a.seq, k, None)
+        ids = torch.from_numpy(batch.ids).long().view(-1, a.seq)
+        start = time.perf_counter()
+        losses.append(step(ids.to(device)))
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        times.append(time.perf_counter() - start)
+    if not all(math.isfinite(loss) for loss in losses):
+        raise ValueError(f"losses {losses}")
+    return times[a.warmup :], losses
+
+
+def run_rival(a) -> dict:
+    """The fastest of the shares of recomputed blocks, from the largest down to the first that runs out of memory."""
+    cfg, device = MODELS[a.model], choose_device("auto")
+    if a.gpu_memory:
+        torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
+    model = transformers_model(cfg, device)
+    step, tried = RIVALS[a.rival](model), []
+    for share in a.recompute:
+        for k, block in enumerate(model.model.layers):
+            block.gradient_checkpointing = k < share * cfg.n_layers
+        forget_peaks(device)
+        try:
+            with sdpa_kernel(ATTENTION, set_priority=True):
+                times, losses = timed(a, step, cfg, device)
+        except torch.OutOfMemoryError:
+            print(f"{share:.0%} of blocks recomputed: out of GPU memory")
+            break
+        gpu, step_s = memory_in_use(device)[0], statistics.median(times)
+        tried.append({"step_s": step_s, "steps_s": times, "losses": losses, "recomputed": share, "gpu_gib": gpu})
+        print(f"{share:.0%} of blocks recomputed: step {step_s:.3f} s, loss {losses[0]:.4f} -> {losses[-1]:.4f}, "
+              f"peak {gpu:.2f} GiB", flush=True)  # fmt: skip
+    if not tried:
+        sys.exit(f"error: {a.rival} needs more GPU memory")
+    best = min(tried, key=lambda one: one["step_s"])
+    flops = shapes.model_flops(cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq)))
+    rates = {"tokens_per_s": a.tokens / best["step_s"], "model_tflops": flops / best["step_s"] / 1e12}
+    print(f"{a.rival}, {a.model}, {a.tokens} tokens: step {best['step_s']:.3f} s, "
+          f"{rates['tokens_per_s']:.0f} tokens/s, {rates['model_tflops']:.1f} model TFLOP/s")  # fmt: skip
+    return {"rival": a.rival, "model": a.model, "tokens": a.tokens, "seq": a.seq, **best, **rates, "tried": tried}
+
+
+# ---------------------------------------------------------------- the table
+
+
+def command(script: str, options: str) -> dict | None:
+    """What a script of this folder writes with --json; None where it fails, whose output says why."""
+    print(f"$ {script} {options}", flush=True)
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        words = [sys.executable, str(Path(__file__).parent / script), *options.split(), "--json", out.name]
+        return json.load(out) if subprocess.run(words).returncode == 0 else None
+
+
+def table() -> list[dict]:
+    """Runs every line, a rival and then Trireme, prints the ratios and returns what was measured."""
+    rows = []
+    for rival, model, tokens, theirs, ours in LINES:
+        other = command("rivals.py", f"{rival} {model} --tokens {tokens} {theirs}")
+        own = command("step.py", f"{model} --tokens {tokens} {ours}")
+        rows.append({"line": f"{rival}, {model}, {tokens} tokens", "theirs": other, "ours": own})
+    print("| rival | step | Trireme | times |\n|---|---|---|---|")
+    for row in rows:
+        step, own = (row[side]["step_s"] if row[side] else math.nan for side in ("theirs", "ours"))
+        print(f"| {row['line']} | {step:.3f} s | {own:.3f} s | {step / own:.2f} |")
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("rival", choices=("table", *RIVALS))
+    p.add_argument("model", nargs="?", default="llama-1.3b", choices=[name for name in MODELS if "llama" in name])
+    p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
+    p.add_argument("--seq", type=int, default=1024)
+    p.add_argument("--gpu-memory", type=size)
+    p.add_argument(
+        "--recompute", type=lambda t: [float(s) for s in t.split(",")], default=[1, 0.75, 0.5, 0], help="shares to try"
+    )
+    p.add_argument("--warmup", type=int, default=2)
+    p.add_argument("--steps", type=int, default=3)
+    p.add_argument("--json")
+    a = p.parse_args(argv)
+    result = table() if a.rival == "table" else run_rival(a)
+    if a.json:
+        Path(a.json).write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

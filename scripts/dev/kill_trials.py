@@ -1,0 +1,51 @@
+"""python scripts/dev/kill_trials.py [--count 500] [--flips 50]: kills and flipped bits by the hundred, as a table.
+
+Trial K of any count is the same: --first K --count 1 repeats it. What went wrong stays in --work.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("--count", type=int, default=500, help="runs that are killed")
+    parser.add_argument("--flips", type=int, default=50, help="flipped bits in each kind of file")
+    parser.add_argument("--first", type=int, default=0, help="the first trial and flip")
+    parser.add_argument("--work", help="an empty folder, on the drive to be tried [a temporary one]")
+    given = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+    import torch
+    from kills import KINDS, PLACES, flip, make_bench, trial
+
+    torch.set_num_threads(1)  # a forked child has none of the others
+    work = Path(given.work or tempfile.mkdtemp(prefix="trireme-kills-"))
+    bench, wrong, begun = make_bench(work), 0, time.monotonic()
+    seeds = lambda n: range(given.first, given.first + n)
+    made = [trial(bench, seed) for seed in seeds(given.count)]
+    for place in PLACES if made else ():
+        here = [t for t in made if t.place == place]
+        kills, bad = Counter(name for t in here for name, _ in t.kills), [t for t in here if t.wrong]
+        print(f"{place:8} {len(here):4} runs  {sum(kills.values()):4} kills  {len(bad):3} wrong   killed before "
+              + ", ".join(f"{name} {n}" for name, n in kills.most_common()))  # fmt: skip
+        for t in bad:
+            print(f"         wrong: {t}")
+        wrong += len(bad)
+    for kind in KINDS if given.flips else ():
+        found = [(*flip(bench, kind, seed), seed) for seed in seeds(given.flips)]
+        count = Counter(outcome for outcome, _, _ in found)
+        bad = [f for f in found if f[0] not in ("noticed", "harmless")]
+        print(f"{kind:11} {len(found):4} flips  " + ", ".join(f"{n} {outcome}" for outcome, n in count.most_common()))
+        for outcome, what, seed in bad:
+            print(f"            {outcome}: flip {seed}, {what}")
+        wrong += len(bad)
+    print(f"{wrong} wrong in {time.monotonic() - begun:.0f} s; {work}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

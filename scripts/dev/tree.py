@@ -1,0 +1,44 @@
+"""python scripts/dev/tree.py: writes docs/tree.md, every file with the first sentence of its docstring."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tree.md"
+ROOMS = {
+    "kernels": "Triton; imports torch and triton, nothing of ours. One op, one file",
+    "kernels/attention": "causal flash attention over packed documents",
+    "models": "a block: weights, saved tensors, forward, backward; families; generation",
+    "storage": "bytes on the SSD; no torch, nothing of ours outside storage",
+    "engine": "what a step is made of",
+    "engine/data": "rows to micro-batches; no torch",
+    "engine/planner": "how a plan is found and how long it takes",
+    "engine/run": "one run, from options to the folder that it leaves",
+    "scripts": "the command",
+    "scripts/bench": "benchmarks: each prints a table and writes JSON",
+    "scripts/dev": "tools for those who work on this code",
+}
+
+
+def sentence(path: Path) -> str:
+    """The first sentence of a file's docstring, or of the comment that a C++ file begins with."""
+    text = path.read_text()
+    said = ast.get_docstring(ast.parse(text)) if path.suffix == ".py" else text.lstrip("/ *\n").split("\n\n")[0]
+    assert said, f"{path} does not say what it is for"
+    first = " ".join(said.replace("\n//", "\n").split("\n\n")[0].split())
+    return re.split(r"(?<! al)\. ", first)[0].removesuffix(".")
+
+
+def page() -> str:
+    """The text of docs/tree.md."""
+    lines = ["# Every file, one sentence", "", "Made by `python scripts/dev/tree.py` from the files' own first lines."]
+    for room, what in ROOMS.items():
+        lines += ["", f"## {room}/", "", f"{what[0].upper()}{what[1:]}.", ""]
+        files = sorted(p for p in (ROOT / room).iterdir() if p.suffix in (".py", ".cpp"))
+        lines += [f"- `{path.name}` {sentence(path)}" for path in files]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,346 @@
+"""Files and formats: every kind of file, every format, and what is said about bad ones."""
+
+import gzip
+import json
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.data.examples import Chat, Completion, Ids, Text
+from trireme.engine.data.formats import find_format, parse_map, rename
+from trireme.engine.data.rows import BadRow
+from trireme.engine.data.sources import DataFile, Reader, parse_data_file, spool
+from trireme.models.config import InputError
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def rows(path, **more):
+    return list(Reader(parse_data_file(str(path)), **more).rows())
+
+
+def values(path, **more):
+    return [row.value for row in rows(path, **more)]
+
+
+def example(row):
+    return find_format(row).read(row)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": "y"}\n'),
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "x"}\r\n\r\n  \n{"text": "y"}'),  # BOM, CRLF, blank lines, no last line end
+        ("a.json", b'[{"text": "x"}, {"text": "y"}]'),
+        ("a.json", b'\xef\xbb\xbf [\r\n {"text":\r\n "x"}\r\n,\r\n{"text": "y"}\r\n]\r\n'),
+        ("a.json", b'{"text": "x"}\n{"text": "y"}\n'),  # JSONL by another name
+        ("a.json", b'{\n"text": "x"\n}\n{\n"text": "y"}\n'),  # objects one after another
+        ("a.jsonl", b'[{"text": "x"},\n{"text": "y"}]'),  # an array by another name
+        ("a.json", b'[{"text": "x"}]\n[]\n[{"text": "y"}]'),  # arrays one after another
+        ("a.jsonl", b'[{"text": "x"}]\n[{"text": "y"}]\n'),
+        ("a.csv", b'text\nx\n"y"\n'),
+        ("a.csv", b"\xef\xbb\xbftext\r\nx\r\ny\r\n"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"text": "y"}\n')),
+        ("a.JSON.GZ", gzip.compress(b'[{"text": "x"}, {"text": "y"}]')),
+    ],
+)
+def test_the_same_rows_from_every_kind_of_file(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert values(tmp_path / name) == [{"text": "x"}, {"text": "y"}]
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        path.write_bytes(b"PAR1")
+        with pytest.raises(InputError, match="needs pyarrow"):
+            values(path)
+        return
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [TALK, TALK]}), path)
+    assert values(path) == [{"messages": TALK}] * 2
+    times = pyarrow.array([1234567890123456789], pyarrow.timestamp("ns"))  # of which Python has none
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"], "when": times}), path)
+    assert values(path) == [{"text": "x"}]
+    nested = pyarrow.StructArray.from_arrays([times], ["when"])
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["text", "text"])
+    for table, what in (pyarrow.table({"text": nested}), "can be read: Nanosecond"), (twice, "names a column twice"):
+        pyarrow.parquet.write_table(table, path)
+        with pytest.raises(InputError, match=what):
+            values(path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"] * 999}), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40] + bytes(byte ^ 255 for byte in whole[40:60]) + whole[60:])
+    with pytest.raises(InputError, match="not Parquet"):
+        values(path)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="not Parquet"):
+        values(path)
+
+
+def text_rows(path, content, **more):
+    path.write_bytes(content)
+    return [(row.value["text"], row.starts, row.ends) for row in rows(path, **more)]
+
+
+def test_text_is_parted_by_separator_lines(tmp_path):
+    path = tmp_path / "a.txt"
+    content = b"\n one\ntwo\n<|endoftext|>\n\n<|endoftext|>\nthree </s> four\n</s>\r\nfive\r\n"
+    assert text_rows(path, content) == [(" one\ntwo", True, True), ("three </s> four\n</s>\nfive", True, True)]
+    assert [t for t, *_ in text_rows(path, content, eos_token="</s>")] == [" one\ntwo", "three </s> four", "five"]
+    assert text_rows(path, b"<|endoftext|>\n\n<|endoftext|>\n") == []
+
+
+def test_a_long_text_comes_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.engine.data.rows._PIECE", 10)
+    pieces = text_rows(tmp_path / "a.txt", b"0123456789\n 01234\nabc\n\nde\n<|endoftext|>\nx\n")
+    assert pieces == [("0123456789\n 01234\n", True, False), ("abc\n\nde", False, True), ("x", True, True)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=20), min_size=1), min_size=1), st.integers(1, 30))
+def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, data, chunk):
+    from unittest import mock
+
+    path = tmp_path_factory.mktemp("json") / "a.json"
+    path.write_text(json.dumps(data, ensure_ascii=False, indent=1), encoding="utf-8", newline="")
+    with mock.patch("trireme.engine.data.rows._CHUNK", chunk):
+        assert values(path) == data
+
+
+@pytest.mark.parametrize(
+    "line, what",
+    [
+        (b'{"text": "x"', "is not JSON (Expecting ',' delimiter at character 13)"),
+        (b"[1, 2]", "holds a list, expected an object"),
+        (b'"text"', "holds a string, expected an object"),
+        (b'{"text": "a", "text": "b"}', "the key 'text' occurs twice"),
+        (b'{"text": "a\0b"}', "holds NUL bytes: damaged, or not UTF-8"),
+        (b'{"text": "\xe9"}', "is not UTF-8 (byte 0xe9 at 10)"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"input_ids": [' + b"9" * 5000 + b"]}", "holds a number of thousands of digits"),
+    ],
+)
+def test_a_bad_line_does_not_stop_the_file(tmp_path, line, what):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' + line + b'\n{"text": "y"}\n')
+    found = rows(tmp_path / "a.jsonl")
+    assert [r.number for r in found] == [1, 2, 3] and found[2].value == {"text": "y"}
+    assert isinstance(found[1].value, BadRow) and str(found[1].value) == what
+
+
+@pytest.mark.parametrize(
+    "name, content, what",
+    [
+        ("a.jsonl", b"", "is empty"),
+        ("a.xml", b"<x/>", "unknown kind of data. Expected .jsonl"),
+        ("a", b"x", "unknown kind of data"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer"),
+        ("a.txt", "text".encode("utf-16"), "is UTF-16. Convert it: iconv"),
+        ("a.txt", b"caf\xe9\n", "is not UTF-8 (invalid continuation byte)"),
+        ("a.txt", b"ok\nno\0pe\n", "line 2 holds NUL bytes"),
+        ("a.json", b'[{"text": "x"}, {"text": ]', "line 1 is not JSON: Expecting value"),
+        ("a.json", b'[{"text": "x"},\n{"text": "y"}', "line 2 is not JSON: the file ends inside the list"),
+        ("a.json", b'[{"text": "x"},\n{"text": "y', "line 2 is not JSON: Unterminated string"),
+        ("a.json", b'[{"text": "x", "text": "y"}]', "row 1: the key 'text' occurs twice"),
+        ("a.json", b'[{"text": "x"}]\nand more', "line 2 is not JSON: Expecting value"),
+        ("a.json", b'[{"input_ids": [' + b"9" * 5000 + b"]}]", "row 1 holds a number of thousands of digits"),
+        ("a.csv", b"text,text\nx,y\n", "the header names a column twice"),
+        ("a.csv", b"text\nx\0y\n", "line 2 holds NUL bytes"),
+        ("a.csv", b'text\n"x\ny\n', "line 3 is not CSV: unexpected end of data. Is a quote amiss?"),
+        ("a.jsonl.gz", b"not gzip", "is a damaged .gz"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-20], "is a damaged .gz"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, what):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        values(tmp_path / name)
+    assert what in str(error.value) and "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_paths_and_weights(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}')
+    assert parse_data_file(f"{path}:0.5") == DataFile(path, 0.5)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for text, what in [
+        (str(tmp_path / "pipe.jsonl"), "is not a regular file. Pipe it into standard input: --data -"),
+        (f"{path}:0", "the weight is 0"),
+        (f"{path}:1001", "the weight is more than 1,000"),
+        (str(tmp_path), f"is a folder. Name files, such as {path}"),
+        (str(tmp_path / "b.jsonl"), "No such file"),
+        (f"{path}:x", "No such file|unknown kind"),
+    ]:
+        with pytest.raises(InputError, match=what):
+            parse_data_file(text)
+
+
+def test_csv_cells(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('messages,n\n"[{""role"": ""user""}]",1\n"a\nb",2\nx\n', newline="")
+    found = rows(path)
+    assert found[0].value == {"messages": [{"role": "user"}], "n": "1"}
+    assert found[1].value == {"messages": "a\nb", "n": "2"}
+    assert str(found[2].value) == "has 1 cells, the header 2" and found[2].number == 5
+    deep = "[" * 100_000
+    path.write_text(f"messages\n{deep}\n")
+    assert rows(path)[0].value == {"messages": deep}
+
+
+def test_standard_input(tmp_path):
+    import io
+
+    class Pipe(io.BytesIO):
+        def isatty(self):
+            return not self.getvalue()
+
+    for content, name in ((b' \n{"text": "x"}', "stdin.jsonl"), (b"Once upon", "stdin.txt")):
+        folder = tmp_path / name
+        assert spool(Pipe(content), folder).path == folder / name
+        assert spool(Pipe(b"later"), folder).path.read_bytes() == content  # resuming reads what was kept
+    with pytest.raises(InputError, match="nothing is piped"):
+        spool(Pipe(b""), tmp_path / "none")
+
+
+# ---------------------------------------------------------------- formats
+
+
+def test_every_format():
+    assert example({"text": "x", "id": 1}) == Text("x")
+    assert example({"prompt": "p", "completion": "c"}) == Completion("p", "c")
+    assert example({"messages": TALK, "text": "not this"}) == Chat(TALK)
+    assert example({"input_ids": [1, 2], "attention_mask": [1, 1]}) == Ids([1, 2])
+    assert example({"input_ids": [1, 2], "labels": [-100, 2]}) == Ids([1, 2], [False, True])
+    made = example({"prompt": TALK[:1], "completion": TALK[1:]})
+    assert made.messages == [{**TALK[0], "train": False}, TALK[1]]
+
+
+def test_alpaca():
+    made = example({"instruction": "Add.", "input": "1 2", "output": "3", "history": [["hi", "ho"]], "system": "S"})
+    assert [(m["role"], m["content"]) for m in made.messages] == [
+        *(("system", "S"), ("user", "hi"), ("assistant", "ho"), ("user", "Add.\n1 2"), ("assistant", "3"))
+    ]
+    assert made.plain is None  # the plain prompt has no place for a history
+    plain = example({"instruction": "Add.", "input": "", "output": "3"}).plain
+    assert (
+        plain.prompt.endswith("the request.\n\n### Instruction:\nAdd.\n\n### Response:\n") and plain.completion == "3"
+    )
+    assert (
+        "### Input:\n1 2\n\n### Response:\n"
+        in example({"instruction": "a", "input": "1 2", "output": "3"}).plain.prompt
+    )
+
+
+def test_sharegpt_with_tools():
+    turns = [
+        ("human", "Q"),
+        ("function_call", '{"name": "f", "arguments": {"x": 1}}'),
+        ("observation", "O"),
+        ("gpt", "A"),
+    ]
+    made = example(
+        {"conversations": [{"from": f, "value": v} for f, v in turns], "tools": '[{"name": "f"}]', "system": "S"}
+    )
+    call = {"id": "call00200", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert made.messages == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "O", "tool_call_id": "call00200"},
+        {"role": "assistant", "content": "A"},
+    ]
+    assert made.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_real_conversations_with_tools(real):
+    data = json.loads((real / "data" / "glaive_toolcall_en_demo.json").read_text())
+    calls = sum(len(m.get("tool_calls", [])) for row in data for m in example(row).messages)
+    assert calls >= 211
+
+
+def test_messages_of_openai():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    made = example(
+        {
+            "messages": [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+                {"role": "assistant", "content": "c", "weight": 0, "name": None},
+            ]
+        }
+    )
+    assert made.messages[0] == {"role": "user", "content": "ab"}
+    assert made.messages[1] == {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    assert made.messages[2] == {"role": "assistant", "content": "c", "train": False}
+
+
+@pytest.mark.parametrize(
+    "row, what",
+    [
+        ({"messages": "hello"}, "'messages' is a string, expected a list of {role, content}"),
+        ({"messages": []}, "'messages' is empty"),
+        ({"messages": ["hi"]}, "messages[0] is a string, expected {role, content}"),
+        ({"messages": [{"content": "x"}]}, "messages[0] has no 'role'; its keys are 'content'"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0] has no 'content'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0]: 'content' is a number, expected a string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0] holds a part of type 'image'"),
+        ({"messages": TALK[:1]}, "no message has the role 'assistant'"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "every assistant message is empty"),
+        ({"messages": [{**TALK[1], "weight": 2}]}, "'weight' is 2, expected 0 or 1"),
+        ({"messages": [{**TALK[1], "train": "false"}]}, "'train' is 'false', expected true or false"),
+        (
+            {"messages": [{**TALK[1], "tool_calls": "f()"}]},
+            "'tool_calls' is not a list of {function: {name, arguments}}",
+        ),
+        ({"messages": TALK, "tools": "{"}, "'tools' is a string that is not JSON"),
+        ({"messages": TALK, "tools": {"a": 1}}, "'tools' is not a list of objects"),
+        ({"conversations": [{"from": "dog", "value": "x"}]}, "'from' is 'dog', expected one of human, user, gpt"),
+        ({"conversations": [{"value": "x"}]}, "conversations[0] has no 'from'"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "'value' is null, expected a string"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "the function call is not JSON"),
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "a function call has no 'name'"),
+        ({"prompt": "p", "completion": ""}, "'completion' is empty"),
+        ({"prompt": None, "completion": "c"}, "'prompt' is null, expected a string"),
+        ({"instruction": "i", "output": " "}, "'output' is empty"),
+        (
+            {"instruction": "i", "output": "o", "history": [["a"]]},
+            "'history' is not a list of [question, answer] pairs",
+        ),
+        ({"text": ""}, "'text' is empty"),
+        ({"text": 3.5}, "'text' is a number, expected a string"),
+        ({"text": b"x"}, "'text' is bytes, expected a string"),
+        ({"input_ids": []}, "'input_ids' is empty"),
+        ({"input_ids": [1, "2"]}, "'input_ids' holds something that is not a whole number"),
+        ({"input_ids": [1, True]}, "'input_ids' holds something that is not a whole number"),
+        ({"input_ids": [1, 2], "labels": [2]}, "'labels' has 1 entries, 'input_ids' 2"),
+        (
+            {"input_ids": [1, 2], "labels": [2, -100]},
+            "labels[0] is 2, expected -100 or input_ids[0] = 1 (labels are not",
+        ),
+        ({"question": "q", "answer": "a"}, "('question', 'answer'); expected messages; conversations;"),
+        ({"question": "q", "answer": "a"}, "Perhaps --map prompt=question,completion=answer."),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "It looks like preference data, which is not supported."),
+        ({}, "no known format has its keys (none)"),
+    ],
+)
+def test_bad_rows_say_what_is_wrong(row, what):
+    with pytest.raises(BadRow) as error:
+        example(row)
+    assert what in str(error.value) and "\n" not in str(error.value)
+
+
+def test_map():
+    assert parse_map("prompt=question, completion=answer") == {"question": "prompt", "answer": "completion"}
+    assert parse_map(None) == {}
+    assert rename({"q": 1, "prompt": 2, "x": 3}, {"q": "prompt"}) == {"prompt": 1, "x": 3}
+    for text in ("prompt", "prompt=", "=x"):
+        with pytest.raises(InputError, match="expected OURS=YOURS"):
+            parse_map(text)

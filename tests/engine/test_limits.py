@@ -1,0 +1,131 @@
+"""The limits hold: what a run adds to the process stays below what it was given, with most of the model on the SSD."""
+
+import json
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import LLAMA, batches, fork
+
+from trireme.engine import memory
+from trireme.engine.build import build, inputs
+from trireme.engine.exchange import fill
+from trireme.engine.lanes import RealLanes
+from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner.rule import simple_plan
+from trireme.engine.run import demo, start
+from trireme.engine.run.options import Options
+from trireme.engine.run.train import finetune
+from trireme.engine.step import train_step
+from trireme.models import shapes
+from trireme.models.config import ModelConfig, Rope
+from trireme.models.rows import rope_tables
+from trireme.storage.devices import open_device
+from trireme.storage.shards import Store
+
+MIB = 1 << 20
+BIG = replace(LLAMA, width=512, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=64, ffn=1376, vocab=4096, rope=Rope(1e4))
+LIMITS = {"gpu": 112 * MIB, "host": 176 * MIB}
+SLACK = 32 * MIB  # stacks of the lanes' threads, allocator arenas, code touched for the first time
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process's resident memory: VmRSS now, VmHWM at its highest."""
+    return int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def random_pieces(name: str, first: int, last: int) -> Iterator[np.ndarray]:
+    """Random weights as a checkpoint gives them: a piece at a time."""
+    dice = np.random.default_rng(first)
+    return (dice.standard_normal(min(1 << 18, last - a), np.float32) * 0.1 for a in range(first, last, 1 << 18))
+
+
+def a_few_steps(folder: Path) -> dict:
+    """Trains and returns the memory that it took: before, and at the highest."""
+    a_run(LLAMA, {"gpu": 8 * MIB, "host": 8 * MIB}, folder / "small")  # libraries load their code at first use
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
+    before = resident("VmRSS")
+    return {"before": before, "homes": a_run(BIG, LIMITS, folder / "big"), "highest": resident("VmHWM")}
+
+
+def a_run(cfg: ModelConfig, limits: dict[str, int], folder: Path) -> list[str]:
+    """Trains a few steps within the limits, with a store; returns the homes of states."""
+    plan = simple_plan(cfg, limits, batch_tokens=[(64, 2)], dtype="F32", record=1 << 18, on_cuda=False)
+    with Store.create([open_device(folder, 0)]) as store:
+        e = build(cfg, plan, limits, RealLanes(), store=store)
+        for name, layout in e.homes.shards():
+            store.add(name, layout)
+        fill(e.homes, random_pieces)
+        tables = rope_tables(cfg, 64, "cpu")
+        for i, step in enumerate(batches(cfg, 3, 2, 64), 1):
+            train_step(e, [inputs(cfg, mb, tables, e.memory.device) for mb in step], i, 1e-3)
+        e.optimizer.flush()
+        e.lanes.close()
+    return sorted({unit.state for unit in plan.units})
+
+
+def test_resident_memory_stays_within_the_limits(tmp_path):
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("/proc/self/clear_refs cannot be written here")
+    answer = tmp_path / "answer.json"
+    pid = fork()  # a process of its own: what other tests left in the allocator does not count
+    if pid == 0:
+        code = 1
+        try:
+            answer.write_text(json.dumps(a_few_steps(tmp_path / "store")))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    took = json.loads(answer.read_text())
+    assert "ssd" in took["homes"]
+    assert shapes.parameters(BIG) * 16 > sum(LIMITS.values())  # it would not fit without the SSD
+    assert took["highest"] - took["before"] <= sum(LIMITS.values()) + SLACK
+
+
+def test_what_cannot_fit_is_refused_with_numbers_and_a_way_out():
+    with pytest.raises(DoesNotFit, match=r"needs .* of RAM, the limit is .*--ram"):
+        simple_plan(BIG, {"gpu": 1 << 30, "host": 16 * MIB}, batch_tokens=[(64, 2)], dtype="F32")
+    with pytest.raises(DoesNotFit, match=r"needs .* of GPU memory, the limit is .*--gpu-memory"):
+        simple_plan(BIG, {"gpu": 8 * MIB, "host": 1 << 30}, batch_tokens=[(64, 2)], dtype="F32")
+
+
+def test_ram_that_cuda_does_not_pin_is_counted(monkeypatch):
+    asked, forgotten = [], []
+    monkeypatch.setattr(memory, "_register", lambda address, nbytes, device: asked.append(nbytes) or len(asked) < 2)
+    monkeypatch.setattr(memory, "_unregister", forgotten.append)
+    held = memory.Memory(torch.device("cuda"), MIB, 64 * MIB)
+    for k in (1, 2, 4):
+        held.alloc("host", f"buffer {k}", k * MIB)
+    assert asked == [MIB, 2 * MIB] and held.refused == 6 * MIB  # refused once, it is not asked again
+    held.close()
+    assert len(forgotten) == 1
+    plain = memory.Memory(torch.device("cuda"), MIB, 64 * MIB, pinned=False)
+    plain.alloc("host", "buffer", MIB)
+    assert len(asked) == 2 and plain.refused == 0  # nobody asked
+
+
+def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
+    def build(*given, **more):
+        e = real(*given, **more)
+        e.memory.refused = e.memory.used("host") // 2
+        return e
+
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    real = start.build
+    monkeypatch.setattr(start, "build", build)
+    where = dict(model=str(tmp_path / "model"), data=(str(tmp_path / "stories.txt"),), out=str(tmp_path / "out"))
+    limits = dict(gpu_memory=16 * MIB, ram=64 * MIB, device="cpu", seq_len=64, batch_size=4, max_steps=1)
+    finetune(Options(**where, **limits))
+    assert re.search(
+        r"warning: CUDA pins [\d.]+ MiB of RAM, the plan uses [\d.]+ MiB: .* Lower --ram", capsys.readouterr().out
+    )

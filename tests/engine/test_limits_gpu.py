@@ -1,0 +1,72 @@
+"""On a GPU: whatever the model and the limits, a run is refused beforehand or stays within them."""
+
+import random
+
+import pytest
+import torch
+from engines import Batch
+
+from trireme.engine.build import build, inputs
+from trireme.engine.exchange import fill
+from trireme.engine.lanes import RealLanes
+from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner.choose import choose
+from trireme.engine.planner.machine import GPU_RESERVE
+from trireme.engine.planner.rates import DRIVES, GPUS, machine
+from trireme.engine.step import train_step
+from trireme.models.config import ModelConfig, Rope
+from trireme.models.rows import rope_tables
+from trireme.storage.devices import open_device
+from trireme.storage.shards import Store
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+
+
+def draw(seed: int):
+    """(model, limits, tokens of a row, rows of a step, bits of a moment, clip) of a random run."""
+    r = random.Random(seed)
+    d = r.choice((64, 80, 128))
+    heads = r.choice((4, 8, 12))
+    kv = r.choice([k for k in (1, 2, 4, heads) if heads % k == 0])
+    cfg = ModelConfig("llama", r.randrange(500, 60_000), d * heads, r.randrange(2, 14), heads, kv, d,
+                      8 * r.randrange(40, 500), 4096, 1e-5, r.random() < 0.3, rope=Rope(1e4))  # fmt: skip
+    limits = {"gpu": int(MIB * 2 ** r.uniform(7.5, 12)), "host": int(MIB * 2 ** r.uniform(6, 12))}
+    return cfg, limits, 64 * r.randrange(1, 33), r.randrange(1, 13), r.choice((32, 32, 16, 8)), r.choice((0.0, 1.0))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_refused_or_within_the_limits(seed, tmp_path):
+    cfg, limits, seq, rows, bits, clip = draw(seed)
+    rates = machine(GPUS["rtx4090"], 64 << 30, DRIVES["gen4"]).rates
+    cuts = [(k * seq, -(-rows // k)) for k in (8, 4, 2, 1) if k <= rows]
+    options = dict(batch_tokens=cuts, dtype="BF16", mode="forward" if clip else "backward", adam_bits=bits)
+    with Store.create([open_device(tmp_path, 0)]) as store:
+        try:
+            plan = choose(cfg, limits, rates, seq, record=1 << 18, **options).plan
+        except DoesNotFit as error:
+            assert "limit" in str(error)
+            return
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        e = build(cfg, plan, limits, RealLanes("cuda"), store=store)
+        for name, layout in e.homes.shards():
+            store.add(name, layout)
+        e.claim_scratch(store.devices)
+        fill(e.homes, lambda name, a, b: [0.02 * torch.randn(b - a).numpy()])
+        tables = rope_tables(cfg, seq, "cuda")
+        per = plan.tokens // seq
+        for step in (1, 2):
+            rows_left, batch = rows, []
+            while rows_left:
+                k = min(per, rows_left)
+                batch.append(inputs(cfg, Batch(cfg.vocab, (seq,) * k, step), tables, e.memory.device))
+                rows_left -= k
+            train_step(e, batch, step, 1e-4)
+        e.optimizer.flush()
+        e.lanes.close()
+        e.optimizer.close()
+        peak, in_ram = torch.cuda.max_memory_reserved() - before, e.memory.used("host")
+        e.memory.close()
+    assert peak <= limits["gpu"] + GPU_RESERVE and in_ram <= limits["host"]

@@ -1,0 +1,162 @@
+"""Plans: what they promise is what is allocated, what cannot fit is refused, and files of plans are checked."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from engines import LLAMA
+from hostile import LAUGHS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.buffers import fits, usage
+from trireme.engine.build import build
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.rule import MARGIN, largest, simple_plan, spread
+from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.models.config import InputError, Rope
+
+SMALL = replace(LLAMA, width=256, n_layers=8, n_heads=4, head_dim=64, ffn=688, vocab=1000, rope=Rope(1e4))
+RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10)
+MIB = 1 << 20
+
+
+def plan_for(gpu: int, host: int, **more) -> Plan:
+    keys = dict(batch_tokens=[(512, 2), (256, 4), (64, 16)], dtype="BF16", record=1 << 16) | more
+    return simple_plan(SMALL, {"gpu": gpu, "host": host}, **keys)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(("forward", "backward")), st.sampled_from((32, 8)))
+def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
+    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    try:
+        plan = plan_for(*limits.values(), mode=mode, adam_bits=bits)
+    except DoesNotFit as refusal:
+        way_out = re.findall(r"(--gpu-memory|--ram) by ([\d.]+) MiB", str(refusal))
+        assert way_out
+        for option, amount in way_out:  # which is enough, and no more than that and a margin
+            tier = {"--gpu-memory": "gpu", "--ram": "host"}[option]
+            lack = refusal.need[tier] - limits[tier]
+            assert 0 <= float(amount) * MIB - MARGIN[tier] * lack < 0.02 * MIB
+            limits[tier] += int(float(amount) * MIB)
+        plan_for(*limits.values(), mode=mode, adam_bits=bits)
+        return
+    geo = Geometry.of(SMALL, plan)
+    promised = usage(geo, plan)
+    assert fits(geo, plan, limits)
+    e = build(SMALL, plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
+    for tier in limits:
+        assert e.memory.used(tier) == pytest.approx(promised[tier], abs=4096 * 200)
+        assert e.memory.used(tier) <= limits[tier]
+
+
+def test_with_room_everything_is_on_the_gpu():
+    plan = plan_for(1 << 30, 1 << 30)
+    assert {(u.weights, u.state) for u in plan.units} == {("gpu", "gpu")}
+    assert all(u.saved for u in plan.units[1:-1])  # and nothing is recomputed
+
+
+def test_without_room_the_ssd_is_home():
+    plan = plan_for(64 * MIB, 26 * MIB)
+    assert "ssd" in {u.state for u in plan.units}
+
+
+def test_spread_is_even():
+    assert spread(10, 5) == {0, 2, 4, 6, 8}
+    assert spread(10, 0) == frozenset()
+    assert len(spread(97, 31)) == 31
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_the_largest_is_found(n, most):
+    assert largest(n, lambda k: k <= most) == min(n, most)
+
+
+def test_gradients_that_do_not_wait_take_few_slots():
+    """In RAM those of all blocks wait for their norm, unless there is none or they wait on the SSD."""
+    all_wait = plan_for(64 * MIB, 300 * MIB, homes="ssd")
+    geo, less = Geometry.of(SMALL, all_wait), {"backward": dict(mode="backward"), "ssd": dict(gradients="ssd")}
+    block = geo.weights[1].span
+    for how in less.values():
+        plan = replace(all_wait, late_moments=(), **how)
+        assert usage(geo, all_wait)["host"] - usage(geo, plan)["host"] > (SMALL.n_layers - plan.host_window - 1) * block
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan = plan_for(64 * MIB, 40 * MIB)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"units": [{"weights": "gpu", "state": "host"}]},
+        {"units": [{"weights": "tape", "state": "host"}]},
+        {"units": [{"weights": "ssd", "state": "ssd", "update": "gpu"}]},
+        {"units": [{"weights": "host", "state": "host", "update": "tpu"}]},
+        {"units": [{"weights": "host", "state": "host", "update": "gpu"}], "mode": "backward"},
+        {"mode": "backward", "gradients": "ssd"},
+        {"mode": "serial", "late_moments": ["host"]},
+        {"mode": "sideways"},
+        {"color": "blue"},
+        {"units": 3},
+        {"units": [{"weights": "host", "state": "host", "saved": [["qkv"]]}]},
+        {"n_micro": "x"},
+        {"n_micro": True},
+        {"tokens": 0},
+        {"tokens": 64.0},
+        {"record": -4096},
+        {"swap_slots": None},
+        {"dtype": "F16"},
+        {"adam_bits": "8"},
+        {"late_moments": 3},
+        {"late_moments": [["host"]]},
+        {"halves": []},
+        {"adam_bits": 32.0},
+        {"adam_bits": [32]},
+        {"dtype": ["BF16"]},
+        {"mode": {}},
+        {"tokens": 10**400},
+        {"record": 1 << 60},
+        {"units": [{"weights": "host", "state": "host", "resident": []}]},
+        {"units": [{"weights": ["host"], "state": "host"}]},
+        {"units": [{"weights": "host", "state": "host", "saved": [[["qkv"], "gpu"]]}]},
+        {"units": [{"weights": "host", "state": "host", "saved": [["qkv", 3]]}]},
+        {"units": [{"weights": "host", "state": "host", "saved": [["qkv", "gpu"], ["qkv", "host"]]}]},
+    ],
+)
+def test_a_plan_file_that_makes_no_sense_is_refused(tmp_path, change):
+    good = {"units": [{"weights": "host", "state": "host"}], "tokens": 64, "n_micro": 1}
+    (tmp_path / "plan.yaml").write_text(json.dumps(good | change))
+    with pytest.raises(InputError, match="plan"):
+        Plan.load(tmp_path / "plan.yaml")
+
+
+def test_a_plan_that_is_endless_written_out_is_refused(tmp_path):
+    for key in ("tokens", "dtype", "late_moments", "units"):
+        (tmp_path / "plan.yaml").write_text(f"units: []\nn_micro: 1\ntokens: 1\n{key}: {LAUGHS}\n")
+        with pytest.raises(InputError, match="plan") as error:
+            Plan.load(tmp_path / "plan.yaml")
+        assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"\x00", b"[" * 10_000, b""])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, content):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(InputError, match="plan.json: not a plan"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_step_may_have_any_number_of_micro_batches():
+    """Room on the GPU for what all of them leave from unit to unit is not asked for where there is none."""
+    plans = [plan_for(24 * MIB, 300 * MIB, batch_tokens=[(256, n)], mode="backward") for n in (2, 40, 200)]
+    assert [plan.between for plan in plans] == ["gpu", "host", "host"]
+    geo = Geometry(SMALL, "BF16")
+    with pytest.raises(DoesNotFit, match="GPU memory|RAM"):
+        plan_for(24 * MIB, 12 * MIB, batch_tokens=[(256, 200)], homes="host")
+    assert usage(geo, plans[2])["gpu"] - usage(geo, plans[1])["gpu"] < 4 * MIB

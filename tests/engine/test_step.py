@@ -1,0 +1,292 @@
+"""Placement never changes the numbers: any plan, any lanes, any delays, the same bits as the run in one memory."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from engines import (
+    BESIDE,
+    GPT,
+    LIMITS,
+    LLAMA,
+    JitterLanes,
+    LateLanes,
+    Words,
+    batches,
+    final_weights,
+    gpu_plan,
+    make,
+    train,
+)
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.build import build, inputs
+from trireme.engine.lanes import InlineLanes, RealLanes
+from trireme.engine.optimizer import AdamW
+from trireme.engine.plan import TIERS, UnitPlan
+from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.run.sample import sample
+from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.models import shapes
+from trireme.models.rows import rope_tables
+
+NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
+MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
+LLAMAS = ("untied", "tied")
+LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # lanes that are late: all but the caller's, or one alone
+
+
+# What a run may do before, between and after its steps: name -> what comes of it.
+BETWEEN = {
+    "evaluate": evaluate,
+    "sample": lambda e, micro: sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
+    "flush": lambda e, micro: e.optimizer.flush(),
+    "drain": lambda e, micro: e.lanes.drain(),
+}
+ALWAYS = ("evaluate", "sample")
+
+
+def run(e, n_micro: int, between=((),) * 4):
+    """(losses of three steps, what came of `between`: names of BETWEEN for each place, by place and name)."""
+    told = {}
+
+    def do(i, micro):
+        for name in between[i]:
+            told[i, name] = BETWEEN[name](e, micro)
+            assert all(held.slot is None for held in e.weights.held.values()), f"after {name} a slot stays owned"
+
+    return train(e, batches(e.cfg, 3, n_micro, 24), between=do), told
+
+
+@cache
+def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False):
+    cfg = MODELS[model]
+    plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves)
+    e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
+    return *run(e, n_micro, (ALWAYS,) * 4), final_weights(e)
+
+
+def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
+    cfg = MODELS[model]
+    e = make(cfg, plan, lanes, AdamW(max_grad_norm=clip))
+    halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
+    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves
+    losses, all_told, weights = in_one_memory(model, *given)
+    seen, told = run(e, plan.n_micro, between)
+    assert seen == losses
+    for (i, name), value in told.items():
+        if name == "evaluate":
+            assert all(map(torch.equal, value, all_told[i, name])) and len(value) == plan.n_micro
+        elif name == "sample":
+            assert value == all_told[i, name]
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
+    assert e.memory.owned() == len(e.optimizer.ahead)  # what is held is only what was read ahead
+    e.lanes.close()
+    e.close()
+
+
+@pytest.mark.parametrize("model", LLAMAS)
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("mode", ["forward", "serial"])
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_everything_in_one_tier(model, dtype, mode, tier):
+    unit = UnitPlan(weights=tier, state=tier, x="host", saved=tuple((n, tier) for n in NAMES))
+    check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, mode=mode, record=700), InlineLanes(), model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("n_micro, clip", [(1, 0.0), (2, 1.0), (3, 1e-2)])
+def test_half_blocks_are_the_same_to_the_bit(model, dtype, n_micro, clip):
+    """The global norm too: what is summed at once does not depend on how blocks are cut."""
+    for tier in ("gpu", "host"):
+        plan = gpu_plan(MODELS[model], halves=True, dtype=dtype, n_micro=n_micro)
+        plan = replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 8, window=1, piece=1)
+        check(plan, RealLanes("cpu", extra=("poison",)), model, clip)
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
+    """More micro-batches than slots; a memory table that no longer grows with them."""
+    units = tuple(UnitPlan("host", "host", x=tier if u < 4 else "host") for u in range(5))
+    plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=7, between="host")
+    check(plan, RealLanes("cpu", extra=("poison",)))
+    for late in LAGS:
+        check(plan, LateLanes(late))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_moments_after_the_weights(dtype):
+    host = UnitPlan("host", "host")
+    units = (
+        UnitPlan("host", "ssd"),
+        host,
+        UnitPlan("ssd", "ssd"),
+        replace(host, update="gpu"),
+        UnitPlan("ssd", "host"),
+    )
+    plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=("host", "ssd"), record=700)
+    check(plan, RealLanes("cpu", extra=("poison",)))
+    for late in LAGS:
+        check(plan, LateLanes(late))
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_updates_streamed_through_the_gpu(window):
+    """New weights are on their way home when their slot is wanted for another unit's."""
+    plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5, dtype="BF16", window=window, record=700)
+    for late in LAGS:
+        check(plan, LateLanes(late))
+
+
+@pytest.mark.parametrize("mode", ["forward", "serial"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("late", [(), ("host", "ssd")])
+def test_gradients_may_wait_on_the_ssd(mode, dtype, late):
+    far = UnitPlan("ssd", "ssd", x="ssd")
+    units = (far, replace(far, weights="host"), UnitPlan("host", "host"), UnitPlan(), far)
+    late = late if mode == "forward" else ()
+    plan = gpu_plan(
+        LLAMA, units=units, dtype=dtype, mode=mode, record=700, late_moments=late, gradients="ssd", piece=1000
+    )
+    check(plan, RealLanes("cpu", extra=("poison",)))
+    for late in LAGS:
+        check(plan, LateLanes(late), "tied")
+
+
+@pytest.mark.parametrize("model", LLAMAS)
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("late", [(), ("host",), ("host", "ssd")])
+def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, window, late):
+    units = (UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("ssd", "ssd"), *(UnitPlan("host", "ssd"),) * 2)
+    plan = gpu_plan(LLAMA, units=units, dtype="BF16", late_moments=late, record=700, state_slots=2, window=window)
+    for twice in (("evaluate", "evaluate"), ("sample", "sample"), ("evaluate", "sample")):
+        between = (twice, twice[:1], (*twice, "flush", "drain"), twice)
+        check(plan, RealLanes("cpu", extra=("poison",)), model, between=between)
+
+
+LATE = st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)
+PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
+
+
+@st.composite
+def plans(draw):
+    """(a model's name, a plan for it)"""
+    model, halves, streamed_all = draw(st.sampled_from(tuple(MODELS))), draw(st.booleans()), draw(st.booleans())
+    cfg = replace(MODELS[model], halves=halves)
+
+    def unit(u):
+        weights = draw(st.sampled_from(TIERS[1:] if streamed_all else TIERS))
+        state = "gpu" if weights == "gpu" else draw(st.sampled_from(("host", "ssd")))
+        kind = shapes.kind(cfg, u)
+        names = shapes.saved_shapes(cfg, 1, kind) if kind not in ("embed", "head") else ()
+        saved = tuple((n, draw(st.sampled_from(TIERS))) for n in names if draw(st.booleans()))
+        resident = weights != "gpu" and not streamed_all and draw(st.booleans())
+        streamed = weights == state == "host" and not resident and mode != "backward" and draw(st.booleans())
+        update = "gpu" if streamed else "cpu"
+        return UnitPlan(weights, state, update, resident, draw(st.sampled_from(TIERS)), saved)
+
+    mode = draw(st.sampled_from(("forward", "backward", "serial")))
+    bits = draw(st.sampled_from((32, 16, 8)))
+    return model, gpu_plan(
+        cfg,
+        halves=halves,
+        units=tuple(unit(u) for u in range(cfg.n_units)),
+        dtype=draw(st.sampled_from(("F32", "BF16"))),
+        n_micro=draw(st.integers(1, 3)),
+        mode=mode,
+        window=draw(st.sampled_from((1, 2, 3, 7))),
+        host_window=draw(st.integers(1, 3)),
+        state_slots=draw(st.integers(1, 6)),
+        record=draw(st.sampled_from((256, 768, 1 << 20))),
+        stream_slots=draw(st.integers(1, 3)),
+        piece=draw(st.sampled_from((1, 1000, 1 << 20))),
+        adam_bits=bits,
+        late_moments=draw(LATE) if mode == "forward" and bits == 32 else (),
+        swap_slots=draw(st.integers(2, 4)),
+        between=draw(st.sampled_from(("gpu", "host"))),
+        gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
+    )
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), st.integers(0, 99), st.booleans(), PLACES)
+def test_any_plan_with_any_delays(drawn, seed, jitter, between):
+    model, plan = drawn
+    lanes = JitterLanes(seed, 0.001) if jitter else RealLanes("cpu", extra=("poison",))
+    check(plan, lanes, model, 0.0 if plan.mode == "backward" else 1.0, between)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), st.sets(st.sampled_from(("compute", *BESIDE))), PLACES)
+def test_any_plan_with_any_lanes_late(drawn, late, between):
+    model, plan = drawn
+    if "compute" in late:  # generate works beside the lanes, and reads its weights at once
+        between = [[name for name in names if name != "sample"] for names in between]
+    check(plan, LateLanes(late), model, 0.0 if plan.mode == "backward" else 1.0, between)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), st.tuples(*[st.integers(0, 2)] * 3))
+@example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2))
+def test_what_is_simulated_is_what_runs(drawn, evaluations):
+    """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
+    model, plan = drawn
+    cfg, real = MODELS[model], RealLanes("cpu")
+    drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
+    simulated = SimulatedLanes(lambda lane, name, nbytes: 1.0, drive)
+    adamw = AdamW(max_grad_norm=0.0 if plan.mode == "backward" else 1.0)
+    runs, thought = make(cfg, plan, real, adamw, poison=False), build(cfg, plan, LIMITS, simulated, adamw=adamw)
+    tables, tasks = rope_tables(cfg, 64, "cpu"), lambda spans: [(s.lane, s.name, s.nbytes, s.flops) for s in spans]
+    real.tracing = True
+    for i, step in enumerate(batches(cfg, 3, plan.n_micro, 24), 1):
+        micro = [inputs(runs.cfg, mb, tables, "cpu") for mb in step]
+        real.trace()
+        simulated.begin()
+        for e, batch in ((runs, micro), (thought, [_without_tensors(mb) for mb in micro])):
+            for _ in range(evaluations[i - 1]):
+                evaluate(e, batch)
+            train_step(e, batch, i, 1e-3)
+            assert all(held.slot is None for held in e.weights.held.values())
+        assert tasks(real.trace()) == tasks(simulated.trace())
+    real.drain()
+    real.close()
+    runs.close()
+
+
+def _without_tensors(mb: Inputs) -> Inputs:
+    return replace(mb, ids=None, labels=None, loss_rows=None, rows=None)
+
+
+def handed_over(plan) -> list[str]:
+    """Names of a step's tasks in the order of the program."""
+    cfg, drive = replace(LLAMA, n_layers=len(plan.units) - 2), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    lanes = SimulatedLanes(lambda lane, name, nbytes: 1.0, drive)
+    e, batch = build(cfg, plan, LIMITS, lanes), [Inputs(None, None, None, None, 24, 20, 100)] * plan.n_micro
+    for step in (1, 2):
+        lanes.begin()
+        train_step(e, batch, step, 1e-3)
+    return [task.name for task in lanes.tasks]
+
+
+@pytest.mark.parametrize("between", ["gpu", "host"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_what_is_needed_next_is_on_its_way_before(between, slots):
+    """As early as there are slots for it. Of the weights, those that forward used last are not brought again."""
+    unit = UnitPlan("host", "host", x="host", saved=(("qkv", "host"),))
+    names = handed_over(gpu_plan(LLAMA, units=(unit,) * 8, between=between, window=slots, swap_slots=slots, n_micro=4))
+    turn, fetched = names.index("loss"), {"forward": ("x",) * (between == "host"), "backward": ("x", "host")}
+    for way, tasks, order in (("forward", names[:turn], range(6)), ("backward", names[turn:], range(5, -1, -1))):
+        at = [i for i, name in enumerate(tasks) if name.startswith(f"{way} block")]
+        assert [tasks[i] for i in at] == [f"{way} block{u:03d}" for u in order for _ in range(4)]
+        brought = [u for u in order if f"weights block{u:03d}" in tasks]
+        assert brought == list(order[0 if way == "forward" else slots :])
+        for u in brought:
+            assert tasks.index(f"weights block{u:03d}") < at[max(0, 4 * (order.index(u) - slots + 1))]
+        for i, (u, b) in enumerate((u, b) for u in order for b in range(4)):
+            for part in fetched[way]:
+                assert tasks.index(f"fetch block{u:03d} {part} {b}") < at[max(0, i - slots + 1)]

@@ -1,0 +1,34 @@
+"""The command as a shell calls it, and what it must leave alone when it refuses."""
+
+import json
+from pathlib import Path
+
+from trireme.engine.run import main as finetune
+
+
+def tree(folder: Path) -> dict:
+    return {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()} | {
+        p: None for p in folder.rglob("*") if p.is_dir()
+    }
+
+
+def fails(capsys, here: Path, *argv: str, code: int = 2) -> str:
+    """The one line that the command ends with, having left nothing behind."""
+    before = tree(here)
+    assert finetune.main(list(argv)) == code
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and len(err) < 500, err
+    assert tree(here) == before
+    return err
+
+
+TRAIN = ("model", "--data", "stories.txt", "--out", "out", "--seq-len", "64", "--max-steps", "2")
+
+
+def write(path: str, text: str | bytes) -> None:
+    Path(path).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def set_config(**change) -> None:
+    config = json.loads(Path("model/config.json").read_text()) | change
+    write("model/config.json", json.dumps({k: v for k, v in config.items() if v is not None}))

@@ -1,0 +1,159 @@
+"""Compiles every launch that a set of launcher calls makes, for a chip that need not be at hand; prints its resources.
+
+    python tests/helpers/compile_kernels.py 89
+
+One JSON line per kernel: name, constants, registers, stack bytes (spills), shared memory, widest global access in
+bytes, whether it uses Hopper's matrix instruction, and whether ptxas serialises those. Run outside the interpreter:
+TRITON_INTERPRET must be unset.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.language import target_info
+from triton.runtime import jit
+
+from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
+from trireme.kernels.attention import attention
+from trireme.kernels.attention.docs import make_docs
+
+BF16 = torch.bfloat16
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
+
+
+def _source(fn, args, kwargs):
+    """(source, options) of one launch, specialised as Triton's launcher would."""
+    names = [p.name for p in fn.params]
+    values = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k in names}  # noqa: B905
+    signature, constants, attrs = {}, {}, {}
+    for i, p in enumerate(fn.params):
+        value = values[p.name]
+        special = not p.do_not_specialize
+        if p.is_constexpr or value is None or (special and type(value) is int and value == 1):
+            signature[p.name], constants[p.name] = "constexpr", value
+            continue
+        signature[p.name] = jit.mangle_type(value)
+        if hasattr(value, "data_ptr") or (special and type(value) is int and value % 16 == 0):
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    kind = GluonASTSource if fn.is_gluon() else ASTSource
+    return kind(fn, signature, constants, attrs), {k: v for k, v in kwargs.items() if k not in names}
+
+
+def _resources(kernel) -> dict:
+    ptx = kernel.asm["ptx"]
+    text = _run_tool("cuobjdump", "--dump-resource-usage", kernel.asm["cubin"])
+    wgmma = "wgmma.mma_async" in ptx
+    notes = _run_tool("ptxas-blackwell", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", ptx.encode()) if wgmma else ""
+    widths = [int(n or 1) * int(b) // 8 for n, b in re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)]
+    widths += [int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\S* \[.*\], \[.*\], 0x([0-9a-f]+)", ptx)]
+    return dict(
+        registers=int(re.search(r"REG:(\d+)", text)[1]),
+        stack=int(re.search(r"STACK:(\d+)", text)[1]),
+        shared=kernel.metadata.shared,
+        widest=max(widths, default=0),
+        wgmma=wgmma,
+        serialised="wgmma.mma_async instructions are serialized" in notes,
+    )
+
+
+def _run_tool(name: str, *args) -> str:
+    """Everything that one of CUDA's tools says about a file with the given bytes, its last argument."""
+    with tempfile.NamedTemporaryFile() as f:
+        f.write(args[-1])
+        f.flush()
+        done = subprocess.run([TOOLS / name, *args[:-1], f.name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def _target(arch: int):
+    """What kernels find when they ask for the chip that they are compiled for."""
+    target = lambda: GPUTarget("cuda", arch, 32)
+    target.__triton_builtin__ = True  # or Triton wants to compile it
+    return target
+
+
+def compiled(arch: int, calls):
+    """Resources of each distinct kernel that the functions in `calls` launch, on a chip of that arch."""
+    found, seen = [], set()
+
+    def run(fn, *args, grid, warmup, **kwargs):
+        source, options = _source(fn, args, kwargs)
+        if source.hash() not in seen:
+            seen.add(source.hash())
+            kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+            shown = {k: v for k, v in source.constants.items() if not callable(v)}
+            shown = {fn.params[k[0]].name: v for k, v in shown.items()}
+            found.append(dict(name=fn.__name__, constants=shown, **_resources(kernel)))
+
+    jit.JITFunction.run, launch.chip = run, lambda device: launch.Chip(arch, 128)
+    target_info.current_target = _target(arch)
+    for call in calls:
+        call()
+    return found
+
+
+def attention_call(H, K, d, window=0, dtype=BF16):
+    docs, N = make_docs([200, 100], "cpu"), 300
+    q, k, v = torch.zeros(N, (H + 2 * K) * d, dtype=dtype).view(N, H + 2 * K, d).split([H, K, K], 1)
+    out, lse = attention.attention_fwd(q, k, v, docs, 0.1, window)
+    attention.attention_bwd(out, q, k, v, out, lse, docs, 0.1, q, k, v, window)
+
+
+def norm_calls(D):
+    x, w = torch.zeros(4, D, dtype=BF16), torch.zeros(D, dtype=BF16)
+    for r in (None, x):
+        _, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r)
+        rmsnorm.rmsnorm_bwd(x, h, w, rstd, w, r)
+        layernorm.layernorm_fwd(x, w, w, 1e-5, r)
+        layernorm.layernorm_bwd(x, h, w, rstd, rstd, w, w, r)
+
+
+def other_calls():
+    N, H, d = 4, 40, 128
+    x = torch.zeros(N, H, d, dtype=BF16)
+    docs = make_docs([N], "cpu")
+    rope.rope_(x, torch.zeros(8, d // 2), torch.zeros(8, d // 2), docs.positions)
+    w = torch.zeros(d, dtype=BF16)
+    _, rstd = rmsnorm.head_rmsnorm_fwd(x, w, 1e-5)
+    rmsnorm.head_rmsnorm_bwd(x, x, w, rstd, w, x)
+    for F in (14336, 20480):
+        h, bias = torch.zeros(N, F, dtype=BF16), torch.zeros(F, dtype=BF16)
+        swiglu.swiglu_bwd(swiglu.swiglu_fwd(torch.zeros(N, 2 * F, dtype=BF16)), torch.zeros(N, 2 * F, dtype=BF16))
+        swiglu.geglu_bwd(swiglu.geglu_fwd(torch.zeros(N, 2 * F, dtype=BF16)), torch.zeros(N, 2 * F, dtype=BF16))
+        gelu.gelu_bias_bwd(gelu.gelu_bias_fwd(h, bias), h, bias, bias)
+        gelu.bias_bwd_(bias, h)
+    ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=BF16)
+    y = embedding.embedding_fwd(ids, table)
+    embedding.embedding_bwd_(table, y, ids)
+    cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y)
+    state = [torch.zeros(4096, dtype=t) for t in (BF16, torch.int16, torch.float32, torch.float32, BF16)]
+    clip = torch.ones(1)
+    adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)
+    adamw.grad_finish(state[2], state[0])
+    adamw.sum_squares(state[0])
+
+
+def main(arch: int) -> None:
+    calls = [lambda d=d: attention_call(8, 2, d) for d in ((64, 128) if arch < 90 else (64, 80, 128))]
+    if arch < 90:  # on Hopper only what Ada does not have
+        calls += [lambda: attention_call(4, 4, 80), lambda: attention_call(4, 4, 256)]
+        calls += [lambda: attention_call(8, 2, 128, 256)]
+        calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
+        calls += [other_calls]
+    for entry in itertools.chain(compiled(arch, calls)):
+        print(json.dumps(entry))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,331 @@
+"""Kills runs before any of their file events or at any instant, carries on as their messages say, and compares the end.
+
+A run is a child forked from this process, which has everything imported: a trial takes about two seconds. The same
+bench flips single bits in the files of a stopped run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
+
+from command import finetune
+from engines import fork
+
+from trireme.engine.plan import UnitPlan
+from trireme.engine.run import demo, train
+from trireme.engine.run.command import parse
+from trireme.engine.run.job import prepare
+from trireme.storage.aio import IO
+from trireme.storage.kernel_aio import KernelIO
+
+FAR = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"),))
+# Where all units are at home and how wide their moments are: the plan of each unit, and what else the run's plan says.
+PLACES = {
+    "ssd 32": (FAR, dict(adam_bits=32, dtype="BF16", late_moments=("host", "ssd"), gradients="ssd")),
+    "ssd 8": (FAR, dict(adam_bits=8, gradients="ssd")),
+    "host 32": (UnitPlan("host", "host"), dict(adam_bits=32)),
+    "host 8": (UnitPlan("host", "host"), dict(adam_bits=8)),
+    "gpu 16": (UnitPlan(), dict(adam_bits=16)),
+}
+TIMED = ("config.yaml", "log.jsonl", "log.csv", "loss.svg")  # files that hold times or paths
+STOP = 5  # the step that a stopped run ends with: after a snapshot and the best checkpoint
+GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly however many there are
+COMMANDS = 12  # more than any trial takes
+
+# ---------------------------------------------------------------- one command in a process of its own
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code (minus the signal that ended it), what it said, and its file events."""
+
+    code: int
+    said: str
+    events: int
+    last: str  # the name of the last event
+
+
+def run(argv: list[str], inside: Path, before: int = 0, after: float | None = None, stop: int = 0) -> Ended:
+    """Runs the command, killed before file event `before` under the folder `inside` (counted from 1), or after some
+    seconds, or asked to stop in step `stop`."""
+    note, said = mmap.mmap(-1, 64), tempfile.TemporaryFile()
+    pid = fork()
+    if not pid:
+        _command(argv, str(inside), before, stop, note, said.fileno())
+    over = os.pidfd_open(pid)
+    try:
+        if after is not None and not select.select([over], [], [], after)[0]:
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    finally:
+        os.close(over)
+    said.seek(0)
+    events, last = struct.unpack("i60s", note[:])
+    return Ended(code, said.read().decode(errors="replace"), events, last.rstrip(b"\0").decode())
+
+
+def _command(argv: list[str], inside: str, before: int, stop: int, note: mmap.mmap, said: int) -> None:
+    code = 1
+    try:
+        for fd in (1, 2):
+            os.dup2(said, fd)
+        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+        train.SAMPLING = 0.0  # a sample is one token
+        _watch(inside, before, note)
+        if stop:
+            _stop_in_step(stop)
+        code = finetune.main(argv)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _stop_in_step(stop: int) -> None:
+    real = train.train_step
+
+    def asked(e, micro, number, rate):
+        if number == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(e, micro, number, rate)
+
+    train.train_step = asked
+
+
+def _watch(inside: str, fatal: int, note: mmap.mmap) -> None:
+    """Counts what this process does to files under `inside`, and kills it before event `fatal`."""
+    numbers = itertools.count(1)
+
+    def event(name: str, path, folder: int = -1) -> None:
+        fd, path = (path, "") if isinstance(path, int) else (folder, os.fsdecode(path))
+        try:
+            place = os.path.join(os.readlink(f"/proc/self/fd/{fd}") if fd >= 0 else os.getcwd(), path)
+        except OSError:  # a closed one: the call will say so
+            return
+        if place.startswith(inside):
+            n = next(numbers)
+            note[:] = struct.pack("i60s", n, name.encode())
+            if n == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def audited(name: str, args: tuple) -> None:
+        if name == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(args[0], int):
+            event("open", args[0])
+        elif name in ("os.rename", "os.link", "os.symlink"):
+            event(name[3:], args[1])
+        elif name in ("os.remove", "os.rmdir", "os.mkdir", "os.truncate"):
+            event(name[3:], args[0], args[-1] if name != "os.truncate" else -1)
+
+    def told(name: str, call):
+        def called(fd, *args):
+            event(name, fd)
+            return call(fd, *args)
+
+        return called
+
+    sys.addaudithook(audited)  # the kernel's calls that no hook hears of:
+    for name in ("fsync", "fdatasync", "posix_fallocate", "pwrite", "pwritev", "write"):
+        setattr(os, name, told(name, getattr(os, name)))
+    start = KernelIO._start
+
+    def started(io: IO, pieces) -> None:
+        for piece in pieces:
+            if piece.write:
+                event("aio", piece.file.path)
+        start(io, pieces)
+
+    KernelIO._start = started
+
+
+# ---------------------------------------------------------------- the runs
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a run comes to that nobody disturbs: its files, its log, its file events, its seconds."""
+
+    files: dict[str, bytes | None]
+    records: list[tuple]
+    events: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A folder with a small model, its data, a plan for each of PLACES, and what their undisturbed runs come to."""
+
+    folder: Path
+    whole: dict[str, Whole]
+
+    def command(self, place: str | None, out: Path, store: Path | None = None) -> list[str]:
+        plan = ["--plan", str(self.folder / f"{place}.json")] if place else []
+        return [
+            *(str(self.folder / "model"), "--data", str(self.folder / "text.txt"), "--out", str(out), *plan),
+            *("--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--max-steps", "8", "--lr", "0.03"),
+            *("--schedule", "constant", "--val", "0.1", "--eval-every", "3", "--save-every", "2", "--device", "cpu"),
+            *("--gpu-memory", "64MiB", "--ram", "64MiB", "--show-example", "0"),
+            *(("--store", str(store)) if store else ()),
+        ]
+
+    def differs(self, place: str, out: Path) -> str:
+        """What a run has left that the undisturbed one has not, or the other way round; empty where all is equal."""
+        whole, files = self.whole[place], files_of(out)
+        if names := whole.files.keys() ^ files.keys():
+            return "left or lacking: " + ", ".join(sorted(names)[:4])
+        if other := [name for name, content in whole.files.items() if files[name] != content]:
+            return "other bytes in " + ", ".join(other)
+        return "" if records_of(out) == whole.records else "another log"
+
+
+def make_bench(folder: Path) -> Bench:
+    """Makes model, data and plans, and does the undisturbed runs."""
+    bench = Bench(folder, {})
+    demo.make_text(folder / "text.txt", 40, seed=1)
+    with mock.patch.multiple(demo, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
+        demo.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
+    first = prepare(parse(bench.command(None, folder / "planned"))).plan
+    for place, (unit, more) in PLACES.items():
+        end = replace(unit, saved=())
+        units = (end, *(unit,) * (len(first.units) - 2), end)
+        replace(first, units=units, record=1 << 12, piece=1 << 12, **more).save(folder / f"{place}.json")
+        out, begun = folder / f"whole {place}", time.monotonic()
+        ended = run(bench.command(place, out), folder)
+        assert ended.code == 0, ended.said
+        bench.whole[place] = Whole(files_of(out), records_of(out), ended.events, time.monotonic() - begun)
+    return bench
+
+
+def files_of(folder: Path) -> dict[str, bytes | None]:
+    """Every file below with its bytes, but for those of TIMED, and every folder."""
+    paths = sorted(folder.rglob("*"))
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() and p.name not in TIMED else None for p in paths}
+
+
+def records_of(out: Path) -> list[tuple]:
+    """The numbers in a run's log that do not depend on time; none where it cannot be read."""
+    try:
+        records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        return [
+            tuple(r.get(key) for key in ("step", "loss", "learning_rate", "grad_norm", "eval_loss")) for r in records
+        ]
+    except (OSError, ValueError, AttributeError):
+        return []
+
+
+@dataclass
+class Trial:
+    """A run that was killed: (the event before which, or an instant; how many had been), and what was wrong then."""
+
+    seed: int
+    place: str
+    kills: list[tuple[str, int]] = field(default_factory=list)
+    wrong: str = ""
+
+
+def trial(bench: Bench, seed: int) -> Trial:
+    """A run killed once, and up to two times more when it goes on. Seeds in a row spread the first kill evenly.
+
+    After each kill the same command is given again, and then the one that the answer names.
+    """
+    dice = random.Random(seed)
+    made, own_store = Trial(seed, dice.choice(list(PLACES))), dice.random() < 0.5
+    shares = [seed * GOLDEN % 1, *(dice.random() for _ in range(dice.randint(0, 2)))]
+    whole, folder = bench.whole[made.place], bench.folder / f"trial-{seed}"
+    out, store = folder / "out", folder / "store" if own_store else None
+    folder.mkdir()
+    command = begin = bench.command(made.place, out, store)
+    for _ in range(COMMANDS):
+        how, share = {}, shares.pop(0) if shares else None
+        if share is not None:
+            event = dice.random() < 0.6
+            how = dict(before=1 + int(share * whole.events)) if event else dict(after=share * whole.seconds)
+        ended = run(command, folder, **how)
+        named = re.search(r"Go on with it: --resume ([^\s;]+)", ended.said)
+        if ended.code == -signal.SIGKILL:
+            made.kills.append((ended.last if "before" in how else "instant", ended.events))
+            command = begin
+        elif named and command is begin:
+            command = ["--resume", named[1]]
+        else:
+            break
+    if ended.code == 0 or "that run is finished" in ended.said:
+        made.wrong = bench.differs(made.place, out)
+        if store and (left := files_of(store)):
+            made.wrong = made.wrong or "left in the store: " + ", ".join(sorted(left)[:4])
+    else:
+        made.wrong = f"{command[0]}: exit {ended.code}: {ended.said.strip().splitlines()[-1]}"
+    if not made.wrong:
+        shutil.rmtree(folder)
+    return made
+
+
+# ---------------------------------------------------------------- flipped bits
+
+# Kinds of files of a stopped run: name -> pattern below its folder.
+KINDS = {
+    "weights": "store/snapshot-*/weights-*.safetensors",
+    "state": "store/snapshot-*/*-?????-????.safetensors",
+    "manifest": "store/snapshot-*/manifest.json",
+    "index": "store/**/model.safetensors.index.json",
+    "companions": "store/**/*config.json",
+    "store.id": "store/store.id",
+    "tokens": "tokens/*/tokens",
+    "tables": "tokens/*/*.npy",
+    "meta.json": "tokens/*/meta.json",
+    "config.yaml": "config.yaml",
+    "log.jsonl": "log.jsonl",
+    "log.csv": "log.csv",
+    "best": "best/*",
+}
+
+
+def stopped(bench: Bench, place: str) -> Path:
+    """The folder of a run that was asked to stop in step STOP."""
+    out = bench.folder / f"stopped {place}" / "out"
+    if not out.exists():
+        out.parent.mkdir()
+        ended = run(bench.command(place, out), out.parent, stop=STOP)
+        assert ended.code == 130, ended.said
+    return out
+
+
+def flip(bench: Bench, kind: str, seed: int) -> tuple[str, str]:
+    """Flips one bit in a file of a stopped run and resumes it: (noticed, harmless, silent or traceback; more of it)."""
+    dice = random.Random(f"{kind} {seed}")
+    place = dice.choice(list(PLACES))
+    folder = bench.folder / f"flip-{kind}-{seed}"
+    folder.mkdir()
+    subprocess.run(["cp", "-a", str(stopped(bench, place)), str(folder / "out")], check=True)  # hard links stay links
+    path = dice.choice(sorted((folder / "out").glob(KINDS[kind])))
+    bit = dice.randrange(8 * path.stat().st_size)
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0] ^ 1 << bit % 8
+        file.seek(bit // 8)
+        file.write(bytes([byte]))
+    ended = run(["--resume", str(folder / "out")], folder)
+    last = ended.said.strip().splitlines()[-1]
+    if ended.code == 0:
+        wrong = bench.differs(place, folder / "out")
+        found = ("silent" if wrong else "harmless"), wrong
+    else:
+        found = ("traceback" if "Traceback" in ended.said or ended.code < 0 else "noticed"), last
+    shutil.rmtree(folder)
+    return found[0], f"bit {bit} of {path.relative_to(folder / 'out')} ({place}): {found[1]}"

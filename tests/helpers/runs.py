@@ -1,0 +1,78 @@
+"""Runs of a small checkpoint in processes of their own, to be stopped and resumed."""
+
+import json
+import os
+import signal
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from engines import fork
+
+from trireme.engine.run import train
+from trireme.engine.run.options import Options, every
+from trireme.engine.run.train import Interrupted, finetune
+
+LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
+LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
+STEPS = 12
+
+
+def options(folder: Path, out: Path, where: str, **more) -> Options:
+    gpu, ram = LIMITS[where]
+    return Options(
+        model=str(folder / "checkpoint"), data=(str(folder / "stories.txt"),), out=str(out), seq_len=64, batch_size=4,
+        max_steps=STEPS, lr=3e-3, save_every=every("2"), gpu_memory=gpu, ram=ram, device="cpu", **more,
+    )  # fmt: skip
+
+
+def child(opts: Options) -> int:
+    """Starts a run in a process of its own; exit code 0 when done, 130 when interrupted and saved."""
+    pid = fork()
+    if pid:
+        return pid
+    go(opts)
+
+
+def go(opts: Options) -> NoReturn:
+    """The run, and the end of the process."""
+    code = 1
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            finetune(opts)
+        code = 0
+    except Interrupted:
+        code = 130
+    except BaseException as error:
+        os.write(2, f"child: {error!r}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def finished(out: Path) -> bool:
+    """Whether the run was killed when all that was left to do was to remove its store."""
+    return (out / "model.safetensors").exists() and not (out / "store" / "store.id").exists()
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def losses(out: Path) -> dict[int, tuple[float, float]]:
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in records if "loss" in r}
+
+
+def stopped(run: Options, step: int, monkeypatch) -> None:
+    """Starts a run that is asked to stop in a step, and saves."""
+    real = train.train_step
+
+    def asked(e, micro, number, rate):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(e, micro, number, rate)
+
+    with monkeypatch.context() as m, pytest.raises(Interrupted):
+        m.setattr(train, "train_step", asked)
+        finetune(run)

@@ -1,0 +1,66 @@
+"""Stores with two weights and one state, on drives that fail when told to."""
+
+from pathlib import Path
+
+import numpy as np
+
+from trireme.storage.aio import ThreadIO, arena
+from trireme.storage.devices import Device, is_direct
+from trireme.storage.layout import Layout, pack, sequential
+from trireme.storage.shards import Store
+
+K = 1024
+WEIGHTS = pack([[("q", (64, 64)), ("k", (64, 64))], [("up", (96, 64))], [("odd", (33, 7))], [("norm", (65,))]], "BF16")
+STATE = sequential([("lo", "I16", (20_001,)), ("m", "F32", (20_001,)), ("v", "F32", (20_001,))])
+LAYOUTS = {"block-0": WEIGHTS, "block-1": pack([[("z", (64, 64))], [("y", (9,))]], "BF16"), "block-0.adam": STATE}
+
+
+class FaultyIO(ThreadIO):
+    """Real files; `fault(piece)` may raise or wait before each piece is moved."""
+
+    def __init__(self, fault=lambda piece: None, **limits):
+        self.fault = fault
+        super().__init__(**{"block": 16 * K, "depth": 4, "mixed": 2, **limits})
+
+    def _move(self, piece):
+        self.fault(piece)
+        return super()._move(piece)
+
+
+def devices(folder: Path, count: int = 1, **kwargs) -> list[Device]:
+    made = []
+    for k in range(count):
+        path = folder / f"d{k}"
+        path.mkdir(exist_ok=True)
+        made.append(Device(path, FaultyIO(**kwargs), is_direct(path), read=1.0 + k, write=1.0 + k))
+    return made
+
+
+def content(layout: Layout, seed: int) -> memoryview:
+    buffer = arena(layout.span)
+    np.frombuffer(buffer, np.uint8)[: layout.nbytes] = np.random.default_rng(seed).integers(
+        0, 256, layout.nbytes, np.uint8
+    )
+    return buffer
+
+
+def create(folder: Path, count: int = 1, keep: int = 1, companions: Path | None = None, **kwargs) -> Store:
+    store = Store.create(devices(folder, count, **kwargs), keep, companions)
+    for name, layout in LAYOUTS.items():
+        store.add(name, layout, weights="adam" not in name)
+    return store
+
+
+def write_all(store: Store, seed: int) -> None:
+    buffers = {name: content(shard.layout, seed) for name, shard in store.shards.items()}
+    for request in [store.write(name, buffer) for name, buffer in buffers.items()]:
+        request.result(10)
+
+
+def holds(store: Store, seed: int) -> bool:
+    for name, shard in store.shards.items():
+        got = arena(shard.layout.span)
+        store.read(name, got).result(10)
+        if got[: shard.layout.nbytes] != content(shard.layout, seed)[: shard.layout.nbytes]:
+            return False
+    return True

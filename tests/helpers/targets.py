@@ -1,0 +1,328 @@
+"""The parsers that read what a stranger may have written, each as a Target made in an empty folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mutations import Target, as_json, as_lines, as_text
+
+from trireme.engine.data import dataset as data
+from trireme.engine.data.chat import load_template
+from trireme.engine.data.rows import BadRow
+from trireme.engine.data.tokens import load_tokenizer
+from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
+from trireme.engine.run import demo
+from trireme.engine.run.command import parse
+from trireme.engine.run.log import RunLog
+from trireme.engine.run.options import Options
+from trireme.engine.run.settle import check_memory, check_step, given_plan
+from trireme.engine.run.verify import has_begun
+from trireme.models import hf
+from trireme.models.config import InputError, ModelConfig, Rope, read_config
+from trireme.storage.aio import IO, ThreadIO, arena
+from trireme.storage.checkpoint import open_source
+from trireme.storage.devices import Device
+from trireme.storage.files import StoreError
+from trireme.storage.headers import CheckpointError
+from trireme.storage.layout import sequential
+from trireme.storage.shards import Store
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+
+# ---------------------------------------------------------------- a checkpoint
+
+TENSORS = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]},
+    "b": {"dtype": "BF16", "shape": [3], "data_offsets": [32, 38]},
+}
+
+
+def _safetensors(header: Any) -> bytes:
+    text = as_json(header)
+    return len(text).to_bytes(8, "little") + text + bytes(38)
+
+
+def header(folder: Path) -> Target:
+    def read(content: bytes) -> None:
+        (folder / "model.safetensors").write_bytes(content)
+        open_source(folder)
+
+    return Target([TENSORS], _safetensors, read, (CheckpointError,))
+
+
+def index(folder: Path) -> Target:
+    weight_map = {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"}
+    (folder / "1.safetensors").write_bytes(_safetensors(TENSORS))
+    (folder / "2.safetensors").write_bytes(_safetensors({"c": TENSORS["a"], "b": TENSORS["b"]}))
+
+    def read(content: bytes) -> None:
+        (folder / "model.safetensors.index.json").write_bytes(content)
+        open_source(folder)
+
+    value = {"metadata": {"total_size": 76}, "weight_map": weight_map}
+    return Target([value], as_json, read, (CheckpointError,))
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 97, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64,
+         "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "rope_theta": 1e4}  # fmt: skip
+ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16}  # fmt: skip
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
+           "layer_types": ["full_attention", "sliding_attention"]}  # fmt: skip
+GPT = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+
+def config(folder: Path) -> Target:
+    def read(content: bytes) -> None:
+        (folder / "config.json").write_bytes(content)
+        hf.sources(read_config(folder), {"a": (4, 2), "b": (3,)})
+
+    values = [LLAMA, LLAMA | {"rope_parameters": ROPE}, LLAMA | {"model_type": "qwen2"} | SLIDING, GPT]
+    return Target(values, as_json, read, (InputError,))
+
+
+# ---------------------------------------------------------------- what a run has written
+
+
+def _store(folder: Path, name: str) -> Target:
+    """A store with a snapshot, of which the file `name` is changed. Nothing outside of it may be touched."""
+    good, victim, here, companions = (folder / name for name in ("good", "victim", "store", "companions"))
+    span = sequential([("w", "F32", (1024,)), ("n", "F32", (7,))])
+    good.mkdir()
+    companions.mkdir()
+    (companions / "config.json").write_text("{}")
+    uuid.uuid4 = lambda: uuid.UUID(int=1)  # the same files every time
+    with Store.create([Device(good, ThreadIO(), False)], companions=companions) as store:
+        for shard in ("weights-00000", "moments-00000-0000"):
+            store.add(shard, span, weights=shard.startswith("w"))
+            store.write(shard, arena(span.span)).result()
+        store.commit(3, {"step": 3, "cut": {"batch_size": 4}})
+    path = next(good.rglob(name)).relative_to(good)
+
+    def read(content: bytes) -> None:
+        shutil.rmtree(here, ignore_errors=True)
+        shutil.copytree(good, here)
+        victim.write_text("untouched")
+        (here / path).write_bytes(content)
+        try:
+            with Store.open([Device(here, IO(), False)]) as store:  # nothing is read or written
+                store.remove()
+        finally:
+            assert victim.read_text() == "untouched" and victim.stat().st_nlink == 1, "touched what is not the store's"
+
+    return Target([json.loads((good / path).read_text())], as_json, read, (StoreError,), ("../victim",))
+
+
+def manifest(folder: Path) -> Target:
+    return _store(folder, "manifest.json")
+
+
+def store_id(folder: Path) -> Target:
+    return _store(folder, "store.id")
+
+
+def tokens_meta(folder: Path) -> Target:
+    rows, cache = folder / "rows.jsonl", folder / "tokens"
+    rows.write_text('{"input_ids": [1, 2, 3, 4, 5]}\n' * 9)
+    load = lambda: data.load_dataset([str(rows)], None, data.DataOptions(seq_len=8, vocab_size=97, cache=cache))
+    expected = load()
+    path = next(cache.glob("*/meta.json"))
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        loaded = load()
+        assert loaded.fingerprint == expected.fingerprint and loaded.describe() == expected.describe(), "other data"
+
+    return Target([json.loads(path.read_text())], as_json, read, (InputError,))
+
+
+def log(folder: Path) -> Target:
+    step = {"step": 1, "epoch": 0.1, "loss": 2.5, "learning_rate": 1e-5, "grad_norm": 1.0, "tokens_per_second": 10.0,
+            "trained_tokens_per_second": 9.0, "step_time_s": 0.1, "bound": "compute"}  # fmt: skip
+    value = [{"step": 0, "eval_loss": 3.0}, *(step | {"step": n} for n in (1, 2, 3)), {"step": 3, "eval_loss": 2.75}]
+
+    def read(content: bytes) -> None:
+        (folder / "log.jsonl").write_bytes(content)
+        has_begun(folder)
+        log = RunLog(folder, Options(out=str(folder)), 9, 3, stream=io.StringIO())
+        log.step(step | {"step": 4})
+        log.eval({"step": 4, "eval_loss": 2.5})
+        log.summary()
+        log.close()
+
+    return Target([value], as_lines, read, (InputError,))
+
+
+# ---------------------------------------------------------------- options and plans
+
+
+def config_yaml(folder: Path) -> Target:
+    """As write_config writes it, and as a person does: anchors, tags, blocks."""
+
+    def read(content: bytes) -> None:
+        (folder / "config.yaml").write_bytes(content)
+        parse(["--config", str(folder / "config.yaml")])
+
+    value = {"model": "m", "data": ["a.jsonl", "b:0.5"], "val": "0.02", "seq_len": 64, "batch-size": 4, "lr": 1e-4,
+             "save_every": "30min", "gpu_memory": "24GiB", "betas": [0.9, 0.95], "log": "trace", "no_pack": True,
+             "schedule": "linear", "warmup": 0.1, "adam_bits": 8, "seed": 7, "out": "o", "store": ["s"]}  # fmt: skip
+    lines = ["model: m\n", "data:\n", "  - &a a.jsonl\n", "  - *a\n", "val: 0.02\n", "seq-len: 64\n", "lr: 1e-4\n",
+             "betas: [0.9, 0.95]\n", "max_steps: 1_000\n", "save_every: >\n", "  30min\n", "# a comment\n"]  # fmt: skip
+    junk = ("<<: *a\n", "a: &a [*a]\n", "!!python/object/apply:os.system [x]\n", "? x\n", "--- \n", "%YAML 9.9\n",
+            "seed: 0x" + "f" * 5000 + "\n", "max_steps: 1" + ":1" * 300 + "\n", "lr: !!timestamp 2001-99-99\n",
+            "model: 2001-02-30\n", "val: !!binary =\n", "data: !!set {a, b}\n", "out: .nan\n", "\t")  # fmt: skip
+    write = lambda value: as_text(value) if isinstance(value, list) else as_json(value)
+    return Target([value, lines], write, read, (InputError,), junk)
+
+
+def plan(folder: Path) -> Target:
+    cfg = ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False, rope=Rope(1e4))
+    block = UnitPlan("host", "ssd", x="ssd", saved=(("qkv", "host"),))
+    path = folder / "plan.json"
+    Plan((UnitPlan(), block, UnitPlan("host", "host", "gpu")), 24, 2, "F32").save(path)
+    options = Options(plan=str(path), batch_size=2)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        plan = given_plan(options, cfg, 12, None, True)
+        check_memory(options, cfg, plan, {"gpu": 1 << 30, "host": 1 << 30})
+        check_step(options, plan, 2, 12)
+
+    return Target([json.loads(path.read_text())], as_json, read, (InputError, DoesNotFit))
+
+
+# ---------------------------------------------------------------- tokenizer, templates, rows
+
+CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Yes.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2", "tool_call_id": "call00000"},
+    {"role": "assistant", "content": [{"type": "text", "text": "Two."}], "weight": 1},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+
+
+def _tokenizer(folder: Path):
+    demo.make_text(folder / "text.txt", 3, seed=1)
+    demo._make_tokenizer(folder / "text.txt").save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": demo.BOS, "eos_token": demo.EOS}))
+    return load_tokenizer(folder)
+
+
+def chat_template(folder: Path) -> Target:
+    """Mutated tag by tag. What would take for ever is not among the junk: no thousand files of that in a minute."""
+    tokenizer, path = _tokenizer(folder), folder / "chat_template.jinja"
+    texts = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja")) if path.stat().st_size < 1000]
+    junk = ("{{ " + "(" * 300 + "1" + ")" * 300 + " }}", "{{ " + "[" * 300 + "]" * 300 + " }}",
+            "{% for x in [1] %}" * 30 + "{% endfor %}" * 30, "{% if 1 %}" * 300 + "{% endif %}" * 300,
+            "{{ 'a' * 10**10 }}", "{{ [0] * 10**10 }}", "{{ 9**(9**5) }}", "{{ 'a' | center(10**10) }}", "{{ x.y.z }}",
+            "{{ ''.__class__.__mro__ }}", "{% include 'x' %}", "{% extends 'x' %}", "{{ messages | tojson(9) }}",
+            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ raise_exception(1) }}", "{{ strftime_now('%') }}",
+            "{{ '%d' % 'x' }}", "{% generation %}", "{% endgeneration %}", "{{ messages[99].content }}", "{{ loop }}",
+            "{{ namespace() }}", "{% set messages = 1 %}", "{% break %}", "{{ caller() }}", "{{ 1/0 }}", "{{ -'a' }}",
+            "{% for m in messages %}", "{% endfor %}", "{{", "{%", "{{ messages.append(1) }}", "{{ [].pop() }}",
+            "{{ messages | groupby('role') }}", "{{ '\\ud800' }}", "{{ messages | map('upper') }}")  # fmt: skip
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        template = load_template(tokenizer)
+        template.notes()
+        talk = [m | {"content": "Two."} if isinstance(m["content"], list) else m for m in TALK]
+        for tools in (None, TOOLS):
+            with suppress(BadRow):
+                template.spans(talk, tools)
+
+    pieces = [re.split(r"(\{[{%#].*?[}%#]\})", text, flags=re.DOTALL) for text in texts]
+    return Target(pieces, as_text, read, (InputError,), junk)
+
+
+def tokenizer_config(folder: Path) -> Target:
+    """And the two files beside it, parted by a character that JSON has no use for."""
+    _tokenizer(folder)
+    names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    chatml = (TEMPLATES / "chatml.jinja").read_text()
+    added = {"content": demo.BOS, "lstrip": False, "normalized": True, "__type": "AddedToken"}
+    own = {"bos_token": added, "eos_token": demo.EOS, "add_bos_token": True, "model_max_length": 64,
+           "chat_template": chatml, "added_tokens_decoder": {"0": added}, "pad_token": None}  # fmt: skip
+    named = own | {"chat_template": [{"name": "default", "template": chatml}, {"name": "rag", "template": "x"}]}
+    ids = {"eos_token_id": [1, 2], "bos_token_id": 0, "pad_token_id": 1 << 70}
+
+    def read(content: bytes) -> None:
+        parts = [*content.split(b"\x1e"), b"{}", b"{}"]
+        for name, part in zip(names, parts, strict=False):
+            (folder / name).write_bytes(part)
+        tokenizer = load_tokenizer(folder)
+        tokenizer.decode(tokenizer.wrap(tokenizer.encode(["Hello"])[0][0])[0])
+        if template := load_template(tokenizer):
+            template.notes()
+
+    write = lambda files: b"\x1e".join(map(as_json, files)) if isinstance(files, list) else as_json(files)
+    return Target([[own, {}, {}], [named, {"eos_token": added}, {}], [{}, {}, ids]], write, read, (InputError,))
+
+
+ASKED, SAID = {"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}
+CALLED = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
+ROWS = [
+    [{"messages": TALK, "tools": TOOLS}, {"messages": TALK[1:], "tools": json.dumps(TOOLS)}],
+    [{"conversations": [ASKED, CALLED, {"from": "observation", "value": "2"}, SAID], "system": "s", "tools": "[]"}],
+    [{"instruction": "a", "input": "b", "output": "c", "history": [["q", "r"]], "system": ""}],
+    [{"prompt": "a", "completion": "b"}, {"prompt": TALK[:2], "completion": TALK[4:]}],
+    [{"text": "a story of sailors"}, {"text": "another\n\nof fishers", "id": 7}],
+    [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5, 6]}],
+]
+
+
+def _cells(rows: Any) -> bytes:
+    """As CSV: the keys of the first row, and each value as text, lists and objects as JSON."""
+    out = io.StringIO(newline="")
+    table = [row if isinstance(row, dict) else {"text": row} for row in (rows if isinstance(rows, list) else [rows])]
+    cells = [[v if isinstance(v, str) else json.dumps(v) for v in row.values()] for row in table]
+    csv.writer(out).writerows([*table[:1], *cells])
+    return as_text(out.getvalue())
+
+
+def _prose(rows: Any) -> bytes:
+    """As running text: every word of the rows, parted now and then."""
+    words = re.findall(r'"((?:[^"\\]|\\.)*)"', json.dumps(rows, ensure_ascii=False))
+    return as_text("\n".join([*words[:2], "<|endoftext|>", *words[2:]]))
+
+
+def _rows(kind: str, write: Callable[[Any], bytes]) -> Callable[[Path], Target]:
+    def make(folder: Path) -> Target:
+        tokenizer, path, cache = _tokenizer(folder), folder / f"rows{kind}", folder / "tokens"
+        template = load_template(tokenizer, "plain")
+        data.load_template = lambda *_: template  # compiled once
+
+        def read(content: bytes) -> None:
+            path.write_bytes(content)
+            options = data.DataOptions(seq_len=32, skip_bad=len(content) % 2 == 0, vocab_size=600, cache=cache)
+            try:
+                loaded = data.load_dataset([str(path)], tokenizer, options)
+                loaded.describe(), loaded.example()
+            finally:
+                shutil.rmtree(cache, ignore_errors=True)
+
+        return Target(ROWS, write, read, (InputError,))
+
+    return make
+
+
+TARGETS = {
+    made.__name__: made
+    for made in (header, index, config, manifest, store_id, tokens_meta, log, config_yaml, plan, chat_template,
+                 tokenizer_config)
+} | {f"rows{kind}": _rows(kind, write)
+     for kind, write in ((".json", as_json), (".jsonl", as_lines), (".csv", _cells), (".txt", _prose))}  # fmt: skip

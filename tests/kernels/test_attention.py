@@ -1,0 +1,162 @@
+"""Attention launchers against the reference in fp64: packed documents, grouped queries, windows, head widths."""
+
+import pytest
+import torch
+from kernel_checks import DEVICES, check, error, randn, up
+
+from trireme.kernels import reference
+from trireme.kernels.attention import attention
+from trireme.kernels.attention.docs import make_docs
+
+OUT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}
+GRADIENT = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
+BF16, FP32 = torch.bfloat16, torch.float32
+
+CASES = [  # documents, query heads, key heads, head width, window, dtype
+    ([100], 1, 1, 16, 0, FP32),
+    ([150, 1, 30], 2, 1, 16, 0, FP32),
+    ([64, 128], 2, 2, 8, 0, FP32),
+    ([150], 1, 1, 16, 50, FP32),
+    ([200, 7], 1, 1, 16, 2, FP32),
+    ([130], 1, 1, 16, 128, FP32),
+    ([70, 90], 4, 1, 32, 0, BF16),
+    ([129], 1, 1, 80, 0, BF16),
+    ([65], 1, 1, 256, 0, BF16),
+    ([140], 2, 1, 32, 33, BF16),
+]
+GPU_CASES = [
+    ([1000, 1, 3, 500, 129, 128, 127, 2], 8, 2, 128, 0, BF16),
+    ([1000, 1, 3, 500], 4, 4, 64, 0, BF16),
+    ([700, 333], 8, 1, 80, 0, BF16),
+    ([700, 333], 4, 4, 96, 0, BF16),
+    ([500, 77, 1], 4, 2, 48, 0, BF16),
+    ([500, 77, 1], 4, 1, 112, 0, BF16),
+    ([700, 333], 4, 2, 256, 0, BF16),
+    ([700, 333], 4, 2, 256, 100, BF16),
+    ([1500, 20], 6, 2, 128, 256, BF16),
+    ([1500, 20], 6, 2, 128, 100, BF16),
+    ([300, 300], 2, 2, 8, 0, BF16),
+    ([300, 300], 2, 2, 16, 0, BF16),
+    ([300, 301], 2, 2, 32, 17, BF16),
+    ([333, 100], 2, 1, 128, 0, FP32),
+    ([333, 100], 2, 1, 64, 50, FP32),
+    ([333, 100], 1, 1, 256, 0, FP32),
+    ([1024] * 3, 8, 2, 128, 0, BF16),  # documents of one length: may be dispatched to a dense kernel
+    ([512], 4, 4, 64, 0, BF16),
+    ([2048], 32, 8, 128, 0, BF16),
+    ([1024, 1024], 4, 4, 80, 0, BF16),
+    ([1024, 1024], 4, 2, 256, 0, BF16),
+]
+
+
+def _run(case, device, outliers):
+    """Inputs, our (out, lse, dq, dk, dv), and the oracle's, from one packed qkv buffer into another."""
+    lengths, H, K, d, window, dtype = case
+    N, scale = sum(lengths), d**-0.5
+    docs = make_docs(lengths, device)
+    split = lambda t: t.view(N, H + 2 * K, d).split([H, K, K], 1)
+    q, k, v = split(randn(N, (H + 2 * K) * d, device=device, dtype=dtype, outliers=outliers))
+    dout = randn(N, H, d, device=device, dtype=dtype)
+    out, lse = attention.attention_fwd(q, k, v, docs, scale, window)
+    dqkv = split(torch.full((N, (H + 2 * K) * d), float("nan"), device=device, dtype=dtype))
+    attention.attention_bwd(dout, q, k, v, out, lse, docs, scale, *dqkv, window)
+
+    q64, k64, v64, dout64 = up(q, k, v, dout)
+    out64, lse64 = reference.attention_fwd(q64, k64, v64, docs, scale, window)
+    dqkv64 = [torch.empty_like(t) for t in (q64, k64, v64)]
+    reference.attention_bwd(dout64, q64, k64, v64, out64, lse64, docs, scale, *dqkv64, window)
+    return (q, k, v, dout), (out, lse, *dqkv), (out64, lse64, *dqkv64)
+
+
+def _compare(case, device, outliers=False):
+    inputs, ours, oracle = _run(case, device, outliers)
+    dtype = case[-1]
+    check(ours[0], oracle[0], OUT[dtype])
+    check(ours[1], oracle[1], 1e-5)
+    # where outliers make every implementation lose digits, FlashAttention-2's error is the measure
+    bounds = [GRADIENT[dtype]] * 3
+    if outliers and dtype == BF16:
+        peers = _flash(*inputs, case[0]) if not case[4] else [None] * 3  # torch's has no window
+        bounds = [
+            max(4e-3, 1.5 * error(p, e)) if p is not None else 1e-2 for p, e in zip(peers, oracle[2:], strict=True)
+        ]
+    for out, expected, bound in zip(ours[2:], oracle[2:], bounds, strict=True):
+        check(out, expected, bound)
+
+
+def _flash(q, k, v, dout, lengths):
+    """(dq, dk, dv) by torch's FlashAttention-2, document by document."""
+    parts = []
+    for q_, k_, v_, dout_ in zip(*(t.split(lengths) for t in (q, k, v, dout)), strict=True):
+        leaves = [t.transpose(0, 1)[None].detach().requires_grad_() for t in (q_, k_, v_)]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        parts.append([g[0].transpose(0, 1) for g in torch.autograd.grad(out, leaves, dout_.transpose(0, 1)[None])])
+    return [torch.cat(t) for t in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(device, case):
+    torch.manual_seed(0)
+    _compare(case, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+@pytest.mark.parametrize("outliers", [False, True])
+def test_attention_on_gpu(case, outliers):
+    torch.manual_seed(0)
+    _compare(case, "cuda", outliers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_is_filled_and_may_be_strided(device):
+    torch.manual_seed(0)
+    docs = make_docs([20, 13], device)
+    q, k, v = (randn(33, 2, 16, device=device, dtype=FP32) for _ in range(3))
+    buffer = torch.full((33, 3, 16), float("nan"), device=device)
+    out, lse = attention.attention_fwd(q, k, v, docs, 0.25, out=buffer[:, :2])
+    assert out.data_ptr() == buffer.data_ptr() and buffer[:, 2].isnan().all()
+    again, lse2 = attention.attention_fwd(q, k, v, docs, 0.25)
+    assert torch.equal(out, again) and torch.equal(lse, lse2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_document_does_not_notice_its_neighbours(device):
+    torch.manual_seed(0)
+    q, k, v = (randn(60, 1, 16, device=device, dtype=BF16) for _ in range(3))
+    alone, _ = attention.attention_fwd(q[20:50], k[20:50], v[20:50], make_docs([30], device), 0.25)
+    v[:20], v[50:], k[:20] = float("inf"), float("nan"), float("nan")
+    packed, _ = attention.attention_fwd(q, k, v, make_docs([20, 30, 10], device), 0.25)
+    assert torch.equal(packed[20:50], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[2048, 5, 1000], [1024] * 4])
+def test_attention_repeats_bit_by_bit(lengths):
+    case = (lengths, 8, 2, 128, 0, BF16)
+    runs = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        runs.append(_run(case, "cuda", False)[1])
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31():
+    N, step = 300, 1 << 23  # the last tokens lie 2.5e9 elements into the buffer
+    buffer = torch.empty(N * step, device="cuda", dtype=BF16)
+    q, k, v, dq, dk, dv = (buffer.as_strided((N, 2, 64), (step, 64, 1), 128 * i) for i in range(6))
+    torch.manual_seed(0)
+    for t in (q, k, v):
+        t.normal_()
+    dout = torch.randn(N, 2, 64, device="cuda").to(BF16)
+    docs = make_docs([100, 200], "cuda")
+    out, lse = attention.attention_fwd(q, k, v, docs, 0.125)
+    attention.attention_bwd(dout, q, k, v, out, lse, docs, 0.125, dq, dk, dv)
+    dense = [t.contiguous() for t in (q, k, v)]
+    out2, lse2 = attention.attention_fwd(*dense, docs, 0.125)
+    grads = [torch.empty_like(t) for t in dense]
+    attention.attention_bwd(dout, *dense, out2, lse2, docs, 0.125, *grads)
+    assert torch.equal(out, out2) and all(torch.equal(a, b) for a, b in zip((dq, dk, dv), grads, strict=True))

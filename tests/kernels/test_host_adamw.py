@@ -1,0 +1,522 @@
+"""The compiled CPU AdamW against the torch reference: equal bits, whatever the shape, alignment or thread count."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.kernels import host_adamw, moments, reference
+
+BF16, F32 = torch.bfloat16, torch.float32
+HYPER = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
+)
+
+
+def bits(t):
+    return None if t is None else t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
+
+
+def assert_same_bits(got, want):
+    for g, w in zip(got, want, strict=True):
+        assert (g is None and w is None) or torch.equal(bits(g), bits(w))
+
+
+def state(n, split, grad_dtype, seed=0, grad_scale=1.0, shift=0):
+    """(w, lo, m, v, grad), each of n elements that begin `shift` elements into their memory."""
+    random = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(n + shift, generator=random)
+    spread = torch.exp2(torch.randint(-30, 6, (n + shift,), generator=random))
+    w, lo = reference.split_master(draw()) if split else (draw(), None)
+    m, v, grad = draw() * spread, draw().square() * spread, (draw() * spread * grad_scale).to(grad_dtype)
+    return tuple(None if t is None else t[shift:] for t in (w, lo, m, v, grad))
+
+
+def copies(tensors):
+    """Clones that keep the offset from the start of the memory, with the memory around poisoned."""
+    out = []
+    for t in tensors:
+        if t is not None:
+            shift = t.storage_offset()
+            whole = torch.full((shift + len(t) + 3,), 77, dtype=t.dtype)
+            whole[shift : shift + len(t)] = t
+            t = whole[shift : shift + len(t)]
+        out.append(t)
+    return out
+
+
+def both(run, tensors, clip=0.7, oracle=reference.adamw_, **hyper):
+    """Runs run and the oracle on copies of the same state and compares all bits."""
+    hyper = {**HYPER, "n_decay": len(tensors[0]) // 3, "step": 3, **hyper}
+    got, want, clip = copies(tensors), copies(tensors), torch.tensor([clip])
+    run(*got, clip, **hyper)
+    oracle(*want, clip, **hyper)
+    assert_same_bits(got, want)
+    for t in got:
+        if t is not None:
+            whole = t.as_strided((t.storage_offset() + len(t) + 3,), (1,), 0)
+            assert (whole[: t.storage_offset()] == 77).all() and (whole[-3:] == 77).all(), "wrote outside its range"
+
+
+# ---------------------------------------------------------------- the update
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.sampled_from([0, 1, 2, 7, 15, 16, 17, 31, 33, 255, 1000, 4099]),
+    split=st.booleans(),
+    grad_dtype=st.sampled_from([BF16, F32]),
+    decay=st.floats(0, 1),
+    shift=st.integers(0, 5),
+    step=st.sampled_from([1, 2, 10, 1_000_000]),
+    clip=st.sampled_from([1.0, 0.3, 1e-20]),
+    grad_scale=st.sampled_from([1.0, 1e-38, 1e-44, 1e18]),
+    seed=st.integers(0, 1000),
+)
+def test_bits_equal_reference(n, split, grad_dtype, decay, shift, step, clip, grad_scale, seed):
+    tensors = state(n, split, grad_dtype, seed, grad_scale, shift)
+    both(host_adamw.adamw_, tensors, clip, n_decay=round(decay * n), step=step)
+
+
+def in_parts(*tensors, **hyper):
+    host_adamw.adamw_(*tensors, part="weights", **hyper)
+    host_adamw.adamw_(*tensors, part="moments", **hyper)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("grad_dtype", [BF16, F32])
+def test_weights_then_moments_leave_the_same_bits(split, grad_dtype, monkeypatch):
+    tensors = state(4099, split, grad_dtype)
+    both(in_parts, tensors)
+    for part in ("weights", "moments"):
+        both(host_adamw.adamw_, tensors, part=part)
+    monkeypatch.setattr(host_adamw, "library", lambda: None)
+    both(in_parts, tensors)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("grad_dtype", [BF16, F32])
+def test_across_records(split, grad_dtype):
+    n = 2 * host_adamw.RECORD + 12_345
+    for n_decay in (0, 1, host_adamw.RECORD - 1, host_adamw.RECORD, host_adamw.RECORD + 1, n):
+        both(host_adamw.adamw_, state(n, split, grad_dtype), n_decay=n_decay)
+
+
+def test_every_gradient_bit_pattern():
+    """All finite bf16 gradients, against states from zero to huge."""
+    grad = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16)
+    grad = grad[grad.isfinite()]
+    w, lo = reference.split_master(torch.linspace(-3, 3, len(grad)))
+    for v in (0.0, 1e-45, 1e-20, 1.0, 1e30):
+        both(host_adamw.adamw_, (w, lo, torch.zeros(len(grad)), torch.full((len(grad),), v), grad), clip=1.0)
+
+
+def test_split_master_follows_fp32_master():
+    """200 steps: hi and lo joined are the master of an fp32 run, bit for bit."""
+    w, _, m, v, _ = state(3001, False, F32)
+    master, ms, vs = w.clone(), m.clone(), v.clone()
+    hi, lo = reference.split_master(w)
+    for step in range(1, 201):
+        grad = torch.randn(3001).to(BF16)
+        hyper = dict(HYPER, n_decay=1500, step=step)
+        host_adamw.adamw_(master, None, ms, vs, grad, torch.ones(1), **hyper)
+        host_adamw.adamw_(hi, lo, m, v, grad, torch.ones(1), **hyper)
+    assert_same_bits((reference.join_master(hi, lo), m, v), (master, ms, vs))
+
+
+def test_against_torch_adamw():
+    """The reference itself: torch's AdamW in fp64 gives the same trajectory to fp32 rounding."""
+    w = torch.randn(500)
+    param = torch.nn.Parameter(w.double())
+    oracle = torch.optim.AdamW([param], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    m, v = torch.zeros(500), torch.zeros(500)
+    for step in range(1, 51):
+        grad = torch.randn(500)
+        param.grad = grad.double()
+        oracle.step()
+        host_adamw.adamw_(w, None, m, v, grad, torch.ones(1), **HYPER, n_decay=500, step=step)
+    torch.testing.assert_close(w.double(), param.detach(), rtol=0, atol=1e-5)
+
+
+def test_refuses_wrong_arguments():
+    w, lo, m, v, grad = state(64, True, BF16)
+    hyper = dict(HYPER, n_decay=0, step=1)
+    for bad in (
+        (w, lo, m[:63], v, grad),
+        (w, lo, m, v.double(), grad),
+        (w, None, m, v, grad),
+        (w.float(), lo, m, v, grad),
+    ):
+        with pytest.raises(AssertionError):
+            host_adamw.adamw_(*bad, torch.ones(1), **hyper)
+    with pytest.raises(AssertionError):
+        host_adamw.adamw_(*(t.repeat(2)[::2] for t in (w, lo, m, v, grad)), torch.ones(1), **hyper)
+
+
+# ---------------------------------------------------------------- narrow moments
+
+
+def narrow(tensors, width):
+    """The same state with moments of `width` bytes."""
+    w, lo, m, v, grad = tensors
+    nearest = torch.full((len(w),), 1 << 15, dtype=torch.int32)
+    if width == 2:
+        return w, lo, m.to(BF16), v.to(BF16), grad
+    m8, v8 = (moments.encode8(x.contiguous(), nearest, signed) for x, signed in ((m, True), (v, False)))
+    return w, lo, *m8, *v8, grad
+
+
+NARROW = {2: (host_adamw.adamw16_, moments.adamw16_), 1: (host_adamw.adamw8_, moments.adamw8_)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.sampled_from([1, 2]),
+    n=st.sampled_from([0, 1, 7, 255, 256, 257, 512, 1000, 4099]),
+    split=st.booleans(),
+    grad_dtype=st.sampled_from([BF16, F32]),
+    decay=st.floats(0, 1),
+    shift=st.integers(0, 5),
+    step=st.sampled_from([1, 2, 1_000_000]),
+    grad_scale=st.sampled_from([0.0, 1.0, 1e-20, 1e-44, 1e15]),
+    first=st.sampled_from([0, 256, (1 << 32) - 512, 5 << 32]),
+    seed=st.integers(0, 1 << 40),
+)
+def test_narrow_bits_equal_reference(width, n, split, grad_dtype, decay, shift, step, grad_scale, first, seed):
+    tensors = narrow(state(n, split, grad_dtype, seed, grad_scale, shift), width)
+    run, oracle = NARROW[width]
+    both(run, tensors, oracle=oracle, n_decay=round(decay * n), step=step, seed=seed, first=first)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_narrow_across_records_and_threads(width):
+    n = 2 * host_adamw.RECORD + 777
+    tensors = narrow(state(n, True, BF16), width)
+    with host_adamw.Workers(3) as workers:
+        run = workers.adamw8_ if width == 1 else workers.adamw16_
+        both(run, tensors, oracle=NARROW[width][1], n_decay=host_adamw.RECORD + 5, seed=1)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_narrow_unit_may_be_cut(width):
+    """Two ranges with their place in the unit give what one call gives."""
+    n, at = 2048, 1024
+    tensors = narrow(state(n, True, BF16), width)
+    whole, parts = copies(tensors), copies(tensors)
+    run, hyper = NARROW[width][0], dict(HYPER, step=3, seed=9)
+    run(*whole, torch.ones(1), n_decay=1500, **hyper)
+    cut = lambda t, piece: t.unflatten(0, (2, -1))[piece]
+    for piece, n_decay in ((0, 1024), (1, 476)):
+        run(*(cut(t, piece) for t in parts), torch.ones(1), n_decay=n_decay, first=piece * at, **hyper)
+    assert_same_bits(parts, whole)
+
+
+# ---------------------------------------------------------------- the norm
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.sampled_from([0, 1, 1023, 1024, 1025, 65_535, 65_536, 65_537, 200_001]),
+    dtype=st.sampled_from([BF16, F32]),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_sum_squares_bits(n, dtype, shift, seed):
+    x = state(n, False, dtype, seed, shift=shift)[4]
+    got, exact = host_adamw.sum_squares(x), x.double().square().sum()
+    assert_same_bits([got], [reference.sum_squares(x)])
+    torch.testing.assert_close(got[0].double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_sum_squares_notices_one_bad_element(bad, dtype):
+    for at in (0, 777, 65_536, 99_999):
+        x = torch.full((100_000,), 1e-3, dtype=dtype)
+        x[at] = bad
+        assert not host_adamw.sum_squares(x).isfinite()
+
+
+# ---------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_thread_count_changes_nothing(threads):
+    n = 3 * host_adamw.RECORD + 1001
+    tensors = state(n, True, BF16)
+    with host_adamw.Workers(threads) as workers:
+        both(workers.adamw_, tensors, n_decay=host_adamw.RECORD + 7)
+        assert_same_bits([workers.sum_squares(tensors[4])], [reference.sum_squares(tensors[4])])
+
+
+@needs_compiler
+def test_a_team_works_off_many_short_jobs_and_then_ends():
+    """No thread is left behind in an earlier job, and none is missing in a later one."""
+    tensors = state(host_adamw.RECORD + 9, True, BF16)
+    want, got = copies(tensors), copies(tensors)
+    tasks = lambda: set(os.listdir("/proc/self/task"))
+    before = tasks()
+    with host_adamw.Workers(4) as workers:
+        team = tasks() - before
+        assert len(team) == 3
+        for step in range(1, 300):
+            workers.adamw_(*got, torch.ones(1), **HYPER, n_decay=7, step=step)
+            host_adamw.adamw_(*want, torch.ones(1), **HYPER, n_decay=7, step=step)
+        assert team <= tasks()
+    assert_same_bits(got, want)
+    patience = time.monotonic() + 60
+    while team & tasks():  # the system lists a thread for a moment after it was joined
+        assert time.monotonic() < patience, "a thread was left behind"
+    with pytest.raises(AssertionError, match="closed"):
+        workers.adamw_(*got, torch.ones(1), **HYPER, n_decay=7, step=1)
+
+
+def test_calls_from_several_threads_take_turns():
+    units = [state(5 * host_adamw.RECORD, True, BF16, seed=k) for k in range(3)]
+    got = [copies(t) for t in units]
+
+    def train(tensors):
+        for step in range(1, 20):
+            with workers.together():
+                workers.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=step)
+
+    with host_adamw.Workers(3) as workers:
+        threads = [threading.Thread(target=train, args=(tensors,)) for tensors in got]
+        for action in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                action(thread)
+    for tensors, after in zip(units, got, strict=True):
+        want = copies(tensors)
+        for step in range(1, 20):
+            host_adamw.adamw_(*want, torch.ones(1), **HYPER, n_decay=3, step=step)
+        assert_same_bits(after, want)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_updates_together(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(host_adamw, "library", lambda: None)
+    units = [state(n, True, BF16, seed=n) for n in (host_adamw.RECORD + 5, 0, 17, 3 * host_adamw.RECORD)]
+    want, got = [copies(t) for t in units], [copies(t) for t in units]
+    with host_adamw.Workers(3) as workers:
+        with workers.together():
+            for tensors in got:
+                workers.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=2)
+        with workers.together():
+            pass
+        with pytest.raises(KeyError), workers.together():
+            raise KeyError
+        assert_same_bits([workers.sum_squares(got[0][4])], [reference.sum_squares(got[0][4])])
+    for tensors in want:
+        reference.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=2)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.fixture
+def switch_often():
+    """Threads hand the GIL over at once, so that a turn between two calls is not taken for one during a call."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@needs_compiler
+def test_the_interpreter_runs_during_an_update(switch_often):
+    """This thread keeps looking at the clock in the middle half of a call on another thread: the GIL is free."""
+    w, lo, m, v, grad = state(1 << 22, True, BF16)
+    calls, seen = [], []
+
+    def update():
+        for _ in range(20):
+            start = time.perf_counter()
+            host_adamw.adamw_(w, lo, m, v, grad, torch.ones(1), **HYPER, n_decay=0, step=1)
+            calls.append((start, time.perf_counter()))
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    while thread.is_alive():
+        seen.append(time.perf_counter())
+    middles = [((3 * start + end) / 4, (start + 3 * end) / 4) for start, end in calls]
+    inside = sum(any(low < t < high for t in seen) for low, high in middles)
+    assert inside >= 5
+
+
+# ---------------------------------------------------------------- building
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache folder, and the library built anew on the next call."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    host_adamw.library.cache_clear()
+    yield tmp_path / "cache" / "trireme"
+    host_adamw.library.cache_clear()
+
+
+@needs_compiler
+def test_build_is_cached_and_leaves_no_part(fresh, monkeypatch):
+    assert host_adamw.library() is not None
+    (built,) = fresh.iterdir()
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
+    host_adamw.library.cache_clear()
+    monkeypatch.setattr(host_adamw, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert host_adamw.library() is not None
+    assert list(fresh.iterdir()) == [built]
+
+
+@needs_compiler
+def test_another_source_is_built_anew(fresh, monkeypatch, tmp_path):
+    host_adamw.library()
+    (built,) = fresh.iterdir()
+    changed = tmp_path / "host_adamw.cpp"
+    changed.write_text(host_adamw.SOURCE.read_text() + "// a later version\n")
+    monkeypatch.setattr(host_adamw, "SOURCE", changed)
+    host_adamw.library.cache_clear()
+    assert host_adamw.library() is not None
+    assert len(list(fresh.iterdir())) == 2 and built.exists()
+
+
+@needs_compiler
+def test_damaged_object_is_rebuilt(fresh, monkeypatch, tmp_path):
+    host_adamw.library()
+    (built,) = fresh.iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # what is loaded by its name is not opened again
+    damaged = tmp_path / "other" / "trireme" / built.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"not an object")
+    host_adamw.library.cache_clear()
+    assert host_adamw.library() is not None
+    assert damaged.stat().st_size == built.stat().st_size
+    both(host_adamw.adamw_, state(100, True, BF16))
+
+
+def an_object(path, body):
+    """A shared object that can be loaded, and is none of ours."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=body.encode(), check=True)
+
+
+@needs_compiler
+def test_an_object_without_the_functions_is_rebuilt(fresh, monkeypatch, tmp_path):
+    host_adamw.library()
+    (built,) = fresh.iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    strange = tmp_path / "other" / "trireme" / built.name
+    an_object(strange, "int x;")
+    host_adamw.library.cache_clear()
+    assert host_adamw.library() is not None
+    assert strange.stat().st_size == built.stat().st_size
+    both(host_adamw.adamw_, state(100, True, BF16))
+
+
+RUNS = """
+#include <fstream>
+static int ran = (std::ofstream("%s") << "ran", 0);
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("theirs", ["owner", "writable", "link"])
+def test_an_object_that_another_may_have_written_is_not_loaded(fresh, monkeypatch, tmp_path, theirs):
+    """Only what is this user's, and nobody else's to write, is more than a file in the way."""
+    host_adamw.library()
+    (built,) = fresh.iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    planted = tmp_path / "other" / "trireme" / built.name
+    an_object(tmp_path / "planted.so" if theirs == "link" else planted, RUNS % (tmp_path / "ran"))
+    if theirs == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: planted.stat().st_uid + 1)
+    elif theirs == "writable":
+        planted.chmod(0o777)
+    else:
+        planted.parent.mkdir(parents=True)
+        planted.symlink_to(tmp_path / "planted.so")
+    host_adamw.library.cache_clear()
+    assert host_adamw.library() is not None
+    assert not (tmp_path / "ran").exists()
+    both(host_adamw.adamw_, state(100, True, BF16))
+
+
+@needs_compiler
+def test_a_folder_that_is_not_the_users_is_not_used(fresh, monkeypatch):
+    fresh.mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: fresh.stat().st_uid + 1)
+    assert host_adamw.library() is not None
+    assert not list(fresh.iterdir())
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_to_becomes_private(fresh):
+    fresh.mkdir(parents=True)
+    fresh.chmod(0o777)
+    umask = os.umask(0)
+    try:
+        assert host_adamw.library() is not None
+    finally:
+        os.umask(umask)
+    (built,) = fresh.iterdir()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (fresh, built)] == [0o700, 0o700]
+
+
+@needs_compiler
+def test_unwritable_cache(monkeypatch, tmp_path, fresh):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a folder: holds for root too
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert host_adamw.library() is not None
+    both(host_adamw.adamw_, state(100, True, BF16))
+
+
+def compiler(folder, body):
+    """A pretend c++ in folder."""
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@needs_compiler
+def test_without_march_native(fresh, monkeypatch, tmp_path):
+    real = shutil.which("c++") or shutil.which("g++")
+    picky = compiler(tmp_path, f'for a in "$@"; do [ "$a" = -march=native ] && exit 1; done; exec {real} "$@"')
+    monkeypatch.setenv("CXX", str(picky))
+    assert host_adamw.library() is not None
+    both(host_adamw.adamw_, state(1001, True, BF16))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_compiler_warns_once_and_keeps_the_bits(fresh, monkeypatch, tmp_path, broken):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if broken:
+        compiler(tmp_path, "echo cannot >&2; exit 1")
+    with pytest.warns(UserWarning, match="cannot" if broken else "no C\\+\\+ compiler") as caught:
+        assert host_adamw.library() is None
+        both(host_adamw.adamw_, state(host_adamw.RECORD + 5, True, BF16), n_decay=host_adamw.RECORD + 2)
+        for width, (run, oracle) in NARROW.items():
+            tensors = narrow(state(host_adamw.RECORD + 300, True, BF16), width)
+            both(run, tensors, oracle=oracle, n_decay=host_adamw.RECORD + 2, seed=4, first=256)
+    assert len(caught) == 1
+    with host_adamw.Workers(2) as workers:
+        tensors = state(70_000, False, F32)
+        both(workers.adamw_, tensors)
+        assert_same_bits([workers.sum_squares(tensors[4])], [reference.sum_squares(tensors[4])])
+
+
+def test_workers_leave_a_core_free():
+    with host_adamw.Workers() as workers:
+        assert workers.threads == max(1, len(os.sched_getaffinity(0)) - 1)

@@ -1,0 +1,164 @@
+"""config.json: what is understood, in the forms of transformers 4 and 5, and what is refused by name."""
+
+import json
+import os
+
+import pytest
+
+from trireme.models.config import InputError, Rope, parse_config, read_config
+
+GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+
+
+def test_gpt2_defaults():
+    cfg = parse_config(GPT2)
+    assert cfg.is_gpt and cfg.tied and cfg.rope is None and cfg.n_units == 14
+    assert (cfg.ffn, cfg.head_dim, cfg.max_positions, cfg.eps) == (3072, 64, 1024, 1e-5)
+
+
+def test_llama_defaults():
+    cfg = parse_config(LLAMA)
+    assert not cfg.is_gpt and not cfg.tied and cfg.rope == Rope(10000.0) and not cfg.qkv_bias
+    assert (cfg.n_kv_heads, cfg.head_dim, cfg.max_positions, cfg.eps, cfg.window) == (32, 128, 2048, 1e-6, 0)
+    assert cfg.qkv_width == 3 * 4096
+
+
+def test_head_dim_is_independent_of_the_width():
+    cfg = parse_config(LLAMA | dict(head_dim=80, num_key_value_heads=8))
+    assert (cfg.q_width, cfg.kv_width, cfg.qkv_width) == (2560, 640, 3840)
+    assert parse_config(LLAMA | dict(model_type="qwen3", num_key_value_heads=8)).head_dim == 128
+
+
+def test_biases_by_architecture():
+    biases = lambda **keys: (c := parse_config(LLAMA | keys)) and (c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm)
+    assert biases(attention_bias=True) == (True, True, False, False)
+    assert biases(mlp_bias=True) == (False, False, True, False)
+    assert biases(model_type="qwen2") == (True, False, False, False)
+    assert biases(model_type="qwen3", attention_bias=True) == (True, True, False, True)
+    assert biases(model_type="mistral", num_key_value_heads=8, attention_bias=True) == (False, False, False, False)
+
+
+@pytest.mark.parametrize(
+    "keys, window, window_from",
+    [
+        (dict(model_type="mistral"), 4096, 0),  # the default of its class in transformers
+        (dict(model_type="mistral", sliding_window=None), 0, 0),
+        (dict(model_type="qwen2", sliding_window=100), 0, 0),
+        (dict(model_type="qwen2", sliding_window=100, use_sliding_window=True, max_window_layers=20), 100, 20),
+        (dict(model_type="qwen2", sliding_window=100, use_sliding_window=True, max_window_layers=99), 0, 0),
+        (dict(model_type="qwen3", sliding_window=None, use_sliding_window=True, max_window_layers=1), 0, 0),
+    ],
+)
+def test_sliding_window(keys, window, window_from):
+    cfg = parse_config(LLAMA | dict(num_key_value_heads=8) | keys)
+    assert (cfg.window, cfg.window_from) == (window, window_from)
+    assert cfg.layer_window(31) == window and cfg.layer_window(0) == (window if window_from == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    "keys, rope",
+    [
+        (dict(rope_theta=5e5), Rope(5e5)),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=5e5)), Rope(5e5)),
+        (dict(rope_theta=1e6, rope_scaling=dict(type="linear", factor=2.0)), Rope(1e6, "linear", 2.0)),
+        (dict(rope_parameters=dict(rope_type="linear", rope_theta=1e6, factor=2)), Rope(1e6, "linear", 2.0)),
+        (dict(rope_theta=5e5, rope_scaling=LLAMA3), Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
+        (dict(rope_parameters=LLAMA3 | dict(rope_theta=5e5)), Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
+    ],
+)
+def test_rope_in_both_forms(keys, rope):
+    assert parse_config(LLAMA | keys).rope == rope
+
+
+def test_attention_scale_by_layer():
+    cfg = parse_config(GPT2 | dict(scale_attn_by_inverse_layer_idx=True))
+    assert cfg.layer_scale(0) == 0.125 and cfg.layer_scale(3) == 0.125 / 4
+    assert parse_config(GPT2 | dict(scale_attn_weights=False)).layer_scale(3) == 1.0
+
+
+@pytest.mark.parametrize(
+    "raw, words",
+    [
+        (dict(model_type="mamba"), ["mamba", "gpt2, llama, mistral, qwen2, qwen3"]),
+        (dict(), ["model_type"]),
+        (GPT2 | dict(activation_function="gelu"), ["activation_function", "gelu_new"]),
+        (GPT2 | dict(activation_function="relu"), ["activation_function"]),
+        (GPT2 | dict(n_head=7), ["n_head"]),
+        (GPT2 | dict(add_cross_attention=True), ["add_cross_attention"]),
+        (LLAMA | dict(hidden_act="gelu"), ["hidden_act", "silu"]),
+        (LLAMA | dict(num_key_value_heads=5), ["num_key_value_heads"]),
+        (LLAMA | dict(head_dim=81), ["81", "even"]),
+        (LLAMA | dict(hidden_size="4096"), ["hidden_size", '"4096"']),
+        (LLAMA | dict(hidden_size=None), ["hidden_size", "null"]),
+        (LLAMA | dict(num_hidden_layers=-1), ["num_hidden_layers"]),
+        (LLAMA | dict(vocab_size=True), ["vocab_size"]),
+        (LLAMA | dict(rms_norm_eps=float("nan")), ["rms_norm_eps"]),
+        (LLAMA | dict(tie_word_embeddings="yes"), ["tie_word_embeddings"]),
+        (LLAMA | dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
+        (LLAMA | dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor"]),
+        (LLAMA | dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
+        (LLAMA | dict(final_logit_softcapping=30.0), ["final_logit_softcapping"]),
+        (LLAMA | dict(quantization_config=dict(quant_method="gptq")), ["quantization_config", "gptq"]),
+        (LLAMA | dict(rope_scaling=dict(type="yarn", factor=4.0)), ["yarn", "default, linear, llama3"]),
+        (LLAMA | dict(rope_scaling=dict(type="dynamic", factor=4.0)), ["dynamic"]),
+        (LLAMA | dict(rope_scaling=dict(type="linear")), ["rope_scaling", "factor"]),
+        (LLAMA | dict(rope_scaling="linear"), ["rope_scaling"]),
+        (LLAMA | dict(rope_scaling=LLAMA3 | dict(high_freq_factor=1.0)), ["high_freq_factor"]),
+        (LLAMA | dict(rms_norm_eps=10**400), ["rms_norm_eps"]),  # more than a float holds
+        (LLAMA | dict(rope_theta=10**309), ["rope_theta"]),
+        (LLAMA | dict(rope_scaling=LLAMA3 | dict(factor=10**400)), ["factor"]),
+        (LLAMA | dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))), ["full_attention"]),
+        (LLAMA | dict(model_type="qwen2", layer_types=["sliding_attention"] * 32), ["layer_types"]),
+    ],
+)
+def test_refused_by_name(raw, words):
+    with pytest.raises(InputError) as e:
+        parse_config(raw, "config.json")
+    assert "config.json" in str(e.value) and "\n" not in str(e.value)
+    assert all(word in str(e.value) for word in words), str(e.value)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "null", '{"a": 1', "\udcff", "[" * 100_000])
+def test_unreadable(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(InputError, match="config.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.write_text(" " * (2 << 20) + "{}"),
+        os.mkdir,
+    ],
+)
+def test_what_is_no_small_regular_file_is_not_read(tmp_path, make):
+    """A pipe would be waited for, and a device read, for ever."""
+    make(tmp_path / "config.json")
+    with pytest.raises(InputError, match="config.json cannot be read: .*(regular|more than 1048576 bytes|directory)"):
+        read_config(tmp_path)
+
+
+def test_real(real):
+    cfg = read_config(real / "stories260k")
+    assert (cfg.model_type, cfg.n_layers, cfg.n_kv_heads, cfg.head_dim, cfg.tied) == ("llama", 5, 4, 8, True)
+    assert read_config(real / "capp-gpt2").ffn == 256
+    assert json.loads((real / "capp-gpt2" / "config.json").read_text())["attn_pdrop"] > 0  # dropout is ignored

@@ -1,0 +1,186 @@
+"""The generator: token for token what transformers generates, streamed once a token for all prompts."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engines import GPT, LLAMA, Words, batches, gpu_plan, make, train
+from safetensors.torch import load_file
+from tiny import CASES, Tiny, oracle
+from transformers import AutoModelForCausalLM
+
+from trireme.engine.buffers import workspace
+from trireme.engine.data.dataset import MicroBatch
+from trireme.engine.plan import UnitPlan
+from trireme.engine.run import sample
+from trireme.models.config import InputError, read_config
+from trireme.models.generate import _Cache, _pick, generate, needs
+
+PROMPTS = [[5, 9, 2, 44, 17, 3, 8], [11], [60, 61, 62, 1, 2, 3, 4, 5, 6, 7, 8, 9], [90, 3, 90]]
+
+
+def fetch_of(tiny, asked=None):
+    """Units from memory; `asked` collects the order in which they are asked for."""
+
+    @contextmanager
+    def fetch(u):
+        if asked is not None:
+            asked.append(u)
+        yield tiny.w[u]
+
+    return fetch
+
+
+def oracle_generate(model, prompts, max_new, eos=None):
+    """transformers' greedy tokens for each prompt alone."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        keys = dict(max_new_tokens=max_new, do_sample=False, eos_token_id=eos, pad_token_id=0)
+        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **keys)[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", ["gpt2", "llama biases", "llama 3.1 rope", "mistral window", "qwen2 window above", "qwen3"]
+)
+def test_greedy_as_transformers(case):
+    reference, cfg = oracle(*CASES[case])
+    tiny = Tiny(cfg, reference.state_dict())
+    expected = oracle_generate(reference, PROMPTS, 20)
+    assert generate(cfg, fetch_of(tiny), PROMPTS, 20) == expected
+    eos = frozenset({expected[0][4], expected[2][9]})
+    for ours, theirs in zip(generate(cfg, fetch_of(tiny), PROMPTS, 20, eos=eos), expected, strict=True):
+        stop = next((i + 1 for i, token in enumerate(theirs) if token in eos), 20)
+        assert ours == theirs[:stop]
+    asked = iter([False, False, True])
+    assert generate(cfg, fetch_of(tiny), PROMPTS, 20, enough=lambda: next(asked)) == [t[:3] for t in expected]
+
+
+def test_greedy_on_stories(real):
+    folder = real / "stories260k"
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tiny = Tiny(read_config(folder), load_file(folder / "model.safetensors"))
+    prompts = [[1], [1, 403, 407, 261, 378], [1, 403, 407, 261, 378, 383, 286, 261, 376, 268]]
+    assert generate(tiny.cfg, fetch_of(tiny), prompts, 100) == oracle_generate(reference, prompts, 100)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama tied"])
+def test_one_pass_over_the_units_a_token(case):
+    reference, cfg = oracle(*CASES[case])
+    asked = []
+    generate(cfg, fetch_of(Tiny(cfg, reference.state_dict()), asked), PROMPTS, 3)
+    assert asked == ([0, 1, 2, 3, 0] if cfg.tied else [0, 1, 2, 3]) * 3
+
+
+def test_learned_positions_end():
+    reference, cfg = oracle(*CASES["gpt2"])
+    tiny = Tiny(cfg, reference.state_dict())
+    long, short = [7] * 60, [7] * 3
+    ours = generate(cfg, fetch_of(tiny), [long, short], 10)
+    assert [len(t) for t in ours] == [4, 10] and ours == [
+        *oracle_generate(reference, [long], 4),
+        *oracle_generate(reference, [short], 10),
+    ]
+    with pytest.raises(InputError, match="64 positions"):
+        generate(cfg, fetch_of(tiny), [[7] * 64], 1)
+
+
+def test_sampling_is_reproducible_and_keeps_prompts_apart():
+    reference, cfg = oracle(*CASES["llama"])
+    fetch = fetch_of(Tiny(cfg, reference.state_dict()))
+    draw = lambda prompts, seed: generate(cfg, fetch, prompts, 12, temperature=1.0, top_p=0.9, seed=seed)
+    assert draw(PROMPTS, 1) == draw(PROMPTS, 1) != draw(PROMPTS, 2)
+    assert draw(PROMPTS[:1], 1)[0] == draw(PROMPTS, 1)[0]
+    cold = generate(cfg, fetch, PROMPTS, 12, temperature=1e-4, seed=3)
+    assert cold == generate(cfg, fetch, PROMPTS, 12)
+
+
+def test_top_p():
+    """Shares of the drawn tokens are the probabilities, cut to the smallest set that holds top_p and renormalised."""
+    probs = torch.tensor([0.1, 0.5, 0.05, 0.35])
+    chances = (torch.arange(10_000) + 0.5) / 10_000
+    for top_p, kept in ((1.0, [0, 1, 2, 3]), (0.9, [0, 1, 3]), (0.8, [1, 3]), (0.5, [1]), (1e-9, [1])):
+        picked = _pick(probs.log().expand(10_000, 4) * 2.0, 2.0, top_p, chances)
+        shares = torch.bincount(picked, minlength=4) / 10_000
+        expected = torch.zeros(4).index_put((torch.tensor(kept),), probs[kept])
+        assert torch.allclose(shares, expected / expected.sum(), atol=1e-3), top_p
+
+
+def test_bf16_runs():
+    reference, cfg = oracle(*CASES["qwen3"])
+    tiny = Tiny(cfg, reference.state_dict(), "BF16")
+    assert [len(t) for t in generate(cfg, fetch_of(tiny), PROMPTS, 5, dtype=torch.bfloat16)] == [5] * 4
+
+
+# ---------------------------------------------------------------- beside an engine
+
+
+SSD = UnitPlan("ssd", "ssd")
+LONG = [[(7 * i + k) % 61 for i in range(40)] for k in range(3)]
+
+
+def streamed(cfg, **more):
+    """An engine whose units all pass through the rings."""
+    plan = gpu_plan(cfg, units=(SSD,) * cfg.n_units, window=2)
+    return make(cfg, replace(plan, **more))
+
+
+@pytest.mark.parametrize("cfg", [LLAMA, GPT])
+def test_prompts_are_cut_to_what_memory_holds(cfg):
+    e = streamed(cfg)
+    assert sample.fitted(e, LONG) == LONG
+    held = e.memory.used("gpu") - workspace(e.geo, e.plan)
+    for length in (17, 1):
+        e.memory.gpu_limit = held + needs(e.cfg, 3, length, 48, 4)
+        assert sample.fitted(e, LONG) == [prompt[-length:] for prompt in LONG]
+        cut = sample.sample(e, Words(), LONG)
+        e.memory.gpu_limit = 1 << 30
+        assert cut == sample.sample(e, Words(), [prompt[-length:] for prompt in LONG])
+    e.memory.gpu_limit = held
+    assert sample.sample(e, Words(), LONG) == [("", sample.NO_ROOM, True)] * 3
+    assert sample.sample(e, Words(), []) == []
+
+
+def test_prompts_differ():
+    rows = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9]]
+    ids = [np.array(row * 4) for row in rows]
+    labels = [np.where(np.arange(12) < len(row) + k // 3, -100, row * 4) for k, row in enumerate(rows)]
+    pairs = [MicroBatch(np.concatenate(ids[k : k + 2]), np.concatenate(labels[k : k + 2]), (12, 12)) for k in (0, 2)]
+    data = SimpleNamespace(batches=lambda rows: iter(pairs))
+    first, second, third = ([*row * 4][:8] for row in (rows[0], rows[1], rows[3]))
+    assert sample.prompts(data, 3) == [first, second, third]
+    assert sample.prompts(data, 9) == [first, second, third] and sample.prompts(data, 1) == [first]
+
+
+def test_learned_positions_leave_room_for_a_token():
+    assert [len(p) for p in sample.fitted(streamed(GPT), [[1] * 64, [1] * 5])] == [63, 5]
+
+
+def test_a_cache_takes_what_is_said():
+    cache = _Cache(LLAMA, 3, 40 + 48, "cpu", torch.bfloat16)
+    rest = needs(replace(LLAMA, n_layers=1), 3, 40, 48, 2)
+    each = (cache.k.nbytes + cache.v.nbytes) // LLAMA.n_layers
+    assert needs(LLAMA, 3, 40, 48, 2) == rest + (LLAMA.n_layers - 1) * each and rest > each
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_out_of_memory_costs_the_sample_alone(after, monkeypatch):
+    """Wherever in a pass it happens, no slot stays owned, and training goes on as if nothing had been."""
+    steps = batches(LLAMA, 2, 2, 24)
+    expected = train(streamed(LLAMA), steps)
+    e, calls, real = streamed(LLAMA), [], sample.views
+
+    def views(*given):
+        calls.append(1)
+        if len(calls) == 1 + after:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*given)
+
+    monkeypatch.setattr(sample, "views", views)
+    assert sample.sample(e, Words(), LONG) == [(Words().decode(ids), sample.NO_ROOM, True) for ids in LONG]
+    assert e.memory.owned() == 0 and not e.weights.held
+    assert train(e, steps) == expected

@@ -1,0 +1,207 @@
+"""Names, FLOPs and bytes of the models, counted by hand or by watching what the blocks do."""
+
+import types
+import weakref
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from tiny import Tiny, empty_saved
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trireme.models import model, shapes
+from trireme.models.config import parse_config
+from trireme.storage.layout import pack
+
+GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
+LLAMA3_8B = dict(
+    model_type="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+SMALL = dict(vocab_size=50, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+SMALL_MODELS = {
+    "gpt2": dict(model_type="gpt2", vocab_size=50, n_embd=64, n_layer=1, n_head=4, n_positions=64),
+    "llama": SMALL | dict(model_type="llama", num_key_value_heads=2, head_dim=24),
+    "llama wide heads": SMALL | dict(model_type="llama", num_key_value_heads=4, head_dim=128),
+    "qwen3": SMALL | dict(model_type="qwen3", num_key_value_heads=2, head_dim=32),
+}
+
+
+def test_parameters():
+    assert shapes.parameters(parse_config(GPT2)) == 124_439_808  # GPT-2 small
+    assert shapes.parameters(parse_config(LLAMA3_8B)) == 8_030_261_248  # Llama 3 8B
+    assert shapes.parameters(parse_config(LLAMA3_8B), 0) == 128256 * 4096
+
+
+def test_units():
+    cfg = parse_config(GPT2)
+    names = shapes.unit_names(cfg)
+    assert len(names) == cfg.n_units == 14 and (names[0], names[12], names[13]) == ("embed", "block011", "head")
+    assert [g[0][0] for g in shapes.weight_groups(cfg, 13)] == ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+
+
+def test_vectors_come_last_in_a_layout():
+    """So weight decay applies to a prefix; and q, k, v are neighbours."""
+    layout = pack(shapes.weight_groups(parse_config(LLAMA3_8B), 1), "BF16")
+    dims = [len(t.shape) for t in layout.tensors]
+    assert dims == sorted(dims, reverse=True)
+    assert [t.name.split(".")[-2] for t in layout.tensors[:3]] == ["q_proj", "k_proj", "v_proj"]
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 50])
+def test_attended_pairs(window):
+    lengths = [1, 7, 4]
+    seen = sum(1 for n in lengths for q in range(n) for k in range(q + 1) if not window or q - k < window)
+    assert shapes.attended_pairs(lengths, window) == seen
+
+
+def test_model_flops_are_six_a_parameter():
+    cfg = parse_config(LLAMA3_8B)
+    vectors = (2 * 32 + 1) * 4096
+    matrices = shapes.parameters(cfg) - 128256 * 4096 - vectors
+    assert shapes.model_flops(cfg, 1000, 0) == 6 * 1000 * matrices
+    pairs = shapes.attended_pairs([1000])
+    assert shapes.model_flops(cfg, 1000, pairs) - shapes.model_flops(cfg, 1000, 0) == 12 * pairs * 32 * 4096
+    units = range(cfg.n_units)
+    assert sum(shapes.forward_flops(cfg, u, 1000, pairs) for u in units) * 3 == shapes.model_flops(cfg, 1000, pairs)
+
+
+def test_saved_bytes():
+    cfg = parse_config(LLAMA3_8B)
+    assert shapes.saved_bytes(cfg, 10, 2) == {
+        "qkv": 10 * 6144 * 2,
+        "attn_out": 10 * 4096 * 2,
+        "lse": 10 * 32 * 4,
+        "resid": 10 * 4096 * 2,
+        "gate_up": 10 * 28672 * 2,
+    }
+
+
+# ---------------------------------------------------------------- the blocks, watched
+
+
+def _bare_ops():
+    """The kernels as nothing but the memory that they return, which is what a fused kernel allocates."""
+    new = torch.empty_like
+    stats = lambda x, n=1: torch.empty(n, x.shape[0])
+    glu = lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    return types.SimpleNamespace(
+        rmsnorm_fwd=lambda x, *_, out=None: (new(x), stats(x)[0], x if out is None else out),
+        rmsnorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 6 or rest[5] is None else None,
+        layernorm_fwd=lambda x, *_: (new(x), stats(x)[0], stats(x)[0], x),
+        layernorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 8 or rest[7] is None else None,
+        head_rmsnorm_fwd=lambda x, *_: (torch.empty(x.shape), torch.empty(x.shape[:2])),
+        head_rmsnorm_bwd=lambda *_: None,
+        rope_=lambda *_: None,
+        swiglu_fwd=glu,
+        swiglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
+        gelu_bias_fwd=lambda h, _: new(h),
+        gelu_bias_bwd=lambda dy, h, *_: (new(h), new(h)),
+        bias_bwd_=lambda *_: None,
+        attention_fwd=lambda q, *_, out=None: (
+            torch.empty(q.shape) if out is None else out,
+            torch.empty(q.shape[1], q.shape[0]),
+        ),
+        attention_bwd=lambda *_: None,
+    )
+
+
+BARE = _bare_ops()
+TOKENS = 64
+
+
+class Watch(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation makes, while it lives, and the FLOPs of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        op, variant = func.__name__.split(".")
+        if op in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        if "empty" in op or op in ("mm", "addmm", "clone") and variant == "default":
+            nbytes = result.untyped_storage().nbytes()
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(result.untyped_storage(), self.forget, nbytes)
+        return result
+
+    def forget(self, nbytes):
+        self.live -= nbytes
+
+
+def _watched(cfg, u, monkeypatch, keep, forward, backward) -> None:
+    """A block or half of one, forward and backward, each in a watching context, with kernels that compute nothing."""
+    names = {name: shape for v in range(cfg.n_units) for group in shapes.weight_groups(cfg, v) for name, shape in group}
+    tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()})
+    x, dy, out, dx = (torch.zeros(TOKENS, cfg.width) for _ in range(4))
+    rows, saved = tiny.rows([TOKENS]), empty_saved(cfg, TOKENS, torch.float32, keep)
+    monkeypatch.setattr(model.block(cfg), "ops", BARE)
+    with forward:
+        model.forward(cfg, u, tiny.w[u], x, rows, saved, out)
+    with backward:
+        model.backward(cfg, u, tiny.w[u], tiny.g[u], x, saved, dy, rows, dx)
+
+
+UNITS = pytest.mark.parametrize("halves, u", [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])
+
+
+@UNITS
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
+    cfg, forward, backward = replace(parse_config(SMALL_MODELS[name]), halves=halves), Watch(), Watch()
+    _watched(cfg, u, monkeypatch, (), forward, backward)
+    sums = 8 * cfg.width * TOKENS + shapes.SLACK  # inside kernels, which these do not have
+    bound = shapes.workspace_bytes(cfg, u, TOKENS, 4) - sums
+    assert 0 < forward.peak < backward.peak and 0.98 * bound < backward.peak <= bound, (backward.peak, bound)
+
+
+@UNITS
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_flops_are_those_of_the_products(name, halves, u, monkeypatch):
+    cfg = replace(parse_config(SMALL_MODELS[name]), halves=halves)
+    kind = shapes.kind(cfg, u)
+    names = list(shapes.saved_shapes(cfg, 1, kind))
+    for keep in (frozenset(c) for k in range(len(names) + 1) for c in combinations(names, k)):
+        forward, backward = Watch(), Watch()
+        _watched(cfg, u, monkeypatch, keep, forward, backward)
+        assert forward.flops == shapes.forward_flops(cfg, u, TOKENS, 0)
+        rebuilt = shapes.recompute_flops(cfg, keep, TOKENS, 0, kind)
+        assert backward.flops == shapes.backward_flops(cfg, u, TOKENS, 0) + rebuilt, keep
+
+
+def test_halves_make_a_block():
+    """Of weights, operations and what is saved; all but `resid`, which is the input of the second."""
+    for raw in (GPT2, LLAMA3_8B):
+        whole, cut = parse_config(raw), replace(parse_config(raw), halves=True)
+        assert shapes.unit_names(cut)[:4] == ["embed", "attn000", "mlp000", "attn001"]
+        assert cut.n_units == 2 * whole.n_layers + 2 and [shapes.layer(cut, u) for u in (1, 2, 3)] == [0, 0, 1]
+        for u in (1, whole.n_layers):
+            pair = (2 * u - 1, 2 * u)
+            assert shapes.weight_parts(whole, u) == [part for v in pair for part in shapes.weight_parts(cut, v)]
+            for count in (shapes.forward_flops, shapes.backward_flops):
+                assert count(whole, u, 100, 5050) == sum(count(cut, v, 100, 5050) for v in pair)
+        saved = {kind: shapes.saved_shapes(whole, 10, kind) for kind in ("block", *shapes.HALVES)}
+        assert saved["attention"] | saved["mlp"] == {n: s for n, s in saved["block"].items() if n != "resid"}
+        assert shapes.parameters(cut) == shapes.parameters(whole)
+
+
+def test_attention_flops():
+    cfg = parse_config(LLAMA3_8B)
+    pairs = shapes.attended_pairs([100])
+    attention = 4 * pairs * 32 * 128
+    assert shapes.forward_flops(cfg, 1, 100, pairs) - shapes.forward_flops(cfg, 1, 100, 0) == attention
+    kept = frozenset(shapes.saved_shapes(cfg, 1))
+    assert shapes.recompute_flops(cfg, kept, 100, pairs) == 0
+    for name in ("attn_out", "lse"):
+        assert shapes.recompute_flops(cfg, kept - {name}, 100, pairs) == attention

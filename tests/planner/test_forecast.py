@@ -1,0 +1,312 @@
+"""The report before the start: it adds up, names what binds, and says what cannot fit and what would."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command import finetune
+
+from trireme.engine.buffers import buffers, usage, workspace
+from trireme.engine.plan import TIERS, DoesNotFit, Plan
+from trireme.engine.planner import probe
+from trireme.engine.planner.forecast import Forecast, _cell, check_drive
+from trireme.engine.planner.rates import assume
+from trireme.engine.planner.rule import simple_plan
+from trireme.engine.run import demo, train
+from trireme.engine.run.job import forecast as of_job
+from trireme.engine.run.job import prepare, report
+from trireme.engine.run.options import Options, every
+from trireme.engine.run.settle import record_size
+from trireme.models import shapes
+from trireme.models.config import ModelConfig, Rope
+from trireme.storage.shards import Store
+
+SEVEN_B = ModelConfig("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, False, rope=Rope(1e4))
+
+
+def forecast(machine: str, sequences: int = 16, **more) -> Forecast:
+    m = assume(machine)
+    plan = simple_plan(SEVEN_B, m.limits, batch_tokens=[(8192, 4), (1024, 32)], dtype="BF16", record=1 << 25)
+    return Forecast(SEVEN_B, plan, m, m.limits, 2048, sequences, 1000, **more)
+
+
+@pytest.mark.parametrize(
+    "machine", ["gpu=rtx4090,ram=128GiB", "gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", "gpu=h200,ram=64GiB"]
+)
+def test_the_memory_table_adds_up(machine):
+    f = forecast(machine)
+    rows = [line for line in f.memory_lines() if re.match(r" {11}\w", line)]
+    cells = [[float(x) * 1024 ** (unit == "GiB") for x, unit in re.findall(r"([\d.]+) (GiB|MiB)", r)] for r in rows]
+    total = usage(f.geo, f.plan)
+    assert cells[-2][:2] == pytest.approx([total["gpu"] / 2**20, total["host"] / 2**20], rel=0.01)
+    assert all(tier in TIERS for tier in {b.tier for b in buffers(f.geo, f.plan)}) and workspace(f.geo, f.plan)
+
+
+def test_a_drive_that_binds_is_named_and_more_of_it_helps():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    lines = "\n".join(f.lines())
+    assert "limited by the SSD" in lines and re.search(r"ssd +[\d.]+ GB read and [\d.]+ GB written a step", lines)
+    assert "--adam-bits 8" in lines or "--batch-size 32" in lines or "twice the drives" in lines
+
+
+def test_a_larger_step_is_not_offered_where_there_are_no_more_sequences():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", most=31)
+    names = lambda f: [name for name, _ in f._changes()]
+    assert "--batch-size 32" not in names(f) and "--batch-size 32" in names(replace(f, most=32))
+
+
+def test_wear_is_of_the_drive_not_of_its_free_room():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    full = replace(f, machine=replace(f.machine, ssd=10**11))
+    assert f.wear_line(f.predict()) == full.wear_line(f.predict())
+    assert "of the 1.2 PB that drives of this size are often rated for" in f.wear_line(f.predict())
+
+
+@pytest.mark.parametrize("memory", [(14 << 20, 7 << 20), (14 << 20, 16 << 20)], ids=["on the SSD", "in RAM"])
+def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
+    """Before it is removed: what is current, a snapshot, spares of every size; beside so small records headers show."""
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
+    given = Options(model=model, data=(text,), out=out, seq_len=64, batch_size=4, max_steps=5, device="cpu",
+                    gpu_memory=memory[0], ram=memory[1], save_every=every("2"))  # fmt: skip
+    part, found, remove = of_job(prepare(replace(given, dry_run=True))).disk_parts(), [], Store.remove
+
+    def measured(store):
+        files = {file.stat().st_ino: file.stat().st_size for file in Path(out, "store").rglob("*") if file.is_file()}
+        found.append(sum(files.values()))
+        remove(store)
+
+    monkeypatch.setattr(Store, "remove", measured)
+    train.finetune(given)
+    said = part["store"] + part["snapshots"] + part["spares"]
+    assert 0.98 * said < found[0] < 1.1 * said
+
+
+def test_what_a_change_promises_is_what_it_predicts():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    assert f.again(adam_bits=8).predict().ssd_written < 0.6 * f.predict().ssd_written
+
+
+def test_what_a_change_promises_is_what_a_plan_for_it_reaches():
+    """Twice the drives change what is best to send to them."""
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    promised = re.search(r"twice the drives: .* times .* \(([\d.]+) s a step\)", "\n".join(f.lines()))[1]
+    twice = assume("gpu=rtx4090,ram=48GiB,ssd=2x2TB@7/5")
+    assert float(promised) == pytest.approx(replace(f, machine=twice).again().predict().step_s, rel=0.02)
+    assert float(promised) < 0.95 * replace(f, machine=twice).predict().step_s
+
+
+def test_a_change_for_which_the_drives_have_no_room_is_not_offered(monkeypatch):
+    f, inputs = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5"), 10**12
+    changed = replace(f, sequences=32, data=inputs)
+    monkeypatch.setattr(Forecast, "_changes", lambda self: [("more", lambda: replace(changed, machine=self.machine))])
+    offered = lambda ssd: replace(f, machine=replace(f.machine, ssd=ssd)).faster_lines(f.predict())
+    assert offered(changed.disk()) and not offered(changed.disk() - 1)
+    changed = replace(changed, held=10**9)  # by a run that goes on, of what it needs
+    assert offered(changed.disk() - 10**9) and not offered(changed.disk() - 10**9 - 1)
+
+
+@pytest.mark.parametrize("nbytes", [1, 999 << 20, 1001 << 20, 1023 << 20, 1 << 30, 999 << 30, 1001 << 30, 9999 << 30])
+def test_cells_of_the_memory_table_keep_apart(nbytes):
+    assert len(_cell(nbytes)) == 10 and _cell(nbytes)[0] == " "
+
+
+def test_a_step_of_less_takes_less():
+    few = replace(forecast("gpu=rtx4090,ram=128GiB"), sequences=4)
+    assert few.predict().step_s < forecast("gpu=rtx4090,ram=128GiB").predict().step_s
+
+
+def test_inputs_that_nothing_else_holds_go_to_the_drive_and_are_counted_there():
+    m = assume("gpu=rtx4090,ram=24GiB,ssd=2TB@7/5")
+    plan = simple_plan(SEVEN_B, m.limits, batch_tokens=[(8192, 16)], dtype="BF16", mode="backward", record=1 << 25)
+    f = Forecast(SEVEN_B, plan, m, m.limits, 2048, 64, 1000)
+    inputs = 16 * 8192 * 4096 * 2 * sum(unit.x == "ssd" for unit in plan.units[1:])
+    part = f.disk_parts()
+    assert inputs > 30e9 and f.disk() == 2 * f.stored() + part["spares"] + part["export"] + inputs
+    assert "activations" in f.disk_line() and f.predict().ssd_written > inputs
+    tight = replace(f, machine=replace(f.machine, ssd=f.disk() - f.stored()))
+    assert "short by" in tight.disk_line()
+    assert replace(tight, held=tight.stored()).disk_line().endswith("fits"), "a run that goes on has its store already"
+
+
+def test_a_long_start_is_said():
+    f = forecast("gpu=rtx4090,ram=128GiB")
+    held = usage(f.geo, f.plan)["host"]
+    half = replace(f, machine=replace(f.machine, rates=replace(f.machine.rates, pin=f.machine.rates.pin / 2)))
+    assert f.start_s() == held / f.machine.rates.pin > 10 and half.start_s() == 2 * f.start_s()
+    assert f"to pin {held / 2**30:.1f} GiB of RAM" in "\n".join(f.lines())
+    assert not any(line.startswith("start") for line in forecast("gpu=h200,ram=64GiB").lines()), "little is in RAM"
+    assert replace(f, cuda=False).start_s() == 0.0
+
+
+def test_short_documents_are_predicted_to_take_less():
+    f = forecast("gpu=rtx4090,ram=128GiB")
+    short = replace(f, document=128)
+    assert short.predict().step_s < f.predict().step_s and f.predict() == replace(f, document=2048).predict()
+
+
+def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    with pytest.raises(DoesNotFit, match=r"Add ssd=1TB, or raise ram to \d+GiB"):
+        check_drive(replace(f, machine=replace(f.machine, ssd=0)))
+    with pytest.raises(DoesNotFit, match="GB more than the drives hold. Raise ssd to 1TB"):
+        check_drive(replace(f, machine=replace(f.machine, ssd=10**11)))
+
+
+def test_the_ram_that_is_named_is_enough():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    with pytest.raises(DoesNotFit) as refusal:
+        check_drive(replace(f, machine=replace(f.machine, ssd=0)))
+    ram = re.search(r"raise ram to (\w+)", str(refusal.value))[1]
+    check_drive(forecast(f"gpu=rtx4090,ram={ram}"))
+
+
+def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
+    big = replace(SEVEN_B, width=12288, ffn=28672, n_layers=88, n_heads=96, n_kv_heads=96)
+
+    def planned(host: int) -> Plan:
+        record = record_size(shapes.parameters(big), host)
+        return simple_plan(big, {"gpu": 22 << 30, "host": host}, batch_tokens=[(2048, 1)], dtype="BF16", record=record)
+
+    with pytest.raises(DoesNotFit, match="Raise --ram by") as refusal:
+        planned(4 << 30)
+    more = float(re.search(r"--ram by ([\d.]+) GiB", str(refusal.value))[1])
+    assert planned(int((4 + more) * 2**30)).record > record_size(shapes.parameters(big), 4 << 30)
+
+
+# ---------------------------------------------------------------- from the command line
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A LLaMA of 7B that takes no room: its weights are a hole in a file."""
+    folder = tmp_path_factory.mktemp("seven")
+    demo.make_text(folder / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(folder / "model", folder / "stories.txt", seed=1)
+    config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "intermediate_size": 11008, "max_position_embeddings": 4096,
+              "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for u in range(SEVEN_B.n_units):
+        for name, shape in (item for group in shapes.weight_groups(SEVEN_B, u) for item in group):
+            nbytes = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + nbytes]}
+            end += nbytes
+    text = json.dumps(header).encode()
+    with open(folder / "model" / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def dry_run(folder: Path, *more: str) -> int:
+    return finetune.main([str(folder / "model"), "--data", str(folder / "stories.txt"), "--dry-run", *more])
+
+
+def test_a_machine_that_is_not_at_hand(checkpoint, capsys):
+    assert dry_run(checkpoint, "--assume", "gpu=rtx4090,ram=64GiB,ssd=2x2TB@7/5") == 0
+    out = capsys.readouterr().out
+    for label in ("machine  RTX 4090, 24 GiB", "plan  ", "time  ", "ssd  ", "disk  ", "faster  "):
+        assert f"\n{label}" in out, out
+    assert out.endswith("Dry run: nothing written.\n")
+
+
+def test_what_would_be_faster_is_searched_for_in_dry_runs_alone(checkpoint, monkeypatch):
+    model, data = str(checkpoint / "model"), (str(checkpoint / "stories.txt"),)
+    given = Options(model=model, data=data, out=str(checkpoint / "out"), assume="gpu=rtx4090,ram=64GiB,ssd=2TB")
+    job = prepare(replace(given, dry_run=True))
+    again, searched = Forecast.again, []
+    monkeypatch.setattr(Forecast, "again", lambda *given, **more: searched.append(1) or again(*given, **more))
+    said = report(replace(job, options=replace(job.options, dry_run=False)))
+    assert not searched and not any(line.startswith("faster") for line in said)
+    assert any(line.startswith("faster") for line in report(job)) and searched
+
+
+@pytest.mark.parametrize(
+    "machine, says",
+    [("gpu=rtx4090,ram=64GiB", "Add ssd="), ("gpu=2GiB,ram=64GiB,ssd=2TB", "--gpu-memory"),
+     ("gpu=1GiB,ram=64GiB", "1.25 GiB of the GPU"), ("gpu=rtx4090,ram=2GiB,ssd=2TB", "--ram"),
+     ("gpu=rtx4090,ram=64GiB,ssd=100GB", "Raise ssd to 1TB")],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine, says):
+    assert dry_run(checkpoint, "--assume", machine) == 3
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option, tier", [("--ram", "ram"), ("--gpu-memory", "gpu")])
+def test_the_way_out_leads_out(checkpoint, capsys, option, tier):
+    """What the line says, added to what was assumed, is enough."""
+    machine = {"gpu": "rtx4090", "ram": "64GiB", "ssd": "2TB"} | {tier: "1536MiB"}
+    machine = ",".join("=".join(part) for part in machine.items())
+    assert dry_run(checkpoint, "--assume", machine) == 3
+    more, unit = re.search(rf"Raise {option} by ([\d.]+) (GiB|MiB)", capsys.readouterr().err).groups()
+    enough = 1536 + float(more) * (1024 if unit == "GiB" else 1)
+    assert dry_run(checkpoint, "--assume", machine, option, f"{enough}MiB") == 0
+
+
+def test_the_limit_of_an_assumed_machine_is_the_one_that_is_given(checkpoint, capsys):
+    assert dry_run(checkpoint, "--assume", "gpu=rtx4090,ram=64GiB,ssd=2TB", "--ram", "32GiB") == 0
+    assert re.search(r"\n +limit +22.8 GiB +32.0 GiB\n", capsys.readouterr().out)
+
+
+def test_shorter_sequences_are_a_way_out_only_where_they_lead_out(checkpoint, capsys):
+    machine = ["--assume", "gpu=2816MiB,ram=64GiB,ssd=2TB", "--batch-size", "1", "--seq-len"]
+    assert dry_run(checkpoint, *machine, "4096") == 3
+    fit = re.search(r"lower --seq-len \(of 4,096 tokens a micro-batch ([\d,]+) fit\)", capsys.readouterr().err)[1]
+    assert dry_run(checkpoint, *machine, fit.replace(",", "")) == 0
+    capsys.readouterr()
+    assert dry_run(checkpoint, "--assume", "gpu=2GiB,ram=64GiB,ssd=2TB") == 3
+    assert "--seq-len" not in capsys.readouterr().err
+
+
+def test_documents_and_labels_are_predicted_as_they_are(tmp_path, monkeypatch):
+    """The data are known before the plan: short documents and masked prompts are what is timed and predicted."""
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    rows = [{"prompt": f"{i} " * (8 + i), "completion": "yes"} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = []
+    monkeypatch.setattr(probe, "block_seconds", lambda *given: asked.append(given[3]) or (1.0, 2.0))
+    monkeypatch.setattr(probe, "loss_seconds", lambda *given: asked.append(given[3:]) or 4.0)
+    model, rows, out = (str(tmp_path / name) for name in ("model", "rows.jsonl", "out"))
+    job = prepare(Options(model=model, data=(rows,), out=out, seq_len=256, batch_size=4, device="cpu"))
+    f, data = of_job(job), job.data
+    lengths = data.pieces["length"]
+    assert lengths.mean() < data.document < lengths.max() < 256 and 0 < data.trained < 0.2
+    (tokens, learned), documents = asked
+    assert set(documents[:-1]) == {data.document} and sum(documents) == tokens == f.batch.tokens < 4 * 256
+    assert learned == round(data.trained * tokens)
+    on_disk = sum(file.stat().st_size for file in Path(out).glob("tokens/*/tokens"))
+    assert f.disk_parts()["tokens"] == f.held == on_disk > 0 and ", tokens " in f.disk_line()
+    forward = [s.end - s.start for s in f.predict().spans if s.name.startswith("forward block")]
+    assert forward == pytest.approx([1.0] * 4, rel=0.01)
+
+
+@pytest.mark.parametrize("val", ["0.1", None])
+def test_what_is_exported_is_as_large_as_the_source_and_once_more_for_the_best(tmp_path, val):
+    """Whatever it is computed in. The best so far stands beside the next one, and beside the result, for a while."""
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
+    given = Options(model=model, data=(text,), val=val, out=out, seq_len=64, max_steps=1, device="cpu", dtype="bf16")
+    f, size = of_job(prepare(given)), (tmp_path / "model" / "model.safetensors").stat().st_size
+    part = f.disk_parts()
+    assert size > 3 * f.geo.weights[0].span and part["export"] == size and part["best"] == (size if val else 0)
+    assert f.disk() == sum(part.values()) and (", as much again for the best" in f.disk_line()) == bool(val)
+    shutil.copytree(model, Path(out) / "best")
+    held = of_job(prepare(given)).held
+    assert held - f.held == pytest.approx(size, abs=1 << 16), (
+        "a run that goes on has it already; drives count in blocks"
+    )
+
+
+def test_another_machine_is_for_dry_runs(checkpoint, capsys):
+    data = ["--data", str(checkpoint / "stories.txt"), "--assume", "gpu=rtx4090,ram=64GiB"]
+    assert finetune.main([str(checkpoint / "model"), *data]) == 2
+    assert "--dry-run" in capsys.readouterr().err

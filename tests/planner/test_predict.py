@@ -1,0 +1,202 @@
+"""Predictions: the drive and the memory are shared as said, faster is never slower, and measured steps are met."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from engines import LLAMA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import H200, ONE_B, RATES, SEVEN_B, SMALL, plan
+
+from trireme.engine.geometry import ADAM_BYTES, Geometry
+from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.planner.predict import Batch, predict, together, unit_seconds
+from trireme.engine.planner.rates import GPUS, assume, rates_of
+from trireme.engine.planner.rule import simple_plan
+from trireme.models import shapes
+from trireme.models.config import InputError
+
+
+def test_a_drive_that_binds_is_never_idle():
+    """Reading and writing share it: a step takes the sum of both, and no longer."""
+    slow = replace(RATES, ssd_read=1e9, ssd_write=5e8)
+    p = plan(SMALL, UnitPlan("host", "ssd"), tokens=256, record=1 << 22, state_slots=12)
+    found = predict(SMALL, p, slow, Batch(256, 256, 2))
+    state = sum(Geometry(SMALL, "BF16").state_span(u, p.record) for u in range(SMALL.n_units))
+    assert (found.ssd_read, found.ssd_written) == (state, state)
+    assert found.bound == "ssd"
+    assert found.step_s == pytest.approx(state / 1e9 + state / 5e8, rel=0.02)
+
+
+def test_what_a_step_waits_for_does_not_wait_behind_records():
+    """Everything on a drive that writes slowly, few slots: only forward leaves it idle."""
+    p = plan(ONE_B, UnitPlan("ssd", "ssd", x="ssd"), n_micro=8, mode="backward", window=1, piece=1)
+    rates = replace(RATES, ssd_read=2.8e10, ssd_write=5.6e9, matmul=8e14)
+    found = predict(ONE_B, p, rates, Batch(16384, 1024, 8))
+    assert found.bound == "ssd" and found.step_s < 1.25 * found.busy["ssd"]
+
+
+def test_updates_delay_copies_to_the_gpu():
+    """As long as both run, by the measured share: not those back, and none where the GPU updates."""
+    rates = replace(RATES, reading=0.7)
+    h2d = lambda update, adam, way="h2d": predict(
+        SMALL, plan(SMALL, UnitPlan("host", "host", update), tokens=512), replace(rates, adam=adam), Batch(512, 256, 2)
+    ).busy[way]
+    alone, beside, slower = h2d("cpu", 1e14), h2d("cpu", 2e9), h2d("cpu", 1e8)
+    assert 1.05 * alone < beside < slower * 1.001 < alone / 0.7 * 1.01
+    assert h2d("cpu", 2e9, "d2h") == pytest.approx(h2d("cpu", 1e14, "d2h"))
+    assert h2d("gpu", 2e9) == pytest.approx(h2d("gpu", 1e14))
+
+
+def test_copies_delay_updates():
+    """Each byte by 1 / dram seconds: on the way up weights, on the way down weights and gradients."""
+    rates = replace(RATES, beside=1.0, latency=0.0)
+    p = plan(SMALL, UnitPlan("host", "host"), tokens=512)
+    cpu = lambda dram: predict(SMALL, p, replace(rates, dram=dram), Batch(512, 256, 2)).busy["cpu"]
+    geo = Geometry(SMALL, "BF16")
+    weights, alone = sum(layout.span for layout in geo.weights), sum(geo.numel) / rates.adam
+    assert cpu(1e20) == pytest.approx(alone)
+    assert cpu(6e10) == pytest.approx(alone + weights / 6e10, rel=0.01)  # updated under forward, beside weights alone
+
+
+def test_a_plan_that_uses_a_drive_needs_one():
+    with pytest.raises(ValueError, match="drive"):
+        predict(SMALL, plan(SMALL, UnitPlan("ssd", "ssd")), H200, Batch(256, 256, 2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(
+        ("matmul", "copy", "h2d", "d2h", "adam", "dram", "ssd_read", "ssd_write", "duplex", "reading", "beside")
+    ),
+    st.floats(1.01, 8),
+    st.sampled_from((("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
+    st.sampled_from(("forward", "backward", "serial")),
+)
+def test_faster_is_never_slower(resource, times, homes, mode):
+    p = plan(SMALL, UnitPlan(*homes), keep=2, tokens=512, mode=mode, record=1 << 22)
+    before = predict(SMALL, p, RATES, Batch(512, 256, 2)).step_s
+    most = 1.0 if resource in ("duplex", "reading", "beside") else math.inf
+    faster = replace(RATES, **{resource: min(most, getattr(RATES, resource) * times)})
+    if resource == "adam":
+        faster = replace(faster, dram=faster.dram * times)
+    assert predict(SMALL, p, faster, Batch(512, 256, 2)).step_s <= before * 1.02
+
+
+MEASURED = [  # seconds of a step on an H200 limited to 24 GiB, 32,768 tokens in sequences of 1,024
+    ("on the GPU", ONE_B, plan(ONE_B, UnitPlan()), H200, 0.602),
+    ("drive", ONE_B, plan(ONE_B, UnitPlan("host", "ssd"), 12, window=5, state_slots=69),
+     replace(H200, adam=6.04e9, ssd_read=4.24e9, ssd_write=3.75e9), 7.05),
+    ("drive, 8 bits", ONE_B, plan(ONE_B, UnitPlan("host", "ssd"), 13, state_slots=104, adam_bits=8),
+     replace(H200, ssd_read=4.36e9, ssd_write=4.0e9), 2.71),
+    ("RAM", SEVEN_B, plan(SEVEN_B, UnitPlan("host", "host"), 3, mode="backward", record=26320896),
+     replace(H200, adam=5.58e9), 2.81),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cfg, plan, rates, seconds", [m[1:] for m in MEASURED], ids=[m[0] for m in MEASURED])
+def test_measured_steps_are_met(cfg, plan, rates, seconds):
+    assert predict(cfg, plan, rates, Batch(16384, 1024, 2)).step_s == pytest.approx(seconds, rel=0.05)
+
+
+def test_labels_that_do_not_count_cost_nothing():
+    """Of a head that is most of the model."""
+    cfg = replace(SMALL, n_layers=1, vocab=65536)
+    p = plan(cfg, UnitPlan(), tokens=4096)
+    few, all_ = (unit_seconds(cfg, p, RATES, Batch(4096, 256, 2, share)) for share in (0.25, 1.0))
+    assert few["loss"] == pytest.approx(all_["loss"] / 4, rel=0.2) and few | all_ == all_
+    lengths = Batch(4096, 1000, 2).lengths
+    assert lengths == [1000] * 4 + [96] and Batch(4096, 1024, 2).lengths == [1024] * 4
+
+
+def test_small_blocks_wait_for_the_host():
+    """Kernels cannot be done sooner than they are started; large blocks hide that."""
+    for tokens, waits in ((64, True), (65536, False)):
+        found = [
+            unit_seconds(SMALL, plan(SMALL, UnitPlan(), tokens=tokens), replace(RATES, host=host), Batch(tokens, 64, 1))
+            for host in (0.0, 1e-4)
+        ]
+        assert (found[0] != found[1]) == waits
+        if waits:
+            assert found[1]["backward block000"] == pytest.approx(40 * 1e-4)
+            assert found[1]["backward block000"] > found[0]["backward block000"]
+
+
+def test_half_blocks_take_as_long_as_whole_ones():
+    saved = {kind: tuple((n, "gpu") for n in shapes.saved_shapes(SMALL, 1, kind)) for kind in ("block", *shapes.HALVES)}
+    found = {}
+    for halves, kinds in ((False, ("block",)), (True, shapes.HALVES)):
+        inner = tuple(UnitPlan(saved=saved[kind]) for kind in kinds) * SMALL.n_layers
+        cut = Plan((UnitPlan(), *inner, UnitPlan()), 1024, 2, halves=halves)
+        found[halves] = unit_seconds(SMALL, cut, RATES, Batch(1024, 256, 2))
+    assert sum(found[True].values()) == pytest.approx(sum(found[False].values()))
+    assert found[True]["backward attn000"] + found[True]["backward mlp000"] == pytest.approx(
+        found[False]["backward block000"]
+    )
+
+
+# ---------------------------------------------------------------- machines that are not at hand
+
+
+def test_rates_from_what_was_measured():
+    """As a benchmark hands them over: infinite where there was nothing to measure."""
+    found = rates_of(dict(matmul=7e14, h2d=5e10, d2h=4e10, adam=5e9, ssd_read=math.inf, ssd_write=math.inf, other=1.0))
+    assert (found.matmul, found.h2d, found.d2h, found.ssd_read) == (7e14, 5e10, 4e10, 0.0)
+    assert found.dram > ADAM_BYTES * found.adam and found.copy > 1e12
+    on_cpu = rates_of(dict(matmul=1e11, adam=1e9, h2d=math.inf, duplex=0.8))
+    assert on_cpu.copy == on_cpu.dram and on_cpu.duplex == 0.8
+    assert on_cpu.h2d == on_cpu.d2h == on_cpu.dram / 2  # a copy in RAM reads and writes all that it moves
+
+
+def test_a_machine_by_its_parts():
+    made = assume("gpu=rtx4090, ram=128GiB, ssd=2x2TB@7/5, dram=60")
+    assert made.gpu == 24 << 30 and made.ram == 128 << 30 and made.ssd == 4 * 10**12
+    assert (made.rates.ssd_read, made.rates.ssd_write, made.rates.dram) == (14e9, 10e9, 60e9)
+    assert made.endurance == pytest.approx(2400e12)
+    assert made.limits["gpu"] < made.gpu and made.limits["host"] < made.ram
+
+
+def test_a_drive_without_rates_is_past_its_cache():
+    assert assume("gpu=24GiB,ram=64GiB,ssd=2TB").rates.ssd_write < 2e9
+
+
+def test_a_gpu_by_its_memory_is_as_fast_as_a_known_one():
+    made = assume("gpu=16GiB,ram=64GiB")
+    assert made.gpu == 16 << 30 and made.rates.matmul == GPUS["rtx4090"].matmul and made.ssd == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "gpu=rtx4090", "gpu=gtx8800,ram=64GiB", "gpu=rtx4090,ram=64", "gpu=a100,ram=64GiB,ssd=0x2TB",
+     "gpu=a100,ram=64GiB,ssd=2TB@7", "gpu=a100,ram=64GiB,color=blue", "gpu=a100,ram=64GiB,dram=x", "gpu=,ram=64GiB",
+     "gpu=a100,ram=64GiB,dram=0", "gpu=a100,ram=64GiB,dram=nan", "gpu=a100,ram=64GiB,dram=inf",
+     "gpu=a100,ram=64GiB,ssd=0TB", "gpu=a100,ram=64GiB,ssd=2TB@1.2.3/4", "gpu=a100,gpu=h100,ram=64GiB",
+     f"gpu={'9' * 400}GiB,ram=64GiB"],
+)  # fmt: skip
+def test_what_is_no_machine_is_refused(text):
+    with pytest.raises(InputError, match="--assume"):
+        assume(text)
+
+
+@pytest.mark.parametrize("homes, off", [("host", 0.01), ("ssd", 0.02)])
+def test_very_many_micro_batches_pass_some_as_one(homes, off, monkeypatch):
+    m = assume("gpu=rtx4090,ram=512GiB,ssd=2x2TB@7/5")
+    by_rule = simple_plan(SEVEN_B, m.limits, batch_tokens=[(2048, 48)], dtype="BF16", homes=homes)
+    batch = Batch(by_rule.tokens, 2048, by_rule.n_micro)
+    assert (together(48), together(15), together(17)) == (6, 1, 1)
+    found = predict(SEVEN_B, by_rule, m.rates, batch)
+    monkeypatch.setattr("trireme.engine.planner.predict.together", lambda n: 1)
+    exact = predict(SEVEN_B, by_rule, m.rates, batch)
+    assert found.step_s == pytest.approx(exact.step_s, rel=off)
+    assert found.busy["compute"] == pytest.approx(exact.busy["compute"], rel=0.01)
+    assert (found.ssd_read, found.ssd_written) == (exact.ssd_read, exact.ssd_written)
+
+
+def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
+    """Of a block of 2.4 B parameters that leaves the GPU in 72 pieces."""
+    wide = replace(LLAMA, width=16384, n_layers=2, n_heads=128, n_kv_heads=8, head_dim=128, ffn=32768)
+    p, batch = plan(wide, UnitPlan("host", "host"), tokens=2048, piece=1), Batch(2048, 2048, 2)
+    rough, exact = (predict(wide, p, RATES, batch, roughly) for roughly in (True, False))
+    assert rough.step_s == pytest.approx(exact.step_s, rel=0.01)
+    assert not rough.spans and sum(s.name == "finish block000" for s in exact.spans) > 60

@@ -1,0 +1,111 @@
+"""Simulated lanes: a device does one thing at a time, and a step that is timed again is the one that is run again."""
+
+from dataclasses import replace
+
+import pytest
+from engines import LLAMA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.build import build
+from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.planner import predict as predicting
+from trireme.engine.planner.predict import Batch, durations, predict
+from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.simulate import Intervals, SimulatedLanes
+from trireme.engine.step import train_step
+
+RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
+SMALL = replace(LLAMA, width=1024, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=128, ffn=2816, vocab=4096)
+ROOM = {"gpu": 1 << 60, "host": 1 << 60}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=40))
+def test_a_device_does_one_thing_at_a_time(requests):
+    device = Intervals()
+    for start, seconds in requests:
+        assert device.take(start, seconds) >= start + seconds
+    pairs = list(zip(device.starts, device.ends, strict=True))
+    assert sum(b - a for a, b in pairs) == sum(seconds for _, seconds in requests)
+    assert all(b < c for (_, b), (c, _) in zip(pairs, pairs[1:], strict=False))
+
+
+def test_a_drive_fills_its_gaps():
+    device = Intervals()
+    assert device.take(10, 5) == 15
+    assert device.take(0, 4) == 4  # before it, although handed over later
+    assert device.take(3, 8) == 17  # what is left before it, and after
+
+
+@st.composite
+def plans(draw) -> Plan:
+    """Plans of all kinds, with few slots and with many."""
+    pick = lambda *of: draw(st.sampled_from(of))
+    mode, between, halves = pick("forward", "forward", "backward", "serial"), pick("gpu", "host"), pick(False, True)
+    cfg, units = replace(SMALL, halves=halves), []
+    for u in range(cfg.n_units):
+        weights, state = pick(("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))
+        update = pick("cpu", "gpu") if (mode, weights, state) == ("forward", "host", "host") else "cpu"
+        resident = pick(True, False) if weights != "gpu" and update == "cpu" else False
+        name = "gate_up" if not halves or u % 2 == 0 else "qkv"
+        saved = ((name, pick("gpu", "host", "ssd")),) if 0 < u < cfg.n_units - 1 and pick(True, False) else ()
+        x = pick("host", "ssd") if between == "host" and u < cfg.n_units - 1 else pick("gpu", "host")
+        units.append(UnitPlan(weights, state, update, resident, "gpu" if between == "gpu" and u == 0 else x, saved))
+    late = pick((), ("host",), ("host", "ssd")) if mode == "forward" else ()
+    more = dict(window=pick(2, 3), host_window=pick(2, 3), state_slots=pick(3, 4, 50), record=pick(1 << 18, 1 << 22))
+    gradients = pick("host", "ssd") if mode != "backward" else "host"
+    return Plan(tuple(units), 256, pick(1, 2, 6), mode=mode, late_moments=late, between=between, gradients=gradients,
+                halves=halves, piece=pick(1 << 40, 1 << 20), **more)  # fmt: skip
+
+
+def steps(plan: Plan, rates: Rates, batch: Batch, most: int = 60) -> list[float]:
+    """Seconds of steps, each by the step's own code, until two are alike in all that lanes still do after them."""
+    cfg, seconds, states = plan.cut(SMALL), [], []
+    lanes = SimulatedLanes(durations(cfg, plan, rates, batch), rates)
+    e = build(cfg, plan, ROOM, lanes)
+    for step in range(1, most + 1):
+        lanes.begin()
+        train_step(e, batch.inputs(cfg), step, 0.0)
+        seconds.append(lanes.time())
+        states.append([seconds[-1], *lanes.behind()])
+        if step > 2 and states[-1] == pytest.approx(states[-2], rel=1e-9, abs=1e-12):
+            break
+    return seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.sampled_from((1.0, 0.05, 20.0)))
+def test_a_step_timed_again_is_the_step_run_again(plan, drive):
+    """What is predicted from the second step is the last of as many as it takes, each by the step's own code."""
+    rates = replace(RATES, ssd_read=drive * RATES.ssd_read, ssd_write=drive * RATES.ssd_write)
+    batch = Batch(256, 256, plan.n_micro)
+    assert predict(SMALL, plan, rates, batch).step_s == pytest.approx(steps(plan, rates, batch)[-1], rel=1e-4)
+
+
+def test_steps_that_a_drive_falls_behind_are_not_the_steady_state():
+    """Two steps take equally long while activations wait for the drive in slots that are still free; later ones not."""
+    here = UnitPlan("gpu", "gpu")
+    kept, sent = (replace(here, saved=(("gate_up", tier),)) for tier in ("gpu", "ssd"))
+    units = [here] + 4 * [replace(here, saved=(("qkv", "gpu"),)), kept] + [here]
+    units += [replace(sent, weights="host", state="ssd", resident=True), here, sent, here]
+    plan = Plan(tuple(units), 256, 6, mode="backward", state_slots=3, record=1 << 22, halves=True)
+    rates, batch = replace(RATES, ssd_read=3e8, ssd_write=2e8), Batch(256, 256, 6)
+    seconds = steps(plan, rates, batch)
+    assert seconds[2] == pytest.approx(seconds[3]) and seconds[-1] > 1.2 * seconds[3]
+    assert predict(SMALL, plan, rates, batch).step_s == pytest.approx(seconds[-1], rel=1e-4)
+
+
+@pytest.mark.parametrize("passes", [4, 12])
+def test_a_lane_that_falls_behind_slowly_holds_steps_up_in_the_end(passes, monkeypatch):
+    """It has slots for some steps of 39 ms; then they take as long as it does, 40.5 ms. Fewer passes extrapolate."""
+    here, host, ssd = UnitPlan("gpu", "gpu"), *(UnitPlan("host", tier, resident=True) for tier in ("host", "ssd"))
+    kept, sent = (lambda unit, tier=tier: replace(unit, saved=(("gate_up", tier),)) for tier in ("gpu", "ssd"))
+    units = [ssd, here, here, here, sent(host), replace(here, saved=(("qkv", "gpu"),)), kept(here), here]
+    units += [sent(host), ssd, kept(host), host, here, here]
+    plan = Plan(tuple(units), 256, 2, state_slots=3, record=1 << 22, halves=True)
+    rates, batch = replace(RATES, launch=7.5e-6), Batch(256, 256, 2)
+    seconds = steps(plan, rates, batch)
+    assert len(seconds) > 10 and seconds[-1] > 1.04 * seconds[8]
+    monkeypatch.setattr(predicting, "STEPS", passes)
+    assert predict(SMALL, plan, rates, batch).step_s == pytest.approx(seconds[-1], rel=1e-4)

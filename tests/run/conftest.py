@@ -1,0 +1,42 @@
+"""Checkpoints to run with."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import child, ended, losses, options
+
+from trireme.engine.run import demo
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A checkpoint and a text that nothing is wrong with."""
+    folder = tmp_path_factory.mktemp("made")
+    demo.make_text(folder / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(folder / "model", folder / "stories.txt", seed=1)
+    return folder
+
+
+@pytest.fixture
+def here(made, tmp_path, monkeypatch) -> Path:
+    """A folder to be in, with `model` and `stories.txt`, which a test may spoil."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    demo.make_text(folder / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(folder / "checkpoint", folder / "stories.txt", seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(checkpoint):
+    """(weights file, losses) of the run that nothing disturbs."""
+    out = checkpoint / "whole"
+    assert ended(child(options(checkpoint, out, "ssd"))) == 0
+    return (out / "model.safetensors").read_bytes(), losses(out)

@@ -1,0 +1,468 @@
+"""The command as a user meets it: every wrong input is one line, the right exit code, and nothing left behind."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import resource
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import TRAIN, fails, finetune, set_config, tree, write
+from safetensors.numpy import load_file, save_file
+from script_files import ROOT
+from terminal import on_screen
+
+from trireme.engine.run import job
+from trireme.engine.run.command import parse
+
+
+def set_weight(name: str, value: np.ndarray | None) -> None:
+    tensors = load_file("model/model.safetensors")
+    tensors.pop(name, None)
+    save_file(tensors if value is None else tensors | {name: value}, "model/model.safetensors")
+
+
+def header(text: bytes, length: int | None = None) -> None:
+    """A safetensors file of this header; its length may be a lie, and the file as long as the lie."""
+    write("model/model.safetensors", (len(text) if length is None else length).to_bytes(8, "little") + text)
+    os.truncate("model/model.safetensors", 8 + max(len(text), 2 * (length or 0)))
+
+
+INDEX = "model/model.safetensors.index.json"
+
+
+def shard(name: str) -> None:
+    tensors = load_file("model/model.safetensors")
+    write(INDEX, json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    Path("model/model.safetensors").unlink()
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 3416512\n"
+
+CHECKPOINTS = {
+    "not there": (lambda: shutil.rmtree("model"), ["model"]),
+    "no config": (lambda: Path("model/config.json").unlink(), ["config.json"]),
+    "config is no JSON": (lambda: write("model/config.json", "{"), ["config.json"]),
+    "another kind of model": (lambda: set_config(model_type="mamba"), ["mamba", "gpt2, llama, mistral, qwen2, qwen3"]),
+    "another rotary scaling": (lambda: set_config(rope_scaling={"rope_type": "yarn", "factor": 2}), ["yarn"]),
+    "a key is missing": (lambda: set_config(hidden_size=None), ["hidden_size"]),
+    "heads do not divide": (lambda: set_config(num_attention_heads=3), ["3"]),
+    "shapes of another config": (lambda: set_config(intermediate_size=400), ["400", "config.json"]),
+    "a layer too few": (lambda: set_config(num_hidden_layers=5), ["lacks", "layers.4"]),
+    "a tensor too many": (lambda: set_weight("lora_A", np.ones(1, np.float32)), ["lora_A"]),
+    "a tensor is missing": (lambda: set_weight("model.norm.weight", None), ["model.norm.weight"]),
+    "integer weights": (lambda: set_weight("model.norm.weight", np.ones(128, np.int32)), ["model.norm.weight", "I32"]),
+    "no weights": (lambda: Path("model/model.safetensors").unlink(), ["safetensors"]),
+    "pickled weights": (lambda: Path("model/model.safetensors").rename("model/pytorch_model.bin"), ["pickle"]),
+    "git lfs": (lambda: write("model/model.safetensors", LFS), ["LFS"]),
+    "truncated": (
+        lambda: write("model/model.safetensors", Path("model/model.safetensors").read_bytes()[:-9]),
+        ["model.safetensors", "truncated", "again"],
+    ),
+    "empty file": (lambda: write("model/model.safetensors", b""), ["model.safetensors"]),
+    "header of gigabytes": (lambda: header(b"{}", 1 << 33), ["header"]),
+    "header that lies": (
+        lambda: header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'),
+        ["model.safetensors"],
+    ),
+    "missing shard": (lambda: shard("model-00001-of-00001.safetensors"), ["model-00001-of-00001", "missing"]),
+    "index that points outside": (lambda: shard("../outside.safetensors"), ["outside"]),
+    "index is no index": (lambda: (shard("x.safetensors"), write(INDEX, "[]")), ["index"]),
+    "no tokenizer": (lambda: Path("model/tokenizer.json").unlink(), ["tokenizer"]),
+    "tokenizer is no tokenizer": (lambda: write("model/tokenizer.json", "{}"), ["tokenizer.json"]),
+    "vocabulary too small": (
+        lambda: (set_config(vocab_size=300), set_weight("model.embed_tokens.weight", np.ones((300, 128), np.float32))),
+        ["300"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_bad_checkpoint(here, capsys, name):
+    spoil, says = CHECKPOINTS[name]
+    spoil()
+    err = fails(capsys, here, *TRAIN)
+    assert all(word in err for word in says), err
+
+
+def test_weights_that_are_not_numbers(here, capsys):
+    set_weight("model.norm.weight", np.full(128, np.nan, np.float32))
+    assert finetune.main(list(TRAIN)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "nan" in err.lower()
+
+
+MESSAGES = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+DATA = {
+    "not there": ("x.jsonl", None, ["x.jsonl", "No such file"]),
+    "a folder": ("model", None, ["model is a folder"]),
+    "empty": ("x.jsonl", "", ["x.jsonl is empty"]),
+    "only blank lines": ("x.jsonl", "\n\n", ["x.jsonl"]),
+    "a kind that is not known": ("x.docx", "a", [".docx", ".jsonl"]),
+    "git lfs": ("x.jsonl", LFS, ["LFS"]),
+    "not JSON": ("x.jsonl", '{"text": "a"}\n{"text": \n', ["line 2", "--skip-bad"]),
+    "a row that is no object": ("x.jsonl", '{"text": "a"}\n3\n', ["line 2"]),
+    "keys that are not known": ("x.jsonl", '{"a": "b"}\n', ["a"]),
+    "mixed formats": ("x.jsonl", '{"text": "a"}\n{"prompt": "a", "completion": "b"}\n', ["line 2"]),
+    "messages is a string": ("x.jsonl", '{"messages": "hello"}\n', ["line 1", "messages"]),
+    "no template": ("x.jsonl", MESSAGES, ["--chat-template"]),
+    "an unknown role": (
+        "x.jsonl",
+        MESSAGES + '{"messages": [{"role": "wizard", "content": "a"}]}\n',
+        ["line 2", "role"],
+    ),
+    "a message without content": ("x.jsonl", MESSAGES + '{"messages": [{"role": "user"}]}\n', ["line 2"]),
+    "text is a number": ("x.jsonl", '{"text": 5}\n', ["line 1", "text"]),
+    "ids beyond the vocabulary": ("x.jsonl", '{"input_ids": [1, 9999], "labels": [1, 9999]}\n', ["9999"]),
+    "labels of another length": ("x.jsonl", '{"input_ids": [1, 2, 3], "labels": [1, 2]}\n', ["line 1", "labels"]),
+    "nothing is trained": ("x.jsonl", '{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}\n', ["trained"]),
+    "not UTF-8": ("x.txt", b"abc \xff\xfe def", ["x.txt"]),
+    "a broken gzip": ("x.jsonl.gz", b"\x1f\x8b nonsense", ["x.jsonl.gz"]),
+    "csv without a text column": ("x.csv", "a,b\n1,2\n", ["x.csv"]),
+    "a json that is no list": ("x.json", '{"text": "a"', ["x.json"]),
+    "not a parquet file": ("x.parquet", b"PAR0", ["parquet"]),
+    "weight of zero": ("stories.txt:0", None, ["weight"]),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_bad_data(here, capsys, name):
+    path, text, says = DATA[name]
+    if text is not None:
+        write(path, text)
+    chat = ["--chat-template", "plain"] if "messages" in str(text) and name != "no template" else []
+    err = fails(capsys, here, "model", "--data", path, "--out", "out", *chat)
+    assert all(word in err for word in says), err
+
+
+REQUESTS = {
+    "unknown option": (["--learnign-rate", "1"], 2, ["--learnign-rate", "--learning-rate (= --lr)"]),
+    "sequence longer than the model": (["--seq-len", "4096"], 2, ["4096", "512"]),
+    "sequence of one token": (["--seq-len", "1"], 2, ["--seq-len"]),
+    "held-out share of everything": (["--val", "1.5"], 2, ["--val"]),
+    "held-out file that is not there": (["--val", "none.jsonl"], 2, ["none.jsonl"]),
+    "held-out share of nothing": (["--val", "0.00001"], 2, ["--val"]),
+    "no GPU": (["--device", "cuda"], 2, ["--device cuda"]),
+    "a plan that is not there": (["--plan", "none.json"], 2, ["none.json"]),
+    "a plan that is none": (["--plan", "stories.txt"], 2, ["stories.txt"]),
+    "a mode that cannot clip": (["--optimizer-mode", "backward"], 2, ["--max-grad-norm 0"]),
+    "a map that maps nothing": (["--map", "prompt"], 2, ["--map"]),
+    "a tokenizer that is not there": (["--tokenizer", "none"], 2, ["none holds no tokenizer.json"]),
+    "a tokenizer's file": (["--tokenizer", "model/tokenizer.json"], 2, ["tokenizer.json is a file; name its folder"]),
+    "a template that is not there": (["--chat-template", "none.jinja"], 2, ["none.jinja"]),
+    "output is the checkpoint": (["--out", "model"], 2, ["checkpoint itself"]),
+    "output is a file": (["--out", "stories.txt"], 2, ["is a file"]),
+    "output is a link to nothing": (["--out", "dangling"], 2, ["dangling is a link to nowhere", "Name another folder"]),
+    "output is not empty": (["--out", "."], 2, ["not empty"]),
+    "output where nothing can be made": (["--out", "/proc/x"], 2, ["--out /proc/x", "/proc", "another folder"]),
+    "no run to resume": (["--resume", "none"], 2, ["--resume none"]),
+    "a tracker that is not known": (["--log", "mlflow"], 2, ["mlflow"]),
+    "too little memory": (["--ram", "1MiB", "--gpu-memory", "1MiB"], 3, ["--gpu-memory by", "and --ram by"]),
+    "too little RAM": (["--ram", "1MiB"], 3, ["--ram by", "to compute in"]),
+    "store in a file": (["--store", "stories.txt"], 4, ["stories.txt"]),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_that_cannot_be_met(here, capsys, name):
+    argv, code, says = REQUESTS[name]
+    Path("dangling").symlink_to("nowhere")
+    if "cuda" in argv and __import__("torch").cuda.is_available():
+        pytest.skip("there is a GPU")
+    err = fails(capsys, here, *TRAIN, *argv, code=code)
+    assert all(word in err for word in says), err
+
+
+@pytest.mark.parametrize(
+    "given, option", [(["--ram", "8MiB"], "--ram"), (["--ram", "8MiB", "--max-grad-norm", "0"], "--ram"),
+                      (["--ram", "1GiB", "--gpu-memory", "2MiB"], "--gpu-memory"),
+                      (["--ram", "1MiB", "--gpu-memory", "40MiB"], "--ram")]
+)  # fmt: skip
+def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, given, option):
+    """On a CPU both tiers are RAM: the option to raise is the one that was given too little."""
+    said = fails(capsys, here, *TRAIN, *given, "--dry-run", code=3)
+    ((named, more),) = re.findall(r"Raise (--\S+) by ([\d.]+) MiB", said)
+    assert named == option and "and --" not in said
+    at = given.index(option) + 1
+    now = re.fullmatch(r"(\d+)MiB", given[at])[1]
+    enough = [*given[:at], f"{float(now) + float(more)}MiB", *given[at + 1 :]]
+    assert finetune.main([*TRAIN, *enough, "--dry-run"]) == 0
+    total, limit = re.findall(r"(?:total|limit) .*", capsys.readouterr().out)[:2]
+    assert "MiB" in total and "MiB" in limit
+
+
+def test_limits_beyond_the_machine_are_warned_of(here, capsys):
+    for limit, warned in (["--ram", "100TB"], True), (["--gpu-memory", "100TB"], True), ([], False):
+        assert finetune.main([*TRAIN, *limit, "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        assert (
+            bool(re.search(r"warning: the limit of [\d.]+ GiB is more than the [\d.]+ GiB of RAM that", said)) == warned
+        )
+
+
+def test_lengths_that_contradict_each_other_are_noted(here, capsys):
+    assert finetune.main([*TRAIN, "--epochs", "2", "--warmup", "1000", "--lr", "1e-3", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "note: --max-steps 2 decides, not --epochs 2" in said
+    assert "note: --warmup 1,000 takes the whole run; its last step has lr 2.0e-06" in said
+    assert finetune.main([*TRAIN, "--dry-run"]) == 0
+    assert "note: --" not in capsys.readouterr().out
+
+
+def test_without_installation_what_to_do_is_said():
+    bare = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "finetune.py"), "--help"]
+    done = subprocess.run(bare, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: trireme is not installed")
+    assert f"pip install -e {ROOT}" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_examples_are_shown_once_however_many_are_asked_for(here, capsys):
+    write("two.jsonl", '{"text": "one story"}\n{"text": "another story"}\n')
+    argv = ["model", "--data", "two.jsonl", "--out", "out", "--show-example", "1000000000", "--dry-run"]
+    assert finetune.main(argv) == 0
+    assert len(re.findall("^example ", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
+def test_held_out_files_are_in_the_report(here, capsys):
+    assert finetune.main([*TRAIN, "--val", "stories.txt", "--dry-run"]) == 0
+    assert re.search(r"^val      stories.txt: \d+ rows", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_step_has_no_more_sequences_than_the_data(here, capsys):
+    """However large --batch-size is, what is planned and refused is what the data come to."""
+    step, lines = ["--seq-len", "64", "--ram", "64MiB", "--gpu-memory", "64MiB", "--micro-batch", "1", "--dry-run"], []
+    for batch_size in ("47", "4096", "1000000"):
+        data = ["--data", "stories.txt:0.3", "--batch-size", batch_size]
+        assert finetune.main(["model", *data, "--out", "out", *step]) == 0
+        out = capsys.readouterr().out
+        (count,) = re.findall(r"packed into (\d+) sequences", out)
+        assert f" of {count} sequences" in out and f", {count} micro-batches of 1\n" in out
+        assert (f"fewer than --batch-size {int(batch_size):,}" in out) == (int(batch_size) > int(count))
+        lines.append(re.findall(r"^ +(?:activations|total) .*", out, re.MULTILINE))
+    assert lines[1] == lines[2] and int(count) < 47
+
+
+@pytest.mark.parametrize("limits", [["--ram", "12MiB"], ["--ram", "1GiB", "--gpu-memory", "12MiB"]])
+def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits):
+    write("many.jsonl", '{"text": "a story of sailors"}\n' * 20_000)
+    argv = ["model", "--data", "many.jsonl", "--out", "out", "--seq-len", "64", "--no-pack", "--dry-run", *limits]
+    assert "--batch-size" in fails(capsys, here, *argv, "--batch-size", "20000", code=3)
+    assert finetune.main([*argv, "--batch-size", "4"]) == 0
+
+
+@pytest.mark.parametrize("limit", [100, 5_000, 100_000, 3_000_000])
+def test_a_disk_that_is_full(here, capsys, limit):
+    """However early the disk is full: exit code 4, one line, no checkpoint that looks whole and is not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        code = finetune.main(list(TRAIN))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    err = capsys.readouterr().err
+    assert code == 4 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert ("--resume out" if Path("out/config.yaml").exists() else "Make room there, or name another folder") in err
+    assert not (here / "out" / "model.safetensors").exists()
+
+
+def test_dry_run_writes_nothing(here, capsys):
+    before = tree(here)
+    assert finetune.main([*TRAIN, "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("Dry run: nothing written.\n")
+    assert tree(here) == before
+
+
+# ---------------------------------------------------------------- in a real terminal
+
+
+def in_terminal(argv: list[str], when: str, key: bytes | None) -> tuple[int, str]:
+    """Runs the command in a pseudo-terminal until its output matches `when`, then presses `key` (None: closes the
+    terminal); (exit code, output)."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "finetune.py"), *argv],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"OMP_NUM_THREADS": "1"},
+    )
+    os.close(slave)
+    seen, pressed, deadline = "", False, time.monotonic() + 120
+    while True:
+        if not select.select([master], [], [], max(0, deadline - time.monotonic()))[0] or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"still running after two minutes; it has said {seen[-500:]!r}")
+        try:
+            seen += os.read(master, 4096).decode(errors="replace")
+        except OSError:  # the other side has closed
+            break
+        if re.search(when, seen) and not pressed:
+            if key is None:
+                break
+            os.write(master, key)
+            pressed = True
+    os.close(master)
+    return process.wait(timeout=60), seen
+
+
+def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
+    argv = [*TRAIN[:4], "runs/first", "--seq-len", "32", "--batch-size", "2", "--val", "0.1", "--schedule", "constant"]
+    code, output = in_terminal([*argv, "--max-steps", "100000"], r"step +[5-9]\d*/|step +\d\d+/", b"\x03")
+    lines = on_screen(output)
+    assert code == 130
+    assert "step 0  eval_loss 6." in output and "(before training)" in output
+    assert len([line for line in lines if re.match(r"step +\d+/100000  loss", line)]) <= 2, "one live line"
+    (saved,) = [line for line in lines if "Resume: python scripts/finetune.py --resume runs/first" in line]
+    step = int(re.search(r"step (\d+)", saved)[1])
+
+    assert finetune.main(["--resume", "--max-steps", str(step + 3)]) == 0, "the latest run, found by itself"
+    said = capsys.readouterr().out
+    assert f"resumed at step {step}" in said and "check    reopened: 38 tensors" in said
+    records = [json.loads(line) for line in Path("runs/first/log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, step + 4))
+    assert Path("runs/first/loss.svg").exists() and Path("runs/first/model.safetensors").exists()
+
+
+COMMAND = [sys.executable, str(ROOT / "scripts" / "finetune.py")]
+PIPED = ("model", "--data", "-", "--out", "out", "--seq-len", "64", "--batch-size", "2", "--max-steps", "2")
+
+
+def reading(*argv: str) -> subprocess.Popen:
+    """The command, at the moment when it reads more than a pipe holds from its standard input."""
+    process = subprocess.Popen(
+        [*COMMAND, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in STOPS],
+    )  # fmt: skip
+    process.stdin.write(b"a story of sailors\n" * 20_000)
+    process.stdin.flush()
+    return process
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("again", [False, True])
+def test_asked_to_stop_while_it_reads_it_leaves_all_as_it_was(here, number, again):
+    """From the first file on; also where the same command had been killed there before."""
+    if again:
+        killed = reading(*PIPED)
+        killed.kill()
+        assert killed.wait() == -signal.SIGKILL and Path("out/config.yaml").exists()
+    before = tree(here)
+    process = reading(*PIPED)
+    assert Path("out/tokens").is_dir()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    kept = "interrupted. To go on: --resume out" if again else "interrupted before there was anything to save"
+    assert (process.returncode, err.decode()) == (130, f"error: {kept}\n")
+    assert {p for p in tree(here) if "stdin" not in p.name} == {p for p in before if "stdin" not in p.name}
+
+
+@pytest.mark.parametrize("how", ["the same command", "--resume"])
+def test_what_was_killed_while_it_read_can_be_begun_again(here, capsys, monkeypatch, how):
+    """What was in the pipe is lost; it is not taken for all of it."""
+    process = reading(*PIPED)
+    process.kill()
+    process.wait()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("stories.txt").read_bytes())))
+    assert "holds a run. Go on with it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
+    assert finetune.main(list(PIPED) if how == "the same command" else ["--resume", "out"]) == 0
+    assert Path("out/model.safetensors").exists() and not Path("out/tokens").exists()
+
+
+def said(capsys, argv: list[str], code: int) -> str:
+    capsys.readouterr()
+    assert finetune.main(argv) == code
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--resume", "out"], TRAIN])
+@pytest.mark.parametrize("kept", [False, True])
+def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch):
+    def interrupt(options):
+        if not kept:
+            Path("out/config.yaml").unlink()
+        raise KeyboardInterrupt
+
+    (here / "out").mkdir()
+    (here / "out" / "config.yaml").write_text("model: model\ndata: stories.txt\nout: out\n")
+    monkeypatch.setattr(finetune, "run", interrupt)
+    what = ". To go on: --resume out" if kept else " before there was anything to save"
+    assert said(capsys, list(argv), 130) == f"error: interrupted{what}\n"
+
+
+@pytest.mark.parametrize(
+    "argv, code", [(TRAIN, 4), ((*TRAIN, "--dry-run"), 4), (("--demo",), 4), (("--help",), 0), (("--data", "x"), 2)]
+)
+def test_output_that_cannot_be_written(here, argv, code):
+    """It is said of the output, not of a folder, and nothing is begun that nobody would hear of."""
+    before = tree(here)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"TMPDIR": str(here)}
+    for unbuffered, err in ([], subprocess.PIPE), (["-u"], subprocess.PIPE), ([], subprocess.STDOUT):
+        with open("/dev/full", "w") as full:
+            command = [COMMAND[0], *unbuffered, *COMMAND[1:], *argv]
+            done = subprocess.run(command, stdout=full, stderr=err, env=environment)
+        assert done.returncode == code
+        if code == 4 and done.stderr is not None:
+            assert done.stderr == b"error: standard output: No space left on device.\n"
+        assert b"Exception ignored" not in (done.stderr or b"")
+    assert tree(here) == before
+
+
+def test_a_finished_run_is_not_begun_again(here, capsys):
+    assert finetune.main(list(TRAIN)) == 0
+    capsys.readouterr()
+    assert "that run is finished" in fails(capsys, here, "--resume", "out")
+
+
+def test_a_hang_up_saves_too(here):
+    """The terminal goes away in the middle of a run."""
+    code, _ = in_terminal([*TRAIN[:-1], "100000"], r"step +\d+/", None)
+    assert code == 130
+    assert list(Path("out/store").glob("snapshot-*"))
+
+
+def test_by_half_blocks_the_same_checkpoint(here, capsys):
+    """Where the GPU's limit holds no whole block the units are halves of them, and nothing else changes."""
+    argv = ["model", "--data", "stories.txt", "--seq-len", "64", "--batch-size", "2", "--micro-batch", "1"]
+    argv += ["--max-steps", "3", "--lr", "3e-3"]
+    assert finetune.main([*argv, "--out", "whole", "--gpu-memory", "1GiB", "--ram", "1GiB"]) == 0
+    assert "half blocks" not in capsys.readouterr().out
+    assert finetune.main([*argv, "--out", "halves", "--gpu-memory", "5MiB", "--ram", "1GiB"]) == 0
+    assert "half blocks" in capsys.readouterr().out
+    names = {p.name for p in (here / "whole").iterdir() if p.suffix in (".safetensors", ".json")}
+    assert "model.safetensors" in names and "config.json" in names
+    for name in names:
+        assert (here / "halves" / name).read_bytes() == (here / "whole" / name).read_bytes(), name
+    losses = lambda out: [json.loads(line).get("loss") for line in (here / out / "log.jsonl").open()]
+    assert losses("halves") == losses("whole")
+
+
+def test_where_one_block_at_a_time_fits_evaluations_and_samples_fit_too(here, capsys):
+    """The planner's own plan with a single slot for weights; what it says and leaves is as with room for everything."""
+    argv = ["model", "--data", "stories.txt", "--val", "0.1", "--seq-len", "64", "--batch-size", "2", "--lr", "3e-3"]
+    argv += ["--max-steps", "4", "--eval-every", "2", "--save-every", "2", "--micro-batch", "1", "--ram", "1GiB"]
+    small = [*argv, "--out", "small", "--gpu-memory", "5400KiB"]
+    plan = job.prepare(parse([*small, "--dry-run"])).plan
+    assert plan.window == 1 and not plan.halves and {u.weights for u in plan.units[1:-1]} == {"host"}
+    assert finetune.main(small) == 0 and finetune.main([*argv, "--out", "large"]) == 0
+    kept = lambda r: {key: r.get(key) for key in ("step", "loss", "grad_norm", "eval_loss")}
+    logs = [[kept(json.loads(line)) for line in (here / out / "log.jsonl").open()] for out in ("small", "large")]
+    assert logs[0] == logs[1] and sum(r["eval_loss"] is not None for r in logs[0]) == 3
+    assert (here / "small" / "model.safetensors").read_bytes() == (here / "large" / "model.safetensors").read_bytes()

@@ -1,0 +1,98 @@
+"""What --demo makes is a checkpoint like any other, and the same every time."""
+
+import os
+import random
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from engines import fork
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trireme.engine.run import demo
+from trireme.engine.run.options import Options, every
+from trireme.engine.run.train import finetune
+from trireme.models.config import read_config
+from trireme.models.hf import canonical_names
+from trireme.storage.checkpoint import open_source
+
+
+def test_transformers_opens_it(tmp_path):
+    demo.make_text(tmp_path / "text", 200, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "text", seed=1)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer("Once there was a poor rower. \u00e9\U0001f41f", return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == "Once there was a poor rower. \u00e9\U0001f41f"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    loss = model(ids, labels=ids).loss.item()
+    assert abs(loss - torch.tensor(float(demo.VOCAB)).log().item()) < 0.3, "random weights guess evenly"
+
+
+def test_our_reader_opens_it(tmp_path):
+    demo.make_text(tmp_path / "text", 50, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "text", seed=1)
+    cfg, source = read_config(tmp_path / "model"), open_source(tmp_path / "model")
+    assert cfg.tied and cfg.n_layers == demo.LAYERS
+    assert canonical_names(cfg, {name: t.shape for name, t in source.tensors.items()})
+
+
+def test_it_is_the_same_every_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = []
+    for _ in range(2):
+        with demo.prepared(Options(demo=True, lr=0.5, eval_every=every("5"))) as options:
+            folder = Path(options.out).parent
+            assert options.lr == 0.5 and options.eval_every == every("5") and folder.parent == tmp_path
+            made.append({p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"})
+    assert made[0] == made[1] and "model.safetensors" in made[0] and "stories.txt" in made[0]
+
+
+@pytest.mark.parametrize("own_out", [False, True])
+@pytest.mark.parametrize("left", ["nothing", "a run", "killed"])
+def test_what_it_makes_stays_as_long_as_a_run_needs_it(tmp_path, monkeypatch, own_out, left):
+    """Killed, it is removed by the next demo, unless there may be a run elsewhere that needs it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo, "STORIES", 20)
+    given = Options(demo=True, out=str(tmp_path / "out") if own_out else None)
+    if left == "killed":
+        if not (pid := fork()):
+            with demo.prepared(given):
+                os._exit(0)
+        os.waitpid(pid, 0)
+    else:
+        with pytest.raises(ZeroDivisionError), demo.prepared(given) as options:
+            if left == "a run":
+                Path(options.out).mkdir()
+                (Path(options.out) / "config.yaml").write_text("")
+            1 / 0  # noqa: B018
+    before = set(tmp_path.glob("trireme-demo-*"))
+    assert len(before) == (left != "nothing")
+    with demo.prepared(Options(demo=True)):
+        assert before <= set(tmp_path.iterdir()) or (left == "killed" and not own_out)
+        assert len(list(tmp_path.glob("trireme-demo-*"))) == 1 + (left == "a run" or (left == "killed" and own_out))
+
+
+def test_a_story_is_english_enough():
+    told = {demo.story(random.Random(seed)) for seed in range(300)}
+    assert len(told) == 300
+    for story in told:
+        assert " a a" not in story and " a o" not in story and "  " not in story
+        assert story.startswith("Once there was a ") and story.endswith(".")
+
+
+def test_it_learns(tmp_path, capsys, monkeypatch):
+    """A short demo from end to end: the loss falls, and the folder opens."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    options = Options(demo=True, seq_len=128, batch_size=8, max_steps=25, lr=8e-3, out=str(tmp_path / "out"))
+    with demo.prepared(options) as given:
+        finetune(given)
+    said = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"eval_loss (\d+\.\d+)", said)]
+    assert losses[0] > 6 and losses[-1] < 4.6 and "check    reopened: 38 tensors" in said
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert model.config.tie_word_embeddings

@@ -1,0 +1,135 @@
+"""Whatever fails wherever in a run, it ends with that error at once, and resumed it ends with the same bits.
+
+A run in which everything happens: swapped activations, gradients and states on the SSD, updates here and there, late
+moments, evaluations with samples, the best checkpoint, snapshots, a move to another plan, the export.
+"""
+
+import errno
+import json
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import fork
+from runs import ended, finished, losses, options
+
+from trireme.engine.lanes import LANES, RealLanes
+from trireme.engine.plan import UnitPlan
+from trireme.engine.planner.choose import Choice
+from trireme.engine.planner.predict import Prediction
+from trireme.engine.run import train
+from trireme.engine.run.job import prepare
+from trireme.engine.run.options import Options, every
+from trireme.storage.aio import IO
+
+CALLS = ("fsync", "rename", "ftruncate", "posix_fallocate")
+PLACES = (*LANES, "read", "write", *CALLS)
+WATCH = 120  # seconds after which a run counts as one that hangs
+FAILED, OTHER = 3, 4
+
+
+class Injected(OSError):
+    pass
+
+
+class Faults:
+    """Counts what happens in a place, and lets the one of number `fatal` there fail."""
+
+    def __init__(self, out: Path, place: str = "", fatal: int = 0):
+        self.out, self.place, self.fatal, self.lock, self.count = out, place, fatal, threading.Lock(), Counter()
+
+    def due(self, place: str) -> bool:
+        with self.lock:
+            self.count[place] += 1
+            return (place, self.count[place]) == (self.place, self.fatal)
+
+    def install(self) -> None:
+        run, finish = RealLanes.run, IO._finish
+
+        def run_or_fail(lanes, lane, name, fn, after=(), nbytes=0, flops=0):
+            return run(lanes, lane, name, self.fail if self.due(lane) else fn, after, nbytes, flops)
+
+        def finish_or_fail(io, piece, result):
+            finish(io, piece, -errno.EIO if self.due("write" if piece.write else "read") else result)
+
+        RealLanes.run, IO._finish = run_or_fail, finish_or_fail
+        for name in CALLS:
+            setattr(os, name, self.wrapped(name, getattr(os, name)))
+
+    def wrapped(self, name: str, call):
+        def called(what, *args, **kwargs):
+            path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
+            if path.is_relative_to(self.out) and self.due(name):
+                self.fail()
+            return call(what, *args, **kwargs)
+
+        return called
+
+    def fail(self) -> None:
+        raise Injected(errno.EIO, "Input/output error", self.place)
+
+
+def child(given: Options, faults: Faults, plan_after) -> int:
+    """Runs in a process of its own; its exit code. What it counted is left in a file beside its folder."""
+    pid = fork()
+    if pid:
+        return ended(pid)
+    code = OTHER
+    try:
+        signal.alarm(WATCH)
+        faults.install()
+        train.SAMPLING = 0.0  # a sample is one token
+        train.better = lambda job, steps: Choice(plan_after, Prediction(1.0, {}, "cpu", 0, 0), ())
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            train.finetune(given)
+        code = 0
+    except BaseException as error:
+        if getattr(error, "errno", None) == errno.EIO and not any("lane" in t.name for t in threading.enumerate()):
+            code = FAILED
+        else:
+            os.write(2, f"child: {error!r} {threading.enumerate()}\n".encode())
+    finally:
+        Path(f"{faults.out}.json").write_text(json.dumps(faults.count))
+        os._exit(code)
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint):
+    """(options by folder, the plan that is moved to, the undisturbed run's folder, how often what happened in it)"""
+    first = prepare(options(checkpoint, checkpoint / "planned", "gpu", micro_batch=2)).plan
+    far = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"), ("lse", "host")))
+    inner = [far, UnitPlan("host", "host", update="gpu", x="host"), UnitPlan("host", "ssd", saved=(("resid", "gpu"),))]
+    n = len(first.units)
+    units = (UnitPlan("host", "host"), *(inner[u % 3] for u in range(n - 2)), UnitPlan("ssd", "ssd"))
+    more = dict(gradients="ssd", late_moments=("host", "ssd"), window=2, state_slots=3, record=1 << 16)
+    plan = replace(first, units=units, **more)
+    plan.save(checkpoint / "everything.json")
+    after = replace(plan, units=tuple(UnitPlan("ssd" if u % 2 else "host", "ssd") for u in range(n)), window=3)
+
+    def given(out: Path, **how) -> Options:
+        run = options(checkpoint, out, "gpu", plan=str(checkpoint / "everything.json"), val="0.1", **how)
+        return replace(run, max_steps=4, eval_every=every("2"), save_every=every("2"), micro_batch=2, ram=1 << 30)
+
+    out = checkpoint / "undisturbed"
+    assert child(given(out), Faults(out), after) == 0
+    return given, after, out, json.loads(Path(f"{out}.json").read_text())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_fails_the_run_ends_with_it_and_goes_on(checkpoint, whole, place):
+    given, after, before, count = whole
+    out, fatal = checkpoint / f"fails-{place}", random.Random(place).randint(1, count[place])
+    assert child(given(out), Faults(out, place, fatal), after) == FAILED, fatal
+    if not finished(out):
+        resume = str(out) if (out / "config.yaml").exists() else None
+        assert child(given(out, resume=resume), Faults(out), after) == 0, fatal
+    assert losses(out) == losses(before)
+    for file in ("model.safetensors", "best/model.safetensors"):
+        assert (out / file).exists() == (before / file).exists()
+        assert not (out / file).exists() or (out / file).read_bytes() == (before / file).read_bytes()

@@ -1,0 +1,344 @@
+"""The run's log: files survive a resume and a full disk, the line fits the terminal, the picture shows the losses."""
+
+import csv
+import errno
+import functools
+import io
+import json
+import os
+import re
+import tracemalloc
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from terminal import on_screen
+
+from trireme.engine.amounts import compact, duration
+from trireme.engine.run import log as log_module
+from trireme.engine.run import records
+from trireme.engine.run import screen as screen_module
+from trireme.engine.run.curve import MOST, Curve, draw
+from trireme.engine.run.log import RunLog
+from trireme.engine.run.options import Options
+from trireme.engine.run.records import COLUMNS
+from trireme.engine.run.screen import one_line, progress
+from trireme.models.config import InputError
+
+FULL = dict(
+    step=7, epoch=0.5, loss=2.18712, learning_rate=1.4e-7, grad_norm=3.14, tokens_per_second=11700.0,
+    trained_tokens_per_second=115.0, step_time_s=48.13, mfu=0.291, gpu_mem_gib=21.1, ram_gib=115.2,
+    ssd_read_gbs=3.1, ssd_written_tb=0.2, bound="ssd_write",
+)  # fmt: skip
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def table(path) -> list[dict]:
+    return list(csv.DictReader(io.StringIO(path.read_text())))
+
+
+def run(out, steps, total=10, since=None, stream=None, options=None):
+    log = RunLog(out, options or Options(), total, since, stream or io.StringIO())
+    for step in steps:
+        log.step({"step": step, "loss": 5.0 / step, "learning_rate": 0.1})
+    return log
+
+
+def test_both_files_hold_every_step_at_once(tmp_path):
+    log = run(tmp_path, [1, 2])
+    log.step(FULL)
+    assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1, 2, 7]  # before close: line by line
+    assert lines(tmp_path / "log.jsonl")[-1] == FULL
+    rows = table(tmp_path / "log.csv")
+    assert list(rows[0]) == COLUMNS and rows[-1] == {k: str(FULL.get(k, "")) for k in COLUMNS}
+    log.close()
+
+
+def test_resume_drops_what_came_after_and_a_torn_line(tmp_path):
+    log, stream = run(tmp_path, range(1, 6)), io.StringIO()
+    mark = log.sync(5)
+    log.eval({"step": 5, "eval_loss": 1.0})  # after the snapshot: it is made again
+    log.step({"step": 6, "loss": 9.0})
+    log.close()
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')
+    run(tmp_path, [6, 7], since=mark, stream=stream).close()
+    assert [r.get("loss") for r in lines(tmp_path / "log.jsonl")] == [5.0 / step for step in range(1, 8)]
+    assert [r["step"] for r in table(tmp_path / "log.csv")] == ["1", "2", "3", "4", "5", "6", "7"]
+    assert "warning" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("damage, left", [
+    (lambda text: text.replace(b"0.1", b"0.2", 1), [1, 2, 3, 4, 5]),  # a line changed
+    (lambda text: text.replace(b"0.1", b"\xb0.1", 1), [2, 3, 4, 5]),  # no UTF-8
+    (lambda text: text[text.index(b"\n") + 1 :], [2, 3, 4, 5]),
+    (lambda text: text.replace(b"\n", b"", 1), [3, 4, 5]),
+    (lambda text: text[: text.index(b'"step": 4')], [1, 2, 3]),
+    (lambda text: text.replace(b'"step": 1', b'"step": true', 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b'"loss": 5.0', b'"loss": []', 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b"9" * 400, 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b"9" * 5000, 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b"[" * 100_000, 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b"null", 1), [1, 2, 3, 4, 5]),
+    (lambda text: bytes(len(text)), []),
+    (lambda text: b"", []),
+    (lambda text: None, []),
+])  # fmt: skip
+def test_a_log_that_was_damaged_is_said_and_the_run_goes_on(tmp_path, damage, left):
+    log, stream, path = run(tmp_path, range(1, 6)), io.StringIO(), tmp_path / "log.jsonl"
+    mark = log.sync(5)
+    log.step({"step": 6, "loss": 9.0})
+    log.close()
+    text = damage(path.read_bytes())
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text)
+    again = run(tmp_path, [6], since=mark, stream=stream)
+    assert "log.jsonl is not as it was at step 5: lines were lost or changed" in stream.getvalue()
+    assert again.summary().startswith(f"done     {len(left) + 1} steps")
+    again.close()
+    assert [r["step"] for r in lines(path)] == [*left, 6]
+    assert [r["step"] for r in table(tmp_path / "log.csv")] == [str(step) for step in (*left, 6)]
+
+
+def test_the_log_is_on_the_drive_before_its_name_and_with_every_snapshot(tmp_path, monkeypatch):
+    """A power failure leaves the log as it was at the last snapshot at least; one in a resume, the old or the new."""
+    calls, names = [], {"fsync": os.fsync, "fdatasync": os.fdatasync, "replace": os.replace}
+
+    def noted(name, what, *to):
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(to[0])
+        calls.append((name, os.path.relpath(path, tmp_path)))
+        return names[name](what, *to)
+
+    for name in names:
+        monkeypatch.setattr(os, name, functools.partial(noted, name))
+    log = run(tmp_path, [1])
+    made = [[("fsync", f".{n}.partial"), ("replace", n), ("fsync", ".")] for n in ("log.jsonl", "log.csv")]
+    assert calls == made[0] + made[1]
+    calls.clear()
+    mark = log.sync(1)
+    assert {("fdatasync", "log.jsonl"), ("fdatasync", "log.csv")} <= set(calls)
+    log.step({"step": 2, "loss": 1.0})
+    calls.clear()
+    log.close()
+    assert ("fdatasync", "log.jsonl") in calls
+    calls.clear()
+    run(tmp_path, [2], since=mark).close()
+    assert calls[:6] == made[0] + made[1]
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path):
+    with open(os.devnull, "w") as nowhere:
+        log, sizes = run(tmp_path, [], total=10**6, stream=nowhere), []
+        tracemalloc.start()
+        for step in range(1, 20_001):
+            log.step(FULL | {"step": step})
+            if step in (5_000, 20_000):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        assert sizes[1] - sizes[0] < 100_000, sizes  # seven bytes a step
+        mark, summary = log.sync(20_000), log.summary()
+        log.close()
+        tracemalloc.start()
+        log = run(tmp_path, [], since=mark, stream=nowhere)
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000, "nor when it is read again"
+        tracemalloc.stop()
+        assert log.summary() == summary and log.sync(20_000) == mark
+        log.close()
+
+
+def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
+    stream = io.StringIO()
+    log = run(tmp_path, [1], stream=stream)
+    room, real_write = [20], os.write
+
+    def write(fd, data):
+        data = data[: room[0]]
+        if not data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= len(data)
+        return real_write(fd, data)
+
+    monkeypatch.setattr(records.os, "write", write)
+    for step in (2, 3):
+        log.step({"step": step, "loss": 1.0})
+        assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1]
+        assert (tmp_path / "log.jsonl").read_text().endswith("\n")
+    room[0] = 10**6
+    log.step({"step": 4, "loss": 1.0})
+    assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4]
+    assert [r["step"] for r in table(tmp_path / "log.csv")] == ["1", "2", "3", "4"]
+    assert stream.getvalue().count("No space left on device") == 1
+    log.close()
+
+
+def test_nan_stays_json(tmp_path):
+    log = run(tmp_path, [])
+    log.step({"step": 1, "loss": float("nan")})
+    mark = log.sync(1)
+    log.close()
+    assert lines(tmp_path / "log.jsonl") == [{"step": 1, "loss": "nan"}]
+    again = run(tmp_path, [2], since=mark)
+    assert "loss nan -> 2.5" in again.summary()
+    again.close()
+
+
+def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    run(tmp_path, [1, 2], stream=Gone()).close()
+    assert len(lines(tmp_path / "log.jsonl")) == 2
+
+
+def test_the_line():
+    parts = progress(FULL, 2292, 110040.0)
+    assert one_line(parts) == (
+        "step    7/2292  loss 2.1871  lr 1.4e-07  grad_norm 3.1  11.7k tok/s (115 trained)  48.1 s  mfu 29 %  "
+        "gpu 21.1G ram 115G  bound: ssd_write  eta 30h34m"
+    )
+    assert one_line(parts, 100) == (
+        "step    7/2292  loss 2.1871  lr 1.4e-07  11.7k tok/s (115 trained)  bound: ssd_write  eta 30h34m"
+    )
+    assert one_line(parts, 45) == "step    7/2292  loss 2.1871  eta 30h34m"
+    assert one_line(parts, 20) == "step    7/2292  los"
+    assert one_line(progress({"step": 10, "loss": 1.0, "mfu": None}, 10, None)) == "step 10/10  loss 1.0000"
+
+
+def test_figures():
+    assert [duration(s) for s in (0.4, 41, 200, 110040)] == ["0s", "41s", "3m20s", "30h34m"]
+    assert [compact(n) for n in (0, 243, 999.6, 11700, 123456, 1.24e6, 5e9)] == [
+        "0", "243", "1k", "11.7k", "123k", "1.24M", "5B",
+    ]  # fmt: skip
+
+
+def test_a_pipe_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
+    stream, clock = io.StringIO(), iter(range(0, 1000, 4))
+    monkeypatch.setattr(screen_module.time, "monotonic", lambda: next(clock))
+    log = run(tmp_path, range(1, 11), stream=stream)
+    log.eval({"step": 10, "eval_loss": 0.5, "sample": 'a "b"\n'})
+    log.close()
+    said = stream.getvalue()
+    assert "\r" not in said and "\x1b" not in said
+    steps = [int(n) for n in re.findall(r"^step +(\d+)/10 ", said, re.M)]
+    assert steps[0] == 1 and steps[-1] == 10 and 2 < len(steps) < 10
+    assert 'step 10  eval_loss 0.5000  perplexity 1.649 (best)  sample: "a \\"b\\"\\n"' in said
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_has_one_live_line_and_lines_that_stay(tmp_path, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
+    log = run(tmp_path, [1, 2], stream=stream)
+    log.say("saved")
+    assert [line[:25] for line in on_screen(stream.getvalue())] == ["saved", "step  2/10  loss 2.5000  "]
+    assert max(len(line) for line in on_screen(stream.getvalue())) < 30
+    log.step({"step": 10, "loss": 0.5, "learning_rate": 0.1})
+    log.say("done")
+    log.close()
+    assert on_screen(stream.getvalue()) == ["saved", "step 10/10  loss 0.5000", "done", ""], "the last step stays"
+
+
+def test_a_run_that_stops_takes_its_live_line_away(tmp_path, monkeypatch):
+    stream = Terminal()
+    log = run(tmp_path, [1], stream=stream)
+    log.say("saved")
+    log.close()
+    assert on_screen(stream.getvalue()) == ["saved", ""]
+
+
+def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_path, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
+    log = run(tmp_path, [1], stream=stream)
+    before = on_screen(stream.getvalue())
+    with log.screen.working("saving", 4 * 10**9) as more:
+        more(10**9)
+        assert on_screen(stream.getvalue()) == before, "what is done in a moment is not worth a line"
+        monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
+        more(10**9)
+        last = on_screen(stream.getvalue())[-1]
+        assert last.startswith("saving  2 of 4 GB  ") and " eta 0s" in last
+    with log.screen.working("reading stories.txt", 1_090_000) as more:
+        more(287_000)
+        assert re.match(r"reading stories.txt  0.287 of 1.09 MB  \S+ MB/s", on_screen(stream.getvalue())[-1])
+    assert on_screen(stream.getvalue()) == before
+
+
+def test_the_picture(tmp_path):
+    log = run(tmp_path, [])
+    log.eval({"step": 0, "eval_loss": 4.0})
+    for step in range(1, 3001):
+        log.step({"step": step, "loss": 4.0 / step if step != 5 else float("nan")})
+    log.eval({"step": 3000, "eval_loss": 0.5})
+    log.close()
+    text = (tmp_path / "loss.svg").read_text()
+    svg = ET.fromstring(text)
+    ns = "{http://www.w3.org/2000/svg}"
+    raw, smooth, evals = (e.get("points").split() for e in svg.iter(ns + "polyline"))
+    assert 500 < len(raw) <= 1001 and len(smooth) == len(raw) and len(evals) == 2
+    heights = [float(p.split(",")[1]) for p in smooth]
+    assert heights[0] < heights[-1], "y grows downwards: a falling loss falls"
+    assert "eval: 4 to 0.5" in text and len(text) < 60_000
+    assert len(list(svg.iter(ns + "circle"))) == 2
+
+
+@pytest.mark.parametrize("losses, evals", [([], []), ([(1.0, 2.0)], []), ([], [(3.0, 0.0)])])
+def test_the_picture_of_hardly_anything(losses, evals):
+    ET.fromstring(draw(losses, evals))
+
+
+@pytest.mark.parametrize("steps", [MOST - 1, MOST, 3 * MOST + 5, 50_001])
+def test_a_curve_keeps_its_shape_in_bounded_memory(steps):
+    """Below MOST every point as it is; beyond, each is the mean of as many neighbours, and together they are all."""
+    curve, added = Curve(), [(float(x), 5.0 / x) for x in range(1, steps + 1)]
+    for k, (x, y) in enumerate(added):
+        curve.add(x, y)
+        if k % 7 == 0:
+            curve.add(x, float("nan"))
+            curve.add(x, float("inf"))
+            curve.add(x, 1e300)
+    points = curve.points
+    if steps < MOST:
+        assert points == added
+        return
+    each = round(points[1][0] - points[0][0])
+    assert MOST / 2 <= len(points) < MOST and len(points) == -(-steps // each)
+    for k, (x, y) in enumerate(points):
+        merged = added[k * each : (k + 1) * each]
+        assert np.allclose((x, y), np.mean(merged, axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(__import__("sys").modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
+    with pytest.raises(InputError, match=f"--log {name}: it is not installed. pip install {name}"):
+        RunLog(tmp_path, Options(log=(name,)), 10, None, io.StringIO())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tracker_gets_every_record(tmp_path, monkeypatch):
+    got = []
+    monkeypatch.setattr(log_module, "_trackers", lambda out, options: [(got.append, lambda: got.append("closed"))])
+    run(tmp_path, [1, 2]).close()
+    assert [r if r == "closed" else r["step"] for r in got] == [1, 2, "closed"]
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path, monkeypatch):
+    def broken(*record):
+        raise ConnectionError("no route")
+
+    for tracker in ((broken, broken), (lambda record: None, broken)):
+        monkeypatch.setattr(log_module, "_trackers", lambda out, options, tracker=tracker: [tracker])
+        stream = io.StringIO()
+        run(tmp_path, [1, 2], stream=stream).close()
+        assert len(lines(tmp_path / "log.jsonl")) == 2 and stream.getvalue().count("no route") == 1

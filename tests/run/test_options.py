@@ -1,0 +1,255 @@
+"""The command line and the configuration file: names, types, what is refused and how."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hostile import LAUGHS
+
+from trireme.engine.amounts import size
+from trireme.engine.run.command import changes, config_yaml, kept, latest_run, parse
+from trireme.engine.run.options import Every, Options, every
+from trireme.models.config import InputError
+
+BASE = ["ckpt", "--data", "a.jsonl"]
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(InputError) as error:
+        parse(argv)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_defaults():
+    options = parse(BASE)
+    assert (options.model, options.data, options.out) == ("ckpt", ("a.jsonl",), "runs/ckpt")
+    assert options == dataclasses.replace(Options(), model="ckpt", data=("a.jsonl",), out="runs/ckpt")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.lr = 1.0
+
+
+def test_help_is_one_page_of_less_than_forty_options():
+    script = Path(__file__).parents[2] / "scripts" / "finetune.py"
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
+    flags = [line for line in done.stdout.splitlines() if line.startswith("  --")]
+    assert 20 < len(flags) < 40
+    assert len(done.stdout.splitlines()) < 72
+    for f in dataclasses.fields(Options):
+        assert "--" + f.name.replace("_", "-") in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--learning-rate", "0.1"],
+        ["--learning_rate=0.1"],
+        ["--lr=.1"],
+    ],
+)
+def test_names_of_others_and_underscores(argv):
+    assert parse([*BASE, *argv]).lr == 0.1
+    assert parse([*argv, "--model_name_or_path", "ckpt", "--dataset", "a.jsonl"]).lr == 0.1
+
+
+def test_positional_may_stand_anywhere_and_data_may_repeat():
+    options = parse(["--data", "a:2", "--dry-run", "ckpt", "--data", "b"])
+    assert options.model == "ckpt" and options.data == ("a:2", "b") and options.dry_run
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--learnign-rate", "1"], "unknown option --learnign-rate. Did you mean --learning-rate (= --lr)?"),
+        (["--batchsize", "1"], "unknown option --batchsize. Did you mean --batch-size?"),
+        (["--qqqq"], "unknown option --qqqq. See --help."),
+        (["-x"], "unknown option -x. See --help."),
+        (["--lr", "fast"], "--lr: 'fast' is not a number of at least 0."),
+        (["--lr", "0"], "--lr: it must be greater than 0."),
+        (["--lr", "nan"], "--lr: 'nan' is not a number of at least 0."),
+        (["--lr", "inf"], "--lr: 'inf' is not a number from 0 to 1e+12."),
+        (["--lr"], "--lr: expected one argument."),
+        (["--epochs", "-1"], "--epochs: '-1' is not a number of at least 0."),
+        (["--batch-size", "2.5"], "--batch-size: '2.5' is not a whole number of at least 1."),
+        (["--betas", "0.9,1"], "--betas: '1' is not a number from 0 to 0.999999."),
+        (["--betas", "0.9"], "--betas: '0.9' is not two numbers like 0.9,0.95."),
+        (["--max-steps", "9" * 400], f"--max-steps: '{'9' * 400}' is not a whole number from 1 to 1e+12."),
+        (["--ram", "9" * 400 + "GiB"], f"--ram: '{'9' * 400}GiB' is more than any machine has."),
+        (["--save-every", "9" * 400], f"--save-every: '{'9' * 400}' is not an interval; write 500 (steps)"),
+        (["--eval-every", "9" * 400 + "h"], f"--eval-every: '{'9' * 400}h' is not an interval; write 500 (steps)"),
+        (["--adam_beta2", "0.999"], "--adam-beta2 is not an option here: --betas 0.9,0.95 sets both."),
+        (["--warmup", "1.5"], "--warmup: '1.5' is neither a share of the run (below 1) nor a number of steps."),
+        (["--ram", "24"], "--ram: '24' is not a size; write it like 24GiB, 2TB or 512MiB."),
+        (["--save-every", "x"], "--save-every: 'x' is not an interval; write 500 (steps), 0.1 (of the run), 30min"),
+        (["--log", "mlflow"], "--log mlflow: expected tensorboard, wandb or trace."),
+        (["--store", "a,b,./a"], "--store a,b,./a: a folder is named twice. Name one on each drive."),
+        (
+            ["--out", "a/b", "--store", "a/./b,c"],
+            "--store a/./b,c is --out itself. Name another folder, or leave it out.",
+        ),
+        (["other"], "other: the checkpoint is ckpt already. Data goes behind --data."),
+        (["--gradient_checkpointing", "true"], "--gradient-checkpointing is not an option here: what is kept"),
+        (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
+    ],
+)
+def test_refusals_say_what_and_what_to_do(argv, says):
+    assert refused(*BASE, *argv).startswith(says)
+
+
+def test_the_essentials_are_asked_for():
+    assert refused().startswith("no checkpoint given")
+    assert refused("ckpt").startswith("no data given")
+    assert parse(["--demo"]).demo
+
+
+def test_what_would_be_ignored_is_refused(tmp_path):
+    assert refused(*BASE, "--demo") == (
+        "--demo trains a model of its own on stories of its own. Leave out --model, --data."
+    )
+    assert "Leave out --val" in refused("--demo", "--val", "0.1")
+    (tmp_path / "config.yaml").write_bytes(config_yaml(parse(BASE)))
+    assert "a run goes on in its own folder" in refused("--resume", str(tmp_path), "--out", "elsewhere")
+    assert parse(["--resume", str(tmp_path), "--out", f"{tmp_path}/"]).out == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text, nbytes", [("24GiB", 24 << 30), ("2TB", 2 * 10**12), ("512 MiB", 512 << 20), ("1.5GB", 1500000000), ("7B", 7)]
+)
+def test_sizes(text, nbytes):
+    assert size(text) == nbytes
+
+
+def test_every():
+    assert [s for s in range(1, 13) if every("5").due(s, 12, 0)] == [5, 10]
+    assert [s for s in range(1, 11) if every("0.25").due(s, 10, 0)] == [3, 5, 8, 10]
+    assert len([s for s in range(1, 2293) if every("0.1").due(s, 2292, 0)]) == 10
+    assert all(every("0.1").due(n, n, 0) for n in range(1, 200))  # the last step, whatever is lost in rounding
+    assert every("30min") == Every(seconds=1800) and every("30min").due(1, 10, 1800) and not every("30min").due(1, 9, 5)
+    assert every("90s") == Every(seconds=90) and every("1.5h") == Every(seconds=5400)
+    assert not any(every("never").due(s, 10, 1e9) for s in range(1, 11))
+    assert all(every(str(every(text))) == every(text) for text in ("5", "0.25", "30min", "45s", "2h", "never"))
+
+
+def test_warmup_is_a_share_or_steps():
+    assert parse([*BASE, "--warmup", "0.1"]).warmup_steps(200) == 20
+    assert parse([*BASE, "--warmup_steps", "7"]).warmup_steps(200) == 7
+    assert parse([*BASE, "--warmup", "0"]).warmup_steps(200) == 0
+
+
+def test_config_file_and_flags_that_win(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "model_name_or_path: ckpt\ndata: [a, 'b:2']\nlearning-rate: 1e-5\nno_pack: true\nram: 2GiB\nval: 0.1\n"
+    )
+    options = parse(["--config", str(config), "--lr", "3e-5"])
+    assert (options.model, options.data, options.lr, options.no_pack) == ("ckpt", ("a", "b:2"), 3e-5, True)
+    assert (options.ram, options.val) == (2 << 30, "0.1")
+    assert parse(["--config", str(config)]).lr == 1e-5
+    config.write_text("store: x,y\nlog: [trace, wandb]")
+    options = parse([*BASE, "--config", str(config)])
+    assert (options.store, options.log) == (("x", "y"), ("trace", "wandb"))
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("lr: [1, 2]", "lr: '1,2' is not a number"),
+        ("lr: {a: 1}", "lr: a dict is not a plain value."),
+        ("lr: [[1]]", "lr: a list is not a plain value."),
+        ("lr: !!set {a}", "lr: a set is not a plain value."),
+        ("seed: 0x" + "f" * 5000, "seed is a number of thousands of digits."),
+        ("max_steps: " + "1:" * 5000 + "1", "max_steps is a number of thousands of digits."),
+        ("? 0x" + "f" * 5000 + "\n: 1", "a key is a number of thousands of digits."),
+        ("lr: " + LAUGHS, "is not a plain value."),
+        ("data: [a, " + LAUGHS + "]", "is not a plain value."),
+        ("no_pack: {a: " + LAUGHS + "}", "is not a plain value."),
+        ("lr: true", "lr: True is not a plain value."),
+        ("no_pack: 3", "no_pack: 3 is not true or false."),
+        ("lrr: 1", "unknown option --lrr. Did you mean --lr?"),
+        ("schedule: square", "schedule: 'square' is not one of cosine, linear, constant."),
+        ("- lr", "holds a list, expected lines like 'batch-size: 16'."),
+        ("a: [", "is not YAML: "),
+        ("\x00", "is not YAML: "),
+        ("a: " + "[" * 3000, "is not YAML: "),
+        ("seed: 2020-13-45", "is not YAML: "),
+        ('out: "a\\0b"', "out holds a NUL character"),
+        ("resume_from_checkpoint: runs/a", "resume_from_checkpoint belongs on the command line"),
+        ("config: c.yaml", "config belongs on the command line"),
+    ],
+)
+def test_bad_config_files(tmp_path, text, says):
+    config = tmp_path / "c.yaml"
+    config.write_text(text)
+    message = refused(*BASE, "--config", str(config))
+    assert message.startswith(str(config)) and says in message
+    assert "No such file" in refused("--config", str(tmp_path / "none.yaml"))
+
+
+def test_written_config_reads_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("")
+    options = parse(
+        ["ckpt", "--data", "a.jsonl:2", "--data", "a.jsonl", "--val", "0.02", "--ram", "3GiB", "--lr", "1e-5"]
+        + ["--save-every", "45s", "--betas", "0.8,0.999", "--store", "x,y", "--no-pack", "--log", "trace"]
+    )
+    (tmp_path / "config.yaml").write_bytes(config_yaml(options))
+    again = parse(["--config", str(tmp_path / "config.yaml"), "--out", "runs/ckpt"])
+    here = str(tmp_path)
+    assert again == dataclasses.replace(
+        options,
+        model=f"{here}/ckpt",
+        data=(f"{here}/a.jsonl:2", f"{here}/a.jsonl"),
+        store=(f"{here}/x", f"{here}/y"),
+        config=str(tmp_path / "config.yaml"),
+    )
+
+
+def test_words_that_are_also_files_stay_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain", "0.02", "-"):
+        (tmp_path / name).write_text("")
+    options = parse(["ckpt", "--data", "-", "--val", "0.02", "--chat-template", "plain"])
+    (tmp_path / "config.yaml").write_bytes(config_yaml(options))
+    again = parse(["--config", str(tmp_path / "config.yaml")])
+    assert (again.data, again.val, again.chat_template) == (("-",), "0.02", "plain")
+
+
+@pytest.mark.parametrize("when", ["0.00001", "1234567s", "1000000min", "0.5s", "100h", "never", "7", "1e-3"])
+def test_intervals_read_back_exactly(when):
+    assert every(str(every(when))) == every(when)
+
+
+def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused("--resume").startswith("--resume: no run in runs/.")
+    assert refused("--resume", "nowhere").startswith("--resume nowhere: there is no run in that folder")
+    for name, lr in (("old", "1e-3"), ("new", "2e-3")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_bytes(config_yaml(parse([*BASE, "--lr", lr])))
+    log = tmp_path / "runs" / "old" / "log.jsonl"
+    log.write_text("")
+    assert parse(["--resume", "runs/new"]).lr == 2e-3
+    os.utime(log, (2**31, 2**31))
+    assert latest_run(tmp_path / "runs").name == "old"
+    options = parse(["--resume", "--max-steps", "9"])
+    assert (options.lr, options.max_steps, options.out, options.resume) == (1e-3, 9, "runs/old", "runs/old")
+
+
+def test_what_has_changed_is_named_with_what_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    began = json.loads(json.dumps(kept(parse([*BASE, "--ram", "3GiB", "--store", "x"]))))
+    assert changes(parse([*BASE, "--store", str(tmp_path / "x"), "--ram", "3072MiB", "--out", "y"]), began) == []
+    now = parse([*BASE, "--lr", "2e-4", "--no-pack", "--eval-every", "7", "--store", "x,z", "--val", "\x1b[2J"])
+    assert changes(now, began) == [
+        "--val '\\x1b[2J', was not given",
+        "--no-pack True, was False",
+        f"--store ['{tmp_path}/x', '{tmp_path}/z'], was ['{tmp_path}/x']",
+        "--eval-every '7', was '0.1'",
+        "--lr 0.0002, was not given",
+        "--ram not given, was '3221225472B'",
+    ]
+    assert changes(now, {"lr": 0.1}) == ["--lr 0.0002, was 0.1"], "an option that there was not yet has not changed"

@@ -1,0 +1,275 @@
+"""Resume: what a run goes on with, what it refuses, and what is on the drive by then. Killed runs: test_kills.py."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kills import stopped
+from runs import STEPS, child, ended, losses, options
+
+from trireme.engine.homes import READ_AHEAD, Homes
+from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
+from trireme.engine.run import job, train
+from trireme.engine.run.job import cut, prepare
+from trireme.engine.run.options import Options, every
+from trireme.engine.run.train import Interrupted, finetune
+from trireme.models.config import InputError
+from trireme.storage.files import StoreError
+
+
+@pytest.mark.parametrize("where", ["in a step", "in an evaluation", "in the first evaluation"])
+def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsys):
+    """Asked to stop in step 3, or in the evaluation after it."""
+    run = options(checkpoint, checkpoint / where.replace(" ", "-"), "gpu", val="0.1", eval_every=every("3"))
+    at = {"in a step": (train, "train_step", 3), "in an evaluation": (train.Run, "_evaluate", 2)}
+    of, name, due = at.get(where, (train.Run, "_evaluate", 1))
+    real, made = getattr(of, name), []
+
+    def asked(*args):
+        made.append(name)
+        if len(made) == due:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(of, name, asked)
+    with pytest.raises(Interrupted):
+        finetune(run)
+    said, step = capsys.readouterr(), 0 if "first" in where else 3
+    assert f"finishing step {step} and saving" in said.err and f"at step {step}. Resume" in said.out
+
+
+def evaluations(out: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
+
+
+@pytest.mark.parametrize("stop", ["before an evaluation", "in an evaluation", "after a snapshot"])
+def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
+    """The model gets worse after step 4, where a snapshot and an evaluation fall together."""
+    run = options(checkpoint, checkpoint / "never-stopped", "gpu", val="0.1", eval_every=every("2"))
+    worse = lambda step, *_: 3e-3 if step <= 4 else 0.5
+    monkeypatch.setattr(train, "learning_rate", worse)
+    if not (checkpoint / "never-stopped").exists():
+        finetune(run)
+    before = checkpoint / "never-stopped"
+    assert min(evaluations(before), key=evaluations(before).get) == 4
+
+    out, made = checkpoint / f"best-{stop}", []
+    name = {"before an evaluation": "_evaluate_if_due", "in an evaluation": "_evaluate"}.get(stop, "_save")
+    real = getattr(train.Run, name)
+
+    def asked(self, *args):
+        made.append(name)
+        if stop == "after a snapshot":
+            real(self, *args)
+        if self.step == 4 and len(made) > 1 and not self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *args)
+
+    monkeypatch.setattr(train.Run, name, asked)
+    with pytest.raises(Interrupted):
+        finetune(replace(run, out=str(out)))
+    monkeypatch.setattr(train.Run, name, real)
+    finetune(replace(run, out=str(out), resume=str(out)))
+    assert evaluations(out) == evaluations(before) and losses(out) == losses(before)
+    assert (out / "best" / "model.safetensors").read_bytes() == (before / "best" / "model.safetensors").read_bytes()
+
+
+def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch):
+    run = options(checkpoint, checkpoint / "longer", "gpu")
+    stopped(run, 3, monkeypatch)
+    stopped(replace(run, resume=run.out, max_steps=20), 15, monkeypatch)
+    assert "max_steps: 20" in (checkpoint / "longer" / "config.yaml").read_text()
+    with pytest.raises(InputError, match="stands at step 15, and 12 are asked for"):
+        finetune(replace(run, resume=run.out))
+
+
+def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):
+    drive = checkpoint / "drive"
+    run = options(checkpoint, checkpoint / "on-a-drive", "ssd", store=(str(drive / "store"),))
+    stopped(run, 3, monkeypatch)
+    drive.rename(checkpoint / "elsewhere")
+    for where in (drive, checkpoint / "never"):
+        with pytest.raises(InputError, match="Is its drive mounted"):
+            finetune(replace(run, resume=run.out, store=(str(where / "store"),)))
+        assert len(losses(Path(run.out))) == 3 and not where.exists()
+    (checkpoint / "elsewhere").rename(drive)
+    finetune(replace(run, resume=run.out))
+    assert list((drive / "store").iterdir()) == []  # a run that is over leaves nothing on the drive
+    with pytest.raises(InputError, match="that run is finished"):
+        finetune(replace(run, resume=run.out))
+    finetune(replace(run, out=str(checkpoint / "again")))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, resumed, number, monkeypatch):
+    """Heard in the middle of a request to the drive, which ends first."""
+    run, begun = options(checkpoint, checkpoint / f"loads-{resumed}-{number}", "ssd"), []
+    if resumed:
+        stopped(run, 3, monkeypatch)
+        run = replace(run, resume=run.out)
+    begin = Homes.begin
+
+    def asked(*args):
+        begun.append(begin(*args))
+        if len(begun) == 3:
+            os.kill(os.getpid(), number)
+        return begun[-1]
+
+    monkeypatch.setattr(Homes, "begin", asked)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(run)
+    assert all(future.done() for moving in begun for future in moving)
+    assert len(begun) <= 3 + READ_AHEAD * resumed  # of two hundred
+    assert Path(run.out).exists() == resumed
+
+
+def test_a_snapshot_that_has_lost_a_file_is_no_beginning(checkpoint, monkeypatch):
+    run = options(checkpoint, checkpoint / "lost-a-file", "gpu")
+    stopped(run, 3, monkeypatch)
+    lost = next((Path(run.out) / "store").glob("snapshot-*/weights-00001.safetensors"))
+    lost.unlink()
+    with pytest.raises(StoreError, match=f"No such file or directory: '{lost}'"):
+        finetune(replace(run, resume=run.out))
+
+
+def test_what_a_run_needs_to_go_on_is_on_the_drive(checkpoint, monkeypatch):
+    """config.yaml and the folders are synced when a step begins, or the drive may have lost them in a power failure."""
+    synced, real, run = set(), os.fsync, options(checkpoint, checkpoint / "new" / "synced", "gpu")
+
+    def fsync(fd):
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    stopped(run, 1, monkeypatch)
+    out = Path(run.out)
+    assert {out / ".config.yaml.partial", checkpoint, out.parent, out, out / "store", out / "store" / "files"} <= synced
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_and_goes_on(checkpoint, uninterrupted, number):
+    weights, seen = uninterrupted
+    out = checkpoint / f"stopped-{number}"
+    pid = child(options(checkpoint, out, "ssd"))
+    while not (out / "log.jsonl").exists() or not losses(out):
+        time.sleep(0.01)
+    os.kill(pid, number)
+    assert ended(pid) == 130
+    assert 0 < len(losses(out)) < STEPS
+    assert ended(child(options(checkpoint, out, "host", resume=str(out)))) == 0  # placed otherwise than before
+    assert losses(out) == seen
+    assert (out / "model.safetensors").read_bytes() == weights
+
+
+def test_a_run_keeps_its_half_blocks(checkpoint):
+    """Resumed with room for whole blocks it goes on to the bit; whole blocks that no longer fit are refused."""
+    small, large = (options(checkpoint, checkpoint / "of-halves", where) for where in ("halves", "gpu"))
+    assert ended(child(small)) == 0
+    seen, weights = losses(checkpoint / "of-halves"), (checkpoint / "of-halves" / "model.safetensors").read_bytes()
+    out = checkpoint / "resumed-halves"
+    pid = child(replace(small, out=str(out)))
+    while not (out / "log.jsonl").exists() or not losses(out):
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == 130
+    assert ended(child(replace(large, out=str(out), resume=str(out)))) == 0
+    assert losses(out) == seen and (out / "model.safetensors").read_bytes() == weights
+
+    like = cut(prepare(replace(small, out=str(checkpoint / "planned"))))
+    assert like["halves"] and prepare(replace(large, out=str(checkpoint / "planned")), like).plan.halves
+    like = cut(prepare(replace(large, out=str(checkpoint / "planned"), micro_batch=1)))
+    assert not like.pop("halves")
+    with pytest.raises(InputError, match="older version"):
+        prepare(replace(small, out=str(checkpoint / "planned")), like)
+    with pytest.raises(DoesNotFit, match="--gpu-memory"):
+        prepare(replace(small, out=str(checkpoint / "planned")), like | {"halves": False})
+
+
+@pytest.fixture(scope="module")
+def begun(checkpoint) -> tuple[Options, dict]:
+    """A run's options and its cut."""
+    given = options(checkpoint, checkpoint / "planned", "gpu")
+    return given, cut(prepare(given))
+
+
+@pytest.mark.parametrize(
+    "now, says",
+    [
+        ({"batch_size": 8}, "--batch-size 8: the run began with 4"),
+        ({"batch_size": 2}, "--batch-size 2: the run began with 4"),
+        ({"micro_batch": 1}, "--micro-batch 1: the run began with 4"),
+        ({"adam_bits": 8}, "--adam-bits 8: the run began with 32"),
+        ({"dtype": "bf16"}, "--dtype bf16: the run began with fp32"),
+        ({"seq_len": 32}, "--seq-len 32: the run began with 64"),
+    ],
+)
+def test_what_a_run_keeps_cannot_be_asked_for_otherwise(begun, now, says):
+    given, like = begun
+    with pytest.raises(InputError, match=says):
+        prepare(replace(given, **now), like)
+
+
+def test_what_a_run_keeps_may_be_said_again(begun, monkeypatch):
+    given, like = begun
+    made, measured = prepare(given).machine, []
+    monkeypatch.setattr(job, "this_machine", lambda device, dtype, *_: measured.append(dtype) or made)
+    prepare(replace(given, micro_batch=4, dtype="bf16"), like | {"dtype": "BF16"})
+    prepare(given, like | {"dtype": "BF16"})
+    assert measured == ["BF16", "BF16"], "the machine is measured in what the run computes in"
+
+
+def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
+    given, like = begun
+    prepare(given).plan.save(checkpoint / "same.json")
+    given = replace(given, plan=str(checkpoint / "same.json"))
+    assert prepare(given, like).plan.tokens == like["tokens"]
+    with pytest.raises(InputError, match="same.json: the run began with record 4096, the plan has"):
+        prepare(given, like | {"record": 4096})
+    with pytest.raises(InputError, match="same.json: the plan computes in F32. Leave --dtype out"):
+        prepare(replace(given, dtype="bf16"))
+    plan = Plan.load(checkpoint / "same.json")
+    replace(plan, n_micro=1 << 40).save(checkpoint / "same.json")
+    with pytest.raises(DoesNotFit, match=r"same.json: the plan needs .* of GPU memory, the limit is 1.00 GiB"):
+        prepare(given)
+    replace(plan, units=(UnitPlan(saved=(("foo", "gpu"),)),) * len(plan.units)).save(checkpoint / "same.json")
+    with pytest.raises(InputError, match="same.json: unit 0 saves 'foo'"):
+        prepare(given)
+
+
+ASSUMED = dict(assume="gpu=rtx4090,ram=64GiB", dry_run=True, gpu_memory=None, ram=None)  # a CUDA device
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("unit", [UnitPlan(), UnitPlan("host", "host", update="gpu")], ids=["state", "update"])
+def test_a_given_plan_with_narrow_moments_keeps_its_updates_off_the_gpu(checkpoint, begun, bits, unit):
+    given, _ = begun
+    given = replace(given, plan=str(checkpoint / "narrow.json"))
+    units = (UnitPlan("host", "host"),) * len(prepare(replace(given, plan=None)).plan.units)
+    for change in (units, (*units[:-1], unit)):
+        plan = replace(prepare(replace(given, plan=None)).plan, adam_bits=bits, units=change)
+        plan.save(checkpoint / "narrow.json")
+        assert prepare(given).plan == plan, "a CPU updates moments of any width"
+        if change is units:
+            assert prepare(replace(given, **ASSUMED)).plan == plan
+    with pytest.raises(InputError, match=f"narrow.json: no CUDA kernel updates {bits}-bit moments. Give every unit"):
+        prepare(replace(given, **ASSUMED))
+
+
+def test_a_run_with_narrow_moments_begun_on_a_cpu_goes_on_with_a_gpu(begun):
+    given, _ = begun
+    like = cut(prepare(replace(given, adam_bits=8)))
+    assert not Plan.of(like["plan"]).runs_on_cuda
+    assert prepare(replace(given, adam_bits=8, **ASSUMED), like).plan.runs_on_cuda
+
+
+def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
+    given = options(checkpoint, checkpoint / "planned", "gpu", micro_batch=2)
+    prepare(given).plan.save(checkpoint / "two.json")
+    with pytest.raises(InputError, match="two.json: a step of 6 sequences is 3 micro-batches of 2, .*room for 2"):
+        prepare(replace(given, plan=str(checkpoint / "two.json"), batch_size=6))

@@ -1,0 +1,52 @@
+"""Asked once a run ends well, twice at once; a hang-up that comes with another signal is no second one."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from trireme.engine.run.signals import stop_signals
+
+PROGRAM = """
+import os, signal, sys
+from trireme.engine.run.signals import stop_signals
+numbers, together = eval(sys.argv[1]), sys.argv[2] == "together"
+for n in numbers:
+    signal.signal(n, signal.SIG_DFL)  # the tests may have been started without a terminal
+with stop_signals(lambda n: f"first {n}", lambda: "second"):
+    if together:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    for n in numbers:
+        os.kill(os.getpid(), n)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    print("goes on")
+"""
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
+@pytest.mark.parametrize("how", ["apart", "together"])
+@pytest.mark.parametrize(
+    "numbers, ends",
+    [
+        ([INT], False),
+        ([HUP], False),
+        ([TERM, HUP], False),
+        ([HUP, TERM], False),
+        ([INT, TERM], True),
+        ([HUP, INT, TERM], True),
+        ([TERM, HUP, INT], True),
+    ],
+)
+def test_who_insists(numbers, ends, how):
+    command = [sys.executable, "-c", PROGRAM, str([int(n) for n in numbers]), how]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, "goes on" in done.stdout) == ((130, False) if ends else (0, True)), done.stderr
+    assert done.stderr.count("first") == 1 and ("second" in done.stderr) == ends
+
+
+def test_afterwards_all_is_as_before():
+    before = signal.getsignal(INT)
+    with stop_signals(str, str):
+        assert signal.getsignal(INT) is not before
+    assert signal.getsignal(INT) is before

@@ -1,0 +1,280 @@
+"""The output folder: refused before the run where it must not be written, compared with its source after it."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from trireme.engine.plan import DoesNotFit
+from trireme.engine.run import demo
+from trireme.engine.run import job as jobs
+from trireme.engine.run.command import config_yaml
+from trireme.engine.run.options import Options
+from trireme.engine.run.verify import check_free, new_run, reopen, tidy
+from trireme.models.config import InputError
+from trireme.storage.aio import arena
+from trireme.storage.checkpoint import export, open_source
+from trireme.storage.files import StoreError
+from trireme.storage.layout import sequential
+from trireme.storage.shards import Store
+
+
+@pytest.fixture
+def source(tmp_path):
+    demo.make_text(tmp_path / "text", 20, seed=1)
+    demo.make_checkpoint(tmp_path / "source", tmp_path / "text", seed=1)
+    return open_source(tmp_path / "source")
+
+
+class Interrupted(Exception):
+    pass
+
+
+def options(out, model="no-checkpoint", **more) -> Options:
+    return Options(model=str(model), data=("stories.txt",), out=str(out), **more)
+
+
+def begin(out, model="no-checkpoint", saved=Interrupted, **more):
+    return new_run(options(out, model, **more), saved)
+
+
+def refused(out, model="no-checkpoint", **more) -> str:
+    with pytest.raises(InputError) as error, begin(out, model, **more):
+        raise AssertionError("it may not come this far")
+    return str(error.value)
+
+
+def tree(folder: Path) -> dict:
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def test_where_a_run_may_write(tmp_path):
+    before = tree(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name in ("new/deep", "empty"):
+        assert not check_free(options(tmp_path / name))
+        with pytest.raises(Interrupted), begin(tmp_path / name):
+            raise Interrupted
+        assert [p.name for p in (tmp_path / name).iterdir()] == ["config.yaml"]
+        shutil.rmtree(tmp_path / name.split("/")[0])
+    assert tree(tmp_path) == before
+
+
+def small_store(*folders: Path) -> Store:
+    store = Store.create(folders, trial=0)
+    store.add("w", sequential([("w", "F32", (8,))]))
+    return store
+
+
+def snapshot(store: Store, step: int = 7) -> None:
+    store.write("w", arena(store.shards["w"].layout.span)).result(10)
+    store.commit(step, {})
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_that_failed_without_a_log_keeps_its_snapshot(tmp_path, elsewhere, saved):
+    """The disk was full from the first line of the log on."""
+    out, drive = tmp_path / "out", tmp_path / "drives" / "one"
+    with pytest.raises(OSError, match="full"), begin(out, store=(str(drive),) * elsewhere) as run:
+        run.store = small_store(drive if elsewhere else out / "store")
+        if saved:
+            snapshot(run.store)
+        (out / "tokens").mkdir()
+        raise OSError("full")
+    assert bool(list(tmp_path.glob("**/snapshot-000001-step-7"))) == saved
+    assert (out / "config.yaml").exists() == (out / "tokens").exists() == saved
+    assert saved or list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_comes_second_sweeps_nothing_away(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted), begin(out):
+        assert "another run has just begun" in refused(out)
+        raise Interrupted
+    assert [p.name for p in out.iterdir()] == ["config.yaml"]
+    with pytest.raises(ZeroDivisionError), begin(tmp_path / "b", store=(str(tmp_path / "s"),)) as run:
+        run.store = small_store(tmp_path / "s")
+        (tmp_path / "b" / "log.csv").write_text("gone")
+        (tmp_path / "b" / "notes.txt").write_text("somebody's")
+        1 / 0  # noqa: B018
+    assert [p.name for p in (tmp_path / "b").iterdir()] == ["notes.txt"] and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("fails", ["before its store", "at its store"])
+@pytest.mark.parametrize("other", ["trains before it", "trains meanwhile", "was stopped meanwhile"])
+def test_a_run_that_fails_leaves_the_store_of_another_one(tmp_path, fails, other):
+    """Both were given the same --store, where there was nothing when the first one began."""
+    drive, made = tmp_path / "drives" / "one", []
+
+    def train() -> None:
+        made.append(small_store(drive))
+        if other == "was stopped meanwhile":
+            snapshot(made[0])
+            made[0].close()
+
+    if other == "trains before it":
+        train()
+    with pytest.raises(OSError, match="full|in use by process|holds a run already"):
+        with begin(tmp_path / "b", store=(str(drive),)) as run:
+            if other != "trains before it":
+                train()
+            if fails == "before its store":
+                raise OSError(errno.ENOSPC, "full")
+            run.store = small_store(drive)
+    assert not (tmp_path / "b").exists()
+    if other != "was stopped meanwhile":
+        snapshot(made[0])
+        made[0].close()
+    with Store.open([drive]) as store:
+        assert store.snapshots[-1].step == 7
+
+
+def left(out: Path, given: Options) -> None:
+    """As the same command leaves the folder when it is killed after its tokens."""
+    out.mkdir()
+    for name in (".trireme-x1", "store", "tokens", "tokens/tokens-0"):
+        (out / name).mkdir()
+    (out / "config.yaml").write_bytes(config_yaml(given))
+    for name in ("log.jsonl", ".log.csv.partial", "tokens/stdin.txt", "tokens/tokens-0/tokens"):
+        (out / name).write_text("")
+
+
+def test_what_was_killed_before_its_first_step_begins_again(tmp_path):
+    """By the same command, and only by it; what it left there stays, whatever becomes of the second one."""
+    out = tmp_path / "out"
+    left(out, options(out))
+    before = tree(out)
+    assert check_free(options(out))
+    with pytest.raises(ZeroDivisionError), begin(out) as run:
+        assert not (out / "tokens" / "stdin.txt").exists(), "another pipe, other data"
+        run.store = small_store(out / "store")
+        1 / 0  # noqa: B018
+    assert tree(out) == {path: content for path, content in before.items() if path.name != "stdin.txt"}
+
+    assert f"holds a run. Go on with it: --resume {out}" in refused(out, lr=1e-3)
+    for name in ("log.jsonl", "notes.txt", "store/snapshot-000001-step-1"):
+        path = out / name
+        path.mkdir() if "snapshot" in name else path.write_text("{}\n")
+        assert "holds a run" in refused(out)
+        path.rmdir() if "snapshot" in name else path.write_text("") if "log" in name else path.unlink()
+    with Store.create([tmp_path / "drive"], trial=0) as store:
+        store.add("w", sequential([("w", "F32", (8,))]))
+        snapshot(store)
+    given = options(out, store=(str(tmp_path / "drive"),))
+    (out / "config.yaml").write_bytes(config_yaml(given))
+    assert "holds a run" in refused(out, store=given.store)
+
+    shutil.rmtree(out)
+    out.mkdir()
+    (out / ".config.yaml.partial").write_text("killed still earlier")
+    with pytest.raises(ZeroDivisionError), begin(out):
+        1 / 0  # noqa: B018
+    assert list(out.iterdir()) == []
+    (out / ".config.yaml.partial").write_text("killed still earlier")
+    with pytest.raises(Interrupted), begin(out):
+        raise Interrupted
+    assert [p.name for p in out.iterdir()] == ["config.yaml"]
+
+
+def test_a_finished_runs_folder_holds_its_result_alone(tmp_path):
+    """Also after one that was killed while it drew its last picture, or wrote a checkpoint that became no best one."""
+    result = ("best/model.safetensors", "config.yaml", "loss.svg", "model.safetensors", "notes.txt", "store/mine.txt")
+    for name in (*result, "tokens/tokens-0/tokens", "best.new/x", "best.old/x", ".loss.svg.partial"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    tidy(tmp_path)
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == set(result)
+    (tmp_path / "store" / "mine.txt").unlink()
+    tidy(tmp_path)
+    assert not (tmp_path / "store").exists()
+
+
+def test_where_it_may_not(tmp_path, monkeypatch):
+    full, run, file = tmp_path / "full", tmp_path / "run", tmp_path / "file"
+    for folder, name in ((full, "x"), (run, "config.yaml")):
+        folder.mkdir()
+        (folder / name).write_text("")
+    file.write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = tree(tmp_path)
+    assert "is the checkpoint itself" in refused(full, full)
+    assert "is not empty (1 entries). Name another folder" in refused(full)
+    assert f"holds a run. Go on with it: --resume {run}" in refused(run)
+    assert f"{file} is a file" in refused(file)
+    assert f"{file} is a file" in refused(file / "below")
+    assert "link is a link to nowhere, which is not there" in refused(tmp_path / "link")
+    assert "cannot be written to (" in refused(Path("/proc/x"))  # root may, and cannot
+    assert "cannot be written to (File name too long" in refused(tmp_path / ("x" * 300))
+    assert tree(tmp_path) == before
+
+    for number in (errno.ENOSPC, errno.EIO):  # no wrong input
+        with monkeypatch.context() as m:
+            m.setattr(
+                os, "fsync", lambda fd, number=number: (_ for _ in ()).throw(OSError(number, os.strerror(number)))
+            )
+            with pytest.raises(OSError, match=os.strerror(number)), begin(tmp_path / "new"):
+                raise AssertionError("it may not come this far")
+    assert tree(tmp_path) == before
+
+
+def test_a_faithful_export_passes(source, tmp_path):
+    export(source, tmp_path / "out", lambda name: [np.zeros(source.tensors[name].numel, np.float32)])
+    output, check, _ = reopen(source, tmp_path / "out")
+    assert "model.safetensors, config.json, tokenizer.json, tokenizer_config.json" in output
+    assert "38 tensors" in check and "3 other files byte-identical" in check
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (
+            lambda t: t.pop("model.norm.weight"),
+            "model.norm.weight is missing here and F32 [128] in model.safetensors in",
+        ),
+        (lambda t: t.update(lm_head=t["model.norm.weight"]), "lm_head is F32 [128]"),
+        (lambda t: t.update({"model.norm.weight": np.ones(128, np.float16)}), "model.norm.weight is F16 [128]"),
+        (lambda t: t.update({"model.norm.weight": np.ones((2, 64), np.float32)}), "model.norm.weight is F32 [2, 64]"),
+    ],
+)
+def test_a_difference_is_named(source, tmp_path, spoil, says):
+    out = tmp_path / "out"
+    export(source, out, lambda name: None)
+    tensors = load_file(out / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(StoreError, match="read back, it is not what was written") as error:
+        reopen(source, out)
+    assert says in str(error.value)
+
+
+def test_a_companion_that_differs_is_named(source, tmp_path):
+    export(source, tmp_path / "out", lambda name: None)
+    with open(tmp_path / "out" / "tokenizer.json", "a") as file:
+        file.write(" ")
+    with pytest.raises(StoreError, match="tokenizer.json is not the one of"):
+        reopen(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "free, ram, option", [(1 << 30, 1 << 30, ""), (9, 1 << 30, "--out"), (4 << 20, 7 << 20, "--store")]
+)
+def test_a_drive_without_room_is_refused_before_the_start(tmp_path, monkeypatch, free, ram, option):
+    """The export always, and the state where it lives there."""
+    demo.make_text(tmp_path / "text.txt", 20, seed=1)
+    demo.make_checkpoint(tmp_path / "checkpoint", tmp_path / "text.txt", seed=1)
+    job = jobs.prepare(Options(
+        model=str(tmp_path / "checkpoint"), data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "out"), seq_len=64,
+        batch_size=4, gpu_memory=14 << 20 if ram < 1 << 30 else 1 << 30, ram=ram, device="cpu",
+    ))  # fmt: skip
+    assert job.plan.uses("ssd") == (option == "--store")
+    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    if not option:
+        return jobs.check_room(job)
+    with pytest.raises(DoesNotFit, match=f"name another drive with .*{option}"):
+        jobs.check_room(job)

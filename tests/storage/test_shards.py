@@ -1,0 +1,764 @@
+"""The store: versions never disturb each other, faults leave the old one, and the files are what they claim to be."""
+
+import errno
+import fcntl
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, holds, write_all
+
+from trireme.storage import folders, identity, shards, snapshots
+from trireme.storage.aio import arena
+from trireme.storage.checkpoint import INDEX, open_source
+from trireme.storage.files import StoreError
+from trireme.storage.layout import ALIGN, pack, sequential
+from trireme.storage.shards import Damaged, Store
+from trireme.storage.stripes import deal_cut, deal_whole
+from trireme.storage.sums import seal
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_write_commit_reopen(tmp_path, count):
+    with create(tmp_path, count) as store:
+        store.reserve()
+        for seed in range(5):
+            write_all(store, seed)
+            assert holds(store, seed)
+            store.commit(seed, {"step": seed, "rng": [1, 2.5, "x"]})
+        write_all(store, 99)  # never committed
+        assert holds(store, 99)
+    with Store.open(devices(tmp_path, count)[::-1]) as store:  # in any order
+        assert store.restore() == {"step": 4, "rng": [1, 2.5, "x"]}
+        assert holds(store, 4)
+        assert {n: s.layout for n, s in store.shards.items()} == LAYOUTS
+        write_all(store, 5)
+        store.commit(5, {})
+    with Store.open(devices(tmp_path, count)) as store:
+        assert holds(store, 5) and store.snapshots[-1].step == 5
+
+
+def test_the_steady_state_makes_no_file_and_changes_no_size(tmp_path):
+    with create(tmp_path, keep=2) as store:
+        store.reserve()
+        folder = tmp_path / "d0" / "files"
+        before = {p.name for p in folder.iterdir()}
+        allocated = sum(p.stat().st_blocks for p in folder.iterdir())
+        for seed in range(8):
+            for _ in range(2):
+                write_all(store, seed)
+            store.commit(seed, {})
+        assert {p.name for p in folder.iterdir()} == before
+        assert sum(p.stat().st_blocks for p in folder.iterdir()) == allocated
+
+
+def test_keep_rollback_and_recycling(tmp_path):
+    with create(tmp_path, keep=3) as store:
+        for seed in range(6):
+            write_all(store, seed)
+            store.commit(seed, {"seed": seed})
+        assert [s.step for s in store.snapshots] == [3, 4, 5]
+        assert store.restore(3) == {"seed": 3} and holds(store, 3)
+        write_all(store, 30)
+        assert holds(store, 30)
+        assert store.restore(4) == {"seed": 4} and holds(store, 4)
+        with pytest.raises(StoreError, match="no snapshot of step 0"):
+            store.restore(0)
+        assert store.restore() == {"seed": 5} and holds(store, 5)
+    with Store.open(devices(tmp_path), keep=1) as store:
+        assert holds(store, 5)
+        write_all(store, 6)
+        store.commit(6, {})
+        assert [s.step for s in store.snapshots] == [6]
+    assert len(list((tmp_path / "d0").glob("snapshot-*"))) == 1
+
+
+def test_a_read_under_way_keeps_its_version(tmp_path):
+    """Write twice while a slow read of the old version is under way: its file must not be recycled under it."""
+    gate = threading.Event()
+
+    def fault(piece):
+        if not piece.write:
+            gate.wait(10)
+
+    with create(tmp_path, fault=fault, depth=8) as store:
+        write_all(store, 0)
+        got = arena(STATE.span)
+        read = store.read("block-0.adam", got)
+        for seed in (1, 2, 3):
+            store.write("block-0.adam", content(STATE, seed)).result(10)
+        assert not read.done()
+        gate.set()
+        read.result(10)
+        assert got[: STATE.nbytes] == content(STATE, 0)[: STATE.nbytes]
+
+
+def test_snapshots_are_checkpoints_for_every_reader(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "x"}')
+    (source / "tokenizer.json").write_bytes(b"\x00\x01")
+    with create(tmp_path, 2, companions=source) as store:
+        write_all(store, 1)
+        store.commit(1, {})
+        write_all(store, 2)  # what is under way does not show
+        for folder in (tmp_path / "d0", tmp_path / "d0" / "snapshot-000001-step-1"):
+            for name in ("config.json", "tokenizer.json"):
+                assert (folder / name).read_bytes() == (source / name).read_bytes()
+            found = open_source(folder)
+            assert set(found.tensors) == {t.name for n in ("block-0", "block-1") for t in LAYOUTS[n].tensors}
+            for t in WEIGHTS.tensors:
+                assert found.read(t.name).tobytes() == content(WEIGHTS, 1)[t.offset : t.offset + t.nbytes]
+        for path in (tmp_path / "d0").glob("snapshot-*/*.safetensors"):
+            with safetensors.safe_open(path, "np") as f:
+                assert list(f.keys()) and f.metadata() == {"format": "pt"}
+
+
+def test_transformers_loads_the_folder_of_an_idle_run(tmp_path, real):
+    """The real model, stored in units, read back by transformers from the store's folder as it lies."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    source = open_source(real / "stories260k")
+    units: dict[str, list[str]] = {}
+    for name in source.tensors:
+        units.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
+    with Store.create(devices(tmp_path, 2), companions=source.folder) as store:
+        for unit, names in units.items():
+            layout = pack([[(n, source.tensors[n].shape)] for n in names], "F32")
+            store.add(f"unit-{unit}", layout, weights=True)
+            buffer = arena(layout.span)
+            for t in layout.tensors:
+                out = np.frombuffer(buffer, np.float32, t.numel, t.offset)
+                out[:] = np.concatenate([values.copy() for values in source.values(t.name)])
+            store.write(f"unit-{unit}", buffer).result(10)
+        store.commit(0, {})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    expected = load(real / "stories260k", dtype=torch.float32).state_dict()
+    for folder in (tmp_path / "d0", *(tmp_path / "d0").glob("snapshot-*")):
+        loaded = load(folder, dtype=torch.float32).state_dict()
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+# ---------------------------------------------------------------- who may open what
+
+
+def test_two_runs_never_share_a_store(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+        with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+            Store.open(devices(tmp_path))
+        program = f"from trireme.storage.shards import Store; Store.open([{str(tmp_path / 'd0')!r}])"
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert "in use by process" in result.stderr
+    Store.open(devices(tmp_path)).close()
+
+
+def test_a_lock_that_its_owner_has_just_removed_locks_nothing(tmp_path, monkeypatch):
+    """Opened before a finished store removes it, locked after that."""
+    flock = fcntl.flock
+
+    def late(fd, how):
+        os.unlink(tmp_path / "d0" / "store.lock")
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(StoreError, match="was in use until this moment"):
+        create(tmp_path)
+    monkeypatch.undo()
+    create(tmp_path).close()
+
+
+def test_a_folder_with_a_run_is_not_taken(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with pytest.raises(StoreError, match="holds a run already"):
+        create(tmp_path)
+    Store.open(devices(tmp_path)).close()
+
+
+def test_a_folder_with_another_runs_second_part_is_not_taken(tmp_path):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for folder in (theirs, ours):
+        folder.mkdir()
+    with create(theirs, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    Store.create(devices(ours, 2)).close()  # which came to no snapshot, and may be made anew
+    for dirs in ([ours / "d0", theirs / "d1"], [theirs / "d1", ours / "d1"]):
+        with pytest.raises(StoreError, match="holds a run already.*theirs/d1"):
+            Store.create(dirs)
+    with Store.open(devices(theirs, 2)) as store:
+        assert holds(store, 0)
+
+
+def test_missing_and_foreign_folders_are_named(tmp_path):
+    with pytest.raises(StoreError, match="holds no store"):
+        Store.open([tmp_path / "nothing"])
+    assert not (tmp_path / "nothing").exists()
+    with create(tmp_path, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with pytest.raises(StoreError, match="store of 2 folders"):
+        Store.open(devices(tmp_path, 1))
+    (tmp_path / "other").mkdir()
+    with create(tmp_path / "other", 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with pytest.raises(StoreError, match="give all of them"):
+        Store.open([devices(tmp_path)[0], devices(tmp_path / "other", 2)[1]])
+
+
+def test_a_store_that_never_reached_a_snapshot_is_made_anew(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+    with pytest.raises(StoreError, match="no complete snapshot"):
+        Store.open(devices(tmp_path))
+    with create(tmp_path) as store:
+        assert not list((tmp_path / "d0" / "files").iterdir())
+
+
+@pytest.mark.parametrize("name", ["files/000000.safetensors", "snapshot-000001-step-1.partial/a", "scratch"])
+def test_a_new_store_takes_no_name_of_others(tmp_path, name):
+    path = tmp_path / "d1" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StoreError, match=f"holds {name.removesuffix('/a')}, which is no store's"):
+        Store.create([tmp_path / "d0", tmp_path / "d1"])
+    assert sorted(tmp_path.rglob("*")) == before and path.read_text() == "x"
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "write", "probe"])
+def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, call):
+    """Whatever fails, in the second of two folders; what was there before stays, with what it holds."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (tmp_path / "d0").mkdir()
+    (tmp_path / "d0" / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    of, name = {"probe": (shards, "open_device"), "write": (os, "pwrite")}.get(call, (os, call))
+    real = getattr(of, name)
+
+    def fail(what, *args):
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+        if "d1" in path or ("config.json" in path and call in ("fsync", "write")):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return real(what, *args)
+
+    monkeypatch.setattr(of, name, fail)
+    with pytest.raises(OSError, match="No space|in use"):
+        Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], companions=source, trial=0)
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.undo()
+    with Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], companions=source, trial=0) as store:
+        assert store.made == [tmp_path / "deep" / "d1", tmp_path / "deep"]
+
+
+@pytest.mark.parametrize("theirs", ["in use", "with a snapshot"])
+def test_a_store_that_is_not_taken_stays_as_it_is(tmp_path, theirs):
+    """Also the folders beside it, which were free."""
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        if theirs != "in use":
+            store.commit(0, {})
+            store.close()
+        before = {p: p.read_bytes() for p in (tmp_path / "d0").rglob("*") if p.is_file() and p.name != "store.lock"}
+        for dirs in (["new", "d0"], ["d0", "new"]):
+            with pytest.raises(StoreError, match="in use by process|holds a run already"):
+                Store.create([tmp_path / name for name in dirs], trial=0)
+            assert [p.name for p in tmp_path.iterdir()] == ["d0"]
+        assert before == {p: p.read_bytes() for p in before} and (tmp_path / "d0" / "store.lock").exists()
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    with create(tmp_path, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    foreign = ["notes.txt", "snapshot-mine/x", "files/other.safetensors", "files/000001.txt", "x.partial"]
+    leftovers = ["snapshot-000002-step-1.partial/a", "snapshot-000001-step-1.dropped/a", "files/900000.safetensors"]
+    for name in [*foreign, *leftovers]:
+        path = tmp_path / "d0" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    orphan = tmp_path / "d1" / "snapshot-000009-step-9"  # made on the second device only
+    orphan.mkdir()
+    with Store.open(devices(tmp_path, 2)) as store:
+        assert holds(store, 0)
+        write_all(store, 1)
+        store.commit(1, {})
+    for name in foreign:
+        assert (tmp_path / "d0" / name).read_text() == "x"
+    assert not any((tmp_path / "d0" / name).exists() for name in leftovers) and not orphan.exists()
+
+
+def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    for name in ("config.json", "additional_chat_templates/tool.jinja"):
+        (source / name).write_text("{}")
+    for stopped in (False, True):  # killed half-way, the next store there takes the rest away
+        with create(tmp_path, 2, companions=source) as store:
+            for seed in range(2):
+                write_all(store, seed)
+                store.commit(seed, {})
+            (tmp_path / "d0" / "notes.txt").write_text("mine")
+            if stopped:
+                with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+                    m.setattr(folders, "_erase", lambda path: interrupt())
+                    store.remove()
+            else:
+                store.remove()
+    with create(tmp_path, 2) as store:
+        assert {p.name for p in (tmp_path / "d0").iterdir()} == {"notes.txt", "files", "store.id", "store.lock"}
+        store.remove()
+    assert [p.name for d in ("d0", "d1") for p in (tmp_path / d).iterdir()] == ["notes.txt"]
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("then", ["remove_finished", "a new store"])
+def test_killed_at_any_moment_of_its_removal_the_folders_can_be_used_again(tmp_path, monkeypatch, then):
+    """Before each call that removes something; what a new store of another checkpoint does not have goes as well."""
+    source = tmp_path / "source"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    for name in ("config.json", "merges.txt", "additional_chat_templates/tool.jinja"):
+        (source / name).write_text("{}")
+    calls, left = ("unlink", "rmdir", "rename"), 1000
+    for fatal in range(1000):
+        folder = tmp_path / f"{fatal}"
+        folder.mkdir()
+        store = create(folder, 2, companions=source)
+        write_all(store, 0)
+        store.commit(0, {})
+        with monkeypatch.context() as m:
+            left = fatal
+
+            def counted(*args, real, **kwargs):
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    interrupt()
+                return real(*args, **kwargs)
+
+            for name in calls:
+                m.setattr(os, name, functools.partial(counted, real=getattr(os, name)))
+            try:
+                store.remove()
+            except KeyboardInterrupt:
+                store.close()
+        if (folder / "d0" / "store.id").exists():
+            Store.open(devices(folder, 2)).remove()  # not yet begun: it is a store like any other
+        paths = [folder / "d0", folder / "d1"]
+        if then == "a new store":
+            with Store.create(paths, trial=0) as new:
+                assert not (folder / "d0" / "merges.txt").exists()
+                new.remove()
+        folders.remove_finished(paths)
+        assert [list(path.iterdir()) for path in paths] == [[], []], fatal
+        if left > 0:
+            break
+    assert fatal > 20
+
+
+@pytest.mark.parametrize("names", [["../victim.json"], ["/victim.json"], ["a/b.json"], ["x.so"], ["store.id"], [3], 3])
+def test_what_a_finished_store_removes_are_companions(tmp_path, names):
+    """Its file may be anybody's."""
+    for name in ("victim.json", "d0/x.so", "d0/a/b.json", "elsewhere/x.jinja"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "d0" / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    for beside in (names, ["additional_chat_templates/x.jinja"]):
+        facts = {"store": "x", "device": 0, "devices": 1, "companions": beside}
+        (tmp_path / "d0" / "store.finished").write_bytes(seal(identity.FORMAT, facts))
+        folders.remove_finished([tmp_path / "d0"])
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_folder_with_files_that_a_store_would_replace_is_refused(tmp_path, name):
+    """Such as the checkpoint itself, or another one: a store that is removed takes its own config with it."""
+    source = tmp_path / "source"
+    for folder in (source, tmp_path / "d0"):
+        folder.mkdir()
+        (folder / "config.json").write_text(folder.name)
+    if name != "config.json":
+        (tmp_path / "d0" / "config.json").rename(tmp_path / "d0" / name)
+    with pytest.raises(StoreError, match=f"{name}, which is no store's"):
+        create(tmp_path, 2, companions=source)
+    assert [p.name for p in (tmp_path / "d0").iterdir()] == [name]
+    with pytest.raises(StoreError, match="config.json, which is no store's"):
+        Store.create([source], companions=source)
+
+
+def test_a_copy_of_a_store_that_lost_its_hard_links_goes_on(tmp_path):
+    (tmp_path / "run").mkdir()
+    with create(tmp_path / "run", 2, keep=2) as store:
+        for seed in range(2):
+            write_all(store, seed)
+            store.commit(seed, {})
+    for k in range(2):
+        shutil.copytree(tmp_path / "run" / f"d{k}", tmp_path / f"d{k}", symlinks=True)
+    (tmp_path / "d0" / "files" / "000000.safetensors").unlink()
+    for step in (1, 2, 3):
+        with Store.open(devices(tmp_path, 2), keep=2) as store:
+            assert holds(store, step)
+            assert store.restore(step - 1) is not None and holds(store, step - 1)
+            store.restore(step)
+            write_all(store, step + 1)
+            store.commit(step + 1, {})
+
+
+# ---------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ENODEV, errno.EROFS])
+def test_a_failed_write_leaves_the_old_version_and_a_retry_succeeds(tmp_path, number):
+    sick = [False]
+
+    def fault(piece):
+        if sick[0] and piece.write and piece.offset > 32 * K:
+            raise OSError(number, os.strerror(number))
+
+    with create(tmp_path, 2, fault=fault) as store:
+        store.reserve()
+        write_all(store, 0)
+        store.commit(0, {})
+        files = len(list(tmp_path.glob("d*/files/*")))
+        for _ in range(20):  # spares are given back each time
+            sick[0] = True
+            with pytest.raises(StoreError, match=r"writing \d+ bytes at \d+.*files/") as e:
+                store.write("block-0.adam", content(STATE, 1)).result(10)
+            assert e.value.errno == number
+            sick[0] = False
+            assert holds(store, 0)
+        assert len(list(tmp_path.glob("d*/files/*"))) == files
+        write_all(store, 1)
+        store.commit(1, {})
+        assert holds(store, 1)
+
+
+def test_a_failed_read_is_an_error_and_a_retry_succeeds(tmp_path):
+    sick = [False]
+
+    def fault(piece):
+        if sick[0] and not piece.write:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with create(tmp_path, fault=fault) as store:
+        write_all(store, 0)
+        sick[0] = True
+        with pytest.raises(StoreError, match="reading"):
+            store.read("block-0", arena(WEIGHTS.span)).result(10)
+        sick[0] = False
+        assert holds(store, 0)
+
+
+def test_a_file_cut_by_somebody_else_is_noticed(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+        path = tmp_path / "d0" / "snapshot-000001-step-0" / "block-0.adam.safetensors"
+        size = path.stat().st_size
+        os.truncate(path, size - 5000)
+        with pytest.raises(StoreError, match="was the file cut"):
+            store.read("block-0.adam", arena(STATE.span)).result(10)
+    with pytest.raises(StoreError, match=f"{size - 5000} bytes of {size}"):
+        Store.open(devices(tmp_path))
+
+
+def test_a_file_that_does_not_begin_with_its_header_is_noticed(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    with open(tmp_path / "d0" / "snapshot-000001-step-0" / "block-0.adam.safetensors", "r+b") as file:
+        file.write(bytes(4096))  # as a filesystem leaves a block that it has lost
+    with pytest.raises(StoreError, match="was changed: its header is not the one .*block-0.adam.safetensors"):
+        Store.open(devices(tmp_path))
+
+
+def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
+    with create(tmp_path, keep=2) as store:
+        for seed in (0, 1):
+            write_all(store, seed)
+            store.commit(seed, {})
+    newest = tmp_path / "d0" / "snapshot-000002-step-1"
+    for text in ("", "[]", "{}", '{"format": 2}'):
+        (newest / "manifest.json").write_text(text)
+        with pytest.raises(StoreError, match="is damaged.* step 0, remove snapshot-000002-step-1.*manifest.json"):
+            Store.open(devices(tmp_path))
+    (newest / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(StoreError, match="is of format 99, this version reads 2. Go on with.*manifest.json"):
+        Store.open(devices(tmp_path))
+    shutil.rmtree(newest)
+    with Store.open(devices(tmp_path)) as store:
+        assert holds(store, 0)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def damaged(store: Store) -> dict[str, Damaged]:
+    """The spans whose bytes are not those that were written."""
+    found = {}
+    for name, shard in store.shards.items():
+        try:
+            store.verify(name, arena(shard.layout.span)).result(10)
+        except Damaged as error:
+            found[name] = error
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("reopened", [True, False])
+def test_a_changed_bit_of_any_stripe_is_noticed_by_whoever_asks(tmp_path, count, reopened):
+    with create(tmp_path, count, keep=2) as store:
+        for seed in range(2):
+            write_all(store, seed)
+            store.commit(seed, {})
+    with Store.open(devices(tmp_path, count), keep=2) as store:
+        if not reopened:
+            write_all(store, 2)  # in no snapshot
+        assert damaged(store) == {}
+        for name, shard in store.shards.items():
+            for k, (stripe, version) in enumerate(zip(shard.stripes, shard.current, strict=True)):
+                path = Path(version.file.path)
+                flip(path, stripe.nbytes - 1)
+                (found,) = damaged(store).items()
+                assert found[0] == name and f"without this file is of step {0 if reopened else 1}" in found[1].strerror
+                assert Path(found[1].filename).name == (snapshots.file_name(name, k) if reopened else path.name)
+                store.read(name, arena(shard.layout.span)).result(10)  # who does not ask is not told
+                flip(path, stripe.nbytes - 1)
+        assert damaged(store) == {}
+
+
+def test_checksums_are_taken_while_the_drive_writes(tmp_path, monkeypatch):
+    """Each waits for the other: were they taken before a write begins, or when it is over, both would for ever."""
+    begun, taken, real = threading.Event(), threading.Event(), shards.checksum
+
+    def fault(piece):
+        if piece.write:
+            begun.set()
+            assert taken.wait(10)
+
+    def noted(data):
+        assert begun.wait(10)
+        found = real(data)
+        taken.set()
+        return found
+
+    with create(tmp_path, fault=fault) as store:
+        monkeypatch.setattr(shards, "checksum", noted)
+        store.write("block-0.adam", content(STATE, 0)).result(30)
+        store.verify("block-0.adam", arena(STATE.span)).result(10)
+
+
+def test_a_span_without_bytes_is_as_good_as_any(tmp_path):
+    with Store.create(devices(tmp_path, 2)) as store:
+        store.add("nothing", sequential([("a", "F32", (0, 8))]), weights=True)
+        store.write("nothing", b"").result(10)
+        store.read("nothing", b"").result(10)
+        store.verify("nothing", b"").result(10)
+        store.commit(0, {})
+    with Store.open(devices(tmp_path, 2)) as store:
+        store.verify("nothing", b"").result(10)
+
+
+def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
+    real_fsync, sick = os.fsync, [True]
+
+    def fsync(fd):
+        if sick[0] and os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
+            sick[0] = False  # the kernel reports a lost write once
+            raise OSError(errno.EIO, "Input/output error")
+        real_fsync(fd)
+
+    with create(tmp_path) as store:
+        sick[0] = False
+        write_all(store, 0)
+        monkeypatch.setattr(os, "fsync", fsync)
+        store.commit(0, {})
+        write_all(store, 1)
+        sick[0] = True
+        with pytest.raises(StoreError, match="making it durable"):
+            store.commit(1, {})
+        with pytest.raises(StoreError, match="must be written again"):
+            store.commit(1, {})
+        for _ in range(2):  # so often that the file is written again; it is as good as any then
+            write_all(store, 1)
+        store.commit(1, {})
+    with Store.open(devices(tmp_path)) as store:
+        assert holds(store, 1)
+
+
+@pytest.mark.parametrize("call", ["link", "rename", "mkdir"])
+def test_a_snapshot_that_fails_leaves_nothing(tmp_path, monkeypatch, call):
+    with create(tmp_path, 2) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+        write_all(store, 1)
+
+        def fail(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            with pytest.raises(StoreError, match="No space left on device, making a snapshot"):
+                store.commit(1, {})
+        assert [p.name for p in tmp_path.glob("d*/snapshot-*")] == ["snapshot-000001-step-0"] * 2
+        assert holds(store, 1)
+        store.commit(1, {})
+    with Store.open(devices(tmp_path, 2)) as store:
+        assert holds(store, 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of 24 MiB of its own, on a loop device."""
+    image, mount = tmp_path / "image", tmp_path / "mount"
+    mount.mkdir()
+    image.touch()
+    os.truncate(image, 24 << 20)
+    for command in (["mkfs.ext4", "-q", "-m0", image], ["mount", "-o", "loop", image, mount]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip(f"no {command[0]}")
+        if done.returncode:
+            pytest.skip(f"{command[0]} is not allowed here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_full_disk(small_disk):
+    """Space is checked first; where it goes meanwhile, the snapshot stands, and with space again all goes on."""
+    layout = sequential([("m", "F32", (1 << 20,))])
+    with Store.create(devices(small_disk)) as store:
+        for i in range(3):
+            store.add(f"s{i}", layout)
+        with pytest.raises(StoreError, match=r"has 0\.0\d GB free, the store needs 0\.03 GB") as e:
+            store.reserve()
+        assert e.value.errno == errno.ENOSPC
+        for i in range(3):
+            store.write(f"s{i}", content(layout, i)).result(10)
+        store.commit(0, {})
+        ballast = small_disk / "ballast"
+        with open(ballast, "wb") as f, pytest.raises(OSError):
+            while True:
+                f.write(bytes(64 * K))
+                f.flush()
+        with pytest.raises(StoreError, match="No space left on device, allocating"):
+            store.write("s0", content(layout, 9))
+        with pytest.raises(StoreError, match="No space left on device.*snapshot-000002-step-1"):
+            store.commit(1, {"long": "x" * (1 << 20)})
+        ballast.unlink()
+        store.write("s0", content(layout, 9)).result(10)
+        store.commit(1, {})
+    with Store.open(devices(small_disk)) as store:
+        got = arena(layout.span)
+        for i, seed in enumerate((9, 1, 2)):
+            store.read(f"s{i}", got).result(10)
+            assert got == content(layout, seed)
+
+
+def test_a_filesystem_that_becomes_read_only(small_disk):
+    with create(small_disk) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(StoreError, match="Read-only file system"):
+        Store.open(["/".join([str(small_disk), "d0"])])
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    with Store.open(devices(small_disk)) as store:
+        assert holds(store, 0)
+
+
+# ---------------------------------------------------------------- several devices
+
+
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 1.0), (1.0, 3.0), (1.0, 0.3, 2.0, 0.7)])
+@pytest.mark.parametrize("deal", ["cut", "whole"])
+def test_stripes_cover_the_span_once(speeds, deal):
+    load = [0.0] * len(speeds)
+    for layout in (WEIGHTS, STATE, sequential([("a", "U8", (5,))]), sequential([])):
+        stripes = deal_cut(layout, speeds) if deal == "cut" else deal_whole(layout, speeds, load)
+        covered = []
+        for stripe in stripes:
+            assert len(stripe.header) % ALIGN == 0
+            assert sum(n for _, _, n in stripe.segments) == stripe.layout.nbytes
+            end = 0
+            for at, offset, n in stripe.segments:
+                assert at % ALIGN == 0 and offset == end
+                end += n
+                covered.append((at, n))
+        at = 0
+        for start, n in sorted(covered):
+            assert start == at
+            at += n
+        assert at == layout.nbytes
+        if deal == "whole":
+            assert sorted(t.name for s in stripes for t in s.layout.tensors) == sorted(t.name for t in layout.tensors)
+
+
+def test_whole_tensors_even_out_over_the_units():
+    """LLaMA-7B blocks on four drives of different speed: over the stack the work ends everywhere at about one time."""
+    wide, narrow = (11008, 4096), (4096, 4096)
+    layout = pack([[(f"w{i}", wide)] for i in range(3)] + [[(f"n{i}", narrow)] for i in range(4)], "BF16")
+    speeds, load = (7e9, 7e9, 3.5e9, 5e9), [0.0] * 4
+    for _ in range(32):
+        deal_whole(layout, speeds, load)
+    ideal = 32 * layout.nbytes / sum(speeds)
+    assert max(load) < ideal / 0.95
+
+
+@pytest.mark.parametrize("speeds", [(60e6, 60e6), (90e6, 30e6), (60e6, 30e6, 15e6, 45e6)])
+def test_state_is_cut_by_the_speeds_of_the_drives(speeds):
+    layout = sequential([("m", "F32", (1 << 20,)), ("v", "F32", (1 << 20,))])
+    seconds = [stripe.layout.nbytes / speeds[stripe.device] for stripe in deal_cut(layout, speeds)]
+    assert len(seconds) == len(speeds) and max(seconds) < layout.nbytes / sum(speeds) / 0.99
+
+
+def test_all_drives_work_at_once(tmp_path):
+    """The first piece on each of three waits for that on the others."""
+    all_there, lock, begun = threading.Barrier(3), threading.Lock(), set()
+
+    def fault(piece):
+        begins = (Path(piece.file.path).parts[-3], piece.write)
+        with lock:
+            first = begins not in begun
+            begun.add(begins)
+        if first:
+            all_there.wait(10)
+
+    with create(tmp_path, 3, fault=fault) as store:
+        store.write("block-0.adam", content(STATE, 0)).result(20)
+        store.read("block-0.adam", arena(STATE.span)).result(20)
+    assert len(begun) == 6
+
+
+def test_the_index_lists_weights_only(tmp_path):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        store.commit(0, {})
+    index = json.loads((tmp_path / "d0" / INDEX).read_text())
+    assert set(index["weight_map"].values()) == {
+        f"snapshot-000001-step-0/{n}.safetensors" for n in ("block-0", "block-1")
+    }
+    assert index["metadata"]["total_size"] == WEIGHTS.nbytes + LAYOUTS["block-1"].nbytes
