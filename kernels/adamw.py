@@ -131,9 +131,12 @@ def adamw_(
 ) -> None:
     """As reference.adamw_, bit by bit. All tensors flat and contiguous."""
     n = w_.numel()
-    assert m_.numel() == v_.numel() == grad.numel() == n and clip.numel() == 1
-    assert w_.dtype == (torch.float32 if lo_ is None else torch.bfloat16) and m_.dtype == v_.dtype == torch.float32
-    assert all(t.is_contiguous() for t in (w_, m_, v_, grad)) and (lo_ is None or lo_.dtype == torch.int16)
+    assert m_.numel() == v_.numel() == grad.numel() == n
+    assert clip.numel() == 1
+    assert w_.dtype == (torch.float32 if lo_ is None else torch.bfloat16)
+    assert m_.dtype == v_.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (w_, m_, v_, grad))
+    assert lo_ is None or lo_.dtype == torch.int16
     _adamw[(cdiv(n, BLOCK),)](
         w_, lo_, m_, v_, grad, clip, n, n_decay, lr / (1 - beta1**step), beta1, 1 - beta1, beta2, 1 - beta2,
         1 / (1 - beta2**step) ** 0.5, eps, 1 - lr * weight_decay, lo_ is not None,
@@ -143,7 +146,8 @@ def adamw_(
 
 def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
     """As reference.grad_finish, bit by bit. Flat and contiguous."""
-    assert grad.is_contiguous() and (out is None or (out.is_contiguous() and out.numel() == grad.numel()))
+    assert grad.is_contiguous()
+    assert out is None or (out.is_contiguous() and out.numel() == grad.numel())
     n = grad.numel()
     n_blocks = cdiv(n, LANE_ROWS << HALVINGS)
     sums = torch.empty(n_blocks, dtype=torch.float32, device=grad.device)

@@ -37,9 +37,14 @@ def _add_rows(p_out, p_parts, p_out2, p_parts2, P, D: tl.constexpr, BLOCK_P: tl.
 def add_rows(out_: Tensor, parts: Tensor, out2_: Tensor | None = None, parts2: Tensor | None = None) -> None:
     """out_ (D,) += sum of parts (P, D) fp32 over its rows, rounded once; a second pair may ride along."""
     P, D = parts.shape
-    assert out_.shape == (D,) and out_.is_contiguous() and parts.is_contiguous() and parts.dtype == torch.float32
+    assert out_.shape == (D,)
+    assert out_.is_contiguous()
+    assert parts.is_contiguous()
+    assert parts.dtype == torch.float32
     pairs = 1 if out2_ is None else 2
     if pairs == 1:
         out2_, parts2 = out_, parts
-    assert out2_.shape == (D,) and out2_.dtype == out_.dtype and parts2.shape == parts.shape
+    assert out2_.shape == (D,)
+    assert out2_.dtype == out_.dtype
+    assert parts2.shape == parts.shape
     _add_rows[(cdiv(D, BLOCK_D), pairs)](out_, parts, out2_, parts2, P, D, BLOCK_P, BLOCK_D, num_warps=8)

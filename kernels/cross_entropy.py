@@ -92,8 +92,12 @@ def linear_cross_entropy(
     bf16 sums would lose what later chunks add.
     """
     (N, D), V, M = x.shape, weight.shape[0], len(rows)
-    assert weight.shape == (V, D) and weight.is_contiguous() and x.is_contiguous()
-    assert labels.shape == (N,) and rows.dtype == torch.int64 and (dx_ is None) == (dweight_ is None)
+    assert weight.shape == (V, D)
+    assert weight.is_contiguous()
+    assert x.is_contiguous()
+    assert labels.shape == (N,)
+    assert rows.dtype == torch.int64
+    assert (dx_ is None) == (dweight_ is None)
     losses = torch.zeros(N, dtype=torch.float32, device=x.device)
     if dx_ is not None and M < N:
         dx_.zero_()

@@ -130,7 +130,10 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     """As reference.embedding_fwd. All arguments contiguous."""
     (N,), D = ids.shape, weight.shape[1]
     out = torch.empty((N, D), dtype=weight.dtype, device=weight.device) if out is None else out
-    assert ids.dtype == torch.int64 and weight.is_contiguous() and out.shape == (N, D) and out.is_contiguous()
+    assert ids.dtype == torch.int64
+    assert weight.is_contiguous()
+    assert out.shape == (N, D)
+    assert out.is_contiguous()
     block = min(1024, power2(D))
     _embedding_fwd[(N, cdiv(D, block))](ids, weight, out, D, block, num_warps=4)
     return out
@@ -150,8 +153,12 @@ def sort(ids: Tensor) -> tuple[Tensor, Tensor]:
 def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     """As reference.embedding_bwd_. All arguments contiguous."""
     N, D = dy.shape
-    assert ids.shape == (N,) and ids.dtype == torch.int64 and dweight_.shape[1] == D
-    assert ids.is_contiguous() and dy.is_contiguous() and dweight_.is_contiguous()
+    assert ids.shape == (N,)
+    assert ids.dtype == torch.int64
+    assert dweight_.shape[1] == D
+    assert ids.is_contiguous()
+    assert dy.is_contiguous()
+    assert dweight_.is_contiguous()
     tokens, order = sort(ids)
     chunks, block = cdiv(N, CHUNK), min(4096, power2(D))
     parts = torch.empty((2 * chunks, D), dtype=torch.float32, device=dy.device)

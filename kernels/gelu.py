@@ -81,7 +81,8 @@ def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
 def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
     """As reference.gelu_bias_fwd. All arguments contiguous."""
     N, F = h.shape
-    assert h.is_contiguous() and bias.shape == (F,)
+    assert h.is_contiguous()
+    assert bias.shape == (F,)
     y = torch.empty_like(h)
     grid = (cdiv(N, FWD_ROWS) * cdiv(F, FWD_COLUMNS),)
     _gelu_bias_fwd[grid](h, bias, y, N, F, FWD_ROWS, FWD_COLUMNS, num_warps=4)
@@ -91,7 +92,10 @@ def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
 def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
     """As reference.gelu_bias_bwd. All arguments contiguous."""
     N, F = h.shape
-    assert dy.shape == h.shape and dy.is_contiguous() and h.is_contiguous() and bias.shape == dbias_.shape == (F,)
+    assert dy.shape == h.shape
+    assert dy.is_contiguous()
+    assert h.is_contiguous()
+    assert bias.shape == dbias_.shape == (F,)
     dh, y = torch.empty_like(h), torch.empty_like(h)
     grid = _column_grid(h, ROWS)
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=h.device)
@@ -103,7 +107,8 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[
 def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
     """As reference.bias_bwd_. All arguments contiguous."""
     N, F = dy.shape
-    assert dy.is_contiguous() and dbias_.shape == (F,)
+    assert dy.is_contiguous()
+    assert dbias_.shape == (F,)
     grid = _column_grid(dy, BIAS_ROWS)
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=dy.device)
     _bias_bwd[grid](dy, parts, N, F, BIAS_ROWS, COLUMNS, num_warps=8)

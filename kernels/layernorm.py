@@ -108,7 +108,8 @@ def _layernorm_bwd(
 def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None):
     """As reference.layernorm_fwd. All arguments contiguous."""
     N, D = x.shape
-    assert x.is_contiguous() and weight.shape == bias.shape == (D,)
+    assert x.is_contiguous()
+    assert weight.shape == bias.shape == (D,)
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     y = torch.empty_like(x)
     h = x if residual is None else torch.empty_like(x)
@@ -135,7 +136,10 @@ def layernorm_bwd(
 ):
     """As reference.layernorm_bwd. All arguments contiguous."""
     N, D = h.shape
-    assert dy.shape == h.shape and dy.is_contiguous() and h.is_contiguous() and dweight_.shape == dbias_.shape == (D,)
+    assert dy.shape == h.shape
+    assert dy.is_contiguous()
+    assert h.is_contiguous()
+    assert dweight_.shape == dbias_.shape == (D,)
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
     dh = torch.empty_like(h) if out is None else out

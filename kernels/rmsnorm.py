@@ -95,7 +95,8 @@ def _rmsnorm_bwd(
 def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None):
     """As reference.rmsnorm_fwd. All arguments contiguous."""
     N, D = x.shape
-    assert x.is_contiguous() and weight.shape == (D,)
+    assert x.is_contiguous()
+    assert weight.shape == (D,)
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     assert out is None or (out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous())
     y = torch.empty_like(x)
@@ -120,7 +121,10 @@ def rmsnorm_bwd(
 ):
     """As reference.rmsnorm_bwd. All arguments contiguous."""
     N, D = h.shape
-    assert dy.shape == h.shape and dy.is_contiguous() and h.is_contiguous() and dweight_.shape == (D,)
+    assert dy.shape == h.shape
+    assert dy.is_contiguous()
+    assert h.is_contiguous()
+    assert dweight_.shape == (D,)
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
     dh = torch.empty_like(h) if out is None else out
@@ -213,7 +217,8 @@ def _head_bwd(
 def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
     """As reference.head_rmsnorm_fwd: each head's d values lie together, tokens and heads may be strided."""
     N, H, D = x.shape
-    assert x.stride(2) == 1 and weight.shape == (D,)
+    assert x.stride(2) == 1
+    assert weight.shape == (D,)
     y = torch.empty((N, H, D), dtype=x.dtype, device=x.device)
     rstd = torch.empty((N, H), dtype=torch.float32, device=x.device)
     tile = rows_fwd(D)
@@ -226,7 +231,8 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
 def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
     """As reference.head_rmsnorm_bwd. An element of dx_ is written after its dy was read, so they may be one tensor."""
     N, H, D = x.shape
-    assert dy.shape == dx_.shape == x.shape and dy.stride(2) == x.stride(2) == dx_.stride(2) == 1
+    assert dy.shape == dx_.shape == x.shape
+    assert dy.stride(2) == x.stride(2) == dx_.stride(2) == 1
     tile = rows_bwd(x.device, N * H, D)
     dw = torch.empty((tile.programs, D), dtype=torch.float32, device=x.device)
     strides = (*dy.stride()[:2], *x.stride()[:2], *dx_.stride()[:2])

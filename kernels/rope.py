@@ -53,8 +53,12 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
     """As reference.rope_. Each head's d values lie together; cos and sin contiguous."""
     N, H, d = x_.shape
     half = d // 2
-    assert x_.stride(2) == 1 and d % 2 == 0 and positions.shape == (N,)
-    assert cos.shape[1] == sin.shape[1] == half and cos.is_contiguous() and sin.is_contiguous()
+    assert x_.stride(2) == 1
+    assert d % 2 == 0
+    assert positions.shape == (N,)
+    assert cos.shape[1] == sin.shape[1] == half
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
     block_d = power2(half)
     block_h = min(power2(H), max(1, 1024 // block_d))
     grid = (N * cdiv(H, block_h),)

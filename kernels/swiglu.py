@@ -80,7 +80,8 @@ def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def _fwd(act, gate_up: Tensor) -> Tensor:
     N, F2 = gate_up.shape
     F = F2 // 2
-    assert gate_up.is_contiguous() and F2 % 2 == 0
+    assert gate_up.is_contiguous()
+    assert F2 % 2 == 0
     y = torch.empty((N, F), dtype=gate_up.dtype, device=gate_up.device)
     _glu_fwd[(N * cdiv(F, BLOCK),)](gate_up, y, act, F, BLOCK, num_warps=4)
     return y
@@ -88,7 +89,9 @@ def _fwd(act, gate_up: Tensor) -> Tensor:
 
 def _bwd(act, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     N, F = dy.shape
-    assert gate_up.shape == (N, 2 * F) and gate_up.is_contiguous() and dy.is_contiguous()
+    assert gate_up.shape == (N, 2 * F)
+    assert gate_up.is_contiguous()
+    assert dy.is_contiguous()
     d_gate_up, y = torch.empty_like(gate_up), torch.empty_like(dy)
     _glu_bwd[(N * cdiv(F, BLOCK),)](dy, gate_up, d_gate_up, y, act, F, BLOCK, num_warps=4)
     return d_gate_up, y

@@ -43,7 +43,8 @@ def generate(
     and the prompt's place alone. `enough()` is asked after each token, and ends all. InputError where a prompt fills
     the model's learned positions.
     """
-    assert max_new >= 1 and all(prompts)
+    assert max_new >= 1
+    assert all(prompts)
     if not prompts:
         return []
     lengths = [len(p) for p in prompts]

@@ -11,7 +11,9 @@ def fuse(*parts: Tensor) -> Tensor:
     first, rows = parts[0], sum(p.shape[0] for p in parts)
     end = first.data_ptr()
     for p in parts:
-        assert p.is_contiguous() and p.shape[1:] == first.shape[1:] and p.data_ptr() == end
+        assert p.is_contiguous()
+        assert p.shape[1:] == first.shape[1:]
+        assert p.data_ptr() == end
         end += p.numel() * p.element_size()
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 

@@ -127,7 +127,8 @@ class IO:
     name = "?"
 
     def __init__(self, block: int = 16 << 20, depth: int = 4, mixed: int = 2):
-        assert block % ALIGN == 0 and depth >= mixed >= 1
+        assert block % ALIGN == 0
+        assert depth >= mixed >= 1
         self.block, self.depth, self.mixed = block, depth, mixed
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)

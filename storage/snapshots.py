@@ -38,7 +38,10 @@ SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TENSORS = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
 _STRIPE = {"device": int, "tensors": _TENSORS, "segments": [(int, int, int)], "file": int, "sum": str}
 SHAPE = {
-    **{"sequence": int, "step": int, "extra": dict, "companions": {str: str}},
+    "sequence": int,
+    "step": int,
+    "extra": dict,
+    "companions": {str: str},
     "shards": {str: {"tensors": _TENSORS, "weights": bool, "stripes": [_STRIPE]}},
 }
 

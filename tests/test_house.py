@@ -33,8 +33,19 @@ MAY_IMPORT = {  # beside files of the same room
 ROOMS = [room for room in MAY_IMPORT if not room.startswith("scripts")]  # of the package
 MOST_FILES = 17
 TORCH_FREE = [
-    *"engine/amounts engine/plan engine/schedule engine/planner/rates models/config models/shapes models/hf".split(),
-    *(f"engine/run/{name}" for name in "command curve demo log main options records screen signals verify".split()),
+    *[
+        "engine/amounts",
+        "engine/plan",
+        "engine/schedule",
+        "engine/planner/rates",
+        "models/config",
+        "models/shapes",
+        "models/hf",
+    ],
+    *(
+        f"engine/run/{name}"
+        for name in ["command", "curve", "demo", "log", "main", "options", "records", "screen", "signals", "verify"]
+    ),
 ]
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml", "xxhash"}
 PAGES = ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md", "docs/transcripts.md"]
@@ -131,7 +142,8 @@ def test_torch_stays_out_of_the_modules_that_need_none():
 def test_the_build_asks_for_a_setuptools_that_reads_the_licence():
     """An SPDX expression is refused by setuptools before 77."""
     project = (ROOT / "pyproject.toml").read_text()
-    assert 'license = "Apache-2.0"' in project and int(re.search(r'"setuptools>=(\d+)"', project)[1]) >= 77
+    assert 'license = "Apache-2.0"' in project
+    assert int(re.search(r'"setuptools>=(\d+)"', project)[1]) >= 77
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +189,8 @@ def test_the_wheel_works_from_another_folder(wheel, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     ours, theirs = done.stdout.split()
-    assert Path(ours).is_relative_to(site) and Path(theirs).is_relative_to(tmp_path / "kernels")
+    assert Path(ours).is_relative_to(site)
+    assert Path(theirs).is_relative_to(tmp_path / "kernels")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -13,7 +13,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     lengths (n,), each in 1..capacity. Returns (order (n,) int64, starts (rows + 1,) int64): row r holds the documents
     order[starts[r]:starts[r + 1]]. Depends on nothing but its arguments.
     """
-    assert len(lengths) and 1 <= lengths.min() and lengths.max() <= capacity
+    assert len(lengths)
+    assert lengths.min() >= 1
+    assert lengths.max() <= capacity
     row_of = np.empty(len(lengths), np.int64)
     open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room that is left in them
     rooms = 0  # bit r is set where open_rows[r] is not empty, so that the least room is found by one shift

@@ -27,13 +27,13 @@ LAYERS, WIDTH, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 4, 128, 4, 2, 384, 512, 
 STORIES = 4000
 BOS, EOS = "<s>", "</s>"
 
-_ROWERS = "Myrrine Lykos Timo Phaidra Kleon Doris Nikias Xanthe Agathon Thais".split()
-_KINDS = "poor young quiet brave clever tired cheerful stubborn".split()
-_WORK = "rower sailor potter weaver baker shepherd carpenter fisher".split()
+_ROWERS = ["Myrrine", "Lykos", "Timo", "Phaidra", "Kleon", "Doris", "Nikias", "Xanthe", "Agathon", "Thais"]
+_KINDS = ["poor", "young", "quiet", "brave", "clever", "tired", "cheerful", "stubborn"]
+_WORK = ["rower", "sailor", "potter", "weaver", "baker", "shepherd", "carpenter", "fisher"]
 _PLACES = ["the harbour", "the island", "the market", "the white cliffs", "the olive grove", "the lighthouse"]
 _THINGS = ["a bronze bell", "a broken oar", "a blue sail", "a jar of honey", "a wooden fish", "a silver coin"]
 _WEATHER = ["The sea was calm", "The wind was cold", "The sun was high", "The rain had stopped", "The stars were out"]
-_FRIENDS = "gull dolphin dog goat owl cat".split()
+_FRIENDS = ["gull", "dolphin", "dog", "goat", "owl", "cat"]
 _ENDS = [
     "They laughed and rowed home together.",
     "From that day on they were friends.",

@@ -15,10 +15,23 @@ from typing import Any, NamedTuple
 
 from trireme.storage.files import partial_of, sync_folder, write_synced
 
-COLUMNS = (
-    "step epoch loss eval_loss learning_rate grad_norm tokens_per_second trained_tokens_per_second mfu step_time_s "
-    "gpu_mem_gib ram_gib ssd_read_gbs ssd_written_tb bound"
-).split()
+COLUMNS = [
+    "step",
+    "epoch",
+    "loss",
+    "eval_loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "trained_tokens_per_second",
+    "mfu",
+    "step_time_s",
+    "gpu_mem_gib",
+    "ram_gib",
+    "ssd_read_gbs",
+    "ssd_written_tb",
+    "bound",
+]
 DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be anything, also no number
 HUGE = 1e15  # more than any of the others
 Record = dict[str, Any]  # of a step or an evaluation, by column

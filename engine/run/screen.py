@@ -95,7 +95,7 @@ class Screen:
         """The state of the run: drawn over the last one on a terminal; every few seconds, and at the end, to a pipe."""
         now = time.monotonic()
         if not final and now - self._last < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
-            return
+            return None
         self._last = now
         if not self._live:
             return self._write(one_line(parts) + "\n")

@@ -59,8 +59,11 @@ def attention_bwd(
     N, H, d = q.shape
     K = k.shape[1]
     _check(q, k, v, scale)
-    assert dout.shape == out.shape == dq_.shape == q.shape and dk_.shape == dv_.shape == k.shape
-    assert lse.shape == (H, N) and lse.is_contiguous() and lse.dtype == torch.float32
+    assert dout.shape == out.shape == dq_.shape == q.shape
+    assert dk_.shape == dv_.shape == k.shape
+    assert lse.shape == (H, N)
+    assert lse.is_contiguous()
+    assert lse.dtype == torch.float32
     tensors = dout, q, k, v, out, dq_, dk_, dv_
     types, strides = tuple([t.dtype for t in tensors]), tuple([t.stride() for t in tensors])
     aligned = (dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
@@ -73,14 +76,19 @@ def attention_bwd(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    assert k.shape == v.shape and k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2] and scale > 0
+    assert k.shape == v.shape
+    assert k.shape[0] == q.shape[0]
+    assert k.shape[2] == q.shape[2]
+    assert scale > 0
     assert q.dtype == k.dtype == v.dtype
 
 
 @cache
 def _forward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_fwd.Forward:
     """How tensors of these dtypes and strides, (q, out) and (q, k, v, out), are attended to."""
-    assert H % K == 0 and 8 <= d <= 256 and all(s[2] == 1 for s in strides)
+    assert H % K == 0
+    assert 8 <= d <= 256
+    assert all(s[2] == 1 for s in strides)
     gluon = aligned and attention_hopper.suits(device, types[0], d, window, strides[:3])
     return (attention_hopper_fwd if gluon else triton_fwd).plan(device, types[0], H, K, d, window, strides)
 
@@ -88,6 +96,8 @@ def _forward(device, types, H: int, K: int, d: int, window: int, strides, aligne
 @cache
 def _backward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_bwd.Backward:
     """How their gradients are taken; types and strides of (dout, q, k, v, out, dq, dk, dv)."""
-    assert H % K == 0 and 8 <= d <= 256 and all(s[2] == 1 for s in strides)
+    assert H % K == 0
+    assert 8 <= d <= 256
+    assert all(s[2] == 1 for s in strides)
     gluon = aligned and attention_hopper.suits(device, types[1], d, window, strides[:4])
     return (attention_hopper_bwd if gluon else triton_bwd).plan(device, types[1], H, K, d, window, strides)

@@ -27,7 +27,8 @@ class Docs(NamedTuple):
 
 def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
     """Docs for `lengths`, the token count of each document in order (each >= 1), copied to the device at one go."""
-    assert lengths and min(lengths) >= 1
+    assert lengths
+    assert min(lengths) >= 1
     n = torch.tensor(lengths, dtype=torch.int64)
     cu = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(n, 0, out=cu[1:])

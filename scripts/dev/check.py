@@ -11,11 +11,11 @@ PACKAGES = ("kernels", "models", "storage", "engine")
 
 
 def types() -> int:
-    """mypy's exit code. It finds packages by their path, so it sees this folder under the name that it is imported by."""
+    """mypy's exit code. It finds packages by their paths, so it is shown this folder under the name `trireme`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "trireme").symlink_to(ROOT)
         words = [word for name in PACKAGES for word in ("-p", f"trireme.{name}")]
-        config = str(ROOT / "pyproject.toml")
+        config = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
         command = [
             sys.executable,
             "-m",

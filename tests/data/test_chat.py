@@ -286,7 +286,7 @@ def test_half_a_surrogate_pair_is_an_error(folder):
 
 
 @pytest.mark.parametrize(
-    "source, what",
+    ("source", "what"),
     [
         ("{% for i in range(messages|length) %}{{ messages[i].content }}{% endfor %}", "writes nothing for message 1"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}" * 2, "writes several parts"),
@@ -326,7 +326,8 @@ def test_plain_template(folder, tmp_path):
     tokenizer = load_tokenizer(folder("llama2"))
     template = load_template(tokenizer, read_choice("plain"))
     text, spans = template.spans(CALLS["call"], TOOLS)
-    assert text.startswith('<|tools|>\n[{"type": "function"') and text.endswith("<|assistant|>\nYes, it rains.</s>\n")
+    assert text.startswith('<|tools|>\n[{"type": "function"')
+    assert text.endswith("<|assistant|>\nYes, it rains.</s>\n")
     assert [text[a:b] for a, b in spans] == [
         '<tool_call>{"name": "weather", "arguments": {"city": "Köln <&>"}}</tool_call></s>',
         "Yes, it rains.</s>",

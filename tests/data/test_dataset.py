@@ -67,7 +67,8 @@ def test_text_begins_with_bos_and_ends_with_eos(tokenizer, tmp_path):
     data = load(write(tmp_path / "a.jsonl", [{"text": "hi"}]), tokenizer)
     h, i = tokenizer.encode(["hi"])[0][0].tolist()
     assert list(documents(data.batches(1))) == [([0, h, i, 1], [h, i, 1, -100])]
-    assert data.is_text and data.example() == "<s>[hi</s>]"
+    assert data.is_text
+    assert data.example() == "<s>[hi</s>]"
 
 
 def test_bos_and_eos_are_never_doubled(tokenizer, tmp_path):
@@ -77,10 +78,14 @@ def test_bos_and_eos_are_never_doubled(tokenizer, tmp_path):
     assert [ids for ids, _ in documents(data.batches(1))][0].count(1) == 1
     data = load(write(tmp_path / "b.jsonl", [{"prompt": "<s>h", "completion": "i</s>"}]), tokenizer)
     ((ids, labels),) = documents(data.batches(1))
-    assert ids[0] == 0 and ids.count(0) == ids.count(1) == 1 and labels == [-100, ids[2], 1, -100]
+    assert ids[0] == 0
+    assert ids.count(0) == ids.count(1) == 1
+    assert labels == [-100, ids[2], 1, -100]
 
 
-@pytest.mark.parametrize("config, bos", [({"add_bos_token": False}, ()), ({"add_bos_token": True}, (0,)), ({}, (0,))])
+@pytest.mark.parametrize(
+    ("config", "bos"), [({"add_bos_token": False}, ()), ({"add_bos_token": True}, (0,)), ({}, (0,))]
+)
 def test_the_configuration_says_whether_bos_is_added(tmp_path, config, bos):
     assert make_tokenizer(tmp_path, **config).bos == bos
 
@@ -148,7 +153,7 @@ def test_pieces_of_a_long_text_are_one_document(tokenizer, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "long, longer",
+    ("long", "longer"),
     [("cut", [([9] * 8, [9] * 7 + [-100])]), ("drop", []), ("split", [([9] * 8, [9] * 8)])],
 )
 def test_rows_that_are_longer_than_a_sequence(tmp_path, long, longer):
@@ -186,7 +191,7 @@ def test_a_step_depends_on_nothing_but_its_number(tokenizer, tmp_path):
     per_epoch = first.steps_per_epoch(4)
     assert in_order[0] != in_order[per_epoch]  # epochs differ
     # How a step is cut into micro-batches does not change what it holds.
-    assert [d for d in in_order[1]] == list(documents(first.step(1, 4, 1)))
+    assert list(in_order[1]) == list(documents(first.step(1, 4, 1)))
     assert first.fingerprint == second.fingerprint != load(path, tokenizer, seed=1).fingerprint
 
 
@@ -209,7 +214,8 @@ def test_a_share_is_held_out_and_never_trained(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"text": f"{i:04}"} for i in range(200)])
     data = load(path, tokenizer, val="0.1")
     train, held = ([tokenizer.decode(ids) for ids, _ in documents(d.batches(8))] for d in (data, data.held_out))
-    assert (len(train), len(held)) == (180, 20) and len({*train, *held}) == 200
+    assert (len(train), len(held)) == (180, 20)
+    assert len({*train, *held}) == 200
     assert "20 rows held out" in data.describe()[1]
     assert data.nbytes == load(path, tokenizer).nbytes  # on disk they are one
 
@@ -221,7 +227,8 @@ def test_of_a_single_text_the_end_is_held_out_and_never_trained(tokenizer, tmp_p
     data = load(str(path), tokenizer, val="0.1")
     seen = {id(d): [ids for ids, _ in documents(d.batches(1))] for d in (data, data.held_out)}
     train, held = (sum(parts, []) for parts in seen.values())
-    assert train + held == whole[0] and len(held) == int(0.1 * len(whole[0]))
+    assert train + held == whole[0]
+    assert len(held) == int(0.1 * len(whole[0]))
     for d in (data, data.held_out):  # what counts is what is reported, and no label is of the other part
         assert sum(batch.trained for batch in d.batches(1)) == d.report.rows["trained"].sum()
     path.write_text("short")
@@ -233,7 +240,8 @@ def test_what_is_held_out_is_reported_as_what_is_trained_on_is(tokenizer, tmp_pa
     a = write(tmp_path / "a.jsonl", [{"prompt": "why", "completion": "because " * 40}] * 20)
     b = write(tmp_path / "b.jsonl", [{"prompt": "so " * 90, "completion": "yes"}, {"prompt": "a", "completion": "b"}])
     said = load(a, tokenizer, val=b).describe_held_out()
-    assert said[0].endswith('b.jsonl: 2 rows, format "prompt,completion"') and "2 sequences" not in said[-1]
+    assert said[0].endswith('b.jsonl: 2 rows, format "prompt,completion"')
+    assert "2 sequences" not in said[-1]
     assert said[2].startswith("at --seq-len 64: 1 row is longer (50.0 %): ")
     assert said[3] == "1 row dropped: nothing to learn in what is kept"
     shared = load(a, tokenizer, val="0.1")
@@ -244,7 +252,8 @@ def test_what_is_held_out_is_reported_as_what_is_trained_on_is(tokenizer, tmp_pa
 def test_a_file_is_held_out(tokenizer, tmp_path):
     a, b = (write(tmp_path / f"{n}.jsonl", [{"text": n * 5}] * 4) for n in "ab")
     data = load(a, tokenizer, val=b)
-    assert "bbbbb" in data.held_out.example() and data.held_out.n_sequences == 1
+    assert "bbbbb" in data.held_out.example()
+    assert data.held_out.n_sequences == 1
     assert load(a, tokenizer).held_out is None
     for val in ("1", "-0.5", "nan"):
         with pytest.raises(InputError, match="expected a share"):
@@ -296,7 +305,8 @@ def test_a_damaged_cache_is_made_again(tokenizer, tmp_path, monkeypatch, name, d
         (folder / name).write_bytes({"flip": flipped, "cut": content[:-3], "empty": b""}[damage])
     builds = count_builds(monkeypatch)
     assert list(documents(load(path, tokenizer, cache=cache).batches(1))) == expected
-    assert len(builds) == 1 and len(list(cache.iterdir())) == 1
+    assert len(builds) == 1
+    assert len(list(cache.iterdir())) == 1
 
 
 FORGED = {
@@ -319,7 +329,8 @@ def test_a_cache_that_says_what_is_not_so_is_made_again(tokenizer, tmp_path, mon
     FORGED[name](content)
     meta.write_text(json.dumps(content))
     builds = count_builds(monkeypatch)
-    assert "5 rows" in load(path, tokenizer, cache=cache).describe()[0] and len(builds) == 1
+    assert "5 rows" in load(path, tokenizer, cache=cache).describe()[0]
+    assert len(builds) == 1
 
 
 def as_archive(file):
@@ -354,7 +365,8 @@ def test_tables_that_are_none_are_made_again(tokenizer, tmp_path, monkeypatch, n
     content["crc32"][1 + (name == "trained")] = zlib.crc32(file.read_bytes()[128:])
     meta.write_text(json.dumps(content))
     builds = count_builds(monkeypatch)
-    assert "5 rows" in load(path, tokenizer, cache=cache).describe()[0] and len(builds) == 1
+    assert "5 rows" in load(path, tokenizer, cache=cache).describe()[0]
+    assert len(builds) == 1
 
 
 def test_a_build_that_stops_leaves_nothing(tokenizer, tmp_path, monkeypatch):
@@ -397,7 +409,8 @@ def test_tokens_that_are_cut_while_they_are_read_are_an_error(tokenizer, tmp_pat
             os.truncate(file, 4096)
             assert list(documents(data.batches(1)))[:10] == before[:10]
         except StoreError as error:
-            assert error.filename == str(file) and "was cut while the run was reading it" in str(error)
+            assert error.filename == str(file)
+            assert "was cut while the run was reading it" in str(error)
             os._exit(0)
         finally:
             os._exit(1)
@@ -413,10 +426,12 @@ def test_no_file_stays_open_or_behind(tokenizer, tmp_path, monkeypatch, cache):
     path, opened = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), len(os.listdir("/proc/self/fd"))
     data = load(path, tokenizer, cache=tmp_path / "cache" if cache else None)
     expected = [data.step(i, 2, 2)[0].ids.tolist() for i in range(3)]
-    assert len(os.listdir("/proc/self/fd")) > opened and len(os.listdir(tmp_path / "temporary")) == (not cache)
+    assert len(os.listdir("/proc/self/fd")) > opened
+    assert len(os.listdir(tmp_path / "temporary")) == (not cache)
     assert [data.step(i, 2, 2)[0].ids.tolist() for i in range(3)] == expected
     del data
-    assert len(os.listdir("/proc/self/fd")) == opened and os.listdir(tmp_path / "temporary") == []
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert os.listdir(tmp_path / "temporary") == []
 
 
 def test_several_processes_give_the_same(tokenizer, tmp_path, monkeypatch):
@@ -428,7 +443,8 @@ def test_several_processes_give_the_same(tokenizer, tmp_path, monkeypatch):
     alone = load_dataset(
         [path], codec_of(tokenizer.folder), DataOptions(skip_bad=True), lambda *args: seen.append(args)
     )
-    assert seen[-1] == ("a.jsonl", seen[-1][2], seen[-1][2]) and len(seen) == 5
+    assert seen[-1] == ("a.jsonl", seen[-1][2], seen[-1][2])
+    assert len(seen) == 5
     monkeypatch.setattr(prepare, "_SHARE", 1)
     monkeypatch.setattr(prepare.os, "sched_getaffinity", lambda _: {0, 1})
     together = load(path, tokenizer, skip_bad=True, seq_len=2048)
@@ -469,7 +485,8 @@ def test_report(tokenizer, tmp_path):
     assert lines[1] == "327 tokens, 125 trained (38 %); length p50 33, p99 124, max 124"
     assert lines[2] == "at --seq-len 64: 2 rows are longer (40.0 %): 1 cut   (--long cut|drop|split|error)"
     assert lines[3] == "1 row dropped: nothing to learn in what is kept"
-    assert lines[4].startswith("packed into 3 sequences of up to 64 tokens; ") and len(lines) == 5
+    assert lines[4].startswith("packed into 3 sequences of up to 64 tokens; ")
+    assert len(lines) == 5
 
 
 def test_what_a_template_does_silently_is_noted(tokenizer, tmp_path):
@@ -552,11 +569,12 @@ def test_ids_beyond_the_vocabulary(tokenizer, tmp_path):
 def test_a_huge_line(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"input_ids": [7] * 2_000_000}, {"text": "x"}][:1])
     data = load(path, tokenizer, seq_len=2048)
-    assert data.n_sequences == 1 and "1 row is longer (100.0 %): 1 cut" in data.describe()[2]
+    assert data.n_sequences == 1
+    assert "1 row is longer (100.0 %): 1 cut" in data.describe()[2]
 
 
 @pytest.mark.parametrize(
-    "name, content, what",
+    ("name", "content", "what"),
     [
         ("tokenizer.json", "{", "is not JSON"),
         ("tokenizer.json", "[]", "holds a list, expected an object"),
@@ -577,7 +595,8 @@ def test_tokenizer_folders_that_cannot_be_used(tmp_path, name, content, what):
     path = write(tmp_path / "a.jsonl", [{"messages": TALK}])
     with pytest.raises(InputError) as error:
         load_dataset([path], load_codec(tmp_path), DataOptions())
-    assert what in str(error.value) and "\n" not in str(error.value)
+    assert what in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @settings(max_examples=15, deadline=None)
@@ -618,13 +637,15 @@ def test_real_files(real):
     assert stories.describe()[0].endswith('tinystories_sample_cs336.txt: 5 rows, format "text"')
     assert all(ids[0] == 1 and ids[-1] == 2 for ids, _ in documents(stories.batches(2)))
     alpaca = load(str(real / "data" / "rasbt_instruction_data.json"), tokenizer, val="0.05", **options)
-    assert alpaca.held_out.n_sequences > 10 and alpaca.report.used > 0.85
+    assert alpaca.held_out.n_sequences > 10
+    assert alpaca.report.used > 0.85
     calls = load(
         str(real / "data" / "glaive_toolcall_en_demo.json"),
         load_tokenizer(real / "tokenizers" / "minimind"),
         seq_len=2048,
     )
-    assert "300 rows" in calls.describe()[0] and "bad" not in calls.describe()[0]
+    assert "300 rows" in calls.describe()[0]
+    assert "bad" not in calls.describe()[0]
 
 
 def test_a_checkpoint_without_tokenizer_trains_on_tokens(real, tmp_path):

@@ -33,7 +33,7 @@ def example(row):
 
 
 @pytest.mark.parametrize(
-    "name, content",
+    ("name", "content"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": "y"}\n'),
         ("a.jsonl", b'\xef\xbb\xbf{"text": "x"}\r\n\r\n  \n{"text": "y"}'),  # BOM, CRLF, blank lines, no last line end
@@ -117,7 +117,7 @@ def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, data, chunk):
 
 
 @pytest.mark.parametrize(
-    "line, what",
+    ("line", "what"),
     [
         (b'{"text": "x"', "is not JSON (Expecting ',' delimiter at character 13)"),
         (b"[1, 2]", "holds a list, expected an object"),
@@ -132,12 +132,14 @@ def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, data, chunk):
 def test_a_bad_line_does_not_stop_the_file(tmp_path, line, what):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' + line + b'\n{"text": "y"}\n')
     found = rows(tmp_path / "a.jsonl")
-    assert [r.number for r in found] == [1, 2, 3] and found[2].value == {"text": "y"}
-    assert isinstance(found[1].value, BadRow) and str(found[1].value) == what
+    assert [r.number for r in found] == [1, 2, 3]
+    assert found[2].value == {"text": "y"}
+    assert isinstance(found[1].value, BadRow)
+    assert str(found[1].value) == what
 
 
 @pytest.mark.parametrize(
-    "name, content, what",
+    ("name", "content", "what"),
     [
         ("a.jsonl", b"", "is empty"),
         ("a.xml", b"<x/>", "unknown kind of data. Expected .jsonl"),
@@ -163,7 +165,9 @@ def test_files_that_cannot_be_read(tmp_path, name, content, what):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError) as error:
         values(tmp_path / name)
-    assert what in str(error.value) and "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert what in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
 
 
 def test_paths_and_weights(tmp_path):
@@ -189,7 +193,8 @@ def test_csv_cells(tmp_path):
     found = rows(path)
     assert found[0].value == {"messages": [{"role": "user"}], "n": "1"}
     assert found[1].value == {"messages": "a\nb", "n": "2"}
-    assert str(found[2].value) == "has 1 cells, the header 2" and found[2].number == 5
+    assert str(found[2].value) == "has 1 cells, the header 2"
+    assert found[2].number == 5
     deep = "[" * 100_000
     path.write_text(f"messages\n{deep}\n")
     assert rows(path)[0].value == {"messages": deep}
@@ -230,9 +235,8 @@ def test_alpaca():
     ]
     assert made.plain is None  # the plain prompt has no place for a history
     plain = example({"instruction": "Add.", "input": "", "output": "3"}).plain
-    assert (
-        plain.prompt.endswith("the request.\n\n### Instruction:\nAdd.\n\n### Response:\n") and plain.completion == "3"
-    )
+    assert plain.prompt.endswith("the request.\n\n### Instruction:\nAdd.\n\n### Response:\n")
+    assert plain.completion == "3"
     assert (
         "### Input:\n1 2\n\n### Response:\n"
         in example({"instruction": "a", "input": "1 2", "output": "3"}).plain.prompt
@@ -283,7 +287,7 @@ def test_messages_of_openai():
 
 
 @pytest.mark.parametrize(
-    "row, what",
+    ("row", "what"),
     [
         ({"messages": "hello"}, "'messages' is a string, expected a list of {role, content}"),
         ({"messages": []}, "'messages' is empty"),
@@ -334,7 +338,8 @@ def test_messages_of_openai():
 def test_bad_rows_say_what_is_wrong(row, what):
     with pytest.raises(BadRow) as error:
         example(row)
-    assert what in str(error.value) and "\n" not in str(error.value)
+    assert what in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_map():

@@ -17,7 +17,8 @@ def test_best_fit_uses_every_document_once_and_never_overflows(lengths, capacity
     order, starts = best_fit(lengths, capacity)
     assert sorted(order) == list(range(len(lengths)))
     rows = [lengths[order[a:b]].sum() for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    assert max(rows) <= capacity and min(rows) >= 1
+    assert max(rows) <= capacity
+    assert min(rows) >= 1
     # Two rows are never so empty that they would go into one.
     assert len(rows) < 2 or sum(sorted(rows)[:2]) > capacity
 
@@ -36,18 +37,21 @@ def test_best_fit_of_real_lengths_wastes_little_and_is_fast():
 def test_windows_cover_every_token_once():
     document, start, length = cut_points(np.array([5, 0, 4, 9]), 4)
     assert document.tolist() == [0, 0, 2, 3, 3, 3]
-    assert start.tolist() == [0, 4, 0, 0, 4, 8] and length.tolist() == [4, 1, 4, 4, 4, 1]
+    assert start.tolist() == [0, 4, 0, 0, 4, 8]
+    assert length.tolist() == [4, 1, 4, 4, 4, 1]
 
 
 def test_one_per_row():
     order, starts = one_per_row(3)
-    assert order.tolist() == [0, 1, 2] and starts.tolist() == [0, 1, 2, 3]
+    assert order.tolist() == [0, 1, 2]
+    assert starts.tolist() == [0, 1, 2, 3]
 
 
 def test_shuffle_is_pinned():
     """The order is part of what a resumed run relies on, so it must not change with a version of anything."""
     assert shuffled(8, 42, 0).tolist() == PINNED
-    assert shuffled(8, 42, 1).tolist() != PINNED and sorted(shuffled(1000, 1)) == list(range(1000))
+    assert shuffled(8, 42, 1).tolist() != PINNED
+    assert sorted(shuffled(1000, 1)) == list(range(1000))
 
 
 PINNED = [0, 1, 4, 2, 6, 5, 7, 3]
@@ -94,9 +98,11 @@ def test_chats_are_cut_by_default_and_dropped_when_nothing_is_left_to_learn():
 def test_drop_split_error():
     chats = File([[0, 1, 0, 0, 0, 0, 0, 0, 0, 1], [0, 1]])
     pieces, fitted = fit([chats], 4, "drop")
-    assert pieces == [(0, 10, 2, False)] and fitted.dropped == 1
+    assert pieces == [(0, 10, 2, False)]
+    assert fitted.dropped == 1
     pieces, fitted = fit([chats], 4, "split")  # the window in the middle has nothing to learn
-    assert pieces == [(0, 0, 4, True), (0, 8, 2, False), (0, 10, 2, False)] and fitted.split == 1
+    assert pieces == [(0, 0, 4, True), (0, 8, 2, False), (0, 10, 2, False)]
+    assert fitted.split == 1
     with pytest.raises(InputError, match="1 rows have more than --seq-len 4 tokens, the longest 10"):
         fit([chats], 4, "error")
 
@@ -105,7 +111,8 @@ def test_weights():
     table = documents.all_documents([text(*range(2, 12)), text(5, 5)])
     weighed = documents.weigh(table, [2.5, 1], 7)
     counts = [(weighed["start"][weighed["file"] == 0] == s).sum() for s in table["start"][:10]]
-    assert sorted(counts) == [2] * 5 + [3] * 5 and (weighed["file"] == 1).sum() == 2
+    assert sorted(counts) == [2] * 5 + [3] * 5
+    assert (weighed["file"] == 1).sum() == 2
     assert (weighed == documents.weigh(table, [2.5, 1], 7)).all()
     assert documents.weigh(table, [1, 1], 7) is table
 

@@ -35,7 +35,8 @@ def gone(process: int) -> bool:
 
 
 def test_calls_work_on_one_object_in_another_process(box):
-    assert box.call(remember, "a") == ["thing", "a"] and box.call(remember, "b") == ["thing", "a", "b"]
+    assert box.call(remember, "a") == ["thing", "a"]
+    assert box.call(remember, "b") == ["thing", "a", "b"]
     child = box.call(pid)
     assert child == box.call(pid) != os.getpid()
     box.close()
@@ -120,7 +121,8 @@ def test_another_thread_ends_a_call_for_good(box):
     thread.start()
     box.kill()
     thread.join()
-    assert len(seen) == 2 and "not wanted" in seen[1]
+    assert len(seen) == 2
+    assert "not wanted" in seen[1]
     box.close()
     assert box.call(remember, "a") == ["thing", "a"]
 

@@ -69,4 +69,5 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         e.optimizer.close()
         peak, in_ram = torch.cuda.max_memory_reserved() - before, e.memory.used("host")
         e.memory.close()
-    assert peak <= limits["gpu"] + GPU_RESERVE and in_ram <= limits["host"]
+    assert peak <= limits["gpu"] + GPU_RESERVE
+    assert in_ram <= limits["host"]

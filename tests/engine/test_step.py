@@ -79,7 +79,8 @@ def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
     assert seen == losses
     for (i, name), value in told.items():
         if name == "evaluate":
-            assert all(map(torch.equal, value, all_told[i, name])) and len(value) == plan.n_micro
+            assert all(map(torch.equal, value, all_told[i, name]))
+            assert len(value) == plan.n_micro
         elif name == "sample":
             assert value == all_told[i, name]
     for name, value in final_weights(e).items():
@@ -100,7 +101,7 @@ def test_everything_in_one_tier(model, dtype, mode, tier):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("n_micro, clip", [(1, 0.0), (2, 1.0), (3, 1e-2)])
+@pytest.mark.parametrize(("n_micro", "clip"), [(1, 0.0), (2, 1.0), (3, 1e-2)])
 def test_half_blocks_are_the_same_to_the_bit(model, dtype, n_micro, clip):
     """The global norm too: what is summed at once does not depend on how blocks are cut."""
     for tier in ("gpu", "host"):

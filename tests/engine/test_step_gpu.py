@@ -40,7 +40,7 @@ def on_the_gpu(n_micro: int, clip: float):
 
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize(
-    "n_micro, mode, between",
+    ("n_micro", "mode", "between"),
     [
         (1, "forward", "gpu"),
         (3, "forward", "gpu"),

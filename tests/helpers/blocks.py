@@ -26,7 +26,8 @@ def block_gradients(tiny: Tiny, keep, layer=1):
     for grad in tiny.grad_views[layer + 1].values():
         grad.fill_(0.25)  # gradients are added to what is there
     block.backward(cfg, layer, w, tiny.g[layer + 1], x, saved, dy, rows, dx)
-    assert torch.equal(x, before[0]) and torch.equal(dy, before[1])
+    assert torch.equal(x, before[0])
+    assert torch.equal(dy, before[1])
     assert all(torch.equal(t, kept[name]) for name, t in saved.items())
     return out, dx, {name: t.clone() for name, t in tiny.grad_views[layer + 1].items()}
 
@@ -39,7 +40,8 @@ def check_every_subset(model_type: str, dtype: str, grad_dtype: str, **keys) -> 
     assert len(names) == 5
     subsets = chain.from_iterable(combinations(names, k) for k in range(6))
     out, dx, grads = block_gradients(tiny, names)
-    assert not out.isnan().any() and not dx.isnan().any()
+    assert not out.isnan().any()
+    assert not dx.isnan().any()
     for keep in subsets:
         out2, dx2, grads2 = block_gradients(tiny, keep)
         assert torch.equal(out, out2) and torch.equal(dx, dx2), keep

@@ -58,7 +58,8 @@ class MemoryScratch:
         self.bytes = bytearray(1 << 22)
 
     def write(self, offset: int, buffer: memoryview) -> Future:
-        assert offset % 4096 == len(buffer) % 4096 == 0 and offset + len(buffer) <= len(self.bytes)
+        assert offset % 4096 == len(buffer) % 4096 == 0
+        assert offset + len(buffer) <= len(self.bytes)
         self.bytes[offset : offset + len(buffer)] = buffer
         return _done()
 

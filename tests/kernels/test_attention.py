@@ -117,9 +117,11 @@ def test_out_is_filled_and_may_be_strided(device):
     q, k, v = (randn(33, 2, 16, device=device, dtype=FP32) for _ in range(3))
     buffer = torch.full((33, 3, 16), float("nan"), device=device)
     out, lse = attention.attention_fwd(q, k, v, docs, 0.25, out=buffer[:, :2])
-    assert out.data_ptr() == buffer.data_ptr() and buffer[:, 2].isnan().all()
+    assert out.data_ptr() == buffer.data_ptr()
+    assert buffer[:, 2].isnan().all()
     again, lse2 = attention.attention_fwd(q, k, v, docs, 0.25)
-    assert torch.equal(out, again) and torch.equal(lse, lse2)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -159,4 +161,5 @@ def test_offsets_beyond_two_to_the_31():
     out2, lse2 = attention.attention_fwd(*dense, docs, 0.125)
     grads = [torch.empty_like(t) for t in dense]
     attention.attention_bwd(dout, *dense, out2, lse2, docs, 0.125, *grads)
-    assert torch.equal(out, out2) and all(torch.equal(a, b) for a, b in zip((dq, dk, dv), grads, strict=True))
+    assert torch.equal(out, out2)
+    assert all(torch.equal(a, b) for a, b in zip((dq, dk, dv), grads, strict=True))

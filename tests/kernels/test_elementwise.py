@@ -12,7 +12,7 @@ SHAPES = [(1, 500), (70, 60), (5, 1500)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("H, d", [(1, 8), (5, 64), (3, 80)])
+@pytest.mark.parametrize(("H", "d"), [(1, 8), (5, 64), (3, 80)])
 def test_rope(device, dtype, H, d):
     torch.manual_seed(0)
     docs = make_docs([5, 1, 8], device)

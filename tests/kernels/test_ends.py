@@ -12,7 +12,7 @@ FEW = 1e-3, 5e-3, 5e-3  # a few logits carry each sum, so their rounding does no
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N, D, V", [(1, 8, 3), (50, 520, 11), (40, 100, 1000)])
+@pytest.mark.parametrize(("N", "D", "V"), [(1, 8, 3), (50, 520, 11), (40, 100, 1000)])
 def test_embedding(device, dtype, N, D, V):
     torch.manual_seed(0)
     w, dy = randn(V, D, device=device, dtype=dtype), randn(N, D, device=device, dtype=dtype)
@@ -63,7 +63,8 @@ def test_tokens_are_sorted_as_torch_sorts_them(N):
 def _compare_sort(ids):
     values, order = embedding.sort(ids)
     expected = torch.sort(ids, stable=True)
-    assert torch.equal(values.long(), expected.values) and torch.equal(order, expected.indices)
+    assert torch.equal(values.long(), expected.values)
+    assert torch.equal(order, expected.indices)
 
 
 def _loss_case(N, D, V, M, dtype, device, dw_dtype):
@@ -78,7 +79,9 @@ def _loss_case(N, D, V, M, dtype, device, dw_dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N, D, V, M, chunk", [(30, 16, 101, 30, 100), (40, 33, 70, 25, 7), (9, 8, 9001, 4, 3)])
+@pytest.mark.parametrize(
+    ("N", "D", "V", "M", "chunk"), [(30, 16, 101, 30, 100), (40, 33, 70, 25, 7), (9, 8, 9001, 4, 3)]
+)
 @pytest.mark.parametrize("dw_dtype", [torch.float32, None])
 def test_linear_cross_entropy(device, dtype, N, D, V, M, chunk, dw_dtype):
     torch.manual_seed(0)
@@ -97,7 +100,8 @@ def _compare_loss(x, w, labels, rows, dw, chunk, bounds):
     check(dx, dx64, bounds[1])
     check(dw, dw64, bounds[2])
     ignored = labels < 0
-    assert not losses[ignored].any() and not dx[ignored].any()
+    assert not losses[ignored].any()
+    assert not dx[ignored].any()
     assert torch.equal(losses, cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk))
 
 
@@ -106,11 +110,15 @@ def test_no_row_counts(device):
     x, w, labels, rows, dw = _loss_case(5, 8, 12, 0, torch.float32, device, torch.float32)
     before, dx = dw.clone(), torch.full_like(x, float("nan"))
     losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, 1.0, dw, dx)
-    assert not losses.any() and not dx.any() and torch.equal(dw, before)
+    assert not losses.any()
+    assert not dx.any()
+    assert torch.equal(dw, before)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N, D, V, M", [(2048, 1024, 32000, 2048), (1500, 2048, 50257, 1111), (512, 512, 128256, 512)])
+@pytest.mark.parametrize(
+    ("N", "D", "V", "M"), [(2048, 1024, 32000, 2048), (1500, 2048, 50257, 1111), (512, 512, 128256, 512)]
+)
 @pytest.mark.parametrize("chunk", [128, 2048])
 @pytest.mark.parametrize("dw_dtype", [torch.float32, torch.bfloat16])
 def test_linear_cross_entropy_of_a_real_vocabulary(N, D, V, M, chunk, dw_dtype):

@@ -386,7 +386,8 @@ def test_another_source_is_built_anew(fresh, monkeypatch, tmp_path):
     monkeypatch.setattr(host_adamw, "SOURCE", changed)
     host_adamw.library.cache_clear()
     assert host_adamw.library() is not None
-    assert len(list(fresh.iterdir())) == 2 and built.exists()
+    assert len(list(fresh.iterdir())) == 2
+    assert built.exists()
 
 
 @needs_compiler

@@ -48,7 +48,8 @@ def test_calls_of_one_key_are_one_specialisation_to_triton():
             key, values = kernel.key(args, options)
             _, form, options = specialise(*args, **options)
             assert found.setdefault(key, (form, options)) == (form, options)
-            assert values[0] == args[0].data_ptr() and values[2:] == list(args[2:])
+            assert values[0] == args[0].data_ptr()
+            assert values[2:] == list(args[2:])
     assert len(found) == 3 * 4 * 5 * 2 * len(counts) * 2  # alignments and dtypes, 32 or 64 bits, strides, constants
 
 
@@ -64,7 +65,8 @@ def test_the_first_launch_is_tritons_and_the_next_calls_what_it_compiled(monkeyp
     p = x.data_ptr()
     assert calls[0][2:] == (7, 1, 0.5, 32)
     assert calls[1] == (3, 1, 1, "stream", "function", "metadata", None, None, None, p, p, 7, 1, 0.25, 32)
-    assert calls[2][0].data_ptr() == p + 4 and len(kernel.forms) == 2
+    assert calls[2][0].data_ptr() == p + 4
+    assert len(kernel.forms) == 2
 
 
 def test_a_fixed_launch_calls_the_form_of_aligned_tensors_only(monkeypatch):

@@ -23,7 +23,9 @@ def test_rmsnorm(device, dtype, shape, residual):
     assert torch.equal(h, (x + r) if residual else x)
     kept = torch.empty_like(x)
     again, _, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r, out=kept)
-    assert torch.equal(again, y) and torch.equal(kept, (x + r) if residual else x) and h is kept
+    assert torch.equal(again, y)
+    assert torch.equal(kept, (x + r) if residual else x)
+    assert h is kept
     y64, rstd64, _ = reference.rmsnorm_fwd(*up(h, w), 1e-5)
     check(y, y64, ONE_ROUNDING[dtype])
     check(rstd, rstd64, FP32_SUM)
@@ -34,7 +36,8 @@ def test_rmsnorm(device, dtype, shape, residual):
     dh64 = reference.rmsnorm_bwd(*up(dy, h, w), rstd64, dw64, *up(dr))
     check(dh, dh64, GRADIENT[dtype])
     check(dw, dw64, FP32_SUM)
-    assert torch.equal(dh, rmsnorm.rmsnorm_bwd(dy, h, w, rstd, dw, dr, out=dy)) and torch.equal(dh, dy)
+    assert torch.equal(dh, rmsnorm.rmsnorm_bwd(dy, h, w, rstd, dw, dr, out=dy))
+    assert torch.equal(dh, dy)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -60,7 +63,8 @@ def test_layernorm(device, dtype, shape, residual):
     check(dh, dh64, GRADIENT[dtype])
     check(dw, dw64, FP32_SUM)
     check(db, db64, FP32_SUM)
-    assert torch.equal(dh, layernorm.layernorm_bwd(dy, h, w, mean, rstd, dw, db, dr, out=dy)) and torch.equal(dh, dy)
+    assert torch.equal(dh, layernorm.layernorm_bwd(dy, h, w, mean, rstd, dw, db, dr, out=dy))
+    assert torch.equal(dh, dy)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -24,7 +24,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("module, name", [(m, n) for m, names in MODULES.items() for n in names])
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in MODULES.items() for n in names])
 def test_launcher_and_reference_have_one_signature(module, name):
     launcher = getattr(import_module(f"trireme.kernels.{module}"), name)
     ours, plain = (inspect.signature(f).parameters.values() for f in (launcher, getattr(reference, name)))

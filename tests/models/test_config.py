@@ -27,13 +27,19 @@ LLAMA3 = dict(
 
 def test_gpt2_defaults():
     cfg = parse_config(GPT2)
-    assert cfg.is_gpt and cfg.tied and cfg.rope is None and cfg.n_units == 14
+    assert cfg.is_gpt
+    assert cfg.tied
+    assert cfg.rope is None
+    assert cfg.n_units == 14
     assert (cfg.ffn, cfg.head_dim, cfg.max_positions, cfg.eps) == (3072, 64, 1024, 1e-5)
 
 
 def test_llama_defaults():
     cfg = parse_config(LLAMA)
-    assert not cfg.is_gpt and not cfg.tied and cfg.rope == Rope(10000.0) and not cfg.qkv_bias
+    assert not cfg.is_gpt
+    assert not cfg.tied
+    assert cfg.rope == Rope(10000.0)
+    assert not cfg.qkv_bias
     assert (cfg.n_kv_heads, cfg.head_dim, cfg.max_positions, cfg.eps, cfg.window) == (32, 128, 2048, 1e-6, 0)
     assert cfg.qkv_width == 3 * 4096
 
@@ -54,7 +60,7 @@ def test_biases_by_architecture():
 
 
 @pytest.mark.parametrize(
-    "keys, window, window_from",
+    ("keys", "window", "window_from"),
     [
         (dict(model_type="mistral"), 4096, 0),  # the default of its class in transformers
         (dict(model_type="mistral", sliding_window=None), 0, 0),
@@ -67,11 +73,12 @@ def test_biases_by_architecture():
 def test_sliding_window(keys, window, window_from):
     cfg = parse_config(LLAMA | dict(num_key_value_heads=8) | keys)
     assert (cfg.window, cfg.window_from) == (window, window_from)
-    assert cfg.layer_window(31) == window and cfg.layer_window(0) == (window if window_from == 0 else 0)
+    assert cfg.layer_window(31) == window
+    assert cfg.layer_window(0) == (window if window_from == 0 else 0)
 
 
 @pytest.mark.parametrize(
-    "keys, rope",
+    ("keys", "rope"),
     [
         (dict(rope_theta=5e5), Rope(5e5)),
         (dict(rope_parameters=dict(rope_type="default", rope_theta=5e5)), Rope(5e5)),
@@ -87,12 +94,13 @@ def test_rope_in_both_forms(keys, rope):
 
 def test_attention_scale_by_layer():
     cfg = parse_config(GPT2 | dict(scale_attn_by_inverse_layer_idx=True))
-    assert cfg.layer_scale(0) == 0.125 and cfg.layer_scale(3) == 0.125 / 4
+    assert cfg.layer_scale(0) == 0.125
+    assert cfg.layer_scale(3) == 0.125 / 4
     assert parse_config(GPT2 | dict(scale_attn_weights=False)).layer_scale(3) == 1.0
 
 
 @pytest.mark.parametrize(
-    "raw, words",
+    ("raw", "words"),
     [
         (dict(model_type="mamba"), ["mamba", "gpt2, llama, mistral, qwen2, qwen3"]),
         (dict(), ["model_type"]),
@@ -129,7 +137,8 @@ def test_attention_scale_by_layer():
 def test_refused_by_name(raw, words):
     with pytest.raises(InputError) as e:
         parse_config(raw, "config.json")
-    assert "config.json" in str(e.value) and "\n" not in str(e.value)
+    assert "config.json" in str(e.value)
+    assert "\n" not in str(e.value)
     assert all(word in str(e.value) for word in words), str(e.value)
 
 

@@ -81,7 +81,8 @@ def test_learned_positions_end():
     tiny = Tiny(cfg, reference.state_dict())
     long, short = [7] * 60, [7] * 3
     ours = generate(cfg, fetch_of(tiny), [long, short], 10)
-    assert [len(t) for t in ours] == [4, 10] and ours == [
+    assert [len(t) for t in ours] == [4, 10]
+    assert ours == [
         *oracle_generate(reference, [long], 4),
         *oracle_generate(reference, [short], 10),
     ]
@@ -153,7 +154,8 @@ def test_prompts_differ():
     data = SimpleNamespace(batches=lambda rows: iter(pairs))
     first, second, third = ([*row * 4][:8] for row in (rows[0], rows[1], rows[3]))
     assert sample.prompts(data, 3) == [first, second, third]
-    assert sample.prompts(data, 9) == [first, second, third] and sample.prompts(data, 1) == [first]
+    assert sample.prompts(data, 9) == [first, second, third]
+    assert sample.prompts(data, 1) == [first]
 
 
 def test_learned_positions_leave_room_for_a_token():
@@ -164,7 +166,8 @@ def test_a_cache_takes_what_is_said():
     cache = _Cache(LLAMA, 3, 40 + 48, "cpu", torch.bfloat16)
     rest = needs(replace(LLAMA, n_layers=1), 3, 40, 48, 2)
     each = (cache.k.nbytes + cache.v.nbytes) // LLAMA.n_layers
-    assert needs(LLAMA, 3, 40, 48, 2) == rest + (LLAMA.n_layers - 1) * each and rest > each
+    assert needs(LLAMA, 3, 40, 48, 2) == rest + (LLAMA.n_layers - 1) * each
+    assert rest > each
 
 
 @pytest.mark.parametrize("after", range(6))
@@ -182,5 +185,6 @@ def test_out_of_memory_costs_the_sample_alone(after, monkeypatch):
 
     monkeypatch.setattr(sample, "views", views)
     assert sample.sample(e, Words(), LONG) == [(Words().decode(ids), sample.NO_ROOM, True) for ids in LONG]
-    assert e.memory.owned() == 0 and not e.weights.held
+    assert e.memory.owned() == 0
+    assert not e.weights.held
     assert train(e, steps) == expected

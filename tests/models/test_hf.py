@@ -23,7 +23,7 @@ def test_names_as_they_are(cfg):
     assert canonical_names(cfg, found) == sources(cfg, found) == {name: name for name in found}
 
 
-@pytest.mark.parametrize("cfg, prefix", [(GPT2, "transformer."), (TIED, "model.")])
+@pytest.mark.parametrize(("cfg", "prefix"), [(GPT2, "transformer."), (TIED, "model.")])
 def test_base_model_without_prefix(cfg, prefix):
     found = {name.removeprefix(prefix): shape for name, shape in shapes_of(cfg).items()}
     assert sources(cfg, found) == {name: name.removeprefix(prefix) for name in shapes_of(cfg)}
@@ -33,22 +33,24 @@ def test_tied_in_either_direction():
     found = shapes_of(TIED)
     both = found | {"lm_head.weight": found[EMBED]}
     only_head = {name: shape for name, shape in both.items() if name != EMBED}
-    assert sources(TIED, both)[EMBED] == EMBED and sources(TIED, dict(reversed(both.items())))[EMBED] == EMBED
+    assert sources(TIED, both)[EMBED] == EMBED
+    assert sources(TIED, dict(reversed(both.items())))[EMBED] == EMBED
     assert canonical_names(TIED, both)["lm_head.weight"] == EMBED
     assert sources(TIED, only_head)[EMBED] == "lm_head.weight"
 
 
 @pytest.mark.parametrize(
-    "cfg, buffers",
+    ("cfg", "buffers"),
     [
         (GPT2, ["transformer.h.0.attn.bias", "h.1.attn.masked_bias"]),
         (LLAMA, ["model.layers.1.self_attn.rotary_emb.inv_freq"]),
     ],
 )
 def test_buffers_are_ignored(cfg, buffers):
-    found = shapes_of(cfg) | {name: (1, 1, 16, 16) for name in buffers}
+    found = shapes_of(cfg) | dict.fromkeys(buffers, (1, 1, 16, 16))
     names = canonical_names(cfg, found)
-    assert all(names[name] is None for name in buffers) and sources(cfg, found).keys() == shapes_of(cfg).keys()
+    assert all(names[name] is None for name in buffers)
+    assert sources(cfg, found).keys() == shapes_of(cfg).keys()
 
 
 def test_faults_are_named():

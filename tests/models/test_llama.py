@@ -17,9 +17,9 @@ KEYS = dict(
 )
 
 
-@pytest.mark.parametrize("dtype, grad_dtype", [("F32", "F32"), ("BF16", "F32"), ("BF16", "BF16")])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [("F32", "F32"), ("BF16", "F32"), ("BF16", "BF16")])
 @pytest.mark.parametrize(
-    "model_type, more",
+    ("model_type", "more"),
     [
         ("llama", {}),
         ("llama", dict(attention_bias=True, mlp_bias=True)),
@@ -34,6 +34,7 @@ def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
 def test_fused_operand_is_a_view_of_neighbours():
     flat = torch.arange(24.0)
     a, b, c = flat[:8].view(2, 4), flat[8:12].view(1, 4), flat[12:24].view(3, 4)
-    assert torch.equal(fuse(a, b, c), flat.view(6, 4)) and fuse(a, b).data_ptr() == flat.data_ptr()
+    assert torch.equal(fuse(a, b, c), flat.view(6, 4))
+    assert fuse(a, b).data_ptr() == flat.data_ptr()
     with pytest.raises(AssertionError):
         fuse(a, c)

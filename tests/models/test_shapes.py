@@ -42,7 +42,8 @@ def test_parameters():
 def test_units():
     cfg = parse_config(GPT2)
     names = shapes.unit_names(cfg)
-    assert len(names) == cfg.n_units == 14 and (names[0], names[12], names[13]) == ("embed", "block011", "head")
+    assert len(names) == cfg.n_units == 14
+    assert (names[0], names[12], names[13]) == ("embed", "block011", "head")
     assert [g[0][0] for g in shapes.weight_groups(cfg, 13)] == ["transformer.ln_f.weight", "transformer.ln_f.bias"]
 
 
@@ -153,7 +154,7 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward) -> None:
         model.backward(cfg, u, tiny.w[u], tiny.g[u], x, saved, dy, rows, dx)
 
 
-UNITS = pytest.mark.parametrize("halves, u", [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])
+UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])
 
 
 @UNITS
@@ -185,7 +186,8 @@ def test_halves_make_a_block():
     for raw in (GPT2, LLAMA3_8B):
         whole, cut = parse_config(raw), replace(parse_config(raw), halves=True)
         assert shapes.unit_names(cut)[:4] == ["embed", "attn000", "mlp000", "attn001"]
-        assert cut.n_units == 2 * whole.n_layers + 2 and [shapes.layer(cut, u) for u in (1, 2, 3)] == [0, 0, 1]
+        assert cut.n_units == 2 * whole.n_layers + 2
+        assert [shapes.layer(cut, u) for u in (1, 2, 3)] == [0, 0, 1]
         for u in (1, whole.n_layers):
             pair = (2 * u - 1, 2 * u)
             assert shapes.weight_parts(whole, u) == [part for v in pair for part in shapes.weight_parts(cut, v)]

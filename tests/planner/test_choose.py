@@ -143,7 +143,8 @@ def test_reasons_are_of_the_plan():
     assert "rather than 1,024 add to the gradients less often" in say(tokens=2048, n_micro=1)
     away = first.changed(range(n), x="host", weights="host", state="host", saved=())
     said = say(units=away.units, between="host")
-    assert f"the inputs of {SMALL.n_layers} blocks wait outside the GPU (" in said and "holds the state" not in said
+    assert f"the inputs of {SMALL.n_layers} blocks wait outside the GPU (" in said
+    assert "holds the state" not in said
     assert f"holds the state of 1 of {n} units" in say(units=away.changed({0}, weights="gpu", state="gpu").units)
 
 
@@ -158,7 +159,9 @@ def test_the_front_costs_more_bytes_for_less_recomputation():
     sets = front(GPT3_13B, 1024)
     nbytes = [sum(shapes.saved_bytes(GPT3_13B, 1024, 2)[n] for n in names) for names in sets]
     again = [shapes.recompute_flops(GPT3_13B, frozenset(names), 1024, 1 << 19) for names in sets]
-    assert nbytes == sorted(nbytes) and again == sorted(again, reverse=True) and again[-1] == 0
+    assert nbytes == sorted(nbytes)
+    assert again == sorted(again, reverse=True)
+    assert again[-1] == 0
 
 
 def test_activations_travel_where_ram_and_the_bus_have_room():
@@ -174,7 +177,7 @@ def test_activations_travel_where_ram_and_the_bus_have_room():
 
 
 @pytest.mark.parametrize(
-    "gpu, ram, drive, drives, sizes",
+    ("gpu", "ram", "drive", "drives", "sizes"),
     [("h200", 2048, "p5510", 12, [(16384, 4), (8192, 8), (4096, 16)]),
      ("rtx4090", 64, "gen4", 4, [(16384 >> k, 8 << k) for k in range(5)])],
 )  # fmt: skip
@@ -193,7 +196,8 @@ def test_bursts_of_activations_get_more_slots():
     limits, rates = {"gpu": 248 * MIB, "host": 1422 * MIB}, replace(RATES, matmul=1e13, d2h=5e9)
     choice = choose(SMALL, limits, rates, 256, **RULE | dict(batch_tokens=[(1024, 8), (512, 16)]))
     seconds = lambda p: predict(SMALL, p, rates, Batch(p.tokens, 256, p.n_micro)).step_s
-    assert choice.plan.swap_slots > 2 and any(unit.names("host") for unit in choice.plan.units)
+    assert choice.plan.swap_slots > 2
+    assert any(unit.names("host") for unit in choice.plan.units)
     assert seconds(choice.plan) < 0.98 * seconds(replace(choice.plan, swap_slots=2))
 
 
@@ -209,7 +213,8 @@ def test_half_blocks_where_whole_ones_do_not_fit():
     assert least.value.need["gpu"] < whole.value.need["gpu"]
     room = (least.value.need["gpu"] + whole.value.need["gpu"]) // 2
     choice = choose(wide, limits(room), RATES, 256, **rule)
-    assert choice.plan.halves and len(choice.plan.units) == 2 * wide.n_layers + 2
+    assert choice.plan.halves
+    assert len(choice.plan.units) == 2 * wide.n_layers + 2
     assert fits(Geometry.of(wide, choice.plan), choice.plan, limits(room))
     assert any("halves of blocks" in line for line in choice.because)
     begun = dict(like=choice.plan, halves=True, batch_tokens=[(choice.plan.tokens, choice.plan.n_micro)])
@@ -234,6 +239,7 @@ def test_405b_on_24_gib(ram):
     m = machine(GPUS["rtx4090"], ram << 30, DRIVES["gen4"], 4)
     rule = dict(dtype="BF16", mode="backward", record=record_size(shapes.parameters(LLAMA_405B), m.limits["host"]))
     plan = simple_plan(LLAMA_405B, m.limits, batch_tokens=[(1024, 16)], **rule)
-    assert plan.halves and fits(Geometry.of(LLAMA_405B, plan), plan, m.limits)
+    assert plan.halves
+    assert fits(Geometry.of(LLAMA_405B, plan), plan, m.limits)
     with pytest.raises(DoesNotFit, match="of GPU memory"):
         simple_plan(LLAMA_405B, m.limits, batch_tokens=[(1024, 16)], halves=False, **rule)

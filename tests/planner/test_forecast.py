@@ -42,20 +42,23 @@ def test_the_memory_table_adds_up(machine):
     cells = [[float(x) * 1024 ** (unit == "GiB") for x, unit in re.findall(r"([\d.]+) (GiB|MiB)", r)] for r in rows]
     total = usage(f.geo, f.plan)
     assert cells[-2][:2] == pytest.approx([total["gpu"] / 2**20, total["host"] / 2**20], rel=0.01)
-    assert all(tier in TIERS for tier in {b.tier for b in buffers(f.geo, f.plan)}) and workspace(f.geo, f.plan)
+    assert all(tier in TIERS for tier in {b.tier for b in buffers(f.geo, f.plan)})
+    assert workspace(f.geo, f.plan)
 
 
 def test_a_drive_that_binds_is_named_and_more_of_it_helps():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     lines = "\n".join(f.lines())
-    assert "limited by the SSD" in lines and re.search(r"ssd +[\d.]+ GB read and [\d.]+ GB written a step", lines)
+    assert "limited by the SSD" in lines
+    assert re.search(r"ssd +[\d.]+ GB read and [\d.]+ GB written a step", lines)
     assert "--adam-bits 8" in lines or "--batch-size 32" in lines or "twice the drives" in lines
 
 
 def test_a_larger_step_is_not_offered_where_there_are_no_more_sequences():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", most=31)
     names = lambda f: [name for name, _ in f._changes()]
-    assert "--batch-size 32" not in names(f) and "--batch-size 32" in names(replace(f, most=32))
+    assert "--batch-size 32" not in names(f)
+    assert "--batch-size 32" in names(replace(f, most=32))
 
 
 def test_wear_is_of_the_drive_not_of_its_free_room():
@@ -105,14 +108,17 @@ def test_a_change_for_which_the_drives_have_no_room_is_not_offered(monkeypatch):
     changed = replace(f, sequences=32, data=inputs)
     monkeypatch.setattr(Forecast, "_changes", lambda self: [("more", lambda: replace(changed, machine=self.machine))])
     offered = lambda ssd: replace(f, machine=replace(f.machine, ssd=ssd)).faster_lines(f.predict())
-    assert offered(changed.disk()) and not offered(changed.disk() - 1)
+    assert offered(changed.disk())
+    assert not offered(changed.disk() - 1)
     changed = replace(changed, held=10**9)  # by a run that goes on, of what it needs
-    assert offered(changed.disk() - 10**9) and not offered(changed.disk() - 10**9 - 1)
+    assert offered(changed.disk() - 10**9)
+    assert not offered(changed.disk() - 10**9 - 1)
 
 
 @pytest.mark.parametrize("nbytes", [1, 999 << 20, 1001 << 20, 1023 << 20, 1 << 30, 999 << 30, 1001 << 30, 9999 << 30])
 def test_cells_of_the_memory_table_keep_apart(nbytes):
-    assert len(_cell(nbytes)) == 10 and _cell(nbytes)[0] == " "
+    assert len(_cell(nbytes)) == 10
+    assert _cell(nbytes)[0] == " "
 
 
 def test_a_step_of_less_takes_less():
@@ -126,8 +132,10 @@ def test_inputs_that_nothing_else_holds_go_to_the_drive_and_are_counted_there():
     f = Forecast(SEVEN_B, plan, m, m.limits, 2048, 64, 1000)
     inputs = 16 * 8192 * 4096 * 2 * sum(unit.x == "ssd" for unit in plan.units[1:])
     part = f.disk_parts()
-    assert inputs > 30e9 and f.disk() == 2 * f.stored() + part["spares"] + part["export"] + inputs
-    assert "activations" in f.disk_line() and f.predict().ssd_written > inputs
+    assert inputs > 30e9
+    assert f.disk() == 2 * f.stored() + part["spares"] + part["export"] + inputs
+    assert "activations" in f.disk_line()
+    assert f.predict().ssd_written > inputs
     tight = replace(f, machine=replace(f.machine, ssd=f.disk() - f.stored()))
     assert "short by" in tight.disk_line()
     assert replace(tight, held=tight.stored()).disk_line().endswith("fits"), "a run that goes on has its store already"
@@ -137,7 +145,8 @@ def test_a_long_start_is_said():
     f = forecast("gpu=rtx4090,ram=128GiB")
     held = usage(f.geo, f.plan)["host"]
     half = replace(f, machine=replace(f.machine, rates=replace(f.machine.rates, pin=f.machine.rates.pin / 2)))
-    assert f.start_s() == held / f.machine.rates.pin > 10 and half.start_s() == 2 * f.start_s()
+    assert f.start_s() == held / f.machine.rates.pin > 10
+    assert half.start_s() == 2 * f.start_s()
     assert f"to pin {held / 2**30:.1f} GiB of RAM" in "\n".join(f.lines())
     assert not any(line.startswith("start") for line in forecast("gpu=h200,ram=64GiB").lines()), "little is in RAM"
     assert replace(f, cuda=False).start_s() == 0.0
@@ -146,7 +155,8 @@ def test_a_long_start_is_said():
 def test_short_documents_are_predicted_to_take_less():
     f = forecast("gpu=rtx4090,ram=128GiB")
     short = replace(f, document=128)
-    assert short.predict().step_s < f.predict().step_s and f.predict() == replace(f, document=2048).predict()
+    assert short.predict().step_s < f.predict().step_s
+    assert f.predict() == replace(f, document=2048).predict()
 
 
 def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
@@ -223,12 +233,14 @@ def test_what_would_be_faster_is_searched_for_in_dry_runs_alone(checkpoint, monk
     again, searched = Forecast.again, []
     monkeypatch.setattr(Forecast, "again", lambda *given, **more: searched.append(1) or again(*given, **more))
     said = report(replace(job, options=replace(job.options, dry_run=False)))
-    assert not searched and not any(line.startswith("faster") for line in said)
-    assert any(line.startswith("faster") for line in report(job)) and searched
+    assert not searched
+    assert not any(line.startswith("faster") for line in said)
+    assert any(line.startswith("faster") for line in report(job))
+    assert searched
 
 
 @pytest.mark.parametrize(
-    "machine, says",
+    ("machine", "says"),
     [("gpu=rtx4090,ram=64GiB", "Add ssd="), ("gpu=2GiB,ram=64GiB,ssd=2TB", "--gpu-memory"),
      ("gpu=1GiB,ram=64GiB", "1.25 GiB of the GPU"), ("gpu=rtx4090,ram=2GiB,ssd=2TB", "--ram"),
      ("gpu=rtx4090,ram=64GiB,ssd=100GB", "Raise ssd to 1TB")],
@@ -236,10 +248,11 @@ def test_what_would_be_faster_is_searched_for_in_dry_runs_alone(checkpoint, monk
 def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine, says):
     assert dry_run(checkpoint, "--assume", machine) == 3
     err = capsys.readouterr().err
-    assert says in err and err.count("\n") == 1
+    assert says in err
+    assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option, tier", [("--ram", "ram"), ("--gpu-memory", "gpu")])
+@pytest.mark.parametrize(("option", "tier"), [("--ram", "ram"), ("--gpu-memory", "gpu")])
 def test_the_way_out_leads_out(checkpoint, capsys, option, tier):
     """What the line says, added to what was assumed, is enough."""
     machine = {"gpu": "rtx4090", "ram": "64GiB", "ssd": "2TB"} | {tier: "1536MiB"}
@@ -278,12 +291,15 @@ def test_documents_and_labels_are_predicted_as_they_are(tmp_path, monkeypatch):
     job = prepare(Options(model=model, data=(rows,), out=out, seq_len=256, batch_size=4, device="cpu"))
     f, data = of_job(job), job.data
     lengths = data.pieces["length"]
-    assert lengths.mean() < data.document < lengths.max() < 256 and 0 < data.trained < 0.2
+    assert lengths.mean() < data.document < lengths.max() < 256
+    assert 0 < data.trained < 0.2
     (tokens, learned), documents = asked
-    assert set(documents[:-1]) == {data.document} and sum(documents) == tokens == f.batch.tokens < 4 * 256
+    assert set(documents[:-1]) == {data.document}
+    assert sum(documents) == tokens == f.batch.tokens < 4 * 256
     assert learned == round(data.trained * tokens)
     on_disk = sum(file.stat().st_size for file in Path(out).glob("tokens/*/tokens"))
-    assert f.disk_parts()["tokens"] == f.held == on_disk > 0 and ", tokens " in f.disk_line()
+    assert f.disk_parts()["tokens"] == f.held == on_disk > 0
+    assert ", tokens " in f.disk_line()
     forward = [s.end - s.start for s in f.predict().spans if s.name.startswith("forward block")]
     assert forward == pytest.approx([1.0] * 4, rel=0.01)
 
@@ -297,8 +313,11 @@ def test_what_is_exported_is_as_large_as_the_source_and_once_more_for_the_best(t
     given = Options(model=model, data=(text,), val=val, out=out, seq_len=64, max_steps=1, device="cpu", dtype="bf16")
     f, size = of_job(prepare(given)), (tmp_path / "model" / "model.safetensors").stat().st_size
     part = f.disk_parts()
-    assert size > 3 * f.geo.weights[0].span and part["export"] == size and part["best"] == (size if val else 0)
-    assert f.disk() == sum(part.values()) and (", as much again for the best" in f.disk_line()) == bool(val)
+    assert size > 3 * f.geo.weights[0].span
+    assert part["export"] == size
+    assert part["best"] == (size if val else 0)
+    assert f.disk() == sum(part.values())
+    assert (", as much again for the best" in f.disk_line()) == bool(val)
     shutil.copytree(model, Path(out) / "best")
     held = of_job(prepare(given)).held
     assert held - f.held == pytest.approx(size, abs=1 << 16), (

@@ -39,7 +39,8 @@ def test_what_was_measured_is_kept_while_the_machine_is_the_same(cache):
     measure = lambda: calls.append(1) or {"h2d": 5e10}
     assert probe.kept({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured, 0 s")
     assert probe.kept({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured before")
-    assert probe.kept({"gpu": "B"}, measure)[1] == "measured, 0 s" and len(calls) == 2
+    assert probe.kept({"gpu": "B"}, measure)[1] == "measured, 0 s"
+    assert len(calls) == 2
     for file in (cache / "trireme").iterdir():
         file.unlink()
     assert probe.kept({"gpu": "A"}, measure)[1] == "measured, 0 s"
@@ -64,20 +65,25 @@ def test_rates_are_not_kept_where_others_may_write(cache, monkeypatch):
     (file,) = (cache / "trireme").iterdir()
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)  # the folder is somebody else's
     assert probe.kept({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
-    assert json.loads(file.read_text())["rates"] == {"h2d": 1.0} and list((cache / "trireme").iterdir()) == [file]
+    assert json.loads(file.read_text())["rates"] == {"h2d": 1.0}
+    assert list((cache / "trireme").iterdir()) == [file]
 
 
 @pytest.mark.gpu
 def test_what_bus_and_updates_keep_beside_each_other():
     found = probe.processor_rates(torch.device("cuda"), "BF16")
-    assert 0 < found["reading"] <= 1 and 0 < found["duplex"] <= 1 and found["beside"] == 1  # others may use the box too
-    assert found["dram"] >= ADAM_BYTES * found["adam"] and min(found["h2d"], found["d2h"]) > 1e9
+    assert 0 < found["reading"] <= 1
+    assert 0 < found["duplex"] <= 1
+    assert found["beside"] == 1
+    assert found["dram"] >= ADAM_BYTES * found["adam"]
+    assert min(found["h2d"], found["d2h"]) > 1e9
 
 
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
     before = sorted(os.listdir(tmp_path))
     found = probe.drive_rates(tmp_path, seconds=0.0, most=2 * probe.CHUNK)
-    assert found.keys() == RATES.keys() and all(value > 0 for value in found.values())
+    assert found.keys() == RATES.keys()
+    assert all(value > 0 for value in found.values())
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -93,13 +99,16 @@ def test_a_drive_that_fails_leaves_nothing_either(tmp_path, monkeypatch):
 
 def test_this_machine_and_its_drives(tmp_path, monkeypatch):
     made = this_machine(CPU, "F32", {"gpu": 1 << 30, "host": 1 << 30}, [str(tmp_path / "not" / "yet")])
-    assert min(made.rates.matmul, made.rates.copy, made.rates.adam, made.rates.ssd_read) > 0 and made.ssd > 0
-    assert "assumed" in made.drives and "(measured)" in made.describe()
+    assert min(made.rates.matmul, made.rates.copy, made.rates.adam, made.rates.ssd_read) > 0
+    assert made.ssd > 0
+    assert "assumed" in made.drives
+    assert "(measured)" in made.describe()
     assert made.endurance == ENDURANCE * shutil.disk_usage(tmp_path).total, "what is full of other files wears too"
     monkeypatch.setattr(probe, "drive_rates", lambda folder: RATES)
     known = with_drives(made, [str(tmp_path), str(tmp_path / "same drive")])
     assert (known.rates.ssd_read, known.rates.ssd_write, known.rates.mixed) == (3e9, 2e9, 0.8)
-    assert "assumed" not in known.drives and "(measured, 0 s)" in known.drives
+    assert "assumed" not in known.drives
+    assert "(measured, 0 s)" in known.drives
     assert "(measured before)" in with_drives(made, [str(tmp_path)]).drives
 
 
@@ -110,7 +119,7 @@ def group(folder, limit: str, used: int, cache: int, names=("memory.max", "memor
 
 
 @pytest.mark.parametrize(
-    "own, least",
+    ("own", "least"),
     [
         ("0::/job/step\n", 300),  # the middle group binds: 1000 - 900 + 200 of page cache
         ("0::/job\n", 300),
@@ -164,7 +173,8 @@ def test_what_is_timed_is_what_is_predicted(monkeypatch):
         kind: sum(s for name, s in found.items() if name.startswith(f"{kind} block"))
         for kind in ("forward", "backward")
     }
-    assert sums == pytest.approx({"forward": 2 * 2.0 + 4 * 1.0, "backward": 2 * 3.0 + 4 * 5.0}) and found["loss"] == 7.0
+    assert sums == pytest.approx({"forward": 2 * 2.0 + 4 * 1.0, "backward": 2 * 3.0 + 4 * 5.0})
+    assert found["loss"] == 7.0
     n = max(shapes.parameters(SMALL, u) for u in range(SMALL.n_units))
     finish = durations(SMALL, p, rates, batch)("compute", "finish x", 3 * 4 * n)
     assert finish == pytest.approx(0.5, rel=1e-3)
@@ -178,14 +188,16 @@ def test_long_micro_batches_are_timed_in_part(monkeypatch):
     p, batch = like(SMALL), Batch(4096, 2048, 1)
     whole = unit_seconds(SMALL, p, as_planned(known(), SMALL, p, batch, CPU).rates, batch)
     part = unit_seconds(SMALL, p, as_planned(slow, SMALL, p, batch, CPU).rates, batch)
-    assert asked[0] == 4096 and 512 <= asked[1] < 2048
+    assert asked[0] == 4096
+    assert 512 <= asked[1] < 2048
     assert part["forward block000"] > 2 * whole["forward block000"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("cfg", [LLAMA, GPT])
 def test_computations_are_timed(cfg):
     timed = as_planned(known(), cfg, like(cfg, 1), Batch(64, 30, 1, trained=0.5), CPU).rates
-    assert min(getattr(timed, kind) for kind in COMPUTATION) > 0 and timed.matmul == known().rates.matmul
+    assert min(getattr(timed, kind) for kind in COMPUTATION) > 0
+    assert timed.matmul == known().rates.matmul
     assert timed.forward != timed.backward != timed.loss
 
 

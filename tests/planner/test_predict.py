@@ -34,7 +34,8 @@ def test_what_a_step_waits_for_does_not_wait_behind_records():
     p = plan(ONE_B, UnitPlan("ssd", "ssd", x="ssd"), n_micro=8, mode="backward", window=1, piece=1)
     rates = replace(RATES, ssd_read=2.8e10, ssd_write=5.6e9, matmul=8e14)
     found = predict(ONE_B, p, rates, Batch(16384, 1024, 8))
-    assert found.bound == "ssd" and found.step_s < 1.25 * found.busy["ssd"]
+    assert found.bound == "ssd"
+    assert found.step_s < 1.25 * found.busy["ssd"]
 
 
 def test_updates_delay_copies_to_the_gpu():
@@ -95,7 +96,7 @@ MEASURED = [  # seconds of a step on an H200 limited to 24 GiB, 32,768 tokens in
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cfg, plan, rates, seconds", [m[1:] for m in MEASURED], ids=[m[0] for m in MEASURED])
+@pytest.mark.parametrize(("cfg", "plan", "rates", "seconds"), [m[1:] for m in MEASURED], ids=[m[0] for m in MEASURED])
 def test_measured_steps_are_met(cfg, plan, rates, seconds):
     assert predict(cfg, plan, rates, Batch(16384, 1024, 2)).step_s == pytest.approx(seconds, rel=0.05)
 
@@ -105,9 +106,11 @@ def test_labels_that_do_not_count_cost_nothing():
     cfg = replace(SMALL, n_layers=1, vocab=65536)
     p = plan(cfg, UnitPlan(), tokens=4096)
     few, all_ = (unit_seconds(cfg, p, RATES, Batch(4096, 256, 2, share)) for share in (0.25, 1.0))
-    assert few["loss"] == pytest.approx(all_["loss"] / 4, rel=0.2) and few | all_ == all_
+    assert few["loss"] == pytest.approx(all_["loss"] / 4, rel=0.2)
+    assert few | all_ == all_
     lengths = Batch(4096, 1000, 2).lengths
-    assert lengths == [1000] * 4 + [96] and Batch(4096, 1024, 2).lengths == [1024] * 4
+    assert lengths == [1000] * 4 + [96]
+    assert Batch(4096, 1024, 2).lengths == [1024] * 4
 
 
 def test_small_blocks_wait_for_the_host():
@@ -143,18 +146,23 @@ def test_rates_from_what_was_measured():
     """As a benchmark hands them over: infinite where there was nothing to measure."""
     found = rates_of(dict(matmul=7e14, h2d=5e10, d2h=4e10, adam=5e9, ssd_read=math.inf, ssd_write=math.inf, other=1.0))
     assert (found.matmul, found.h2d, found.d2h, found.ssd_read) == (7e14, 5e10, 4e10, 0.0)
-    assert found.dram > ADAM_BYTES * found.adam and found.copy > 1e12
+    assert found.dram > ADAM_BYTES * found.adam
+    assert found.copy > 1e12
     on_cpu = rates_of(dict(matmul=1e11, adam=1e9, h2d=math.inf, duplex=0.8))
-    assert on_cpu.copy == on_cpu.dram and on_cpu.duplex == 0.8
+    assert on_cpu.copy == on_cpu.dram
+    assert on_cpu.duplex == 0.8
     assert on_cpu.h2d == on_cpu.d2h == on_cpu.dram / 2  # a copy in RAM reads and writes all that it moves
 
 
 def test_a_machine_by_its_parts():
     made = assume("gpu=rtx4090, ram=128GiB, ssd=2x2TB@7/5, dram=60")
-    assert made.gpu == 24 << 30 and made.ram == 128 << 30 and made.ssd == 4 * 10**12
+    assert made.gpu == 24 << 30
+    assert made.ram == 128 << 30
+    assert made.ssd == 4 * 10**12
     assert (made.rates.ssd_read, made.rates.ssd_write, made.rates.dram) == (14e9, 10e9, 60e9)
     assert made.endurance == pytest.approx(2400e12)
-    assert made.limits["gpu"] < made.gpu and made.limits["host"] < made.ram
+    assert made.limits["gpu"] < made.gpu
+    assert made.limits["host"] < made.ram
 
 
 def test_a_drive_without_rates_is_past_its_cache():
@@ -163,7 +171,9 @@ def test_a_drive_without_rates_is_past_its_cache():
 
 def test_a_gpu_by_its_memory_is_as_fast_as_a_known_one():
     made = assume("gpu=16GiB,ram=64GiB")
-    assert made.gpu == 16 << 30 and made.rates.matmul == GPUS["rtx4090"].matmul and made.ssd == 0
+    assert made.gpu == 16 << 30
+    assert made.rates.matmul == GPUS["rtx4090"].matmul
+    assert made.ssd == 0
 
 
 @pytest.mark.parametrize(
@@ -179,7 +189,7 @@ def test_what_is_no_machine_is_refused(text):
         assume(text)
 
 
-@pytest.mark.parametrize("homes, off", [("host", 0.01), ("ssd", 0.02)])
+@pytest.mark.parametrize(("homes", "off"), [("host", 0.01), ("ssd", 0.02)])
 def test_very_many_micro_batches_pass_some_as_one(homes, off, monkeypatch):
     m = assume("gpu=rtx4090,ram=512GiB,ssd=2x2TB@7/5")
     by_rule = simple_plan(SEVEN_B, m.limits, batch_tokens=[(2048, 48)], dtype="BF16", homes=homes)
@@ -199,4 +209,5 @@ def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
     p, batch = plan(wide, UnitPlan("host", "host"), tokens=2048, piece=1), Batch(2048, 2048, 2)
     rough, exact = (predict(wide, p, RATES, batch, roughly) for roughly in (True, False))
     assert rough.step_s == pytest.approx(exact.step_s, rel=0.01)
-    assert not rough.spans and sum(s.name == "finish block000" for s in exact.spans) > 60
+    assert not rough.spans
+    assert sum(s.name == "finish block000" for s in exact.spans) > 60

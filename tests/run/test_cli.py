@@ -101,7 +101,8 @@ def test_weights_that_are_not_numbers(here, capsys):
     set_weight("model.norm.weight", np.full(128, np.nan, np.float32))
     assert finetune.main(list(TRAIN)) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and "nan" in err.lower()
+    assert err.startswith("error: ")
+    assert "nan" in err.lower()
 
 
 MESSAGES = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
@@ -186,7 +187,7 @@ def test_a_request_that_cannot_be_met(here, capsys, name):
 
 
 @pytest.mark.parametrize(
-    "given, option", [(["--ram", "8MiB"], "--ram"), (["--ram", "8MiB", "--max-grad-norm", "0"], "--ram"),
+    ("given", "option"), [(["--ram", "8MiB"], "--ram"), (["--ram", "8MiB", "--max-grad-norm", "0"], "--ram"),
                       (["--ram", "1GiB", "--gpu-memory", "2MiB"], "--gpu-memory"),
                       (["--ram", "1MiB", "--gpu-memory", "40MiB"], "--ram")]
 )  # fmt: skip
@@ -194,13 +195,15 @@ def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, given, 
     """On a CPU both tiers are RAM: the option to raise is the one that was given too little."""
     said = fails(capsys, here, *TRAIN, *given, "--dry-run", code=3)
     ((named, more),) = re.findall(r"Raise (--\S+) by ([\d.]+) MiB", said)
-    assert named == option and "and --" not in said
+    assert named == option
+    assert "and --" not in said
     at = given.index(option) + 1
     now = re.fullmatch(r"(\d+)MiB", given[at])[1]
     enough = [*given[:at], f"{float(now) + float(more)}MiB", *given[at + 1 :]]
     assert finetune.main([*TRAIN, *enough, "--dry-run"]) == 0
     total, limit = re.findall(r"(?:total|limit) .*", capsys.readouterr().out)[:2]
-    assert "MiB" in total and "MiB" in limit
+    assert "MiB" in total
+    assert "MiB" in limit
 
 
 def test_limits_beyond_the_machine_are_warned_of(here, capsys):
@@ -224,8 +227,10 @@ def test_lengths_that_contradict_each_other_are_noted(here, capsys):
 def test_without_installation_what_to_do_is_said():
     bare = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "finetune.py"), "--help"]
     done = subprocess.run(bare, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: trireme is not installed")
-    assert f"pip install -e {ROOT}" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: trireme is not installed")
+    assert f"pip install -e {ROOT}" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_examples_are_shown_once_however_many_are_asked_for(here, capsys):
@@ -248,10 +253,12 @@ def test_a_step_has_no_more_sequences_than_the_data(here, capsys):
         assert finetune.main(["model", *data, "--out", "out", *step]) == 0
         out = capsys.readouterr().out
         (count,) = re.findall(r"packed into (\d+) sequences", out)
-        assert f" of {count} sequences" in out and f", {count} micro-batches of 1\n" in out
+        assert f" of {count} sequences" in out
+        assert f", {count} micro-batches of 1\n" in out
         assert (f"fewer than --batch-size {int(batch_size):,}" in out) == (int(batch_size) > int(count))
         lines.append(re.findall(r"^ +(?:activations|total) .*", out, re.MULTILINE))
-    assert lines[1] == lines[2] and int(count) < 47
+    assert lines[1] == lines[2]
+    assert int(count) < 47
 
 
 @pytest.mark.parametrize("limits", [["--ram", "12MiB"], ["--ram", "1GiB", "--gpu-memory", "12MiB"]])
@@ -325,17 +332,20 @@ def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
     code, output = in_terminal([*argv, "--max-steps", "100000"], r"step +[5-9]\d*/|step +\d\d+/", b"\x03")
     lines = on_screen(output)
     assert code == 130
-    assert "step 0  eval_loss 6." in output and "(before training)" in output
+    assert "step 0  eval_loss 6." in output
+    assert "(before training)" in output
     assert len([line for line in lines if re.match(r"step +\d+/100000  loss", line)]) <= 2, "one live line"
     (saved,) = [line for line in lines if "Resume: python scripts/finetune.py --resume runs/first" in line]
     step = int(re.search(r"step (\d+)", saved)[1])
 
     assert finetune.main(["--resume", "--max-steps", str(step + 3)]) == 0, "the latest run, found by itself"
     said = capsys.readouterr().out
-    assert f"resumed at step {step}" in said and "check    reopened: 38 tensors" in said
+    assert f"resumed at step {step}" in said
+    assert "check    reopened: 38 tensors" in said
     records = [json.loads(line) for line in Path("runs/first/log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "loss" in r] == list(range(1, step + 4))
-    assert Path("runs/first/loss.svg").exists() and Path("runs/first/model.safetensors").exists()
+    assert Path("runs/first/loss.svg").exists()
+    assert Path("runs/first/model.safetensors").exists()
 
 
 COMMAND = [sys.executable, str(ROOT / "scripts" / "finetune.py")]
@@ -363,7 +373,8 @@ def test_asked_to_stop_while_it_reads_it_leaves_all_as_it_was(here, number, agai
     if again:
         killed = reading(*PIPED)
         killed.kill()
-        assert killed.wait() == -signal.SIGKILL and Path("out/config.yaml").exists()
+        assert killed.wait() == -signal.SIGKILL
+        assert Path("out/config.yaml").exists()
     before = tree(here)
     process = reading(*PIPED)
     assert Path("out/tokens").is_dir()
@@ -383,7 +394,8 @@ def test_what_was_killed_while_it_read_can_be_begun_again(here, capsys, monkeypa
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("stories.txt").read_bytes())))
     assert "holds a run. Go on with it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
     assert finetune.main(list(PIPED) if how == "the same command" else ["--resume", "out"]) == 0
-    assert Path("out/model.safetensors").exists() and not Path("out/tokens").exists()
+    assert Path("out/model.safetensors").exists()
+    assert not Path("out/tokens").exists()
 
 
 def said(capsys, argv: list[str], code: int) -> str:
@@ -408,7 +420,7 @@ def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "argv, code", [(TRAIN, 4), ((*TRAIN, "--dry-run"), 4), (("--demo",), 4), (("--help",), 0), (("--data", "x"), 2)]
+    ("argv", "code"), [(TRAIN, 4), ((*TRAIN, "--dry-run"), 4), (("--demo",), 4), (("--help",), 0), (("--data", "x"), 2)]
 )
 def test_output_that_cannot_be_written(here, argv, code):
     """It is said of the output, not of a folder, and nothing is begun that nobody would hear of."""
@@ -447,7 +459,8 @@ def test_by_half_blocks_the_same_checkpoint(here, capsys):
     assert finetune.main([*argv, "--out", "halves", "--gpu-memory", "5MiB", "--ram", "1GiB"]) == 0
     assert "half blocks" in capsys.readouterr().out
     names = {p.name for p in (here / "whole").iterdir() if p.suffix in (".safetensors", ".json")}
-    assert "model.safetensors" in names and "config.json" in names
+    assert "model.safetensors" in names
+    assert "config.json" in names
     for name in names:
         assert (here / "halves" / name).read_bytes() == (here / "whole" / name).read_bytes(), name
     losses = lambda out: [json.loads(line).get("loss") for line in (here / out / "log.jsonl").open()]
@@ -460,9 +473,13 @@ def test_where_one_block_at_a_time_fits_evaluations_and_samples_fit_too(here, ca
     argv += ["--max-steps", "4", "--eval-every", "2", "--save-every", "2", "--micro-batch", "1", "--ram", "1GiB"]
     small = [*argv, "--out", "small", "--gpu-memory", "5400KiB"]
     plan = job.prepare(parse([*small, "--dry-run"])).plan
-    assert plan.window == 1 and not plan.halves and {u.weights for u in plan.units[1:-1]} == {"host"}
-    assert finetune.main(small) == 0 and finetune.main([*argv, "--out", "large"]) == 0
+    assert plan.window == 1
+    assert not plan.halves
+    assert {u.weights for u in plan.units[1:-1]} == {"host"}
+    assert finetune.main(small) == 0
+    assert finetune.main([*argv, "--out", "large"]) == 0
     kept = lambda r: {key: r.get(key) for key in ("step", "loss", "grad_norm", "eval_loss")}
     logs = [[kept(json.loads(line)) for line in (here / out / "log.jsonl").open()] for out in ("small", "large")]
-    assert logs[0] == logs[1] and sum(r["eval_loss"] is not None for r in logs[0]) == 3
+    assert logs[0] == logs[1]
+    assert sum(r["eval_loss"] is not None for r in logs[0]) == 3
     assert (here / "small" / "model.safetensors").read_bytes() == (here / "large" / "model.safetensors").read_bytes()

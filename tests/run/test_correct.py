@@ -89,7 +89,9 @@ def moved(stay: Options, monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(train, "better", better)
     train.finetune(replace(stay, out=str(after)))
-    assert len(moves) == 1 and moves[0].units != () and "plan     changed" in capsys.readouterr().out
+    assert len(moves) == 1
+    assert moves[0].units != ()
+    assert "plan     changed" in capsys.readouterr().out
     assert losses(before) == losses(after)
     assert (before / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
 
@@ -111,5 +113,7 @@ def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
 def test_what_a_run_says_after_two_steps(checkpoint, capsys):
     train.finetune(replace(options(checkpoint, checkpoint / "said", "gpu"), max_steps=3))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warm-up")]
-    assert "predicted" in line and "measured" in line and "1 more steps" in line
+    assert "predicted" in line
+    assert "measured" in line
+    assert "1 more steps" in line
     assert json.loads((checkpoint / "said" / "config.json").read_text())

@@ -23,7 +23,8 @@ def test_transformers_opens_it(tmp_path):
     demo.make_text(tmp_path / "text", 200, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "text", seed=1)
     model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     ids = tokenizer("Once there was a poor rower. \u00e9\U0001f41f", return_tensors="pt").input_ids
     assert tokenizer.decode(ids[0]) == "Once there was a poor rower. \u00e9\U0001f41f"
@@ -36,7 +37,8 @@ def test_our_reader_opens_it(tmp_path):
     demo.make_text(tmp_path / "text", 50, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "text", seed=1)
     cfg, source = read_config(tmp_path / "model"), open_source(tmp_path / "model")
-    assert cfg.tied and cfg.n_layers == demo.LAYERS
+    assert cfg.tied
+    assert cfg.n_layers == demo.LAYERS
     assert canonical_names(cfg, {name: t.shape for name, t in source.tensors.items()})
 
 
@@ -46,9 +48,13 @@ def test_it_is_the_same_every_time(tmp_path, monkeypatch):
     for _ in range(2):
         with demo.prepared(Options(demo=True, lr=0.5, eval_every=every("5"))) as options:
             folder = Path(options.out).parent
-            assert options.lr == 0.5 and options.eval_every == every("5") and folder.parent == tmp_path
+            assert options.lr == 0.5
+            assert options.eval_every == every("5")
+            assert folder.parent == tmp_path
             made.append({p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"})
-    assert made[0] == made[1] and "model.safetensors" in made[0] and "stories.txt" in made[0]
+    assert made[0] == made[1]
+    assert "model.safetensors" in made[0]
+    assert "stories.txt" in made[0]
 
 
 @pytest.mark.parametrize("own_out", [False, True])
@@ -80,8 +86,11 @@ def test_a_story_is_english_enough():
     told = {demo.story(random.Random(seed)) for seed in range(300)}
     assert len(told) == 300
     for story in told:
-        assert " a a" not in story and " a o" not in story and "  " not in story
-        assert story.startswith("Once there was a ") and story.endswith(".")
+        assert " a a" not in story
+        assert " a o" not in story
+        assert "  " not in story
+        assert story.startswith("Once there was a ")
+        assert story.endswith(".")
 
 
 def test_it_learns(tmp_path, capsys, monkeypatch):
@@ -92,7 +101,10 @@ def test_it_learns(tmp_path, capsys, monkeypatch):
         finetune(given)
     said = capsys.readouterr().out
     losses = [float(x) for x in re.findall(r"eval_loss (\d+\.\d+)", said)]
-    assert losses[0] > 6 and losses[-1] < 4.6 and "check    reopened: 38 tensors" in said
+    assert losses[0] > 6
+    assert losses[-1] < 4.6
+    assert "check    reopened: 38 tensors" in said
     model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
     assert model.config.tie_word_embeddings

@@ -128,7 +128,8 @@ def test_no_flipped_bit_is_silent(run, job, whole, kind, tmp_path):
             found = resumed(job, ours)
         except StoreError as error:
             noticed += 1
-            assert Path(error.filename).name == path.name and "\n" not in error.strerror
+            assert Path(error.filename).name == path.name
+            assert "\n" not in error.strerror
         else:
             assert found == whole, path
         shutil.rmtree(ours.out)

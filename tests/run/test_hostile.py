@@ -113,9 +113,11 @@ def test_the_report_and_samples_show_controls(here, capsys):
     assert finetune.main([*argv, "--skip-bad"]) == 0
     out = capsys.readouterr().out
     assert not FORBIDDEN.search(out), FORBIDDEN.search(out)
-    assert "x\\x1b[2J.jsonl: 9 rows" in out and "first: line 9: has no 'text' (its keys: '\\x1b[2J')" in out
+    assert "x\\x1b[2J.jsonl: 9 rows" in out
+    assert "first: line 9: has no 'text' (its keys: '\\x1b[2J')" in out
     example = next(line for line in out.splitlines() if line.startswith("example"))
-    assert "\\x1b]0;title\\x07\\x1b]52;c;" in example and " and a word⏎" in example
+    assert "\\x1b]0;title\\x07\\x1b]52;c;" in example
+    assert " and a word⏎" in example
 
 
 # ---------------------------------------------------------------- chat templates
@@ -172,7 +174,8 @@ def test_a_template_without_end(tmp_path, name):
 def test_a_template_without_end_is_one_line(here, capsys):
     set_tokenizer_config(chat_template=ENDLESS["loops"])
     err = fails(capsys, here, *TRAIN)
-    assert "model: the chat template takes longer than 10 s of processor time" in err and "--chat-template" in err
+    assert "model: the chat template takes longer than 10 s of processor time" in err
+    assert "--chat-template" in err
 
 
 def test_the_row_that_a_template_does_not_end_on_is_named(tmp_path):
@@ -225,7 +228,8 @@ def test_a_process_that_is_killed_once_costs_nothing(tmp_path, monkeypatch):
             first.kill()
 
     found = load_dataset([str(path)], codec, DataOptions(), kill)
-    assert codec.sandbox._process is not first and found.fingerprint == expected.fingerprint
+    assert codec.sandbox._process is not first
+    assert found.fingerprint == expected.fingerprint
     assert np.array_equal(found.files[0].tokens, expected.files[0].tokens)
 
 
@@ -297,7 +301,8 @@ def test_the_row_that_a_tokenizer_panics_on_can_be_skipped(tmp_path):
     texts = ["one", "a" * 5000 + "!", "three"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = load_dataset([str(tmp_path / "a.jsonl")], load_codec(tmp_path), DataOptions(skip_bad=True))
-    assert data.report.files[0].bad == 1 and "line 2: the tokenizer fails on it" in data.report.files[0].first_bad
+    assert data.report.files[0].bad == 1
+    assert "line 2: the tokenizer fails on it" in data.report.files[0].first_bad
     assert [data.example(k) for k in (0, 1)] == ["<s>[one</s>]", "<s>[three</s>]"]
 
 
@@ -337,7 +342,8 @@ def test_a_decoder_that_fails_ends_no_run(here, capsys):
     set_tokenizer(decoder={"type": "Sequence", "decoders": [own, {"type": "Fuse"}, replace(r"(\w+ ?)+\d$", "x")]})
     assert finetune.main([*TRAIN, "--val", "0.2"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^example  \(the tokenizer fails on it: .*\)$", out, re.MULTILINE) and "check    reopened" in out
+    assert re.search(r"^example  \(the tokenizer fails on it: .*\)$", out, re.MULTILINE)
+    assert "check    reopened" in out
 
 
 def test_what_would_cut_fill_or_multiply_is_left_off(tmp_path):
@@ -423,7 +429,8 @@ def test_values_in_values(tmp_path):
     depths = [*range(100, 1000, 20), *range(1000, 100_000, 9000)]
     (tmp_path / "a.jsonl").write_text("".join(talk("[" * n + "]" * n) + "\n" for n in depths))
     data = load_dataset([str(tmp_path / "a.jsonl")], codec, DataOptions(skip_bad=True))
-    assert 0 < data.report.files[0].bad < len(depths) and "nested too deeply" in data.report.files[0].first_bad
+    assert 0 < data.report.files[0].bad < len(depths)
+    assert "nested too deeply" in data.report.files[0].first_bad
 
 
 @pytest.mark.parametrize("kind", ["call", "arguments"])
@@ -475,7 +482,8 @@ def test_rows_that_are_too_long(tmp_path, monkeypatch, packed):
 
     long = "x" * 20_000
     first, second, third = read(file("a.jsonl", f'{{"text": "a"}}\n{{"text": "{long}"}}\n{{"text": "b"}}\n'))
-    assert (first, third) == ({"text": "a"}, {"text": "b"}) and "is longer than" in str(second)
+    assert (first, third) == ({"text": "a"}, {"text": "b"})
+    assert "is longer than" in str(second)
     for name, text in (
         ("a.json", f'[{{"text": "a"}}, {{"text": "{long}"}}]'),
         ("a.json", '[{"a": [' + '"x", ' * 5000 + '"x"]}]'),
@@ -506,7 +514,8 @@ def test_a_rendering_that_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "ROW", 100)
     template = ChatTemplate({"default": "{{ 'x' * 200 }}" + CHATML}, {})
     found = encoding.encode([Chat(TALK), Text("x" * 100)], tokenizer, template)
-    assert "comes to a text of" in str(found[0]) and len(found[1].ids) == 102
+    assert "comes to a text of" in str(found[0])
+    assert len(found[1].ids) == 102
 
 
 PEAK = """
@@ -519,7 +528,9 @@ print(status, usage.ru_maxrss)  # of what it waited for, too; and of whoever sta
 def test_a_long_row_takes_little_memory(here):
     """Eight million characters in one row: the library alone takes a hundred bytes and more for each of them."""
     text = " ".join(
-        random.Random(1).choices("once upon a time there was no wind and they had to row".split(), k=2 << 20)
+        random.Random(1).choices(
+            ["once", "upon", "a", "time", "there", "was", "no", "wind", "and", "they", "had", "to", "row"], k=2 << 20
+        )
     )
     write("x.jsonl", json.dumps({"text": text[: 8 << 20]}) + "\n")
     argv = ["model", "--data", "x.jsonl", "--dry-run", "--seq-len", "64"]
@@ -551,10 +562,12 @@ def test_windows_give_the_tokens_of_the_whole_text(learned, parts, kind):
     (whole,) = learned.encode([text], offsets=True)
     with mock.patch.object(tokens, "WINDOW", 128), mock.patch.object(tokens, "OVERLAP", 64):
         (ids, offsets), (without, none) = (learned.encode([text], offsets=wanted)[0] for wanted in (True, False))
-    assert none is None and without.tolist() == ids.tolist()
+    assert none is None
+    assert without.tolist() == ids.tolist()
     assert learned.decode(ids) == learned.decode(whole[0])
     if kind == "words":
-        assert ids.tolist() == whole[0].tolist() and offsets.tolist() == whole[1].tolist()
+        assert ids.tolist() == whole[0].tolist()
+        assert offsets.tolist() == whole[1].tolist()
 
 
 def test_of_a_word_without_end_no_character_is_lost(monkeypatch):
@@ -569,7 +582,9 @@ def test_of_a_word_without_end_no_character_is_lost(monkeypatch):
     text = "".join(random.Random(1).choices("0123456789", k=1000))
     ids, offsets = tokenizer.encode([text], offsets=True)[0]
     assert [core.id_to_token(i) for i in ids] == [text[a:b] for a, b in offsets]
-    assert offsets[0, 0] == 0 and offsets[-1, 1] == 1000 and np.array_equal(offsets[1:, 0], offsets[:-1, 1])
+    assert offsets[0, 0] == 0
+    assert offsets[-1, 1] == 1000
+    assert np.array_equal(offsets[1:, 0], offsets[:-1, 1])
     unknown = tokenizer.encode(["x" * 1000])[0][0]  # one token, of which the windows know no beginning
     assert 1 <= len(unknown) < 20
 
@@ -582,4 +597,5 @@ def test_windows_of_real_tokenizers(real, name, monkeypatch):
     monkeypatch.setattr(tokens, "WINDOW", 3000)
     monkeypatch.setattr(tokens, "OVERLAP", 200)
     ids, offsets = tokenizer.encode([text], offsets=True)[0]
-    assert np.array_equal(ids, whole[0]) and np.array_equal(offsets, whole[1])
+    assert np.array_equal(ids, whole[0])
+    assert np.array_equal(offsets, whole[1])

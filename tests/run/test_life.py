@@ -101,7 +101,8 @@ def test_killed_before_its_first_step_it_is_begun_again(checkpoint, short, where
         return
     else:
         finetune(parse(["--resume", run.out]))
-    assert result(run) == short and leaves_nothing_else(run)
+    assert result(run) == short
+    assert leaves_nothing_else(run)
 
 
 IN_ITS_NEW_STORE = {
@@ -123,7 +124,8 @@ def test_killed_without_a_snapshot_it_is_begun_again_however_often(checkpoint, s
     of, name, before = IN_ITS_NEW_STORE[where]
     killed(replace(run, resume=run.out), of, name, before=before)
     finetune(replace(run, resume=run.out))
-    assert result(run) == short and leaves_nothing_else(run)
+    assert result(run) == short
+    assert leaves_nothing_else(run)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -141,7 +143,8 @@ def test_killed_in_its_last_clean_up_it_leaves_a_checkpoint_and_nothing_else(che
         assert result(again) == short
     with pytest.raises(InputError, match="that run is finished"):
         finetune(replace(run, resume=run.out))
-    assert result(run) == short and leaves_nothing_else(run)
+    assert result(run) == short
+    assert leaves_nothing_else(run)
 
 
 @pytest.mark.parametrize("fails", ["its store is in use", "a bad row", "Ctrl-C", "a full disk"])
@@ -179,7 +182,8 @@ def test_a_run_that_fails_takes_nothing_from_one_that_trains(checkpoint, uninter
     with pytest.raises((OSError, InputError, KeyboardInterrupt), match="in use|is bad|No space|^$"):
         finetune(second)
     os.write(failed[1], b"!")
-    assert ended(pids[0]) == 0 and not Path(second.out).exists()
+    assert ended(pids[0]) == 0
+    assert not Path(second.out).exists()
     assert result(first) == (seen, weights)
 
 
@@ -283,7 +287,8 @@ def test_what_a_run_is_resumed_with_otherwise_is_said(paused, tmp_path, capsys):
     finetune(resumed(paused, tmp_path, **more))
     said = capsys.readouterr().out
     assert all(f"changed  {change} at step 1\n" in said for change in CHANGES)
-    assert said.count("changed  --") == len(CHANGES) + 1 and "changed  --max-steps 2, was 12 at step 1\n" in said
+    assert said.count("changed  --") == len(CHANGES) + 1
+    assert "changed  --max-steps 2, was 12 at step 1\n" in said
 
 
 def test_nothing_is_said_of_a_run_that_goes_on_as_it_was(paused, tmp_path, capsys):
@@ -310,7 +315,8 @@ def test_a_run_whose_log_was_damaged_goes_on(paused, tmp_path, capsys, damage):
     path.write_bytes(damage and path.read_bytes().replace(b"loss", damage + b"oss", 1))
     finetune(run)
     assert "log.jsonl is not as it was at step 1: lines were lost or changed" in capsys.readouterr().out
-    assert result(run)[1] == result(whole)[1] and result(run)[0] == {2: result(whole)[0][2]}
+    assert result(run)[1] == result(whole)[1]
+    assert result(run)[0] == {2: result(whole)[0][2]}
 
 
 def test_the_log_is_on_the_drive_before_the_snapshot_that_counts_on_it(checkpoint, monkeypatch):

@@ -53,7 +53,8 @@ def test_both_files_hold_every_step_at_once(tmp_path):
     assert [r["step"] for r in lines(tmp_path / "log.jsonl")] == [1, 2, 7]  # before close: line by line
     assert lines(tmp_path / "log.jsonl")[-1] == FULL
     rows = table(tmp_path / "log.csv")
-    assert list(rows[0]) == COLUMNS and rows[-1] == {k: str(FULL.get(k, "")) for k in COLUMNS}
+    assert list(rows[0]) == COLUMNS
+    assert rows[-1] == {k: str(FULL.get(k, "")) for k in COLUMNS}
     log.close()
 
 
@@ -71,7 +72,7 @@ def test_resume_drops_what_came_after_and_a_torn_line(tmp_path):
     assert "warning" not in stream.getvalue()
 
 
-@pytest.mark.parametrize("damage, left", [
+@pytest.mark.parametrize(("damage", "left"), [
     (lambda text: text.replace(b"0.1", b"0.2", 1), [1, 2, 3, 4, 5]),  # a line changed
     (lambda text: text.replace(b"0.1", b"\xb0.1", 1), [2, 3, 4, 5]),  # no UTF-8
     (lambda text: text[text.index(b"\n") + 1 :], [2, 3, 4, 5]),
@@ -146,7 +147,8 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
         log = run(tmp_path, [], since=mark, stream=nowhere)
         assert tracemalloc.get_traced_memory()[1] < 3_000_000, "nor when it is read again"
         tracemalloc.stop()
-        assert log.summary() == summary and log.sync(20_000) == mark
+        assert log.summary() == summary
+        assert log.sync(20_000) == mark
         log.close()
 
 
@@ -223,9 +225,12 @@ def test_a_pipe_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
     log.eval({"step": 10, "eval_loss": 0.5, "sample": 'a "b"\n'})
     log.close()
     said = stream.getvalue()
-    assert "\r" not in said and "\x1b" not in said
+    assert "\r" not in said
+    assert "\x1b" not in said
     steps = [int(n) for n in re.findall(r"^step +(\d+)/10 ", said, re.M)]
-    assert steps[0] == 1 and steps[-1] == 10 and 2 < len(steps) < 10
+    assert steps[0] == 1
+    assert steps[-1] == 10
+    assert 2 < len(steps) < 10
     assert 'step 10  eval_loss 0.5000  perplexity 1.649 (best)  sample: "a \\"b\\"\\n"' in said
 
 
@@ -267,7 +272,8 @@ def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_pat
         monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
         more(10**9)
         last = on_screen(stream.getvalue())[-1]
-        assert last.startswith("saving  2 of 4 GB  ") and " eta 0s" in last
+        assert last.startswith("saving  2 of 4 GB  ")
+        assert " eta 0s" in last
     with log.screen.working("reading stories.txt", 1_090_000) as more:
         more(287_000)
         assert re.match(r"reading stories.txt  0.287 of 1.09 MB  \S+ MB/s", on_screen(stream.getvalue())[-1])
@@ -285,14 +291,17 @@ def test_the_picture(tmp_path):
     svg = ET.fromstring(text)
     ns = "{http://www.w3.org/2000/svg}"
     raw, smooth, evals = (e.get("points").split() for e in svg.iter(ns + "polyline"))
-    assert 500 < len(raw) <= 1001 and len(smooth) == len(raw) and len(evals) == 2
+    assert 500 < len(raw) <= 1001
+    assert len(smooth) == len(raw)
+    assert len(evals) == 2
     heights = [float(p.split(",")[1]) for p in smooth]
     assert heights[0] < heights[-1], "y grows downwards: a falling loss falls"
-    assert "eval: 4 to 0.5" in text and len(text) < 60_000
+    assert "eval: 4 to 0.5" in text
+    assert len(text) < 60_000
     assert len(list(svg.iter(ns + "circle"))) == 2
 
 
-@pytest.mark.parametrize("losses, evals", [([], []), ([(1.0, 2.0)], []), ([], [(3.0, 0.0)])])
+@pytest.mark.parametrize(("losses", "evals"), [([], []), ([(1.0, 2.0)], []), ([], [(3.0, 0.0)])])
 def test_the_picture_of_hardly_anything(losses, evals):
     ET.fromstring(draw(losses, evals))
 
@@ -312,7 +321,8 @@ def test_a_curve_keeps_its_shape_in_bounded_memory(steps):
         assert points == added
         return
     each = round(points[1][0] - points[0][0])
-    assert MOST / 2 <= len(points) < MOST and len(points) == -(-steps // each)
+    assert MOST / 2 <= len(points) < MOST
+    assert len(points) == -(-steps // each)
     for k, (x, y) in enumerate(points):
         merged = added[k * each : (k + 1) * each]
         assert np.allclose((x, y), np.mean(merged, axis=0), rtol=1e-12)
@@ -341,4 +351,5 @@ def test_a_tracker_that_fails_is_left_out(tmp_path, monkeypatch):
         monkeypatch.setattr(log_module, "_trackers", lambda out, options, tracker=tracker: [tracker])
         stream = io.StringIO()
         run(tmp_path, [1, 2], stream=stream).close()
-        assert len(lines(tmp_path / "log.jsonl")) == 2 and stream.getvalue().count("no route") == 1
+        assert len(lines(tmp_path / "log.jsonl")) == 2
+        assert stream.getvalue().count("no route") == 1

@@ -58,11 +58,13 @@ def test_names_of_others_and_underscores(argv):
 
 def test_positional_may_stand_anywhere_and_data_may_repeat():
     options = parse(["--data", "a:2", "--dry-run", "ckpt", "--data", "b"])
-    assert options.model == "ckpt" and options.data == ("a:2", "b") and options.dry_run
+    assert options.model == "ckpt"
+    assert options.data == ("a:2", "b")
+    assert options.dry_run
 
 
 @pytest.mark.parametrize(
-    "argv, says",
+    ("argv", "says"),
     [
         (["--learnign-rate", "1"], "unknown option --learnign-rate. Did you mean --learning-rate (= --lr)?"),
         (["--batchsize", "1"], "unknown option --batchsize. Did you mean --batch-size?"),
@@ -117,7 +119,8 @@ def test_what_would_be_ignored_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, nbytes", [("24GiB", 24 << 30), ("2TB", 2 * 10**12), ("512 MiB", 512 << 20), ("1.5GB", 1500000000), ("7B", 7)]
+    ("text", "nbytes"),
+    [("24GiB", 24 << 30), ("2TB", 2 * 10**12), ("512 MiB", 512 << 20), ("1.5GB", 1500000000), ("7B", 7)],
 )
 def test_sizes(text, nbytes):
     assert size(text) == nbytes
@@ -128,8 +131,11 @@ def test_every():
     assert [s for s in range(1, 11) if every("0.25").due(s, 10, 0)] == [3, 5, 8, 10]
     assert len([s for s in range(1, 2293) if every("0.1").due(s, 2292, 0)]) == 10
     assert all(every("0.1").due(n, n, 0) for n in range(1, 200))  # the last step, whatever is lost in rounding
-    assert every("30min") == Every(seconds=1800) and every("30min").due(1, 10, 1800) and not every("30min").due(1, 9, 5)
-    assert every("90s") == Every(seconds=90) and every("1.5h") == Every(seconds=5400)
+    assert every("30min") == Every(seconds=1800)
+    assert every("30min").due(1, 10, 1800)
+    assert not every("30min").due(1, 9, 5)
+    assert every("90s") == Every(seconds=90)
+    assert every("1.5h") == Every(seconds=5400)
     assert not any(every("never").due(s, 10, 1e9) for s in range(1, 11))
     assert all(every(str(every(text))) == every(text) for text in ("5", "0.25", "30min", "45s", "2h", "never"))
 
@@ -155,7 +161,7 @@ def test_config_file_and_flags_that_win(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    ("text", "says"),
     [
         ("lr: [1, 2]", "lr: '1,2' is not a number"),
         ("lr: {a: 1}", "lr: a dict is not a plain value."),
@@ -185,7 +191,8 @@ def test_bad_config_files(tmp_path, text, says):
     config = tmp_path / "c.yaml"
     config.write_text(text)
     message = refused(*BASE, "--config", str(config))
-    assert message.startswith(str(config)) and says in message
+    assert message.startswith(str(config))
+    assert says in message
     assert "No such file" in refused("--config", str(tmp_path / "none.yaml"))
 
 

@@ -39,7 +39,8 @@ def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsy
     with pytest.raises(Interrupted):
         finetune(run)
     said, step = capsys.readouterr(), 0 if "first" in where else 3
-    assert f"finishing step {step} and saving" in said.err and f"at step {step}. Resume" in said.out
+    assert f"finishing step {step} and saving" in said.err
+    assert f"at step {step}. Resume" in said.out
 
 
 def evaluations(out: Path) -> dict[int, float]:
@@ -75,7 +76,8 @@ def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
         finetune(replace(run, out=str(out)))
     monkeypatch.setattr(train.Run, name, real)
     finetune(replace(run, out=str(out), resume=str(out)))
-    assert evaluations(out) == evaluations(before) and losses(out) == losses(before)
+    assert evaluations(out) == evaluations(before)
+    assert losses(out) == losses(before)
     assert (out / "best" / "model.safetensors").read_bytes() == (before / "best" / "model.safetensors").read_bytes()
 
 
@@ -96,7 +98,8 @@ def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):
     for where in (drive, checkpoint / "never"):
         with pytest.raises(InputError, match="Is its drive mounted"):
             finetune(replace(run, resume=run.out, store=(str(where / "store"),)))
-        assert len(losses(Path(run.out))) == 3 and not where.exists()
+        assert len(losses(Path(run.out))) == 3
+        assert not where.exists()
     (checkpoint / "elsewhere").rename(drive)
     finetune(replace(run, resume=run.out))
     assert list((drive / "store").iterdir()) == []  # a run that is over leaves nothing on the drive
@@ -179,10 +182,12 @@ def test_a_run_keeps_its_half_blocks(checkpoint):
     os.kill(pid, signal.SIGTERM)
     assert ended(pid) == 130
     assert ended(child(replace(large, out=str(out), resume=str(out)))) == 0
-    assert losses(out) == seen and (out / "model.safetensors").read_bytes() == weights
+    assert losses(out) == seen
+    assert (out / "model.safetensors").read_bytes() == weights
 
     like = cut(prepare(replace(small, out=str(checkpoint / "planned"))))
-    assert like["halves"] and prepare(replace(large, out=str(checkpoint / "planned")), like).plan.halves
+    assert like["halves"]
+    assert prepare(replace(large, out=str(checkpoint / "planned")), like).plan.halves
     like = cut(prepare(replace(large, out=str(checkpoint / "planned"), micro_batch=1)))
     assert not like.pop("halves")
     with pytest.raises(InputError, match="older version"):
@@ -199,7 +204,7 @@ def begun(checkpoint) -> tuple[Options, dict]:
 
 
 @pytest.mark.parametrize(
-    "now, says",
+    ("now", "says"),
     [
         ({"batch_size": 8}, "--batch-size 8: the run began with 4"),
         ({"batch_size": 2}, "--batch-size 2: the run began with 4"),

@@ -27,7 +27,7 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 @pytest.mark.parametrize("how", ["apart", "together"])
 @pytest.mark.parametrize(
-    "numbers, ends",
+    ("numbers", "ends"),
     [
         ([INT], False),
         ([HUP], False),
@@ -42,7 +42,8 @@ def test_who_insists(numbers, ends, how):
     command = [sys.executable, "-c", PROGRAM, str([int(n) for n in numbers]), how]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, "goes on" in done.stdout) == ((130, False) if ends else (0, True)), done.stderr
-    assert done.stderr.count("first") == 1 and ("second" in done.stderr) == ends
+    assert done.stderr.count("first") == 1
+    assert ("second" in done.stderr) == ends
 
 
 def test_afterwards_all_is_as_before():

@@ -101,7 +101,7 @@ def test_fifty_steps_in_bf16(family, device):
         assert loss == pytest.approx(expected, rel=0.03, abs=0.03)
 
 
-@pytest.mark.parametrize("total, warmup", [(1, 0), (10, 0), (10, 3), (7, 6)])
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (10, 0), (10, 3), (7, 6)])
 def test_linear_decay_as_transformers(total, warmup):
     """From the end of warm-up on. Its first step has rate 0 in transformers, and so does nothing; not here."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
@@ -111,7 +111,9 @@ def test_linear_decay_as_transformers(total, warmup):
         optimizer.step()
         scheduler.step()
     ours = [learning_rate(i, total, LR, "linear", warmup) for i in range(1, total + 1)]
-    assert ours[warmup:] == pytest.approx(theirs[warmup:]) and min(ours) > 0 and max(ours) == LR
+    assert ours[warmup:] == pytest.approx(theirs[warmup:])
+    assert min(ours) > 0
+    assert max(ours) == LR
     assert ours[:warmup] == pytest.approx([LR * i / warmup for i in range(1, warmup + 1)])
 
 

@@ -103,7 +103,8 @@ def test_a_run_that_comes_second_sweeps_nothing_away(tmp_path):
         (tmp_path / "b" / "log.csv").write_text("gone")
         (tmp_path / "b" / "notes.txt").write_text("somebody's")
         1 / 0  # noqa: B018
-    assert [p.name for p in (tmp_path / "b").iterdir()] == ["notes.txt"] and not (tmp_path / "s").exists()
+    assert [p.name for p in (tmp_path / "b").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("fails", ["before its store", "at its store"])
@@ -227,11 +228,12 @@ def test_a_faithful_export_passes(source, tmp_path):
     export(source, tmp_path / "out", lambda name: [np.zeros(source.tensors[name].numel, np.float32)])
     output, check, _ = reopen(source, tmp_path / "out")
     assert "model.safetensors, config.json, tokenizer.json, tokenizer_config.json" in output
-    assert "38 tensors" in check and "3 other files byte-identical" in check
+    assert "38 tensors" in check
+    assert "3 other files byte-identical" in check
 
 
 @pytest.mark.parametrize(
-    "spoil, says",
+    ("spoil", "says"),
     [
         (
             lambda t: t.pop("model.norm.weight"),
@@ -262,7 +264,7 @@ def test_a_companion_that_differs_is_named(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "free, ram, option", [(1 << 30, 1 << 30, ""), (9, 1 << 30, "--out"), (4 << 20, 7 << 20, "--store")]
+    ("free", "ram", "option"), [(1 << 30, 1 << 30, ""), (9, 1 << 30, "--out"), (4 << 20, 7 << 20, "--store")]
 )
 def test_a_drive_without_room_is_refused_before_the_start(tmp_path, monkeypatch, free, ram, option):
     """The export always, and the state where it lives there."""

@@ -37,20 +37,23 @@ def result() -> dict:
 
 def test_a_result_becomes_a_line_and_a_verdict(result):
     row = bench_plan.compare("a run", result)
-    assert row["ratio"] == pytest.approx(row["predicted_s"] / 0.7) and row["ram_measured_gib"] is None
+    assert row["ratio"] == pytest.approx(row["predicted_s"] / 0.7)
+    assert row["ram_measured_gib"] is None
     known = result | {"peaks": {"gpu_gib": 14.5, "ram_gib": 20.0, "rss_start_gib": 1.5}}
     assert bench_plan.compare("a run", known)["ram_measured_gib"] == 18.5
     assert bench_plan.row(row).count("|") == bench_plan.HEAD[0].count("|")
     assert "1 of 1 within 10 %" in bench_plan.verdict([row | {"ratio": 1.04}])
     after = bench_plan.compare("a run", result | {"corrected_s": 0.56})
-    assert after["corrected_ratio"] == pytest.approx(0.8) and "0.800" in bench_plan.row(after)
+    assert after["corrected_ratio"] == pytest.approx(0.8)
+    assert "0.800" in bench_plan.row(after)
     assert "corrected 0 of 1 within 10 %, off by 20.0%" in bench_plan.verdict([after])
 
 
 def test_every_line_of_the_grid_is_one_that_bench_step_takes():
     for line in (*bench_plan.GRID, *bench_choice.BRUTE):
         rule_of(line)
-    assert len(bench_plan.GRID) >= 12 and len(bench_choice.BRUTE) >= 4
+    assert len(bench_plan.GRID) >= 12
+    assert len(bench_choice.BRUTE) >= 4
 
 
 def test_a_run_that_fails_says_why(tmp_path):
@@ -62,7 +65,8 @@ def test_a_run_that_fails_says_why(tmp_path):
 def test_other_plans_differ_and_fit():
     cfg, given, rule = rule_of(LINE)
     plans = [plan for _, plan in bench_choice.alternatives(cfg, LIMITS, given.seq, rule)]
-    assert len(set(plans)) > 20 and all(fits(Geometry(cfg, "BF16"), plan, LIMITS) for plan in set(plans))
+    assert len(set(plans)) > 20
+    assert all(fits(Geometry(cfg, "BF16"), plan, LIMITS) for plan in set(plans))
 
 
 def test_the_share_that_travels_is_of_all_that_blocks_save():

@@ -147,7 +147,8 @@ def test_a_fault_ends_the_request_and_nothing_else(file: File, number):
     request, other = io.write(file, 0, data), io.write(file, 512 * K, data)
     with pytest.raises(StoreError, match="writing 16384 bytes at 16384") as e:
         request.result(10)
-    assert e.value.errno == number and e.value.filename == file.path
+    assert e.value.errno == number
+    assert e.value.filename == file.path
     other.result(10)
     assert len([o for o in begun if o < 512 * K]) < 8
     sick[0] = False
@@ -202,7 +203,8 @@ def test_the_depth_is_never_exceeded(file: File):
     assert most[1] == LIMITS["depth"]
     for request in [io.write(file, 512 * K, data), io.read(file, 0, arena(512 * K))]:
         request.result(10)
-    assert most[0] <= LIMITS["depth"] and most[2] <= LIMITS["depth"] + LIMITS["mixed"]
+    assert most[0] <= LIMITS["depth"]
+    assert most[2] <= LIMITS["depth"] + LIMITS["mixed"]
     io.close()
 
 
@@ -219,7 +221,8 @@ def test_a_small_request_does_not_wait_for_a_large_one(file: File):
     asked.set()
     small.result(10)
     large.result(10)
-    assert begun.index(512 * K) <= 2 and sorted(begun) == [*range(0, 256 * K, 16 * K), 512 * K]
+    assert begun.index(512 * K) <= 2
+    assert sorted(begun) == [*range(0, 256 * K, 16 * K), 512 * K]
     io.close()
 
 
@@ -235,7 +238,9 @@ def test_futures_cannot_be_cancelled_and_callbacks_may_start_more(file: File):
 
 def test_arena_is_aligned_and_zero():
     buffer = arena(5000)
-    assert len(buffer) == 8192 and address_of(buffer) % HUGE == 0 and not any(buffer)
+    assert len(buffer) == 8192
+    assert address_of(buffer) % HUGE == 0
+    assert not any(buffer)
 
 
 def test_arena_is_not_copied_into_children():
@@ -249,7 +254,8 @@ def test_arena_is_not_copied_into_children():
 
 def test_file_creation_claims_the_space_and_refuses_to_overwrite(tmp_path):
     file = File(tmp_path / "f", False, 100 * K)
-    assert os.fstat(file.fd).st_size == 100 * K and os.fstat(file.fd).st_blocks * 512 >= 100 * K
+    assert os.fstat(file.fd).st_size == 100 * K
+    assert os.fstat(file.fd).st_blocks * 512 >= 100 * K
     with pytest.raises(StoreError, match="File exists"):
         File(tmp_path / "f", False, 100 * K)
     file.close()
@@ -313,7 +319,9 @@ def test_no_o_direct_falls_back_to_buffered_files(caplog):
     folder = shm / f"trireme-{os.getpid()}"
     device = open_device(folder, 1 << 20)
     try:
-        assert not device.direct and isinstance(device.io, ThreadIO) and "no O_DIRECT" in caplog.text
+        assert not device.direct
+        assert isinstance(device.io, ThreadIO)
+        assert "no O_DIRECT" in caplog.text
         file = File(folder / "f", device.direct, 64 * K)
         data, out = noise(64 * K), arena(64 * K)
         device.io.write(file, 0, data).result(10)
@@ -330,8 +338,11 @@ def test_no_o_direct_falls_back_to_buffered_files(caplog):
 def test_open_device_measures_and_leaves_nothing(tmp_path, caplog):
     caplog.set_level("INFO", "trireme.storage")
     device = open_device(tmp_path / "new", 4 << 20)
-    assert device.read > 0 and device.write > 0 and min(device.read, device.write) <= device.speed
-    assert "GB/s" in caplog.text and not list((tmp_path / "new").iterdir())
+    assert device.read > 0
+    assert device.write > 0
+    assert min(device.read, device.write) <= device.speed
+    assert "GB/s" in caplog.text
+    assert not list((tmp_path / "new").iterdir())
     device.io.close()
 
 

@@ -59,7 +59,8 @@ def save(folder: Path, shards: int = 1) -> Path:
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_is_read_as_it_lies_and_as_fp32_and_bf16(tmp_path, shards):
     source = open_source(save(tmp_path / "in", shards))
-    assert source.tensors.keys() == TENSORS.keys() and len(source.files) == shards
+    assert source.tensors.keys() == TENSORS.keys()
+    assert len(source.files) == shards
     for name, array in TENSORS.items():
         assert source.tensors[name].shape == array.shape
         assert source.read(name).tobytes() == array.tobytes()
@@ -127,7 +128,8 @@ def test_an_export_is_on_the_drive_when_it_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "sync_folder", lambda folder: done.append(("sync", Path(folder))))
     export(source, tmp_path / "out", lambda name: None)
     names = [folder for what, folder in done if what == "name"]
-    assert len(names) >= 3 and {what for what, _ in done[: len(names)]} == {"name"}
+    assert len(names) >= 3
+    assert {what for what, _ in done[: len(names)]} == {"name"}
     assert {folder for what, folder in done[len(names) :]} == {*names}
 
 
@@ -239,7 +241,8 @@ def test_bad_checkpoints_are_refused_in_one_line(tmp_path, message):
     BAD[message](folder)
     with pytest.raises(CheckpointError, match=message) as e:
         open_source(folder)
-    assert "\n" not in str(e.value) and str(folder) in str(e.value)
+    assert "\n" not in str(e.value)
+    assert str(folder) in str(e.value)
 
 
 def test_pickles_are_never_opened(tmp_path):

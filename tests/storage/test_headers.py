@@ -29,11 +29,13 @@ def test_what_we_write_the_library_reads(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(header + np.arange(layout.nbytes, dtype=np.uint8).tobytes())
     with safetensors.safe_open(path, "np") as f:
-        assert set(f.keys()) == {"a", "b", "empty", "scalar"} and f.metadata() == {"format": "pt"}
+        assert set(f.keys()) == {"a", "b", "empty", "scalar"}
+        assert f.metadata() == {"format": "pt"}
         assert f.get_tensor("a").tobytes() == bytes(range(48))
     read = read_header(path)
     assert {t.name: t for t in read.layout.tensors} == {t.name: t for t in layout.tensors}
-    assert read.data == len(header) and read.metadata == {"format": "pt"}
+    assert read.data == len(header)
+    assert read.metadata == {"format": "pt"}
 
 
 def test_what_the_library_writes_we_read(tmp_path):
@@ -75,7 +77,8 @@ def test_damage_is_named(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as e:
         read_header(path)
-    assert "\n" not in str(e.value) and str(path) in str(e.value)
+    assert "\n" not in str(e.value)
+    assert str(path) in str(e.value)
 
 
 @pytest.mark.parametrize("name", ["x" * 1_000_000, "\x1b]0;x\x07\x1b[2J", "a\nb", "\ud800"])
@@ -85,7 +88,8 @@ def test_a_name_of_a_stranger_is_shown_and_cut(tmp_path, name, entry):
     path.write_bytes(file_bytes({name: entry}, bytes(24)))
     with pytest.raises(CheckpointError) as e:
         read_header(path)
-    assert str(e.value).isprintable() and len(str(e.value)) < len(str(path)) + 200
+    assert str(e.value).isprintable()
+    assert len(str(e.value)) < len(str(path)) + 200
 
 
 def test_a_header_of_gigabytes_is_not_read(tmp_path):

@@ -18,7 +18,9 @@ def test_pack_has_no_gaps_and_keeps_groups_together(groups, dtype):
     for t in layout.tensors:
         assert t.offset == end
         end += t.nbytes
-    assert layout.nbytes == end and layout.span == round_up(end) and layout.span % ALIGN == 0
+    assert layout.nbytes == end
+    assert layout.span == round_up(end)
+    assert layout.span % ALIGN == 0
     names = [t.name for t in layout.tensors]
     assert sorted(names) == sorted(name for g in groups for name, _ in g)
     for group in groups:
@@ -29,10 +31,12 @@ def test_pack_has_no_gaps_and_keeps_groups_together(groups, dtype):
 def test_pack_puts_whole_blocks_first_and_vectors_last():
     layout = pack([[("norm", (64,))], [("odd", (3, 5))], [("even", (64, 64))]], "BF16")
     assert [t.name for t in layout.tensors] == ["even", "odd", "norm"]
-    assert layout["odd"].offset == 8192 and layout["norm"].numel == 64
+    assert layout["odd"].offset == 8192
+    assert layout["norm"].numel == 64
 
 
 def test_sequential_keeps_the_order_and_mixes_dtypes():
     layout = sequential([("lo", "I16", (3,)), ("m", "F32", (3,)), ("none", "F32", (0,))])
     assert [(t.offset, t.nbytes) for t in layout.tensors] == [(0, 6), (6, 12), (18, 0)]
-    assert layout.nbytes == 18 and sequential([]).span == 0
+    assert layout.nbytes == 18
+    assert sequential([]).span == 0

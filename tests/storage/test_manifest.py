@@ -57,7 +57,9 @@ def put(path: Path, content: bytes) -> None:
 def refused(folder: Path, says: str | None = None) -> StoreError:
     with pytest.raises(StoreError, match=says) as e:
         Store.open(devices(folder, 2)).close()
-    assert "\n" not in e.value.strerror and len(e.value.strerror) < 400 and e.value.strerror.isprintable()
+    assert "\n" not in e.value.strerror
+    assert len(e.value.strerror) < 400
+    assert e.value.strerror.isprintable()
     return e.value
 
 
@@ -124,13 +126,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("says, change", [(says, change) for says, changes in BAD.items() for change in changes])
+@pytest.mark.parametrize(("says", "change"), [(says, change) for says, changes in BAD.items() for change in changes])
 def test_a_manifest_is_refused_in_words(ours, says, change):
     content = fields(ours)
     change(content)
     put(ours / "d0" / SNAPSHOT / MANIFEST, seal(FORMAT, content))
     error = refused(ours, says)
-    assert error.filename == str(ours / "d0" / SNAPSHOT / MANIFEST) and "is damaged" in error.strerror
+    assert error.filename == str(ours / "d0" / SNAPSHOT / MANIFEST)
+    assert "is damaged" in error.strerror
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,8 @@ def test_a_name_in_files_that_is_a_link_is_replaced(ours, tmp_path, to):
         write_all(store, 2)
         store.commit(2, {})
         assert holds(store, 2)
-    assert victim.read_text() == "theirs" and not name.is_symlink()
+    assert victim.read_text() == "theirs"
+    assert not name.is_symlink()
 
 
 def test_a_checkpoint_with_a_manifest_of_its_own_keeps_out_of_ours(tmp_path):
@@ -273,7 +277,8 @@ def test_a_checkpoint_with_a_manifest_of_its_own_keeps_out_of_ours(tmp_path):
             write_all(store, seed)
             store.commit(seed, {})
     with Store.open(devices(tmp_path), keep=2) as store:
-        assert [s.step for s in store.snapshots] == [1, 2] and holds(store, 2)
+        assert [s.step for s in store.snapshots] == [1, 2]
+        assert holds(store, 2)
 
 
 # ---------------------------------------------------------------- drawn
@@ -336,14 +341,16 @@ def test_whatever_a_manifest_holds_it_is_refused_in_words_or_opens(ours):
         try:
             snapshots.parse(text)
         except ValueError as error:
-            assert "\n" not in str(error) and len(str(error)) < 400
+            assert "\n" not in str(error)
+            assert len(str(error)) < 400
             continue
         parsed += 1
         put(path, text)
         try:
             store = Store.open(devices(ours, 2))
         except StoreError as error:
-            assert "\n" not in error.strerror and len(error.strerror) < 400
+            assert "\n" not in error.strerror
+            assert len(error.strerror) < 400
             continue
         with store:
             for name, shard in store.shards.items():
@@ -392,5 +399,7 @@ def test_a_manifest_says_what_was_written(ours):
     text = (ours / "d0" / SNAPSHOT / MANIFEST).read_bytes()
     snapshot = snapshots.parse(text)
     assert {name: r.layout for name, r in snapshot.shards.items()}["block-0"] == WEIGHTS
-    assert snapshot.shards["block-0.adam"].layout == STATE and snapshot.extra == {"step": 1, "rng": [1, 2.5, None]}
-    assert json.loads(text)["format"] == FORMAT and seal(FORMAT, snapshots._to_json(snapshot)) == text
+    assert snapshot.shards["block-0.adam"].layout == STATE
+    assert snapshot.extra == {"step": 1, "rng": [1, 2.5, None]}
+    assert json.loads(text)["format"] == FORMAT
+    assert seal(FORMAT, snapshots._to_json(snapshot)) == text

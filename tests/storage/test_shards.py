@@ -43,7 +43,8 @@ def test_write_commit_reopen(tmp_path, count):
         write_all(store, 5)
         store.commit(5, {})
     with Store.open(devices(tmp_path, count)) as store:
-        assert holds(store, 5) and store.snapshots[-1].step == 5
+        assert holds(store, 5)
+        assert store.snapshots[-1].step == 5
 
 
 def test_the_steady_state_makes_no_file_and_changes_no_size(tmp_path):
@@ -66,13 +67,16 @@ def test_keep_rollback_and_recycling(tmp_path):
             write_all(store, seed)
             store.commit(seed, {"seed": seed})
         assert [s.step for s in store.snapshots] == [3, 4, 5]
-        assert store.restore(3) == {"seed": 3} and holds(store, 3)
+        assert store.restore(3) == {"seed": 3}
+        assert holds(store, 3)
         write_all(store, 30)
         assert holds(store, 30)
-        assert store.restore(4) == {"seed": 4} and holds(store, 4)
+        assert store.restore(4) == {"seed": 4}
+        assert holds(store, 4)
         with pytest.raises(StoreError, match="no snapshot of step 0"):
             store.restore(0)
-        assert store.restore() == {"seed": 5} and holds(store, 5)
+        assert store.restore() == {"seed": 5}
+        assert holds(store, 5)
     with Store.open(devices(tmp_path), keep=1) as store:
         assert holds(store, 5)
         write_all(store, 6)
@@ -119,7 +123,8 @@ def test_snapshots_are_checkpoints_for_every_reader(tmp_path):
                 assert found.read(t.name).tobytes() == content(WEIGHTS, 1)[t.offset : t.offset + t.nbytes]
         for path in (tmp_path / "d0").glob("snapshot-*/*.safetensors"):
             with safetensors.safe_open(path, "np") as f:
-                assert list(f.keys()) and f.metadata() == {"format": "pt"}
+                assert list(f.keys())
+                assert f.metadata() == {"format": "pt"}
 
 
 def test_transformers_loads_the_folder_of_an_idle_run(tmp_path, real):
@@ -236,7 +241,8 @@ def test_a_new_store_takes_no_name_of_others(tmp_path, name):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(StoreError, match=f"holds {name.removesuffix('/a')}, which is no store's"):
         Store.create([tmp_path / "d0", tmp_path / "d1"])
-    assert sorted(tmp_path.rglob("*")) == before and path.read_text() == "x"
+    assert sorted(tmp_path.rglob("*")) == before
+    assert path.read_text() == "x"
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "write", "probe"])
@@ -279,7 +285,8 @@ def test_a_store_that_is_not_taken_stays_as_it_is(tmp_path, theirs):
             with pytest.raises(StoreError, match="in use by process|holds a run already"):
                 Store.create([tmp_path / name for name in dirs], trial=0)
             assert [p.name for p in tmp_path.iterdir()] == ["d0"]
-        assert before == {p: p.read_bytes() for p in before} and (tmp_path / "d0" / "store.lock").exists()
+        assert before == {p: p.read_bytes() for p in before}
+        assert (tmp_path / "d0" / "store.lock").exists()
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
@@ -300,7 +307,8 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
         store.commit(1, {})
     for name in foreign:
         assert (tmp_path / "d0" / name).read_text() == "x"
-    assert not any((tmp_path / "d0" / name).exists() for name in leftovers) and not orphan.exists()
+    assert not any((tmp_path / "d0" / name).exists() for name in leftovers)
+    assert not orphan.exists()
 
 
 def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monkeypatch):
@@ -417,7 +425,8 @@ def test_a_copy_of_a_store_that_lost_its_hard_links_goes_on(tmp_path):
     for step in (1, 2, 3):
         with Store.open(devices(tmp_path, 2), keep=2) as store:
             assert holds(store, step)
-            assert store.restore(step - 1) is not None and holds(store, step - 1)
+            assert store.restore(step - 1) is not None
+            assert holds(store, step - 1)
             store.restore(step)
             write_all(store, step + 1)
             store.commit(step + 1, {})
@@ -542,7 +551,8 @@ def test_a_changed_bit_of_any_stripe_is_noticed_by_whoever_asks(tmp_path, count,
                 path = Path(version.file.path)
                 flip(path, stripe.nbytes - 1)
                 (found,) = damaged(store).items()
-                assert found[0] == name and f"without this file is of step {0 if reopened else 1}" in found[1].strerror
+                assert found[0] == name
+                assert f"without this file is of step {0 if reopened else 1}" in found[1].strerror
                 assert Path(found[1].filename).name == (snapshots.file_name(name, k) if reopened else path.name)
                 store.read(name, arena(shard.layout.span)).result(10)  # who does not ask is not told
                 flip(path, stripe.nbytes - 1)
@@ -705,7 +715,8 @@ def test_stripes_cover_the_span_once(speeds, deal):
             assert sum(n for _, _, n in stripe.segments) == stripe.layout.nbytes
             end = 0
             for at, offset, n in stripe.segments:
-                assert at % ALIGN == 0 and offset == end
+                assert at % ALIGN == 0
+                assert offset == end
                 end += n
                 covered.append((at, n))
         at = 0
@@ -732,7 +743,8 @@ def test_whole_tensors_even_out_over_the_units():
 def test_state_is_cut_by_the_speeds_of_the_drives(speeds):
     layout = sequential([("m", "F32", (1 << 20,)), ("v", "F32", (1 << 20,))])
     seconds = [stripe.layout.nbytes / speeds[stripe.device] for stripe in deal_cut(layout, speeds)]
-    assert len(seconds) == len(speeds) and max(seconds) < layout.nbytes / sum(speeds) / 0.99
+    assert len(seconds) == len(speeds)
+    assert max(seconds) < layout.nbytes / sum(speeds) / 0.99
 
 
 def test_all_drives_work_at_once(tmp_path):

@@ -324,12 +324,14 @@ def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_
             for (device, file, id), stripe in zip(links, record.stripes, strict=True):
                 data = trees[f"d{device}"][name][file]
                 assert data == trees[f"d{device}"]["files"][f"{id:06d}.safetensors"]
-                assert len(data) == stripe.nbytes and data.startswith(stripe.header)
+                assert len(data) == stripe.nbytes
+                assert data.startswith(stripe.header)
                 for at, offset, n in stripe.segments:
                     span[at : at + n] = data[len(stripe.header) + offset :][:n]
             assert zlib.crc32(span) == snapshot.extra["crc"][record_name], (name, record_name)
         assert folder["model.safetensors.index.json"] == snapshot.index()
-        assert folder["config.json"] == b"{}" and folder[companions.TEMPLATES] == {"tool.jinja": b"{{ tools }}"}
+        assert folder["config.json"] == b"{}"
+        assert folder[companions.TEMPLATES] == {"tool.jinja": b"{{ tools }}"}
         return snapshot.step
 
     source = tmp_path / "source"

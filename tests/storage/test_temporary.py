@@ -31,7 +31,8 @@ def left_by_a_killed_process(parent: Path, keep: bool = False) -> Path:
 def test_it_lives_as_long_as_it_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with Temporary("t-") as path:
-        assert path.parent == tmp_path and path.stat().st_mode & 0o777 == 0o700
+        assert path.parent == tmp_path
+        assert path.stat().st_mode & 0o777 == 0o700
         (path / "file").write_text("x")
         made = Temporary("t-")
         assert path.exists(), "it belongs to a process that lives"
@@ -51,7 +52,8 @@ def test_the_next_one_removes_what_a_killed_process_has_left(tmp_path):
     with Temporary("other-", parent):
         assert left.exists()
     with Temporary("t-", parent) as path:
-        assert list(parent.iterdir()) == [path] and mine.exists()
+        assert list(parent.iterdir()) == [path]
+        assert mine.exists()
 
 
 def test_what_is_kept_is_removed_by_nobody(tmp_path):
@@ -60,7 +62,8 @@ def test_what_is_kept_is_removed_by_nobody(tmp_path):
     made.keep()
     made.keep()
     made.close()
-    assert {kept, made.path} == set(tmp_path.iterdir()) and not (made.path / temporary.LOCK).exists()
+    assert {kept, made.path} == set(tmp_path.iterdir())
+    assert not (made.path / temporary.LOCK).exists()
 
 
 @pytest.mark.parametrize("what", ["no lock", "a file", "a link to a folder", "a link for a lock", "another user's"])
@@ -100,4 +103,5 @@ def test_a_new_one_that_is_taken_for_a_leftover_is_made_again(tmp_path, monkeypa
 
     monkeypatch.setattr(of, name, sweep)
     with Temporary("t-", tmp_path) as path:
-        assert list(tmp_path.iterdir()) == [path] and (path / temporary.LOCK).exists()
+        assert list(tmp_path.iterdir()) == [path]
+        assert (path / temporary.LOCK).exists()
