@@ -26,6 +26,7 @@ def _op(plain: Callable, module: str) -> Callable:
         on_gpu = first.is_cuda and first.dtype != torch.float64
         return (launcher() if on_gpu else plain)(first, *args, **kwargs)
 
+    op.launcher = launcher
     return op
 
 
@@ -43,8 +44,8 @@ geglu_bwd = _op(reference.geglu_bwd, "swiglu")
 gelu_bias_fwd = _op(reference.gelu_bias_fwd, "gelu")
 gelu_bias_bwd = _op(reference.gelu_bias_bwd, "gelu")
 bias_bwd_ = _op(reference.bias_bwd_, "gelu")
-attention_fwd = _op(reference.attention_fwd, "attention")
-attention_bwd = _op(reference.attention_bwd, "attention")
+attention_fwd = _op(reference.attention_fwd, "attention.attention")
+attention_bwd = _op(reference.attention_bwd, "attention.attention")
 embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")

@@ -83,10 +83,8 @@ def run(options: Options) -> int:
         raise KeyboardInterrupt
 
     with stop_signals(leave, lambda: "left at once"):  # until the steps begin, which a run that is to stop saves
-        from trireme.engine.run import (  # late: torch takes seconds, and a mistyped option or --help should not
-            demo,
-            train,
-        )
+        # late: torch takes seconds, and a mistyped option or --help should not
+        from trireme.engine.run import demo, train
 
         try:
             with demo.prepared(options) if options.demo else nullcontext(options) as given:
