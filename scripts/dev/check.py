@@ -1,4 +1,4 @@
-"""python scripts/dev/check.py: style and types, as every commit must have them."""
+"""python scripts/dev/check.py [style] [types]: what every commit must pass, both by default."""
 
 import os
 import subprocess
@@ -10,30 +10,33 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("kernels", "models", "storage", "engine")
 
 
+def style() -> int:
+    """ruff's exit codes, of its rules and of its format."""
+    return max(
+        subprocess.run(["ruff", *words, "."], cwd=ROOT).returncode for words in (["check"], ["format", "--check"])
+    )
+
+
 def types() -> int:
-    """mypy's exit code. It finds packages by their paths, so it is shown this folder under the name `trireme`."""
+    """mypy's exit code. mypy finds packages by their paths, so it is shown this folder under the name `trireme`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "trireme").symlink_to(ROOT)
-        words = [word for name in PACKAGES for word in ("-p", f"trireme.{name}")]
-        config = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
-        command = [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--config-file",
-            config,
-            "--cache-dir",
-            str(ROOT / ".mypy_cache"),
-            *words,
-        ]
+        options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
+        packages = [word for name in PACKAGES for word in ("-p", f"trireme.{name}")]
+        command = [sys.executable, "-m", "mypy", *options, *packages]
         return subprocess.run(command, cwd=folder, env=os.environ | {"MYPYPATH": folder}).returncode
 
 
-def main() -> int:
-    """0 where nothing is found."""
-    style = [subprocess.run(["ruff", *words, "."], cwd=ROOT).returncode for words in (["check"], ["format", "--check"])]
-    return int(any((*style, types())))
+CHECKS = {"style": style, "types": types}
+
+
+def main(names: list[str]) -> int:
+    """0 if nothing is found."""
+    if unknown := set(names) - set(CHECKS):
+        print(f"error: {', '.join(sorted(unknown))}: no such check; there are {', '.join(CHECKS)}", file=sys.stderr)
+        return 2
+    return max([CHECKS[name]() for name in names or CHECKS])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
