@@ -6,7 +6,10 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from trireme.models import names
+from trireme.models.names import Names
 from trireme.storage.untrusted import read_small
 
 LARGEST = 1 << 20  # bytes of a config.json
@@ -70,9 +73,19 @@ class ModelConfig:
     halves: bool = False  # units are halves of blocks, attention and MLP: said by a plan, never by config.json
 
     @property
-    def is_gpt(self) -> bool:
-        """LayerNorm, learned positions, GELU; otherwise RMSNorm, rotary positions, SwiGLU."""
+    def names(self) -> Names:
+        """Names of the tensors in a checkpoint."""
+        return names.GPT2 if self.model_type == "gpt2" else names.LLAMA
+
+    @property
+    def layer_norm(self) -> bool:
+        """Norms are LayerNorms with a bias, not RMSNorms."""
         return self.model_type == "gpt2"
+
+    @property
+    def gated(self) -> bool:
+        """The MLP is a gated linear unit; otherwise a GELU between two products."""
+        return self.model_type != "gpt2"
 
     @property
     def n_units(self) -> int:
@@ -116,7 +129,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     return parse_config(raw, str(path))
 
 
-def parse_config(raw: dict, where: str = "config.json") -> ModelConfig:
+def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """ModelConfig of a decoded config.json; `where` names it in errors."""
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED:
@@ -130,7 +143,7 @@ def parse_config(raw: dict, where: str = "config.json") -> ModelConfig:
 class _Keys:
     """Typed look-ups in a config; every complaint names the key, its value and the file."""
 
-    def __init__(self, raw: dict, where: str):
+    def __init__(self, raw: dict[str, Any], where: str):
         self.raw, self.where = raw, where
 
     def error(self, name: str, expected: str) -> InputError:
@@ -148,7 +161,9 @@ class _Keys:
         """A positive finite number."""
         value = self.raw.get(name)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:  # an integer may be larger
+        if (
+            not isinstance(value, (int, float)) or type(value) is bool or not 0 < value <= sys.float_info.max
+        ):  # an integer may be larger
             raise self.error(name, "a positive number")
         return float(value)
 
@@ -159,7 +174,7 @@ class _Keys:
             raise self.error(name, "true or false")
         return value
 
-    def refuse_unless(self, name: str, accepted: tuple, default=None) -> None:
+    def refuse_unless(self, name: str, accepted: tuple[Any, ...], default: Any = None) -> None:
         value = self.raw.get(name, default)
         if value not in accepted:
             shown = json.dumps(value)
@@ -167,7 +182,7 @@ class _Keys:
             raise InputError(f'{self.where}: "{name}": {shown} is not supported. Supported: {_listing(accepted)}.')
 
 
-def _listing(values: tuple) -> str:
+def _listing(values: tuple[Any, ...]) -> str:
     return ", ".join("absent" if v is None else json.dumps(v) for v in dict.fromkeys(values))
 
 

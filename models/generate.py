@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trireme.kernels import ops
 from trireme.models import head, model, shapes
+from trireme.models.attention import Attend
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Rows, make_rows, rope_tables
 
-Fetch = Callable[[int], AbstractContextManager]
+Fetch = Callable[[int], AbstractContextManager[Any]]
 
 
 def generate(
@@ -27,21 +29,16 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new: int,
     *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
     eos: frozenset[int] = frozenset(),
-    seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt: up to max_new, ending with the first of `eos` where one comes.
+    """The likeliest continuation of each prompt: up to max_new tokens, ending with the first of `eos`.
 
     `with fetch(u) as w` gives unit u's weights (as model.weights) in `dtype` on `device`. Units are asked for in order,
-    once a token; the embedding again inside the head, where they are tied. Temperature 0 takes the likeliest token;
-    above, one is drawn from the smallest set that holds `top_p` of the probability, by chances that depend on `seed`
-    and the prompt's place alone. `enough()` is asked after each token, and ends all. InputError where a prompt fills
-    the model's learned positions.
+    once a token; a tied embedding again inside the head. `enough()` is asked after each token, and ends all.
+    InputError where a prompt fills the model's learned positions.
     """
     assert max_new >= 1
     assert all(prompts)
@@ -51,7 +48,6 @@ def generate(
     room = [_room(cfg, n, max_new) for n in lengths]
     tables = rope_tables(cfg, max(lengths) + max_new, device)
     cache = _Cache(cfg, len(prompts), max(lengths) + max_new, device, dtype)
-    chance = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     done = lambda i: len(new[i]) == room[i] or bool(new[i]) and new[i][-1] in eos
 
@@ -59,8 +55,7 @@ def generate(
     single = make_rows([1] * len(prompts), tables, device)
     while True:
         logits = _logits(cfg, fetch, torch.tensor(ids, device=device), rows, cache)
-        chances = torch.stack([torch.rand((), generator=g) for g in chance]).to(device)
-        for i, token in enumerate(_pick(logits, temperature, top_p, chances).tolist()):
+        for i, token in enumerate(logits.argmax(-1).tolist()):
             if not done(i):
                 new[i].append(token)
         if enough() or all(done(i) for i in range(len(new))):
@@ -111,22 +106,12 @@ def _logits(cfg: ModelConfig, fetch: Fetch, ids: Tensor, rows: Rows, cache: _Cac
         return torch.mm(y, model.output_matrix(cfg, embed, w).T).float()
 
 
-def _pick(logits: Tensor, temperature: float, top_p: float, chances: Tensor) -> Tensor:
-    """(B,) token ids from logits (B, V); `chances` (B,) are uniform in [0, 1)."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    probs, order = torch.softmax(logits / temperature, -1).sort(descending=True, stable=True)
-    kept = probs.cumsum(-1) - probs < top_p  # the token that crosses top_p stays
-    total = (probs * kept).cumsum(-1)
-    place = torch.searchsorted(total, chances[:, None] * total[:, -1:], right=True)
-    place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)  # rounding may point past the last
-    return order.gather(-1, place)[:, 0]
-
-
 class _Cache:
     """Keys and values of every layer, (B, T, K, d) each; stands in for a block's attention."""
 
-    def __init__(self, cfg: ModelConfig, n_prompts: int, positions: int, device, dtype: torch.dtype):
+    def __init__(
+        self, cfg: ModelConfig, n_prompts: int, positions: int, device: torch.device | str, dtype: torch.dtype
+    ):
         shape = (cfg.n_layers, n_prompts, positions, cfg.n_kv_heads, cfg.head_dim)
         self.dtype = dtype
         self.k = torch.zeros(shape, dtype=dtype, device=device)  # masked places are multiplied by 0, so no NaN there
@@ -137,20 +122,22 @@ class _Cache:
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(self.k.device)
         return prompt * self.k.shape[2] + docs.positions
 
-    def attention(self, layer: int, place: Tensor) -> Callable:
+    def attention(self, layer: int, place: Tensor) -> Attend:
         """In place of ops.attention_fwd: whole prompts, packed, or then one token each with the cache as its past."""
         k_all, v_all = self.k[layer], self.v[layer]
         n_prompts, length = k_all.shape[:2]
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, docs: ops.Docs, scale: float, window: int, out: Tensor | None):
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, docs: ops.Docs, scale: float, window: int, out: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
             k_all.flatten(0, 1)[place] = k
             v_all.flatten(0, 1)[place] = v
             if len(q) > n_prompts:
                 return ops.attention_fwd(q, k, v, docs, scale, window, out)
             distance = docs.positions[:, None] - torch.arange(length, device=q.device)
             seen = (distance >= 0) & (distance < (window or length))
-            heads = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
-            y = scaled_dot_product_attention(*heads, seen[:, None, None], scale=scale, enable_gqa=True)
-            return y.transpose(1, 2)[:, 0], None
+            query, keys, values = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
+            y = scaled_dot_product_attention(query, keys, values, seen[:, None, None], scale=scale, enable_gqa=True)
+            return y.transpose(1, 2)[:, 0], q.new_empty(0)  # the sums of exponentials serve backward alone
 
         return attend

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
+from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.rows import Rows
 from trireme.models.shapes import embedding_name, output_name
 
@@ -25,22 +26,20 @@ class EmbedWeights(NamedTuple):
 class HeadWeights(NamedTuple):
     """The head's weights, or their gradients."""
 
-    norm: Tensor  # (D,)
-    norm_bias: Tensor | None  # (D,) of a LayerNorm
+    norm: Norm
     output: Tensor | None  # (V, D); None where the embedding serves
 
 
 def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
     """EmbedWeights over `views`, the unit's tensors by Hugging Face name."""
-    return EmbedWeights(views[embedding_name(cfg)], views["transformer.wpe.weight"] if cfg.is_gpt else None)
+    return EmbedWeights(views[embedding_name(cfg)], views.get(f"{cfg.names.positions}.weight"))
 
 
 def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
     """HeadWeights over `views`, the unit's tensors by Hugging Face name."""
-    output = None if cfg.tied else views[output_name(cfg)]
-    if cfg.is_gpt:
-        return HeadWeights(views["transformer.ln_f.weight"], views["transformer.ln_f.bias"], output)
-    return HeadWeights(views["model.norm.weight"], None, output)
+    name = cfg.names.final_norm
+    weights = Norm(views[f"{name}.weight"], views.get(f"{name}.bias"))
+    return HeadWeights(weights, None if cfg.tied else views[output_name(cfg)])
 
 
 def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None:
@@ -57,11 +56,9 @@ def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None
         ops.embedding_bwd_(g.positions, dy, rows.docs.positions.long())
 
 
-def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, ...]:
-    """(y (N, D), the norm's statistics...): what the output matrix multiplies."""
-    if cfg.is_gpt:
-        return ops.layernorm_fwd(x, w.norm, w.norm_bias, cfg.eps)[:3]
-    return ops.rmsnorm_fwd(x, w.norm, cfg.eps)[:2]
+def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Stats]:
+    """(y (N, D), the norm's statistics): what the output matrix multiplies."""
+    return norm(x, w.norm, cfg.eps)
 
 
 def head_loss(
@@ -82,11 +79,9 @@ def head_loss(
     have loss 0. w_out (V, D) is the output matrix and g_out its gradient: the embedding's where they are tied. g and
     g_out are added to, dx (N, D) is filled.
     """
-    y, *stats = final_norm(cfg, w, x)
+    y, stats = final_norm(cfg, w, x)
     losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx)
     if dx is not None:
-        if cfg.is_gpt:
-            ops.layernorm_bwd(dx, x, w.norm, *stats, g.norm, g.norm_bias, out=dx)
-        else:
-            ops.rmsnorm_bwd(dx, x, w.norm, *stats, g.norm, out=dx)
+        assert g is not None
+        norm_backward(dx, x, w.norm, stats, g.norm, out=dx)
     return losses

@@ -59,7 +59,7 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str 
         return name
     if name == "lm_head.weight":  # tied, else it were wanted
         return embedding_name(cfg)
-    prefixed = ("transformer." if cfg.is_gpt else "model.") + name
+    prefixed = cfg.names.base + name
     if prefixed in wanted:
         return prefixed
     if name.endswith(_BUFFERS):

@@ -1,9 +1,20 @@
-"""Linear layers on top of torch's GEMMs. `weight` is (in, out), as a view where the checkpoint stores (out, in)."""
+"""Linear layers on top of torch's GEMMs."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from trireme.kernels import ops
+
+
+class Linear(NamedTuple):
+    """A linear layer's weights, or their gradients."""
+
+    weight: Tensor  # (in, out): a transposed view where the checkpoint stores (out, in)
+    bias: Tensor | None = None  # (out,)
 
 
 def fuse(*parts: Tensor) -> Tensor:
@@ -18,22 +29,37 @@ def fuse(*parts: Tensor) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, w: Linear, out: Tensor | None = None) -> Tensor:
     """x (N, in) @ weight + bias -> (N, out), into `out` where given."""
-    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+    return torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
 
 
-def add_linear_(out_: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """out_ (N, out) += x (N, in) @ weight + bias, rounded once without a bias."""
-    out_.addmm_(x, weight)
-    return out_ if bias is None else out_.add_(bias)
+def add_branch(x: Tensor, branch: Tensor, w: Linear, out: Tensor, *, copied: bool) -> None:
+    """out (N, D) = x + branch (N, in) @ weight + bias; `out` may be x.
+
+    Where `copied`, `out` holds x already and the product is added in place, rounded once without a bias.
+    """
+    if not copied:
+        torch.add(x, linear(branch, w), out=out)
+        return
+    out.addmm_(branch, w.weight)
+    if w.bias is not None:
+        out.add_(w.bias)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor | None = None) -> Tensor:
-    """residual (N, out) + x @ weight + bias, into `out` where given. Without a bias the sum is rounded once."""
-    if bias is None:
-        return torch.addmm(residual, x, weight, out=out)
-    return torch.addmm(bias, x, weight, out=out).add_(residual)
+def linear_backward(dy: Tensor, w: Linear) -> Tensor:
+    """The gradient (N, in) of a layer's input, given dy (N, out)."""
+    return torch.mm(dy, w.weight.T)
+
+
+def add_gradients_(g: Linear, x: Tensor, dy: Tensor) -> None:
+    """Adds the gradients of a layer's weights to g, given its input x (N, in) and dy (N, out)."""
+    if g.weight.is_contiguous():
+        add_product_(g.weight, x, dy)
+    else:  # stored (out, in)
+        add_product_(g.weight.T, dy, x)
+    if g.bias is not None:
+        ops.bias_bwd_(g.bias, dy)
 
 
 def add_product_(grad_: Tensor, a: Tensor, b: Tensor) -> None:

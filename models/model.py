@@ -1,43 +1,115 @@
 """The model by unit number, so that the engine need not know the family: u = 0 embedding, then blocks, then head.
 
-Where a plan cuts blocks in halves (cfg.halves) each of them is a unit.
+Where a plan moves half blocks (cfg.halves) each of them is a unit.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
-from trireme.models import gpt, head, llama, shapes
+from trireme.kernels import ops
+from trireme.models import attention, block, head, mlp, shapes
+from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.head import EmbedWeights, HeadWeights
+from trireme.models.linear import Linear, fuse
+from trireme.models.norm import Norm
+from trireme.models.rows import Rows
+
+BlockWeights = block.Weights | attention.Weights | mlp.Weights
 
 
-def block(cfg: ModelConfig) -> ModuleType:
-    """The module whose `forward` and `backward` compute a block; both take the layer."""
-    return gpt if cfg.is_gpt else llama
+def forward(
+    cfg: ModelConfig,
+    u: int,
+    w: BlockWeights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    attend: Attend = ops.attention_fwd,
+) -> None:
+    """Forward of unit u, a block or half of one: fills out (N, D) and every tensor of `saved`; x (N, D) is read."""
+    layer = shapes.layer(cfg, u)
+    if isinstance(w, block.Weights):
+        block.forward(cfg, layer, w, x, rows, saved, out, attend)
+    elif isinstance(w, attention.Weights):
+        attention.forward(cfg, layer, w, x, rows, saved, out, attend)
+    else:
+        mlp.forward(cfg, w, x, saved, out)
 
 
-def forward(cfg: ModelConfig, u: int, *given) -> None:
-    """Forward of unit u, a block or half of one; `given` as the block's forward takes it after the layer."""
-    block(cfg).FORWARD[shapes.kind(cfg, u)](cfg, shapes.layer(cfg, u), *given)
+def backward(
+    cfg: ModelConfig,
+    u: int,
+    w: BlockWeights,
+    g: BlockWeights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor,
+) -> None:
+    """Backward of unit u, a block or half of one: fills dx (N, D) and adds to the gradients g, given dy (N, D)."""
+    layer = shapes.layer(cfg, u)
+    if isinstance(w, block.Weights) and isinstance(g, block.Weights):
+        block.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
+    elif isinstance(w, attention.Weights) and isinstance(g, attention.Weights):
+        attention.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
+    else:
+        assert isinstance(w, mlp.Weights)
+        assert isinstance(g, mlp.Weights)
+        mlp.backward(cfg, w, g, x, saved, dy, dx)
 
 
-def backward(cfg: ModelConfig, u: int, *given) -> None:
-    """Backward of unit u, a block or half of one; `given` as the block's backward takes it after the layer."""
-    block(cfg).BACKWARD[shapes.kind(cfg, u)](cfg, shapes.layer(cfg, u), *given)
+def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
+    """Unit u's weights over `views`, name -> tensor of one flat buffer laid out as shapes.weight_groups says.
 
-
-def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]):
-    """Unit u's NamedTuple over `views`: name -> tensor of one flat buffer, of weights or of gradients."""
-    if u == 0:
+    Or its gradients. EmbedWeights, HeadWeights or BlockWeights: the caller knows which by u.
+    """
+    what = shapes.kind(cfg, u)
+    if what == "embed":
         return head.embed_weights(cfg, views)
-    if u == cfg.n_units - 1:
+    if what == "head":
         return head.head_weights(cfg, views)
-    return block(cfg).weights(cfg, shapes.layer(cfg, u), views)
+    prefix = cfg.names.prefix(shapes.layer(cfg, u))
+    mine = {name.removeprefix(prefix): view for name, view in views.items()}
+    if what == "attention":
+        return _attention_weights(cfg, mine)
+    if what == "mlp":
+        return _mlp_weights(cfg, mine)
+    return block.Weights(_attention_weights(cfg, mine), _mlp_weights(cfg, mine))
 
 
-def output_matrix(cfg: ModelConfig, embed: EmbedWeights, top: HeadWeights) -> Tensor:
+def output_matrix(cfg: ModelConfig, embed: EmbedWeights | None, top: HeadWeights) -> Tensor:
     """The output matrix (V, D), or its gradient: the embedding's where they are tied."""
-    return embed.tokens if cfg.tied else top.output
+    found = embed.tokens if embed is not None and cfg.tied else top.output
+    assert found is not None
+    return found
+
+
+def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.Weights:
+    names = cfg.names
+    q_norm, k_norm = (views.get(f"{name}.weight") for name in (names.q_norm, names.k_norm))
+    qkv, o = _linear(cfg, names.qkv, views), _linear(cfg, (names.o,), views)
+    return attention.Weights(_norm(names.norm1, views), qkv, o, q_norm, k_norm)
+
+
+def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights:
+    names = cfg.names
+    up, down = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
+    if cfg.gated:
+        return mlp.Weights(_norm(names.norm2, views), up, down)
+    return mlp.Weights(_norm(names.norm2, views), Linear(up.weight), down, gelu_bias=up.bias)
+
+
+def _norm(name: str, views: dict[str, Tensor]) -> Norm:
+    return Norm(views[f"{name}.weight"], views.get(f"{name}.bias"))
+
+
+def _linear(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) -> Linear:
+    weight = fuse(*(views[f"{name}.weight"] for name in names))
+    bias = fuse(*(views[f"{name}.bias"] for name in names)) if f"{names[0]}.bias" in views else None
+    return Linear(weight if cfg.names.in_out else weight.T, bias)

@@ -12,6 +12,8 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig, Rope
 
+Tables = tuple[Tensor, Tensor] | tuple[None, None]
+
 
 class Rows(NamedTuple):
     """N packed tokens. cos and sin are the run's tables, the same objects in every micro-batch."""
@@ -21,12 +23,12 @@ class Rows(NamedTuple):
     sin: Tensor | None
 
 
-def make_rows(lengths: Sequence[int], tables: tuple[Tensor, Tensor] | tuple[None, None], device) -> Rows:
+def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
     """Rows of documents of these lengths; `tables` from rope_tables."""
     return Rows(ops.make_docs(lengths, device), *tables)
 
 
-def rope_tables(cfg: ModelConfig, length: int, device) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
     """(cos, sin) for positions below `length`, made once a run; (None, None) for learned positions."""
     if cfg.rope is None:
         return None, None

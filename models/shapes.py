@@ -43,19 +43,14 @@ def layer(cfg: ModelConfig, u: int) -> int:
 # ---------------------------------------------------------------- weights
 
 
-def layer_prefix(cfg: ModelConfig, layer: int) -> str:
-    """What the Hugging Face names of a block's tensors begin with."""
-    return f"transformer.h.{layer}." if cfg.is_gpt else f"model.layers.{layer}."
-
-
 def embedding_name(cfg: ModelConfig) -> str:
     """Name of the token embedding (V, D)."""
-    return "transformer.wte.weight" if cfg.is_gpt else "model.embed_tokens.weight"
+    return f"{cfg.names.embed}.weight"
 
 
 def output_name(cfg: ModelConfig) -> str:
     """Name of the output matrix (V, D): the token embedding where they are tied."""
-    return embedding_name(cfg) if cfg.tied else "lm_head.weight"
+    return embedding_name(cfg) if cfg.tied else f"{cfg.names.output}.weight"
 
 
 def weight_groups(cfg: ModelConfig, u: int) -> list[Group]:
@@ -65,64 +60,65 @@ def weight_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     """A unit's weight_groups by the parts of the unit: a block's are its attention and its MLP."""
-    if u == 0:
+    what = kind(cfg, u)
+    if what == "embed":
         return [_embed_groups(cfg)]
-    if u == cfg.n_units - 1:
+    if what == "head":
         return [_head_groups(cfg)]
-    prefix = layer_prefix(cfg, layer(cfg, u))
-    parts = dict(zip(HALVES, _gpt_parts(cfg) if cfg.is_gpt else _llama_parts(cfg), strict=True))
-    mine = [parts[kind(cfg, u)]] if cfg.halves else parts.values()
+    prefix = cfg.names.prefix(layer(cfg, u))
+    parts = {"attention": _attention_groups(cfg), "mlp": _mlp_groups(cfg)}
+    mine = parts.values() if what == "block" else [parts[what]]
     return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in mine]
 
 
 def _embed_groups(cfg: ModelConfig) -> list[Group]:
     tokens: Group = [(embedding_name(cfg), (cfg.vocab, cfg.width))]
-    return [tokens, [("transformer.wpe.weight", (cfg.max_positions, cfg.width))]] if cfg.is_gpt else [tokens]
+    positions: Group = [(f"{cfg.names.positions}.weight", (cfg.max_positions, cfg.width))]
+    return [tokens, positions] if cfg.rope is None else [tokens]
 
 
 def _head_groups(cfg: ModelConfig) -> list[Group]:
-    output = [] if cfg.tied else [[(output_name(cfg), (cfg.vocab, cfg.width))]]
-    if not cfg.is_gpt:
-        return [*output, [("model.norm.weight", (cfg.width,))]]
-    return [*output, [("transformer.ln_f.weight", (cfg.width,))], [("transformer.ln_f.bias", (cfg.width,))]]
+    output: list[Group] = [] if cfg.tied else [[(output_name(cfg), (cfg.vocab, cfg.width))]]
+    return output + _norm(cfg, cfg.names.final_norm)
 
 
-def _llama_parts(cfg: ModelConfig) -> tuple[list[Group], list[Group]]:
-    D, F, Q, KV = cfg.width, cfg.ffn, cfg.q_width, cfg.kv_width
-    qkv = [("self_attn.q_proj", Q), ("self_attn.k_proj", KV), ("self_attn.v_proj", KV)]
-    gate_up = [("mlp.gate_proj", F), ("mlp.up_proj", F)]
-    attention: list[Group] = [
-        [(f"{name}.weight", (rows, D)) for name, rows in qkv],
-        [("self_attn.o_proj.weight", (D, Q))],
-        [("input_layernorm.weight", (D,))],
+def _norm(cfg: ModelConfig, name: str) -> list[Group]:
+    weight: Group = [(f"{name}.weight", (cfg.width,))]
+    return [weight, [(f"{name}.bias", (cfg.width,))]] if cfg.layer_norm else [weight]
+
+
+def _matrix(cfg: ModelConfig, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Group:
+    """Neighbouring matrices whose products are of `rows` features each, from `columns`."""
+    return [
+        (f"{name}.weight", (columns, n) if cfg.names.in_out else (n, columns))
+        for name, n in zip(names, rows, strict=True)
     ]
-    mlp: list[Group] = [
-        [(f"{name}.weight", (rows, D)) for name, rows in gate_up],
-        [("mlp.down_proj.weight", (D, F))],
-        [("post_attention_layernorm.weight", (D,))],
-    ]
+
+
+def _bias(names: tuple[str, ...], rows: tuple[int, ...]) -> Group:
+    return [(f"{name}.bias", (n,)) for name, n in zip(names, rows, strict=True)]
+
+
+def _attention_groups(cfg: ModelConfig) -> list[Group]:
+    names, D = cfg.names, cfg.width
+    rows = (cfg.qkv_width,) if len(names.qkv) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
+    groups = [_matrix(cfg, names.qkv, rows, D), _matrix(cfg, (names.o,), (D,), cfg.q_width), *_norm(cfg, names.norm1)]
     if cfg.qk_norm:
-        attention += [[("self_attn.q_norm.weight", (cfg.head_dim,))], [("self_attn.k_norm.weight", (cfg.head_dim,))]]
+        groups += [[(f"{name}.weight", (cfg.head_dim,))] for name in (names.q_norm, names.k_norm)]
     if cfg.qkv_bias:
-        attention.append([(f"{name}.bias", (rows,)) for name, rows in qkv])
+        groups.append(_bias(names.qkv, rows))
     if cfg.o_bias:
-        attention.append([("self_attn.o_proj.bias", (D,))])
+        groups.append(_bias((names.o,), (D,)))
+    return groups
+
+
+def _mlp_groups(cfg: ModelConfig) -> list[Group]:
+    names, D = cfg.names, cfg.width
+    rows = (up_width(cfg),) if len(names.up) == 1 else (cfg.ffn, cfg.ffn)
+    groups = [_matrix(cfg, names.up, rows, D), _matrix(cfg, (names.down,), (D,), cfg.ffn), *_norm(cfg, names.norm2)]
     if cfg.mlp_bias:
-        mlp += [[(f"{name}.bias", (rows,)) for name, rows in gate_up], [("mlp.down_proj.bias", (D,))]]
-    return attention, mlp
-
-
-def _gpt_parts(cfg: ModelConfig) -> tuple[list[Group], list[Group]]:
-    """GPT-2's linear layers are stored (in, out)."""
-    D, F = cfg.width, cfg.ffn
-
-    def part(norm: str, linear: dict[str, tuple[int, int]]) -> list[Group]:
-        matrices: list[Group] = [[(f"{name}.weight", shape)] for name, shape in linear.items()]
-        biases: list[Group] = [[(f"{name}.bias", shape[1:])] for name, shape in linear.items()]
-        return [*matrices, [(f"{norm}.weight", (D,))], [(f"{norm}.bias", (D,))], *biases]
-
-    attention = part("ln_1", {"attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D)})
-    return attention, part("ln_2", {"mlp.c_fc": (D, F), "mlp.c_proj": (F, D)})
+        groups += [_bias(names.up, rows), _bias((names.down,), (D,))]
+    return groups
 
 
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:
@@ -134,13 +130,24 @@ def parameters(cfg: ModelConfig, u: int | None = None) -> int:
 # ---------------------------------------------------------------- saved tensors
 
 
+def up_name(cfg: ModelConfig) -> str:
+    """Name of the MLP's first product."""
+    return "gate_up" if cfg.gated else "fc"
+
+
+def up_width(cfg: ModelConfig) -> int:
+    """Features of the MLP's first product."""
+    return 2 * cfg.ffn if cfg.gated else cfg.ffn
+
+
 def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, "compute" or "F32") of what a block's forward can save for its backward, besides its input x.
 
-    Any subset may be kept; backward recomputes the rest, and the gradients are the same to the bit. Of the halves each
-    has its own; `resid`, which lies between them, is the input of the second.
+    Any subset may be kept; backward recomputes the rest, and the gradients are the same to the bit. attn_out without
+    lse (attention.recall) is kept for nothing. Each half has its own; `resid`, between them, is the second's input.
     """
-    N, found = tokens, {}
+    N = tokens
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
     if kind != "mlp":
         found["qkv"] = (N, cfg.qkv_width), "compute"
         found["attn_out"] = (N, cfg.q_width), "compute"
@@ -148,7 +155,7 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
     if kind == "block":
         found["resid"] = (N, cfg.width), "compute"
     if kind != "attention":
-        found["fc" if cfg.is_gpt else "gate_up"] = (N, cfg.ffn if cfg.is_gpt else 2 * cfg.ffn), "compute"
+        found[up_name(cfg)] = (N, up_width(cfg)), "compute"
     return found
 
 
@@ -177,7 +184,7 @@ def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
     if kind != "mlp":
         found["qkv"], found["resid"] = cfg.width * cfg.qkv_width, cfg.q_width * cfg.width
     if kind != "attention":
-        found["fc" if cfg.is_gpt else "gate_up"] = cfg.width * (1 if cfg.is_gpt else 2) * cfg.ffn
+        found[up_name(cfg)] = cfg.width * up_width(cfg)
         found["out"] = cfg.ffn * cfg.width
     return found
 
@@ -240,7 +247,7 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
     """
     if u == 0:
         sums = (tokens // 8 + 8) * cfg.width  # the gradient sorts the ids; fp32 sums of those that are frequent
-        return (tokens * cfg.width * itemsize if cfg.is_gpt else 0) + sums + 80 * tokens + SLACK
+        return (tokens * cfg.width * itemsize if cfg.rope is None else 0) + sums + 80 * tokens + SLACK
     partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
     if u == cfg.n_units - 1:
         return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
@@ -248,29 +255,32 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
 
 
 def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) -> int:
-    """The fullest of the moments in llama.py and gpt.py, each the sum of what is alive there."""
+    """The fullest moment of a block or half of one: the sum of what is alive at each place that is named here.
+
+    Those places, where tensors are let go of, bear this function's name in turn.
+    """
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
     act = tokens * cfg.ffn * itemsize
-    up = act if cfg.is_gpt else 2 * act
+    up = tokens * up_width(cfg) * itemsize
     row = tokens * 4  # one fp32 number a token
     lse = cfg.n_heads * row
-    normed = (
-        tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0
-    )  # q and k after their norms
-    attention = qkv + normed + attn + lse
+    normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # q, k after their norms
+    result = qkv + normed + attn + lse  # attention.Result
+    to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, the row sums of dout * out
+    activation = 2 * (up + act)  # mlp.backward: the activation and its argument, with their gradients
     moments = {
         "attention": (
-            x + qkv,
-            attention + attn + qkv + lse,  # backward: dout, dqkv, the row sums of dout * out
-            qkv + x,
+            x + qkv,  # attention._project
+            result + to_qkv,
+            qkv + x,  # attention.backward_to_x: dqkv, and y or its gradient
         ),
-        "mlp": (x + 2 * (up + act), x + up + x),  # backward: norm2, both sides of the activation
+        "mlp": (x + activation, x + up + x),  # mlp.backward: y; then d_up, y or d_norm
         "block": (
-            x + x + up,  # resid, norm2, its product
+            x + x + up,  # mlp.forward: resid, y, up
             x + up + act,
-            attention + x + x + 2 * (up + act),  # backward, both sides of the activation
-            attention + x + x + up + x,
-            attention + x + attn + qkv + lse,  # dresid, dout, dqkv, the row sums of dout * out
+            result + x + x + activation,  # block.backward: resid; mlp.backward: y
+            result + x + x + up + x,
+            result + x + to_qkv,  # block.backward: dresid
             x + qkv + x,
             x + x + x,
         ),

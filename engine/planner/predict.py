@@ -178,7 +178,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
     # Norms, residuals, rotation and activation, each reading and writing once; backward does all of it twice.
     features = {"attention": 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)}
-    features["mlp"] = 4.5 * cfg.width + (2 if cfg.is_gpt else 3) * cfg.ffn
+    features["mlp"] = 4.5 * cfg.width + (3 if cfg.gated else 2) * cfg.ffn
     features["block"] = features["attention"] + features["mlp"]
     parts = len(shapes.inner_kinds(cfg))  # that a block is cut into
     launched = lambda kind, seconds: _launched(KERNELS[kind] / parts, seconds, rates)

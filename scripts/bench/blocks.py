@@ -28,8 +28,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.kernels import ops
-from trireme.models import llama, shapes
+from trireme.models import attention, block, mlp, shapes
 from trireme.models.config import ModelConfig
+from trireme.models.linear import Linear
+from trireme.models.norm import Norm
 from trireme.models.rows import Rows, make_rows, rope_tables
 
 LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
@@ -40,8 +42,8 @@ class Block(NamedTuple):
     """A block's weights, gradients, saved tensors, inputs and outputs for one document of N tokens."""
 
     cfg: ModelConfig
-    w: llama.Weights
-    g: llama.Weights
+    w: block.Weights
+    g: block.Weights
     rows: Rows
     saved: dict[str, Tensor]
     x: Tensor
@@ -50,10 +52,10 @@ class Block(NamedTuple):
     dx: Tensor
 
     def forward(self) -> None:
-        llama.forward(self.cfg, 0, self.w, self.x, self.rows, self.saved, self.out)
+        block.forward(self.cfg, 0, self.w, self.x, self.rows, self.saved, self.out)
 
     def backward(self) -> None:
-        llama.backward(self.cfg, 0, self.w, self.g, self.x, self.saved, self.dy, self.rows, self.dx)
+        block.backward(self.cfg, 0, self.w, self.g, self.x, self.saved, self.dy, self.rows, self.dx)
 
     def both(self) -> None:
         self.forward()
@@ -62,13 +64,15 @@ class Block(NamedTuple):
 
 def make_block(cfg: ModelConfig, N: int) -> Block:
     D, F = cfg.width, cfg.ffn
-    matrices = dict(qkv=(cfg.qkv_width, D), o=(D, cfg.q_width), gate_up=(2 * F, D), down=(D, F))
-    vectors = dict(norm1=torch.ones(D, device=DEVICE, dtype=BF16), norm2=torch.ones(D, device=DEVICE, dtype=BF16))
-    w = llama.Weights(
-        **vectors, **{name: randn(*shape) * 0.02 for name, shape in matrices.items()},
-        qkv_bias=None, o_bias=None, gate_up_bias=None, down_bias=None, q_norm=None, k_norm=None,
-    )  # fmt: skip
-    g = llama.Weights(*(None if t is None else torch.zeros_like(t) for t in w))
+
+    def make(matrix: Callable[[int, int], Tensor], vector: Callable[..., Tensor]) -> block.Weights:
+        new = lambda rows, columns: Linear(matrix(rows, columns).T)
+        norms = [Norm(vector(D, device=DEVICE, dtype=BF16)) for _ in range(2)]
+        first = attention.Weights(norms[0], new(cfg.qkv_width, D), new(D, cfg.q_width))
+        return block.Weights(first, mlp.Weights(norms[1], new(2 * F, D), new(D, F)))
+
+    w = make(lambda *shape: randn(*shape) * 0.02, torch.ones)
+    g = make(lambda *shape: torch.zeros(shape, dtype=BF16, device=DEVICE), torch.zeros)
     kinds = {"compute": BF16, "F32": torch.float32}
     saved = {
         name: torch.empty(shape, dtype=kinds[kind], device=DEVICE)

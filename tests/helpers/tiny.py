@@ -96,7 +96,7 @@ class Tiny:
         for layer in range(cfg.n_layers):
             saves.append(empty_saved(cfg, n, self.dtype, keep))
             xs.append(torch.empty_like(xs[0]))
-            model.block(cfg).forward(cfg, layer, self.w[layer + 1], xs[layer], rows, saves[-1], xs[-1])
+            model.forward(cfg, layer + 1, self.w[layer + 1], xs[layer], rows, saves[-1], xs[-1])
         return xs, saves
 
     def logits(self, ids, lengths):
@@ -119,7 +119,7 @@ class Tiny:
         losses = head.head_loss(cfg, self.w[top], out, xs[-1], labels, loss_rows, scale, self.g[top], g_out, dy)
         for layer in reversed(range(cfg.n_layers)):
             u = layer + 1
-            model.block(cfg).backward(cfg, layer, self.w[u], self.g[u], xs[layer], saves[layer], dy, rows, dx)
+            model.backward(cfg, u, self.w[u], self.g[u], xs[layer], saves[layer], dy, rows, dx)
             dy, dx = dx, dy
         head.embed_backward(self.g[0], dy, ids, rows)
         return losses

@@ -27,7 +27,8 @@ LLAMA3 = dict(
 
 def test_gpt2_defaults():
     cfg = parse_config(GPT2)
-    assert cfg.is_gpt
+    assert cfg.layer_norm
+    assert not cfg.gated
     assert cfg.tied
     assert cfg.rope is None
     assert cfg.n_units == 14
@@ -36,7 +37,8 @@ def test_gpt2_defaults():
 
 def test_llama_defaults():
     cfg = parse_config(LLAMA)
-    assert not cfg.is_gpt
+    assert not cfg.layer_norm
+    assert cfg.gated
     assert not cfg.tied
     assert cfg.rope == Rope(10000.0)
     assert not cfg.qkv_bias

@@ -1,4 +1,4 @@
-"""The GPT-2 block by itself; test_models_hf.py compares it with transformers."""
+"""The GPT-2 block by itself; test_blocks_hf.py compares it with transformers."""
 
 import pytest
 from blocks import check_every_subset

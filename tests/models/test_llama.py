@@ -1,10 +1,7 @@
-"""The LLaMA block by itself; test_models_hf.py compares it with transformers."""
+"""The LLaMA block by itself; test_blocks_hf.py compares it with transformers."""
 
 import pytest
-import torch
 from blocks import check_every_subset
-
-from trireme.models.linear import fuse
 
 KEYS = dict(
     vocab_size=64,
@@ -29,12 +26,3 @@ KEYS = dict(
 )
 def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
     check_every_subset(model_type, dtype, grad_dtype, **KEYS, **more)
-
-
-def test_fused_operand_is_a_view_of_neighbours():
-    flat = torch.arange(24.0)
-    a, b, c = flat[:8].view(2, 4), flat[8:12].view(1, 4), flat[12:24].view(3, 4)
-    assert torch.equal(fuse(a, b, c), flat.view(6, 4))
-    assert fuse(a, b).data_ptr() == flat.data_ptr()
-    with pytest.raises(AssertionError):
-        fuse(a, c)

@@ -1,0 +1,61 @@
+"""A block: attention, then MLP, each added to its input. Legend: N tokens, D width.
+
+Saved, beside the tensors of the halves: resid (N, D), the input of the second.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trireme.kernels import ops
+from trireme.models import attention, mlp
+from trireme.models.attention import Attend
+from trireme.models.config import ModelConfig
+from trireme.models.rows import Rows
+
+
+class Weights(NamedTuple):
+    """A block's weights, or their gradients."""
+
+    attention: attention.Weights
+    mlp: mlp.Weights
+
+
+def forward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    attend: Attend = ops.attention_fwd,
+) -> None:
+    """Fills out (N, D) and every tensor of `saved`; names that are not in it become temporaries. x (N, D) is read."""
+    resid = saved.get("resid", out)
+    attention.forward(cfg, layer, w.attention, x, rows, saved, resid, attend)
+    mlp.forward(cfg, w.mlp, resid, saved, out)
+
+
+def backward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor,
+) -> None:
+    """Fills dx (N, D) and adds to the gradients g, given dy (N, D). What is not in `saved` is recomputed."""
+    recall = lambda: attention.recall(cfg, layer, w.attention, x, saved, rows)
+    result = None if "resid" in saved else recall()
+    resid = saved["resid"] if result is None else attention.residual(w.attention, x, result.out)
+    dresid = mlp.backward(cfg, w.mlp, g.mlp, resid, saved, dy)
+    del resid  # shapes._block_workspace
+    dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result or recall(), dresid, rows)
+    del result  # shapes._block_workspace
+    attention.backward_to_x(cfg, w.attention, g.attention, x, dqkv, dresid, dx)

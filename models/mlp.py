@@ -1,0 +1,74 @@
+"""The MLP half of a block, forward and backward as explicit functions over named saved tensors.
+
+    out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        gated
+    out = x + gelu(norm(x) @ fc) @ down                                       not gated
+
+Legend: N tokens, D width, F hidden width. Saved: x (the caller's), gate_up (N, 2F), or fc (N, F) without its bias.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trireme.kernels import ops
+from trireme.models.config import ModelConfig
+from trireme.models.linear import Linear, add_branch, add_gradients_, linear, linear_backward
+from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.shapes import up_name
+
+
+class Weights(NamedTuple):
+    """The half's weights, or their gradients."""
+
+    norm: Norm
+    up: Linear  # (D, 2F), gate first, or (D, F)
+    down: Linear  # (F, D)
+    gelu_bias: Tensor | None = None  # (F,): the bias of fc, which the kernel of the activation adds
+
+
+def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
+    """Fills out (N, D), which may be x, and every tensor of `saved`; names that are not in it become temporaries.
+
+    An RMSNorm copies x into `out` as it reads it, and the product with `down` is added there in place.
+    """
+    y, _ = norm(x, w.norm, cfg.eps, copy=out)
+    up = linear(y, w.up, saved.get(up_name(cfg)))
+    del y  # shapes._block_workspace
+    act = ops.swiglu_fwd(up) if w.gelu_bias is None else ops.gelu_bias_fwd(up, w.gelu_bias)
+    del up  # shapes._block_workspace
+    add_branch(x, act, w.down, out, copied=w.norm.copies)
+
+
+def backward(
+    cfg: ModelConfig,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    dx: Tensor | None = None,
+) -> Tensor:
+    """The gradient of x (N, D), in `dx` where given, and adds to the gradients g, given dy (N, D).
+
+    What is not in `saved` is recomputed.
+    """
+    y, stats = norm(x, w.norm, cfg.eps)
+    up = saved[up_name(cfg)] if up_name(cfg) in saved else linear(y, w.up)
+    d_up, act = _activation_backward(linear_backward(dy, w.down), up, w, g)
+    del up  # shapes._block_workspace
+    add_gradients_(g.down, act, dy)
+    del act  # shapes._block_workspace
+    add_gradients_(g.up, y, d_up)
+    del y  # shapes._block_workspace
+    d_norm = linear_backward(d_up, w.up)
+    del d_up  # shapes._block_workspace
+    return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
+
+
+def _activation_backward(d_act: Tensor, up: Tensor, w: Weights, g: Weights) -> tuple[Tensor, Tensor]:
+    """(the gradient of `up`, the activation (N, F)), given the gradient d_act (N, F)."""
+    if w.gelu_bias is None or g.gelu_bias is None:
+        return ops.swiglu_bwd(d_act, up)
+    return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, g.gelu_bias)
