@@ -1,4 +1,4 @@
-"""The house keeps its order: who may import whom, flat folders without __init__.py, README's tree as it is on disk."""
+"""The house keeps its order: who may import whom, rooms without __init__.py, what the wheel holds, what pages name."""
 
 import ast
 import importlib.util
@@ -48,7 +48,14 @@ TORCH_FREE = [
     ),
 ]
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml", "xxhash"}
-PAGES = ["README.md", "docs/coming-from.md", "docs/troubleshooting.md", "docs/how-it-works.md", "docs/transcripts.md"]
+PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
+USERS_PAGES = [
+    "README.md",
+    "docs/coming-from.md",
+    "docs/troubleshooting.md",
+    "docs/how-it-works.md",
+    "docs/transcripts.md",
+]
 
 
 def sources(room: str) -> list[Path]:
@@ -193,7 +200,7 @@ def test_the_wheel_works_from_another_folder(wheel, tmp_path):
     assert Path(theirs).is_relative_to(tmp_path / "kernels")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", USERS_PAGES)
 def test_the_pages_name_only_options_that_exist(page):
     known = {"help"} | {f.name.replace("_", "-") for f in fields(Options)}
     known |= {name for f in fields(Options) for name in f.metadata.get("also", "").split()}
@@ -205,3 +212,14 @@ def test_the_pages_name_only_options_that_exist(page):
 def test_the_pages_link_only_what_is_there(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_pages_name_only_files_that_exist(page):
+    for name in re.findall(r"(?<![\w/.-])(?:[\w.-]+/)+[\w.-]+\.(?:py|cpp|md|svg)\b", (ROOT / page).read_text()):
+        places = [ROOT / name, (ROOT / page).parent / name]
+        assert any(place.is_file() for place in places), f"{page} names {name}"
+
+
+def test_the_first_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
