@@ -36,7 +36,6 @@ from trireme.storage.aio import then, together
 from trireme.storage.companions import companions as companions_of
 from trireme.storage.devices import Device, open_device
 from trireme.storage.files import NoSnapshot, StoreError, lock_folder, sync_folder, write_synced
-from trireme.storage.identity import in_order
 from trireme.storage.layout import Layout, round_up
 from trireme.storage.stripes import Stripe, deal_cut, deal_whole
 from trireme.storage.sums import checksum
@@ -119,7 +118,7 @@ class Store:
         Raises StoreError.
         """
         with ExitStack() as stack:
-            dirs = [dirs[i] for i in in_order([_path(d) for d in dirs])]
+            dirs = [dirs[i] for i in folders.in_order([_path(d) for d in dirs])]
             for d in dirs:
                 lock_folder(_path(d), stack)
             loaded = snapshots.load(_path(dirs[0]))

@@ -21,8 +21,7 @@ from trireme.engine.run.verify import has_begun, tidy
 from trireme.engine.step import Engine
 from trireme.models.config import InputError
 from trireme.storage.files import NoSnapshot, StoreError
-from trireme.storage.folders import remove_finished
-from trireme.storage.identity import FINISHED, IDENTITY
+from trireme.storage.folders import FINISHED, IDENTITY, remove_finished
 from trireme.storage.shards import DAMAGED, Damaged, Store
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
 

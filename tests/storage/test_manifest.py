@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stores import STATE, WEIGHTS, create, devices, holds, write_all
 
-from trireme.storage import identity, snapshots
+from trireme.storage import folders, snapshots
 from trireme.storage.aio import arena
 from trireme.storage.companions import TEMPLATES
 from trireme.storage.files import StoreError
@@ -154,7 +154,7 @@ def test_text_that_is_no_manifest_is_refused_in_words(ours, text, sealed):
 )
 def test_an_identity_is_refused_in_words(ours, change):
     path = ours / "d1" / "store.id"
-    put(path, seal(identity.FORMAT, unseal(path.read_bytes(), identity.FORMAT, "identity") | change))
+    put(path, seal(folders.FORMAT, unseal(path.read_bytes(), folders.FORMAT, "identity") | change))
     refused(ours, "is damaged|give all of them and no others")
 
 
@@ -362,7 +362,7 @@ def test_whatever_a_manifest_holds_it_is_refused_in_words_or_opens(ours):
 def test_whatever_bytes_they_have_they_are_refused_in_words(ours):
     dice, folder = random.Random(0), ours / "d0" / SNAPSHOT
     for path, read in [(folder / MANIFEST, lambda: snapshots._read(folder)),
-                       (ours / "d1" / "store.id", lambda: identity.read_identity(ours / "d1"))]:  # fmt: skip
+                       (ours / "d1" / "store.id", lambda: folders.read_identity(ours / "d1"))]:  # fmt: skip
         good = path.read_bytes()
         for _ in range(MUTATIONS):
             content = bytearray(good)

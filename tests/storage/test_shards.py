@@ -16,7 +16,7 @@ import pytest
 import safetensors
 from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, holds, write_all
 
-from trireme.storage import folders, identity, shards, snapshots
+from trireme.storage import folders, shards, snapshots
 from trireme.storage.aio import arena
 from trireme.storage.checkpoint import INDEX, open_source
 from trireme.storage.files import StoreError
@@ -392,7 +392,7 @@ def test_what_a_finished_store_removes_are_companions(tmp_path, names):
     before = sorted(tmp_path.rglob("*"))
     for beside in (names, ["additional_chat_templates/x.jinja"]):
         facts = {"store": "x", "device": 0, "devices": 1, "companions": beside}
-        (tmp_path / "d0" / "store.finished").write_bytes(seal(identity.FORMAT, facts))
+        (tmp_path / "d0" / "store.finished").write_bytes(seal(folders.FORMAT, facts))
         folders.remove_finished([tmp_path / "d0"])
         assert sorted(tmp_path.rglob("*")) == before
 

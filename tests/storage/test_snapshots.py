@@ -16,7 +16,7 @@ import pytest
 from trireme.storage import companions, snapshots
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.devices import Device, is_direct
-from trireme.storage.identity import FINISHED, IDENTITY
+from trireme.storage.folders import FINISHED, IDENTITY
 from trireme.storage.layout import pack, sequential
 from trireme.storage.shards import Store
 
