@@ -1,11 +1,10 @@
 """Asynchronous reads and writes of large aligned buffers, many in flight, results as futures.
 
-A request is cut into pieces of `block` bytes. At most `depth` pieces are in flight in one direction while the other is
-idle, and `mixed` pieces in each direction while both have work: drives differ widely there, so all three are measured
-(devices.py). Requests in the same direction take turns, a piece each: a small one does not wait for a large one that
-came before. Back ends differ in how one piece is moved: the kernel's asynchronous I/O (AIO), threads, or memory (a fake
-with injected faults, for tests). Every result is checked. A future ends only when no piece of its request is in flight
-any more, also after an error, so its buffer is free for use.
+A request is moved in pieces of `block` bytes. At most `depth` pieces are in flight in one direction while the other is
+idle, and `mixed` in each while both have work; all three are measured for each drive (devices.py). Requests of one
+direction take turns, a piece each, so that a small one does not wait for a large one. Back ends differ in how a piece
+is moved: by the kernel's asynchronous I/O (AIO), or by threads. Every result is checked. A future ends only when no
+piece of its request is in flight, also after an error, so that its buffer is free for use.
 """
 
 from __future__ import annotations
@@ -19,39 +18,45 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trireme.storage.files import StoreError
+from trireme.storage.files import AnyPath, StoreError
 from trireme.storage.layout import ALIGN, round_up
 
-HUGE = 2 << 20
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+HUGE_PAGE = 2 << 20  # bytes
 
 
 def arena(nbytes: int) -> memoryview:
     """Zeroed memory of round_up(nbytes), on 2 MiB pages where the kernel gives them: a drive's command is limited by
     its number of pages. A forked child does not get it: copying on write would break transfers in flight.
     """
-    size = round_up(nbytes, HUGE)
-    area = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+    size = round_up(nbytes, HUGE_PAGE)
+    area = mmap.mmap(
+        -1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # shared memory has no huge pages
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        try:
+        with suppress(OSError):  # a kernel without huge pages works, slower
             area.madvise(advice)
-        except OSError:
-            pass  # a kernel without huge pages works, slower
-    start = -address_of(area) % HUGE
+    start = -address_of(area) % HUGE_PAGE
     return memoryview(area)[start : start + round_up(nbytes)]
 
 
-def address_of(buffer) -> int:
+def address_of(buffer: Buffer) -> int:
     """The address of a buffer's first byte."""
-    return np.frombuffer(buffer, np.uint8, count=1).ctypes.data
+    return np.frombuffer(memoryview(buffer), np.uint8, count=1).ctypes.data
 
 
 class File:
     """A file and its one descriptor. `direct`: past the page cache; offset, size and address are multiples of 4,096."""
 
-    def __init__(self, path: str | os.PathLike, direct: bool, size: int | None = None):
+    def __init__(self, path: AnyPath, direct: bool, size: int | None = None):
         """Opens `path`; with `size` it is made, and its blocks are allocated. Raises StoreError."""
         self.path, self.direct = os.fspath(path), direct
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
@@ -65,7 +70,7 @@ class File:
                 self.allocate(size)
             except StoreError:
                 self.close()
-                os.unlink(self.path)  # a failed allocation leaves the file grown
+                Path(self.path).unlink()  # a failed allocation leaves the file grown
                 raise
 
     def allocate(self, size: int) -> None:
@@ -96,9 +101,9 @@ class _Request:
 
     def __init__(self, file: File, write: bool, offset: int, view: memoryview, block: int, need: int):
         self.file, self.write, self.end = file, write, offset + need
-        cuts = range(0, len(view), block)
-        self.waiting = deque(Piece(self, offset + i, view[i : i + block]) for i in cuts)  # not begun
-        self.left = len(cuts)  # not over
+        starts = range(0, len(view), block)
+        self.waiting = deque(Piece(self, offset + i, view[i : i + block]) for i in starts)  # not begun
+        self.left = len(starts)  # not over
         self.error: StoreError | None = None
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # what the kernel has begun cannot be cancelled
@@ -122,7 +127,7 @@ class Piece:
 
 
 class IO:
-    """What the back ends share: cutting, the depth limit, checking. A back end gives `_start` and calls `_finish`."""
+    """What the back ends share: pieces, the depth limit, checks. A back end gives `_start` and calls `_finish`."""
 
     name = "?"
 
@@ -139,16 +144,16 @@ class IO:
     def __str__(self) -> str:
         return f"{self.name}, {self.block >> 10} KiB x {self.depth} ({self.mixed} + {self.mixed} mixed)"
 
-    def read(self, file: File, offset: int, buffer, need: int | None = None) -> Future[None]:
+    def read(self, file: File, offset: int, buffer: Buffer, need: int | None = None) -> Future[None]:
         """Fills `buffer` from `offset`. `need`: bytes that must be there (default all); a file may end after them."""
         return self._request(file, False, offset, buffer, need)
 
-    def write(self, file: File, offset: int, buffer) -> Future[None]:
+    def write(self, file: File, offset: int, buffer: Buffer) -> Future[None]:
         """Writes `buffer` at `offset`; done means handed to the drive, fsync makes it durable."""
         return self._request(file, True, offset, buffer, None)
 
     def close(self) -> None:
-        """Waits for what is in flight and fails what has not begun."""
+        """Waits for pieces in flight; requests with pieces that have not begun fail."""
         with self._lock:
             already, self._closed = self._closed, True
             dropped = [request for waiting in self._waiting for request in waiting]
@@ -162,11 +167,12 @@ class IO:
             self._stop()
 
     def _stop(self) -> None:
-        """Ends the back end; nothing is in flight any more."""
+        """Ends the back end; nothing is in flight."""
 
-    def _request(self, file: File, write: bool, offset: int, buffer, need: int | None) -> Future[None]:
+    def _request(self, file: File, write: bool, offset: int, buffer: Buffer, need: int | None) -> Future[None]:
         view = memoryview(buffer).cast("B")
-        assert view and not (file.direct and (address_of(view) | offset | len(view)) % ALIGN), (file.path, offset)
+        assert view
+        assert not (file.direct and (address_of(view) | offset | len(view)) % ALIGN), (file.path, offset)
         request = _Request(file, write, offset, view, self.block, len(view) if need is None else need)
         with self._lock:
             closed = self._closed
@@ -251,28 +257,36 @@ class IO:
             request.future.set_result(None)
 
 
-def together(parts: Sequence[Future[None]], finish: Callable[[BaseException | None], None]) -> Future[None]:
+def together(
+    parts: Sequence[Future[None]], finish: Callable[[BaseException | None], None] | None = None
+) -> Future[None]:
     """One future for all parts: it ends after the last of them, with the first error. finish(error) runs before."""
     joint: Future[None] = Future()
     joint.set_running_or_notify_cancel()
-    lock, left, errors = threading.Lock(), [len(parts)], []
-    if not parts:
-        finish(None)
-        joint.set_result(None)
+    lock, left = threading.Lock(), [len(parts)]
+    errors: list[BaseException] = []
+
+    def end(error: BaseException | None) -> None:
+        if finish:
+            finish(error)
+        if error:
+            joint.set_exception(error)
+        else:
+            joint.set_result(None)
 
     def ended(part: Future[None]) -> None:
         with lock:
             left[0] -= 1
-            if part.exception():
-                errors.append(part.exception())
+            if error := part.exception():
+                errors.append(error)
             if left[0]:
                 return
-        error = errors[0] if errors else None
-        finish(error)
-        joint.set_exception(error) if error else joint.set_result(None)
+        end(errors[0] if errors else None)
 
     for part in parts:
         part.add_done_callback(ended)
+    if not parts:
+        end(None)
     return joint
 
 
@@ -283,9 +297,11 @@ def then(first: Future[None], work: Callable[[], None], pool: Executor) -> Futur
 
     def run() -> None:
         try:
-            joint.set_result(work())
+            work()
         except BaseException as error:
             joint.set_exception(error)
+        else:
+            joint.set_result(None)
 
     def ended(first: Future[None]) -> None:
         if error := first.exception():
@@ -337,25 +353,3 @@ class ThreadIO(IO):
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-
-
-class MemoryIO(ThreadIO):
-    """Files as bytearrays in memory, for tests. `fault(piece)` may wait, raise OSError, or return how much to move."""
-
-    name = "memory"
-
-    def __init__(self, fault: Callable[[Piece], int | None] = lambda piece: None, **limits: int):
-        self.fault, self.contents = fault, {}
-        super().__init__(**limits)
-
-    def _move(self, piece: Piece) -> int:
-        limit = self.fault(piece)
-        data = self.contents.setdefault(piece.file.path, bytearray())
-        begin, end = piece.offset, piece.offset + (len(piece.view) if limit is None else limit)
-        if piece.write:
-            data.extend(bytes(max(0, end - len(data))))
-            data[begin:end] = piece.view[: end - begin]
-            return end - begin
-        found = data[begin:end]
-        piece.view[: len(found)] = found
-        return len(found)

@@ -7,7 +7,6 @@ cache is given back as reading goes on.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,13 +18,19 @@ from typing import NamedTuple
 import numpy as np
 
 from trireme.storage.companions import companions, left_behind
-from trireme.storage.files import StoreError, check_space, partial_of, sync_folder, write_synced
+from trireme.storage.files import (
+    AnyPath,
+    Say,
+    StoreError,
+    check_space,
+    partial_of,
+    sync_folder,
+    to_stderr,
+    write_synced,
+)
 from trireme.storage.headers import MAX_HEADER, CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
-from trireme.storage.sums import checksum, summed
-from trireme.storage.untrusted import is_plain, parse_json, read_small, shown
-
-log = logging.getLogger("trireme.storage")
+from trireme.storage.untrusted import checksum, is_plain, parse_json, read_small, shown, summed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -88,13 +93,16 @@ class Source:
                 yield chunk[a : a + PIECE].view(NUMPY[t.dtype])
 
 
-def open_source(folder: str | os.PathLike) -> Source:
-    """Checks every header of the checkpoint in `folder`; raises CheckpointError with the way out."""
+def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
+    """Checks every header of the checkpoint in `folder`. `say` is told of files that will not travel with the weights.
+
+    Raises CheckpointError with the way out.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the folder of a Hugging Face checkpoint.")
     if left := left_behind(folder):
-        log.warning("%s", left)
+        say(left)
     if (folder / SINGLE).exists():
         return _collect(folder, (SINGLE,), None)
     if (folder / INDEX).exists():
@@ -146,9 +154,9 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
         for t in header.layout.tensors:
             if weight_map is None or weight_map.get(t.name) == file:
                 tensors[t.name] = SourceTensor(t.dtype, t.shape, file, header.data + t.offset)
-    for name in weight_map or ():
+    for name, file in (weight_map or {}).items():
         if name not in tensors:
-            where = f"{shown(name)!r} is in {shown(weight_map[name])}"
+            where = f"{shown(name)!r} is in {shown(file)}"
             raise CheckpointError(f"{folder / INDEX} says that {where}; it is not there.")
     if not tensors:
         raise CheckpointError(f"{folder} holds no tensors.")
@@ -165,7 +173,7 @@ def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> It
             chunk = buffer[: end - offset]
             filled = 0
             while filled < len(chunk):
-                got = os.preadv(fd, [chunk[filled:]], offset + filled)
+                got = os.preadv(fd, [chunk.data[filled:]], offset + filled)
                 if got == 0:
                     raise StoreError(errno.EIO, f"ends at byte {offset + filled}; it was longer before", str(path))
                 filled += got
@@ -204,9 +212,9 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
 
 def export(
     source: Source,
-    out: str | os.PathLike,
+    out: AnyPath,
     fetch: Callable[[str], Iterable[np.ndarray] | None],
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Writes a checkpoint with the source's files, names, shapes, dtypes and metadata into `out`.
 
@@ -235,7 +243,7 @@ def export(
             if checksum(_counted(_whole(partial_of(out / file)), progress)) != written:
                 raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
         for file in files:
-            os.replace(partial_of(out / file), out / file)
+            partial_of(out / file).replace(out / file)
         for folder in {(out / f).parent for f in files} | {out}:
             sync_folder(folder)
     except OSError as e:
@@ -249,9 +257,9 @@ def _whole(path: Path) -> Iterator[np.ndarray]:
     return _chunks(path, 0, path.stat().st_size)
 
 
-def _counted(content: Iterable[np.ndarray], progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+def _counted(content: Iterable[np.ndarray], progress: Callable[[int], None]) -> Iterator[memoryview]:
     for piece in content:
-        yield piece
+        yield piece.data
         progress(len(piece))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -13,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.storage.aio import IO, File, ThreadIO, arena
-from trireme.storage.files import StoreError, make_folder
+from trireme.storage.files import AnyPath, Say, StoreError, make_folder, to_stderr
 from trireme.storage.kernel_aio import KernelIO
 from trireme.storage.layout import ALIGN, round_up
 
-log = logging.getLogger("trireme.storage")
 PROBE = ".store-probe"
 MIB = 1 << 20
 # Back end, block, depth, mixed; the first stays unless another is clearly faster. All keep more than 100 MiB in flight,
@@ -40,6 +38,9 @@ class Device:
     direct: bool
     read: float = 1e9
     write: float = 1e9
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.io}, read {self.read / 1e9:.2f} write {self.write / 1e9:.2f} GB/s"
 
     @property
     def speed(self) -> float:
@@ -76,8 +77,11 @@ def is_direct(folder: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
-def open_device(path: str | os.PathLike, nbytes: int = 256 * MIB) -> Device:
-    """Makes the folder, tries the back ends on `nbytes` of test data there (0: on none) and keeps the fastest."""
+def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) -> Device:
+    """Makes the folder, tries the back ends on `nbytes` of test data there (0: on none) and keeps the fastest.
+
+    `say` is told what makes the drive slower than it could be. Raises StoreError.
+    """
     path = Path(path)
     try:
         make_folder(path)
@@ -85,29 +89,29 @@ def open_device(path: str | os.PathLike, nbytes: int = 256 * MIB) -> Device:
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
     if not direct:
-        log.warning("%s: no O_DIRECT; slower, and through the page cache", path)
-    candidates = _candidates(path, direct)
+        say(f"{path}: no O_DIRECT; slower, and through the page cache")
+    candidates = _candidates(path, direct, say)
     best = next(candidates)
     if nbytes:
         with _test_file(path, direct, nbytes) as (file, halves):
             best_time = _measure(best, file, halves)
             for device in candidates:
                 seconds = _measure(device, file, halves)
-                if seconds < 0.9 * best_time:  # below that it is noise
-                    best, device, best_time = device, best, seconds
-                device.io.close()
-        log.info("%s: %s, read %.2f write %.2f GB/s", path, best.io, best.read / 1e9, best.write / 1e9)
+                slower = device
+                if seconds < 0.9 * best_time:  # less is noise
+                    best, slower, best_time = device, best, seconds
+                slower.io.close()
     return best
 
 
-def _candidates(path: Path, direct: bool) -> Iterator[Device]:
+def _candidates(path: Path, direct: bool, say: Say) -> Iterator[Device]:
     """The settings that work here; threads always do."""
     for backend, block, depth, mixed in SETTINGS:
         if direct or backend is ThreadIO:
             try:
                 yield Device(path, backend(block, depth, mixed), direct)
             except StoreError as e:
-                log.warning("%s; going without", e)
+                say(f"{e}; going without")
 
 
 @contextmanager

@@ -7,12 +7,19 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 FLUSH = 256 << 20  # dirty bytes allowed in the page cache while a file is written
 LOCK = "store.lock"
+AnyPath = str | os.PathLike[str]
+Say = Callable[[str], None]  # is told a line that the user should read
 
 
 class StoreError(OSError):
@@ -23,6 +30,10 @@ class NoSnapshot(StoreError):
     """No store, or one that has not come to a first snapshot."""
 
 
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def check_space(folder: Path, needed: int, what: str) -> None:
     """Raises StoreError where `needed` bytes do not fit."""
     free = shutil.disk_usage(folder).free
@@ -31,7 +42,7 @@ def check_space(folder: Path, needed: int, what: str) -> None:
         raise StoreError(errno.ENOSPC, message, str(folder))
 
 
-def write_synced(path: Path, content: Iterable) -> None:
+def write_synced(path: Path, content: Iterable[Buffer]) -> None:
     """Writes the buffers of `content` to a new file and fsyncs it; its pages do not stay in the cache."""
     fd = -1
     try:
@@ -65,7 +76,7 @@ def replace_synced(path: Path, text: bytes) -> None:
     partial = partial_of(path)
     try:
         write_synced(partial, [text])
-        os.replace(partial, path)
+        partial.replace(path)
     except OSError as e:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

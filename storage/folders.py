@@ -8,7 +8,6 @@ files can therefore be told from other people's. Only the holder of `store.lock`
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import uuid
 from collections.abc import Sequence
@@ -29,8 +28,7 @@ from trireme.storage.files import (
     replace_synced,
     sync_folder,
 )
-from trireme.storage.sums import seal, unseal
-from trireme.storage.untrusted import complaint, read_small, shown
+from trireme.storage.untrusted import complaint, read_small, seal, shown, unseal
 from trireme.storage.versions import FOLDER, version_files
 
 IDENTITY, FINISHED = "store.id", "store.finished"
@@ -183,7 +181,7 @@ def _finished(paths: Sequence[Path]) -> list[Path]:
 
 def _mark_finished(path: Path) -> None:
     if (path / IDENTITY).exists():
-        os.rename(path / IDENTITY, path / FINISHED)
+        (path / IDENTITY).rename(path / FINISHED)
         sync_folder(path)
 
 
@@ -203,14 +201,14 @@ def _empty(path: Path, identity: Identity | None) -> None:
     for name in (*beside, scratch.NAME, PROBE):
         if not (path / name).parent.is_symlink() or (path / name).parent == path:
             (path / name).unlink(missing_ok=True)
-    for name in snapshots.folders(path):
-        shutil.rmtree(path / name)
+    for snapshot in snapshots.folders(path):
+        shutil.rmtree(path / snapshot)
     snapshots.clean([path], set())
     for version in version_files(path):
         version.unlink()
-    for folder in (TEMPLATES, FOLDER):
+    for name in (TEMPLATES, FOLDER):
         with suppress(OSError):  # not there; or a file of somebody else's stays, with its folder
-            (path / folder).rmdir()
+            (path / name).rmdir()
     for folder in filter(Path.exists, (path / FOLDER, path)):
         sync_folder(folder)
 

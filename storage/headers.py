@@ -11,6 +11,7 @@ import json
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trireme.storage.layout import ITEMSIZE, Layout, TensorSpec, round_up
 from trireme.storage.untrusted import parse_json, shown
@@ -40,7 +41,7 @@ def read_header(path: Path) -> Header:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
             raise CheckpointError(f"{path} is not a regular file.")
-        with open(path, "rb") as f:
+        with path.open("rb") as f:
             start = f.read(len(LFS_POINTER))
             if start == LFS_POINTER:
                 raise CheckpointError(f"{path} is a {status.st_size}-byte Git LFS pointer. Run `git lfs pull`.")
@@ -82,7 +83,7 @@ def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
     return layout, metadata
 
 
-def parse_tensors(fields: dict) -> Layout:
+def parse_tensors(fields: dict[str, Any]) -> Layout:
     """The tensors that a header's JSON lists, by offset, without gap or overlap. Raises ValueError."""
     tensors = [_tensor(name, *_entry(name, entry)) for name, entry in fields.items()]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
@@ -135,7 +136,7 @@ def encode_header(layout: Layout, metadata: dict[str, str] | None = None) -> byt
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def list_tensors(layout: Layout) -> dict[str, dict]:
+def list_tensors(layout: Layout) -> dict[str, dict[str, Any]]:
     """The tensors as a header's JSON lists them; parse_tensors is the way back."""
     return {
         t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}

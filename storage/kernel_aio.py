@@ -11,6 +11,7 @@ import os
 import platform
 import threading
 import time
+from typing import Any
 
 from trireme.storage.aio import IO, Piece, address_of
 from trireme.storage.files import StoreError
@@ -45,7 +46,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-def _call(number: int, *args) -> int:
+def _call(number: int, *args: Any) -> int:
     """A system call: its result, or minus errno. Plain ints would be passed as 32 bits, so they are wrapped."""
     result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in (number, *args)))
     return result if result >= 0 else -ctypes.get_errno()

@@ -1,20 +1,26 @@
-"""A span of bytes that need not survive the run, dealt over the drives: swapped activations. Written in place, never
-synced. Its files have no names: they are gone when this process ends, however it does.
+"""Bytes that need not outlive the run, striped over the drives: swapped activations and gradients.
+
+Written in place, never synced. The files have no names: they are gone when the process ends, however it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trireme.storage.aio import File, together
 from trireme.storage.devices import Device
 from trireme.storage.files import check_space
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 NAME = "scratch"  # of a file, for the moment before it loses it
-STRIPE = 4 << 20  # bytes that lie on one device before the next one's turn
-MOST_TURNS = 8  # of a device for one of the slowest
+STRIPE = 4 << 20  # bytes on one device before the next one's turn
+MOST_TURNS = 8  # of the fastest device for one of the slowest
+Move = Callable[[File, int, memoryview], Future[None]]
 
 
 class Scratch:
@@ -30,29 +36,27 @@ class Scratch:
             self.close()
             raise
 
-    def read(self, offset: int, buffer) -> Future[None]:
+    def read(self, offset: int, buffer: Buffer) -> Future[None]:
         """Fills `buffer` from `offset`; both multiples of 4,096."""
-        return self._move("read", offset, buffer)
+        return self._move([device.io.read for device in self.devices], offset, buffer)
 
-    def write(self, offset: int, buffer) -> Future[None]:
+    def write(self, offset: int, buffer: Buffer) -> Future[None]:
         """Writes `buffer` at `offset`; both multiples of 4,096."""
-        return self._move("write", offset, buffer)
+        return self._move([device.io.write for device in self.devices], offset, buffer)
 
     def close(self) -> None:
         """Gives the bytes back. Nothing may be in flight."""
         for file in self.files:
             file.close()
 
-    def _move(self, way: str, offset: int, buffer) -> Future[None]:
+    def _move(self, moves: Sequence[Move], offset: int, buffer: Buffer) -> Future[None]:
+        """`moves`: each device's read or write."""
         view = memoryview(buffer).cast("B")
-        moving = [
-            getattr(self.devices[d].io, way)(self.files[d], place, view[a:b])
-            for d, place, a, b in self._parts(offset, len(view))
-        ]
-        return moving[0] if len(moving) == 1 else together(moving, lambda error: None)
+        parts = [moves[d](self.files[d], place, view[a:b]) for d, place, a, b in self._parts(offset, len(view))]
+        return parts[0] if len(parts) == 1 else together(parts)
 
     def _parts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """(device, place in its file, begin and end in the buffer) of what [offset, offset + nbytes) consists of."""
+        """(device, place in its file, begin and end in the buffer) of each part of [offset, offset + nbytes)."""
         if len(self.turns) == 1:
             yield 0, offset, 0, nbytes
             return

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trireme.storage.checkpoint import INDEX
 from trireme.storage.companions import is_companion
@@ -22,8 +23,7 @@ from trireme.storage.files import StoreError, check_folder, replace_synced, sync
 from trireme.storage.headers import list_tensors, parse_tensors
 from trireme.storage.layout import Layout
 from trireme.storage.stripes import Stripe, check_stripes
-from trireme.storage.sums import SUM, checksum, seal, unseal
-from trireme.storage.untrusted import complaint, read_small, shown
+from trireme.storage.untrusted import SUM, checksum, complaint, read_small, seal, shown, unseal
 from trireme.storage.versions import FOLDER
 
 MANIFEST = "manifest.json"
@@ -66,7 +66,7 @@ class Record:
 class Snapshot:
     sequence: int
     step: int
-    extra: dict
+    extra: dict[str, Any]
     companions: dict[str, str]  # name -> checksum of its content
     shards: dict[str, Record]
 
@@ -76,14 +76,15 @@ class Snapshot:
 
     def links(self) -> list[tuple[int, str, int]]:
         """(device, name in the snapshot's folder, id of the file) of everything."""
-        found = []
+        found: list[tuple[int, str, int]] = []
         for name, record in self.shards.items():
             found += ((device, file_name(name, k), id) for k, (device, id) in enumerate(record.keys))
         return found
 
     def index(self, prefix: str = "") -> bytes:
         """Hugging Face's index of the weights, with `prefix` before each file name."""
-        weight_map, total = {}, 0
+        weight_map: dict[str, str] = {}
+        total = 0
         for name, record in self.shards.items():
             for k, stripe in enumerate(record.stripes if record.weights else ()):
                 weight_map |= {t.name: prefix + file_name(name, k) for t in stripe.layout.tensors}
@@ -103,11 +104,11 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     places = [partial, *(device / snapshot.folder for device in devices[1:])]
     try:
         for place in places:
-            os.mkdir(place)
+            place.mkdir()
         for device, name, id in snapshot.links():
             os.link(devices[device] / FOLDER / f"{id:06d}.safetensors", places[device] / name)
             if device:  # readers of the first folder find it too
-                os.symlink((places[device] / name).resolve(), partial / name)
+                (partial / name).symlink_to((places[device] / name).resolve())
         for name in snapshot.companions:
             (partial / name).parent.mkdir(exist_ok=True)
             os.link(first / name, partial / name)
@@ -116,9 +117,9 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
         for place in places:
             for folder in {p.parent for p in place.rglob("*")} | {place}:
                 sync_folder(folder)
-        for device in devices[1:]:
-            sync_folder(device)
-        os.rename(partial, first / snapshot.folder)  # from here on it is a snapshot
+        for other in devices[1:]:
+            sync_folder(other)
+        partial.rename(first / snapshot.folder)  # from here on it is a snapshot
     except BaseException as e:
         for place in places:
             shutil.rmtree(place, ignore_errors=True)
@@ -138,7 +139,7 @@ def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     """Ends a snapshot. Its files may be written again only afterwards."""
     dropped = devices[0] / f"{snapshot.folder}.dropped"
     try:
-        os.rename(devices[0] / snapshot.folder, dropped)
+        (devices[0] / snapshot.folder).rename(dropped)
         sync_folder(devices[0])
         for place in (dropped, *(device / snapshot.folder for device in devices[1:])):
             shutil.rmtree(place)
@@ -149,7 +150,7 @@ def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 def folders(device: Path) -> list[str]:
     """Names of the snapshots in a device's folder, oldest first."""
     found = [p.name for p in device.iterdir() if NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
-    return sorted(found, key=lambda name: int(NAME.fullmatch(name)[1]))
+    return sorted(found, key=lambda name: int(name.split("-")[1]))
 
 
 def leftovers(device: Path) -> list[Path]:
@@ -182,7 +183,7 @@ def way_back(folder: Path) -> str:
     if newer:
         return f"Remove {folder.name}: there is a newer snapshot"
     if older:
-        return f"To go back to step {NAME.fullmatch(older[-1])[2]}, remove {folder.name}"
+        return f"To go back to step {older[-1].split('-')[3]}, remove {folder.name}"
     return f"{NONE_OLDER}: {NO_WAY_BACK}"
 
 
@@ -229,7 +230,7 @@ def make_place(path: Path, folder: Path) -> None:
 
 def _check_header(path: Path, stripe: Stripe, back: str) -> None:
     """Raises StoreError unless the file has the stripe's size and header, OSError."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
         size, header = os.fstat(f.fileno()).st_size, f.read(len(stripe.header))
     if size != stripe.nbytes:
         raise StoreError(errno.EIO, f"was changed: {size} bytes of {stripe.nbytes}. {back}", str(path))
@@ -243,7 +244,7 @@ def _link(path: Path, name: Path) -> None:
         partial = name.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         os.link(path, partial)
-        os.replace(partial, name)
+        partial.replace(name)
 
 
 def clean(devices: Sequence[Path], valid: set[str]) -> None:
@@ -254,7 +255,7 @@ def clean(devices: Sequence[Path], valid: set[str]) -> None:
             shutil.rmtree(path)
 
 
-def _to_json(snapshot: Snapshot) -> dict:
+def _to_json(snapshot: Snapshot) -> dict[str, Any]:
     shards = {}
     for name, r in snapshot.shards.items():
         stripes = [
@@ -288,7 +289,7 @@ def may_lie_beside(name: str) -> bool:
     return is_companion(name) and name not in (MANIFEST, INDEX)
 
 
-def _record(name: str, r: dict) -> Record:
+def _record(name: str, r: dict[str, Any]) -> Record:
     if not SHARD.fullmatch(name):
         raise ValueError(f"{shown(name)!r} is not the name of a span")
     layout = parse_tensors(r["tensors"])

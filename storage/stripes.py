@@ -1,4 +1,4 @@
-"""How a span is dealt over several drives: one safetensors file on each, by the drives' speeds."""
+"""How a layout's bytes are striped over drives: one safetensors file on each, its size by the drive's speed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trireme.storage.layout import ALIGN, Layout, TensorSpec
 
 @dataclass(frozen=True)
 class Stripe:
-    """The part of a span that lies on one device, a safetensors file of its own.
+    """The part of a shard on one device, a safetensors file of its own.
 
-    `layout` names what the file holds, offsets from the beginning of its data. `segments`: (offset in the span, offset
-    in the data, bytes), all multiples of 4,096 but the bytes of the last.
+    `layout`: the file's tensors, offsets from the beginning of its data. `segments`: (offset in the shard, offset in
+    the data, bytes), all multiples of 4,096 but the bytes of the last.
     """
 
     device: int
@@ -60,10 +60,9 @@ def check_stripes(layout: Layout, stripes: Sequence[Stripe]) -> None:
         raise ValueError("the stripes are not the whole of a span")
 
 
-def deal_cut(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
-    """Cuts the span where the speeds say, through tensors too: all devices end together. For internal state.
-
-    A tensor that is cut is listed as U8 parts, `name[begin:end]` in bytes.
+def stripe_bytes(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
+    """Stripes by the speeds alone, so that all devices end together. For internal state: a stripe may end in a tensor,
+    whose parts are listed as U8, `name[begin:end]` in bytes.
     """
     stripes, begin, total = [], 0, sum(speeds)
     for device in range(len(speeds)):
@@ -92,9 +91,9 @@ def _window(layout: Layout, begin: int, end: int) -> Layout:
     return Layout(tuple(tensors))
 
 
-def deal_whole(layout: Layout, speeds: Sequence[float], load: list[float]) -> tuple[Stripe, ...]:
-    """Deals whole tensors, so that any safetensors reader finds them; the largest first, each to the device that would
-    end first. `load`, seconds of work per device, is carried from unit to unit and evens out what one unit cannot.
+def stripe_tensors(layout: Layout, speeds: Sequence[float], load: list[float]) -> tuple[Stripe, ...]:
+    """Stripes of whole tensors, which any safetensors reader finds; the largest first, each to the device that would
+    end first. `load`, seconds of work per device, is carried from shard to shard and evens out their differences.
 
     From the first tensor that does not fill whole blocks, everything goes to one device: it cannot be addressed alone.
     """
@@ -117,12 +116,14 @@ def deal_whole(layout: Layout, speeds: Sequence[float], load: list[float]) -> tu
 
 def _whole_stripe(device: int, tensors: list[TensorSpec]) -> Stripe:
     """A file of these tensors, and the fewest segments that connect it with the span."""
-    specs, segments, offset = [], [], 0
+    specs, offset = [], 0
+    segments: list[tuple[int, int, int]] = []
     for t in tensors:
         specs.append(TensorSpec(t.name, t.dtype, t.shape, offset))
         if segments and segments[-1][0] + segments[-1][2] == t.offset:
-            segments[-1][2] += t.nbytes
+            at, begin, n = segments[-1]
+            segments[-1] = (at, begin, n + t.nbytes)
         elif t.nbytes:
-            segments.append([t.offset, offset, t.nbytes])
+            segments.append((t.offset, offset, t.nbytes))
         offset += t.nbytes
-    return Stripe(device, Layout(tuple(specs)), tuple(tuple(s) for s in segments))
+    return Stripe(device, Layout(tuple(specs)), tuple(segments))

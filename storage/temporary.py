@@ -20,7 +20,7 @@ HIDDEN = ".trireme-"  # how the names of such folders begin where a user looks
 class Temporary:
     """A new folder `path`, for this user alone, removed when the object is closed or gone. Raises OSError."""
 
-    def __init__(self, prefix: str, parent: str | os.PathLike | None = None):
+    def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None):
         """`parent`: where it is made; None: in the system's folder for temporary files."""
         parent = Path(parent or tempfile.gettempdir())
         for left in parent.glob(prefix + "*"):
@@ -40,7 +40,7 @@ class Temporary:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

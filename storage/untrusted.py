@@ -1,4 +1,7 @@
-"""Small files that nobody vouches for: read within bounds, parsed, and held against the shape that they should have."""
+"""What is read back is not trusted: checksums of data, sealed JSON, small files read within bounds and checked.
+
+The checksum is XXH3 with 64 bits (some 25 GB/s a thread). It finds bits that a drive or a cable has changed silently.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,17 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from trireme.storage.files import StoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 SMALL = 256 << 20  # bytes; tokenizers have up to 60 million
 NAME = 60  # characters of somebody else's name that an error shows
@@ -20,7 +30,10 @@ _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\ud800-\udfff"
     "\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
+SUM = re.compile(r"[0-9a-f]{16}")
+SEAL = re.compile(rb'\{"format": (\d{1,9}), "xxh3_64": "([0-9a-f]{16})", (?=")')
 KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+Shape = Any  # a type, [Shape], (Shape, ...) or {key: Shape}: see complaint
 
 
 def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
@@ -29,7 +42,7 @@ def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
     Raises StoreError where it is something else (a pipe would be waited for, a device read, for ever), or OSError.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
-    with open(fd, "rb") as file:
+    with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise StoreError(errno.EINVAL, "is not a regular file", str(path))
         content = file.read(limit + 1)
@@ -38,10 +51,10 @@ def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
     return content
 
 
-def parse_json(text: bytes, what: str) -> dict:
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
     """The JSON object in `text`, no key twice. Raises ValueError whatever the bytes are."""
 
-    def unique(pairs):
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) != len(pairs):
             raise ValueError(f"the {what} names something twice")
@@ -58,33 +71,35 @@ def parse_json(text: bytes, what: str) -> dict:
     return fields
 
 
-def complaint(value: object, shape: object) -> str:
+def complaint(value: object, shape: Shape) -> str:
     """What is wrong with a JSON value, "" where it has the shape.
 
     A shape is a type, where int means 0 to 2^63; `[shape]`, a list of such; `(shape, shape)`, a list of just these;
     `{str: shape}`, an object of such; `{"name": shape}`, an object with just these names.
     """
     if isinstance(shape, type):
-        good = type(value) is shape and (shape is not int or 0 <= value < 1 << 63)
+        good = type(value) is shape and (not isinstance(value, int) or shape is bool or 0 <= value < 1 << 63)
         return "" if good else _is_not(value, "a whole number" if shape is int else KINDS[shape])
-    kind = dict if isinstance(shape, dict) else list
-    if type(value) is not kind:
-        return _is_not(value, KINDS[kind])
-    if isinstance(shape, list):
-        parts = zip(range(len(value)), value, repeat(shape[0]))
-    elif isinstance(shape, tuple):
-        if len(value) != len(shape):
-            return f" has {len(value)} entries, expected {len(shape)}"
-        parts = zip(range(len(value)), value, shape, strict=True)
-    elif str in shape:
-        parts = zip(value, value.values(), repeat(shape[str]))
+    parts: Iterable[tuple[str, Any, Shape]]
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return _is_not(value, KINDS[dict])
+        if str in shape:
+            parts = ((f".{shown(key)}", item, shape[str]) for key, item in value.items())
+        else:
+            for odd in value.keys() ^ shape.keys():
+                return f"{' has' if odd in value else ' lacks'} {shown(odd)!r}"
+            parts = ((f".{shown(key)}", value[key], inner) for key, inner in shape.items())
+    elif not isinstance(value, list):
+        return _is_not(value, KINDS[list])
+    elif isinstance(shape, tuple) and len(value) != len(shape):
+        return f" has {len(value)} entries, expected {len(shape)}"
     else:
-        for odd in value.keys() ^ shape.keys():
-            return f"{' has' if odd in value else ' lacks'} {shown(odd)!r}"
-        parts = ((key, value[key], inner) for key, inner in shape.items())
-    for key, item, inner in parts:
+        inners = shape if isinstance(shape, tuple) else repeat(shape[0])
+        parts = ((f"[{i}]", item, inner) for i, (item, inner) in enumerate(zip(value, inners, strict=False)))
+    for place, item, inner in parts:
         if wrong := complaint(item, inner):
-            return (f"[{key}]" if kind is list else f".{shown(key)}") + wrong
+            return place + wrong
     return ""
 
 
@@ -106,3 +121,40 @@ def is_plain(name: str) -> bool:
     """Whether a file name, or a path with `/`, stays in its folder and can be shown as it is."""
     parts = name.split("/")
     return name.isprintable() and "\\" not in name and not any(part in ("", ".", "..") for part in parts)
+
+
+def checksum(buffers: Iterable[Buffer]) -> str:
+    """The checksum of buffers one after another, as 16 hexadecimal digits. Does not hold the interpreter's lock."""
+    sums = xxhash.xxh3_64()
+    for buffer in buffers:
+        sums.update(buffer)
+    return sums.hexdigest()
+
+
+def summed(buffers: Iterable[Any], found: Callable[[str], None]) -> Iterator[Any]:
+    """The buffers one after another, and after the last of them found(their checksum)."""
+    sums = xxhash.xxh3_64()
+    for buffer in buffers:
+        sums.update(buffer)
+        yield buffer
+    found(sums.hexdigest())
+
+
+def seal(version: int, fields: dict[str, Any]) -> bytes:
+    """`fields` as a JSON object that begins with the version of its format and the checksum of all that follows."""
+    rest = json.dumps(fields).encode().removeprefix(b"{")
+    return b'{"format": %d, "xxh3_64": "%s", ' % (version, checksum([rest]).encode()) + rest
+
+
+def unseal(text: bytes, version: int, what: str) -> dict[str, Any]:
+    """The fields that `seal` put into `text`. Raises ValueError where a bit is another one; StoreError where all is
+    of another version.
+    """
+    found = re.match(rb'\{"format": (\d{1,9})[,}]', text)
+    if found and int(found[1]) != version:
+        message = f"is of format {int(found[1])}, this version reads {version}. Go on with the version that wrote it"
+        raise StoreError(errno.EINVAL, message)
+    sealed = SEAL.match(text)
+    if not sealed or checksum([text[sealed.end() :]]) != sealed[2].decode():
+        raise ValueError("it is not what was written")
+    return parse_json(b"{" + text[sealed.end() :], what)

@@ -84,11 +84,11 @@ class Versions:
         there = Counter((v.device, v.capacity) for v in self._all.values())
         missing = {key: n - there[key] for key, n in wanted.items() if n > there[key]}
         for k, device in enumerate(self.devices):
-            check_space(device.path, sum(size * n for (d, size), n in missing.items() if d == k), "the store")
-        for (device, size), n in missing.items():
+            check_space(device.path, sum(size * n for (where, size), n in missing.items() if where == k), "the store")
+        for (k, size), n in missing.items():
             for _ in range(n):
                 with self.lock:
-                    self._spares[device, size].append(self._allocate(device, size))
+                    self._spares[k, size].append(self._allocate(k, size))
 
     def _allocate(self, device: int, capacity: int) -> Version:
         path = self.devices[device].path / FOLDER / f"{self._next_id:06d}.safetensors"

@@ -22,7 +22,8 @@ from trireme.engine.step import Engine
 from trireme.models.config import InputError
 from trireme.storage.files import NoSnapshot, StoreError
 from trireme.storage.folders import FINISHED, IDENTITY, remove_finished
-from trireme.storage.shards import DAMAGED, Damaged, Store
+from trireme.storage.shards import DAMAGED, Damaged
+from trireme.storage.store import Store
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
 
 TRIAL = 256 << 20  # most bytes written to find out how a drive is best driven

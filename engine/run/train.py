@@ -43,7 +43,7 @@ from trireme.models import shapes
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
 SAMPLING = 60.0  # seconds after which a sample ends: a token takes a whole pass over the weights

@@ -17,7 +17,7 @@ from trireme.models.config import InputError
 from trireme.storage import snapshots, temporary
 from trireme.storage.checkpoint import INDEX, Source, companions, open_source
 from trireme.storage.files import StoreError, existing, make_folder, partial_of, remove_folders, replace_synced
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
 # What a run makes in its folder before its first step, beside its store. config.yaml is made first and removed last, so

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import logging
 import mmap
 import os
 import shutil
@@ -32,7 +31,7 @@ from trireme.storage.devices import is_direct
 from trireme.storage.files import check_space
 from trireme.storage.kernel_aio import KernelIO
 from trireme.storage.layout import ALIGN, sequential
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 MIB = 1 << 20
 KINDS = ("read", "write", "mixed")
@@ -65,7 +64,10 @@ class Raw:
             )
         directions = {"read": [False], "write": [True], "mixed": [False, True]}[kind]
         start = time.perf_counter()
-        (self._threads if way == "threads" else self._kernel)(directions, lanes, block, depth)
+        if way == "threads":
+            self._threads(directions, lanes, depth)
+        else:
+            self._kernel(directions, lanes, block, depth)
         seconds = time.perf_counter() - start
         return sum(len(view) for write in directions for _, _, view in lanes[write]) / seconds
 
@@ -74,7 +76,7 @@ class Raw:
         """A file's data in blocks; its header, the first 4,096 bytes, is left alone."""
         return [(file, ALIGN + at, slot[at : at + block]) for at in range(0, len(slot), block)]
 
-    def _threads(self, directions: list[bool], lanes: list[list], block: int, depth: int) -> None:
+    def _threads(self, directions: list[bool], lanes: list[list], depth: int) -> None:
         def work(write: bool, lane: int) -> None:
             call = os.pwritev if write else os.preadv
             for file, at, view in lanes[write][lane::depth]:
@@ -103,6 +105,8 @@ class Ours:
     def __init__(self, dirs: list[Path], nbytes: int, unit: int):
         layout = sequential([("state", "U8", (unit,))])
         self.store, self.unit = Store.create(dirs), layout.span
+        for device in self.store.devices:
+            print(device)
         self.names = [f"unit-{i:03d}" for i in range(max(4, nbytes // unit))]
         for name in self.names:
             self.store.add(name, layout)
@@ -231,7 +235,6 @@ def main() -> None:
     parser.add_argument("--unit-mb", type=float, default=200, help="size of one unit")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     dirs, nbytes = [], int(args.gb * 1e9)
     try:
         for d in args.dir.split(","):

@@ -50,7 +50,7 @@ from trireme.models.config import ModelConfig
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
 from trireme.storage.layout import sequential
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 SWITCHES = ("overlap", "prefetch", "vertical", "split", "pinning")
 

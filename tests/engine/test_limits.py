@@ -27,7 +27,7 @@ from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 MIB = 1 << 20
 BIG = replace(LLAMA, width=512, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=64, ffn=1376, vocab=4096, rope=Rope(1e4))

@@ -17,7 +17,7 @@ from trireme.engine.step import train_step
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Stores with two weights and one state, on drives that fail when told to."""
+"""Stores with two weights and one state, on drives that fail when told to, or in memory."""
 
 from pathlib import Path
 
@@ -7,12 +7,34 @@ import numpy as np
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.layout import Layout, pack, sequential
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 K = 1024
 WEIGHTS = pack([[("q", (64, 64)), ("k", (64, 64))], [("up", (96, 64))], [("odd", (33, 7))], [("norm", (65,))]], "BF16")
 STATE = sequential([("lo", "I16", (20_001,)), ("m", "F32", (20_001,)), ("v", "F32", (20_001,))])
 LAYOUTS = {"block-0": WEIGHTS, "block-1": pack([[("z", (64, 64))], [("y", (9,))]], "BF16"), "block-0.adam": STATE}
+
+
+class MemoryIO(ThreadIO):
+    """Files as bytearrays in memory, for tests. `fault(piece)` may wait, raise OSError, or return how much to move."""
+
+    name = "memory"
+
+    def __init__(self, fault=lambda piece: None, **limits):
+        self.fault, self.contents = fault, {}  # contents by path
+        super().__init__(**limits)
+
+    def _move(self, piece):
+        limit = self.fault(piece)
+        data = self.contents.setdefault(piece.file.path, bytearray())
+        begin, end = piece.offset, piece.offset + (len(piece.view) if limit is None else limit)
+        if piece.write:
+            data.extend(bytes(max(0, end - len(data))))
+            data[begin:end] = piece.view[: end - begin]
+            return end - begin
+        found = data[begin:end]
+        piece.view[: len(found)] = found
+        return len(found)
 
 
 class FaultyIO(ThreadIO):

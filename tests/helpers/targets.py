@@ -34,7 +34,7 @@ from trireme.storage.devices import Device
 from trireme.storage.files import StoreError
 from trireme.storage.headers import CheckpointError
 from trireme.storage.layout import sequential
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 

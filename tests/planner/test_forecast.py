@@ -22,7 +22,7 @@ from trireme.engine.run.options import Options, every
 from trireme.engine.run.settle import record_size
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 SEVEN_B = ModelConfig("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, False, rope=Rope(1e4))
 

@@ -24,9 +24,10 @@ from trireme.engine.run.train import finetune
 from trireme.storage.aio import arena
 from trireme.storage.checkpoint import INDEX
 from trireme.storage.files import StoreError
-from trireme.storage.shards import DAMAGED, Store
+from trireme.storage.shards import DAMAGED
+from trireme.storage.store import Store
 from trireme.storage.snapshots import FORMAT, MANIFEST
-from trireme.storage.sums import seal, unseal
+from trireme.storage.untrusted import seal, unseal
 
 FLIPS = 50
 WEIGHTS, MOMENTS, LOW = "snapshot-*/weights-*", "snapshot-*/moments-*", "snapshot-*/low-*"

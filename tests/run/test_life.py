@@ -23,7 +23,7 @@ from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
-from trireme.storage import folders, shards, snapshots
+from trireme.storage import folders, snapshots, store
 
 
 def killed(run: Options, of, name: str, call: int = 1, before: bool = True) -> None:
@@ -77,7 +77,7 @@ BEFORE_A_STEP = {
     "config.yaml": (verify, "replace_synced", False),
     "half of its tokens": (TokenWriter, "finish", True),
     "its tokens": (job, "load_dataset", False),
-    "half of its store": (shards.Store, "_copy_companions", True),
+    "half of its store": (store.Store, "_copy_companions", True),
     "its store": (train, "new_store", False),
     "its log": (train, "RunLog", False),
     "its engine": (train, "fill_engine", False),

@@ -21,7 +21,7 @@ from trireme.storage.aio import arena
 from trireme.storage.checkpoint import export, open_source
 from trireme.storage.files import StoreError
 from trireme.storage.layout import sequential
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from trireme.storage.aio import address_of, arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.kernel_aio import KernelIO
 from trireme.storage.layout import sequential
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 # A program of its own, because the limit applies to a process: argv: control group, folders and rates as JSON.
 STREAM = """
@@ -26,7 +26,7 @@ from trireme.storage.aio import arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.kernel_aio import KernelIO
 from trireme.storage.layout import sequential
-from trireme.storage.shards import Store
+from trireme.storage.store import Store
 
 made = [Device(Path(p), KernelIO(1 << 20, 8, 4), is_direct(Path(p)), r, r) for p, r in json.loads(sys.argv[2])]
 layout = sequential([("m", "F32", (2 << 20,)), ("v", "F32", (2 << 20,))])

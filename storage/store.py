@@ -1,0 +1,235 @@
+"""The store: one safetensors file per shard and drive, and snapshots that copy nothing.
+
+    store = Store.create(["/nvme0/run", "/nvme1/run"], companions=checkpoint_folder)
+    store.add("block-000", weights_layout, weights=True)   # tensors stay whole, listed for Hugging Face readers
+    store.add("block-000.adam", state_layout)
+    store.reserve()                                        # claims the disk space
+    store.write("block-000", buffer).result()
+    store.read("block-000", buffer).result()
+    store.verify("block-000", buffer).result()             # reads, and compares with the checksum of what was written
+    store.commit(step=100, extra={...})                    # a snapshot, to which a crash or restore() goes back
+
+In each folder:
+
+    files/000012.safetensors      every version and every spare (versions.py)
+    snapshot-000003-step-100/     hard links to versions, manifest, index (snapshots.py)
+    store.id, store.lock          which store this is; the lock is held while a process uses it (folders.py)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from trireme.storage import folders, snapshots
+from trireme.storage.companions import companions as companions_of
+from trireme.storage.devices import Device, open_device
+from trireme.storage.files import (
+    AnyPath,
+    NoSnapshot,
+    Say,
+    StoreError,
+    lock_folder,
+    sync_folder,
+    to_stderr,
+    write_synced,
+)
+from trireme.storage.shards import Shard, Shards
+from trireme.storage.untrusted import checksum, read_small
+from trireme.storage.versions import FOLDER, Version
+
+
+class Store(Shards):
+    """Shards that outlive the process. Made by Store.create or Store.open; closed by close, remove, or `with`."""
+
+    def __init__(self, devices: Sequence[Device], keep: int):
+        super().__init__(devices, keep)
+        self.made: list[Path] = []  # folders that this process made for it, innermost first
+        self._companions: dict[str, str] = {}  # name -> checksum
+        self._resources = ExitStack()
+
+    @classmethod
+    def create(
+        cls,
+        dirs: Sequence[AnyPath | Device],
+        keep: int = 1,
+        companions: AnyPath | None = None,
+        trial: int = 256 << 20,
+        say: Say = to_stderr,
+    ) -> Store:
+        """A new, empty store that keeps the last `keep` snapshots.
+
+        Config and tokenizer of the checkpoint folder `companions` make its snapshots loadable as they lie. `trial`:
+        bytes written to find out how a drive is best driven; `say` is told what slows one down. The remains of a store
+        without a snapshot are removed. Raises StoreError, leaving nothing, where a folder holds a snapshot or is in
+        use, or where a file of somebody else's has a name that a store takes.
+        """
+        paths = [_path(d) for d in dirs]
+        names = _companions(companions)
+        with ExitStack() as stack, ExitStack() as undo:
+            made = folders.take(paths, names, stack, undo)
+            store = cls([_device(d, stack, trial, say) for d in dirs], keep)
+            stack.callback(store._end)
+            folders.sign(paths, names, undo)
+            if companions is not None:
+                store._copy_companions(Path(companions), names)
+            store.made = made
+            store._resources = stack.pop_all()
+            undo.pop_all()
+        return store
+
+    @classmethod
+    def open(
+        cls, dirs: Sequence[AnyPath | Device], keep: int = 1, trial: int = 256 << 20, say: Say = to_stderr
+    ) -> Store:
+        """The store in these folders, at its last snapshot; arguments as in `create`. Removes what a crash left.
+
+        Raises StoreError.
+        """
+        with ExitStack() as stack:
+            dirs = [dirs[i] for i in folders.in_order([_path(d) for d in dirs])]
+            for d in dirs:
+                lock_folder(_path(d), stack)
+            loaded = snapshots.load(_path(dirs[0]))
+            if not loaded:
+                raise NoSnapshot(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
+            store = cls([_device(d, stack, trial, say) for d in dirs], keep)
+            stack.callback(store._end)
+            store._adopt(loaded)
+            store.restore()
+            snapshots.publish(loaded[-1], store.paths[0])
+            store._resources = stack.pop_all()
+        return store
+
+    def _copy_companions(self, source: Path, names: Sequence[str]) -> None:
+        for name in names:
+            target = self.paths[0] / name
+            snapshots.make_place(target, self.paths[0])
+            content = read_small(source / name, links=True)
+            write_synced(target, [content])
+            self._companions[name] = checksum([content])
+
+    def _adopt(self, loaded: list[snapshots.Snapshot]) -> None:
+        """Takes over the snapshots and their files; removes what a crash left beside them."""
+        snapshots.clean(self.paths, {s.folder for s in loaded})
+        for snapshot in loaded:
+            snapshots.check(snapshot, self.paths)
+        records = [record for snapshot in loaded for record in snapshot.shards.values()]
+        self._versions.adopt(
+            {key: stripe.capacity for r in records for key, stripe in zip(r.keys, r.stripes, strict=True)}
+        )
+        self.snapshots, self._companions = loaded, loaded[-1].companions
+        for snapshot in loaded:
+            self._versions.hold(self._held(snapshot))
+        for key, sum in (pair for r in records for pair in zip(r.keys, r.sums, strict=True)):
+            self._versions[key].sum = sum
+
+    # ------------------------------------------------------------ snapshots
+
+    def commit(self, step: int, extra: dict[str, Any]) -> None:
+        """Makes the current state a snapshot with `extra` (JSON), and drops the oldest beyond `keep`. Copies nothing.
+
+        Raises StoreError; the earlier snapshots are then as they were. Writes under way belong to the next one.
+        """
+        with self._versions.lock:
+            state = {name: list(shard.current or ()) for name, shard in self.shards.items()}
+            self._versions.hold(version for versions in state.values() for version in versions)
+        records = {}
+        for name, versions in state.items():
+            shard = self.shards[name]
+            assert versions or not shard.stripes, f"{name} was never written"
+            files, sums = tuple(v.id for v in versions), tuple(v.sum for v in versions)
+            records[name] = snapshots.Record(shard.layout, shard.weights, shard.stripes, files, sums)
+        sequence = self.snapshots[-1].sequence + 1 if self.snapshots else 1
+        snapshot = snapshots.Snapshot(sequence, step, extra, self._companions, records)
+        try:
+            self._sync(snapshot)
+            snapshots.write(snapshot, self.paths)
+        except BaseException:
+            self._versions.drop(self._held(snapshot))
+            raise
+        self.snapshots.append(snapshot)
+        snapshots.publish(snapshot, self.paths[0])
+        while len(self.snapshots) > self.keep:
+            snapshots.remove(self.snapshots[0], self.paths)
+            self._versions.drop(self._held(self.snapshots.pop(0)))
+
+    def restore(self, step: int | None = None) -> dict[str, Any]:
+        """Makes the last snapshot (of `step`, if given) current and returns its `extra`. Nothing may be under way."""
+        matching = [s for s in self.snapshots if step is None or s.step == step]
+        if not matching:
+            raise StoreError(errno.ENOENT, f"holds no snapshot of step {step}", str(self.paths[0]))
+        snapshot = matching[-1]
+        for shard in self.shards.values():
+            self._versions.drop(shard.current or [])
+        self.shards = {}
+        for name, r in snapshot.shards.items():
+            current = [self._versions[key] for key in r.keys]
+            self.shards[name] = Shard(r.layout, r.weights, r.stripes, current)
+        self._versions.hold(self._held(snapshot))
+        return snapshot.extra
+
+    def _sync(self, snapshot: snapshots.Snapshot) -> None:
+        """Makes the versions of a coming snapshot durable, each at its exact size."""
+        stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
+        with ThreadPoolExecutor(8) as pool:
+            pairs = zip(self._held(snapshot), stripes, strict=True)
+            jobs = [pool.submit(_sync, version, stripe.nbytes) for version, stripe in pairs if not version.synced]
+        for job in jobs:
+            job.result()
+        for path in self.paths:
+            sync_folder(path / FOLDER)
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Waits for requests in flight, closes every file and releases the folders."""
+        self._resources.close()
+
+    def _end(self) -> None:
+        self._versions.close()  # first: requests that end here hand over their checksums
+        self._sums.shutdown()
+
+    def remove(self) -> None:
+        """Removes all files that the store made, and closes it. If killed, the next process completes the removal."""
+        folders.remove(self.paths)
+        self.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _path(d: AnyPath | Device) -> Path:
+    return d.path if isinstance(d, Device) else Path(d)
+
+
+def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Device:
+    device = d if isinstance(d, Device) else open_device(d, trial, say)
+    stack.callback(device.io.close)
+    return device
+
+
+def _companions(source: AnyPath | None) -> list[str]:
+    """The files of a checkpoint that lie beside a store's snapshots."""
+    return [name for name in companions_of(Path(source)) if snapshots.may_lie_beside(name)] if source else []
+
+
+def _sync(version: Version, nbytes: int) -> None:
+    """Makes a version durable at its exact size. Raises StoreError."""
+    try:
+        if version.lost:
+            raise OSError(errno.EIO, "an earlier fsync failed; it must be written again")
+        version.resize(nbytes)
+        os.fsync(version.file.fd)
+    except OSError as e:
+        version.lost = True
+        raise StoreError(e.errno, f"{e.strerror}, making it durable", version.file.path) from e
+    version.synced = True
