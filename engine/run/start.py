@@ -23,8 +23,8 @@ from trireme.models.config import InputError
 from trireme.storage.files import NoSnapshot, StoreError
 from trireme.storage.folders import FINISHED, IDENTITY, remove_finished
 from trireme.storage.shards import DAMAGED, Damaged
-from trireme.storage.store import Store
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
+from trireme.storage.store import Store
 
 TRIAL = 256 << 20  # most bytes written to find out how a drive is best driven
 

@@ -25,8 +25,8 @@ from trireme.storage.aio import arena
 from trireme.storage.checkpoint import INDEX
 from trireme.storage.files import StoreError
 from trireme.storage.shards import DAMAGED
-from trireme.storage.store import Store
 from trireme.storage.snapshots import FORMAT, MANIFEST
+from trireme.storage.store import Store
 from trireme.storage.untrusted import seal, unseal
 
 FLIPS = 50
