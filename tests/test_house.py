@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -182,22 +183,47 @@ def test_the_wheel_has_every_file(wheel):
     assert packed == {p.relative_to(ROOT).as_posix() for p in on_disk}
 
 
-def test_the_wheel_works_from_another_folder(wheel, tmp_path):
-    """Also from a folder that holds a package of the name `kernels`, as Hugging Face's does."""
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """What pip would unpack, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def from_wheel(site: Path, cwd: Path, code: str, *words: str) -> str:
+    """What `code` prints if the wheel's modules come first."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_works_beside_others_packages(site, tmp_path):
+    """In a folder that holds a package of the name `kernels`, as Hugging Face's does."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
     code = (
         "import trireme.engine.run.command as c, trireme.storage.layout, kernels; print(c.__file__, kernels.__file__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    ours, theirs = done.stdout.split()
+    ours, theirs = from_wheel(site, tmp_path, code).split()
     assert Path(ours).is_relative_to(site)
     assert Path(theirs).is_relative_to(tmp_path / "kernels")
+
+
+def test_the_wheel_has_the_command(site, tmp_path):
+    code = """if True:
+        from importlib.metadata import entry_points
+        (command,) = entry_points(group="console_scripts", name="trireme")
+        command = command.load()
+        print(command.__code__.co_filename)
+        raise SystemExit(command())
+    """
+    said = from_wheel(site, tmp_path, code, "--demo", "--dry-run")
+    assert Path(said.splitlines()[0]).is_relative_to(site)
+    assert "Dry run: nothing written." in said
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("page", USERS_PAGES)
