@@ -14,7 +14,7 @@ from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
 BLOCK = 1024
-HALVINGS, LANE_ROWS = 10, 64  # the blocks of reference.sum_squares: 64 rows of 1,024 lanes
+HALVINGS, LANE_ROWS = 10, 64  # the blocks of reference.grad_finish: 64 rows of 1,024 lanes
 
 
 @launcher
@@ -159,8 +159,3 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
     total = torch.empty(1, dtype=torch.float32, device=grad.device)
     _sum_blocks[(1,)](sums, total, n_blocks, (n_blocks - 1).bit_length(), num_warps=4)
     return total
-
-
-def sum_squares(x: Tensor) -> Tensor:
-    """As reference.sum_squares, bit by bit. Flat and contiguous."""
-    return grad_finish(x)

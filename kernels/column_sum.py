@@ -42,7 +42,7 @@ def add_rows(out_: Tensor, parts: Tensor, out2_: Tensor | None = None, parts2: T
     assert parts.is_contiguous()
     assert parts.dtype == torch.float32
     pairs = 1 if out2_ is None else 2
-    if pairs == 1:
+    if out2_ is None or parts2 is None:
         out2_, parts2 = out_, parts
     assert out2_.shape == (D,)
     assert out2_.dtype == out_.dtype

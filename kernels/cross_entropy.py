@@ -118,14 +118,14 @@ def linear_cross_entropy(
             z, xs, weight, labels, part, losses, scale, len(part), V, D, how.block,
             min(how.block, launch.power2(D)), dx_ is not None, num_warps=how.warps,
         )  # fmt: skip
-        if dx_ is None:
+        if dx_ is None or total is None:
             continue
         if every:
             torch.mm(z, weight, out=dx_[i : i + chunk])
         else:
             dx_.index_copy_(0, part, torch.mm(z, weight))
         _add_product_(total, z.T, xs)
-    if total is not dweight_:
+    if dweight_ is not None and total is not None and total is not dweight_:
         dweight_.copy_(total)
     return losses
 

@@ -1,4 +1,4 @@
-// AdamW and the sum of squares on the CPU, for host_adamw.py. C ABI, own threads, one pass over memory.
+// AdamW on the CPU, for host_adamw.py. C ABI, own threads, one pass over memory.
 //
 // Every operation is IEEE fp32 in the order of reference.py (build with -ffp-contract=off and without -ffast-math), so
 // results are bit-identical to it. A call takes one range of `record` elements after another from the shared counter
@@ -216,31 +216,6 @@ void update_weight(Weight w, const Job &job, int64_t *next) {
     else update_records(w, static_cast<const float *>(job.grad), job, next);
 }
 
-// ---- the norm
-
-// Sum of squares of up to ROWS * LANES elements: each lane adds its rows in order, then the lanes are halved.
-constexpr int64_t ROWS = 64, LANES = 1024;
-
-template <class Grad>
-float block_sum(const Grad *x, int64_t n) {
-    alignas(64) float lanes[LANES] = {};
-    for (int64_t row = 0; row < n; row += LANES) {
-        int64_t width = min(LANES, n - row);
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) lanes[i] += up(x[row + i]) * up(x[row + i]);
-    }
-    for (int64_t half = LANES / 2; half > 0; half /= 2)
-#pragma omp simd
-        for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    return lanes[0];
-}
-
-template <class Grad>
-void block_sums(const Grad *x, int64_t n, double *sums, int64_t *next) {
-    constexpr int64_t SIZE = ROWS * LANES;
-    for (int64_t at; (at = take(next, SIZE)) < n;) sums[at / SIZE] = block_sum(x + at, min(SIZE, n - at));
-}
-
 // ---- threads
 
 using Work = void(const void *job, int64_t *next);
@@ -297,12 +272,7 @@ class Team {
     }
 };
 
-// Arguments of the functions below, as host_adamw.py's _Sums and _List and bench_adamw.py's Scale mirror them.
-struct Sums {
-    const void *x;
-    int64_t is_bf16, n;
-    double *sums;
-};
+// Arguments of the functions below, as host_adamw.py's _List and scripts/bench/adamw.py's Scale mirror them.
 struct Scale {
     float *x;
     int64_t n, places;
@@ -325,13 +295,6 @@ void trireme_adamw(const void *job_, int64_t *next) {
     const Job &job = *static_cast<const Job *>(job_);
     if (job.lo) update_weight(Split{static_cast<uint16_t *>(job.w), job.lo}, job, next);
     else update_weight(Whole{static_cast<float *>(job.w)}, job, next);
-}
-
-// sums[b] = the sum of squares of block b of x, which has n elements.
-void trireme_block_sums(const void *job, int64_t *next) {
-    const auto &[x, is_bf16, n, sums] = *static_cast<const Sums *>(job);
-    if (is_bf16) block_sums(static_cast<const uint16_t *>(x), n, sums, next);
-    else block_sums(static_cast<const float *>(x), n, sums, next);
 }
 
 // The yardstick for benchmarks: the cheapest pass over memory in place, at one place or at four at once. n is of each.

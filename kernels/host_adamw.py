@@ -30,12 +30,11 @@ from trireme.kernels import moments, reference
 from trireme.kernels.private import cache_folder, is_private
 
 RECORD = 1 << 18  # elements that a thread takes at a time
-SUM_BLOCK = 1 << 16  # elements whose squares are summed in fp32
 
 # ---------------------------------------------------------------- building
 
 SOURCE = Path(__file__).with_name("host_adamw.cpp")
-FUNCTIONS = ("adamw", "block_sums", "scale", "list", "team_open", "team_run", "team_close")
+FUNCTIONS = ("adamw", "scale", "list", "team_open", "team_run", "team_close")
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 
 
@@ -57,7 +56,7 @@ def _compile(compiler: str, target: Path) -> None:
         if subprocess.run([*command, "-march=native"], capture_output=True).returncode:
             subprocess.run(command, capture_output=True, check=True)
         part.chmod(0o700)  # is_private, whatever the umask
-        os.replace(part, target)
+        part.replace(target)
     finally:
         part.unlink(missing_ok=True)
 
@@ -103,7 +102,7 @@ def library() -> ctypes.CDLL | None:
         reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(f"CPU AdamW runs in torch, several times slower: {reason}", stacklevel=2)
         return None
-    for work in (lib.trireme_adamw, lib.trireme_block_sums, lib.trireme_scale, lib.trireme_list):
+    for work in (lib.trireme_adamw, lib.trireme_scale, lib.trireme_list):
         work.argtypes, work.restype = [c_void_p, POINTER(c_int64)], None
     lib.trireme_team_open.argtypes, lib.trireme_team_open.restype = [c_int64], c_void_p
     lib.trireme_team_run.argtypes, lib.trireme_team_run.restype = [c_void_p, c_void_p, c_void_p], None
@@ -113,7 +112,9 @@ def library() -> ctypes.CDLL | None:
 
 # ---------------------------------------------------------------- calling
 
-Spread = Callable[[Callable, ctypes.Structure], None]  # runs a function of the library on a job: see Workers.spread
+Spread = Callable[
+    [_ctypes.CFuncPtr, ctypes.Structure], None
+]  # runs a function of the library on a job: see Workers.spread
 
 
 class _Job(ctypes.Structure):
@@ -128,26 +129,22 @@ class _Job(ctypes.Structure):
     )
 
 
-class _Sums(ctypes.Structure):
-    """Mirrors Sums in host_adamw.cpp."""
-
-    _fields_ = (("x", c_void_p), ("is_bf16", c_int64), ("n", c_int64), ("sums", c_void_p))
-
-
 class _List(ctypes.Structure):
     """Mirrors List in host_adamw.cpp."""
 
     _fields_ = (("work", c_void_p), ("job", c_void_p), ("next", c_void_p), ("count", c_int64))
 
 
-def _alone(work: Callable, job: ctypes.Structure) -> None:
+def _alone(work: _ctypes.CFuncPtr, job: ctypes.Structure) -> None:
     work(byref(job), byref(c_int64(0)))
 
 
 def _check(n: int, dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
     for t in tensors:
-        assert t.shape == (n,) and t.dtype in dtypes, f"{tuple(t.shape)} {t.dtype}, not ({n},) of {dtypes}"
-        assert t.device.type == "cpu" and t.is_contiguous(), "not contiguous CPU memory"
+        assert t.shape == (n,), f"{tuple(t.shape)}, not ({n},)"
+        assert t.dtype in dtypes, f"{t.dtype}, not one of {dtypes}"
+        assert t.device.type == "cpu", f"on {t.device}, not the CPU"
+        assert t.is_contiguous()
 
 
 def _job(
@@ -215,22 +212,8 @@ def adamw8_(
             moments.adamw8_(w_[cut], lo, *state, grad[cut], clip, **options)
 
 
-def sum_squares(grad: Tensor, spread: Spread = _alone) -> Tensor:
-    """reference.sum_squares of a contiguous CPU gradient (n,) fp32 or bf16, the same bits.
-
-    Returns (1,) fp32, which is not finite where any element is not (or where the sum exceeds fp32).
-    """
-    n, lib = len(grad), library()
-    _check(n, (torch.float32, torch.bfloat16), grad)
-    if lib is None:
-        return reference.sum_squares(grad)
-    sums = torch.zeros(-(-n // SUM_BLOCK), dtype=torch.float64)
-    spread(lib.trireme_block_sums, _Sums(grad.data_ptr(), grad.dtype == torch.bfloat16, n, sums.data_ptr()))
-    return reference.sum_blocks(sums)
-
-
 class Workers:
-    """Threads of C++ that update one unit together: adamw_ and sum_squares as above, returning when all is done.
+    """Threads of C++ that update one unit together: adamw_, adamw16_ and adamw8_ as above, returning when all is done.
 
     The calling thread is one of them; it lets the GIL go for the whole call, and the others never have it. Records are
     disjoint and fixed: the thread count never changes a number. Calls from several threads take turns.
@@ -239,9 +222,9 @@ class Workers:
     def __init__(self, threads: int | None = None):
         """threads: how many; default all cores that this process may use but one, which is left to Python."""
         self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
-        lib = library()  # a build belongs to the set-up, not to the first step
-        self._team = None if lib is None else lib.trireme_team_open(self.threads - 1)
-        self._listed: list[tuple[Callable, ctypes.Structure]] | None = None  # inside `together`
+        self._lib = library()  # a build belongs to the set-up, not to the first step
+        self._team = None if self._lib is None else self._lib.trireme_team_open(self.threads - 1)
+        self._listed: list[tuple[_ctypes.CFuncPtr, ctypes.Structure]] | None = None  # inside `together`
         self._turn = threading.RLock()
 
     def __enter__(self) -> Workers:
@@ -253,17 +236,18 @@ class Workers:
     def close(self) -> None:
         """Ends the threads."""
         team, self._team = self._team, None
-        if team is not None:
-            library().trireme_team_close(team)
+        if self._lib is not None and team is not None:
+            self._lib.trireme_team_close(team)
 
-    def spread(self, work: Callable, job: ctypes.Structure) -> None:
+    def spread(self, work: _ctypes.CFuncPtr, job: ctypes.Structure) -> None:
         """Runs `work`, a function of the library, on `job` on every thread, this one included, and waits for all."""
+        assert self._lib is not None
         assert self._team is not None, "these workers are closed"
         with self._turn:
             if self._listed is not None:
                 self._listed.append((work, job))
             else:
-                library().trireme_team_run(self._team, ctypes.cast(work, c_void_p), byref(job))
+                self._lib.trireme_team_run(self._team, ctypes.cast(work, c_void_p), byref(job))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -281,12 +265,13 @@ class Workers:
             if listed:
                 self._run_list(*zip(*listed, strict=True))
 
-    def _run_list(self, works: Sequence[Callable], jobs: Sequence[ctypes.Structure]) -> None:
+    def _run_list(self, works: Sequence[_ctypes.CFuncPtr], jobs: Sequence[ctypes.Structure]) -> None:
+        assert self._lib is not None
         n = len(jobs)
         functions = (c_void_p * n)(*(ctypes.cast(work, c_void_p).value for work in works))
         addresses, counters = (c_void_p * n)(*map(ctypes.addressof, jobs)), (c_int64 * n)()
         arrays = (ctypes.addressof(array) for array in (functions, addresses, counters))
-        self.spread(library().trireme_list, _List(*arrays, n))
+        self.spread(self._lib.trireme_list, _List(*arrays, n))
 
     def adamw_(self, *tensors: Tensor | None, **hyper) -> None:
         """adamw_ of this module over all threads."""
@@ -299,7 +284,3 @@ class Workers:
     def adamw8_(self, *tensors: Tensor | None, **hyper) -> None:
         """adamw8_ of this module over all threads."""
         adamw8_(*tensors, spread=self.spread, **hyper)
-
-    def sum_squares(self, grad: Tensor) -> Tensor:
-        """sum_squares of this module over all threads."""
-        return sum_squares(grad, spread=self.spread)

@@ -1,4 +1,4 @@
-"""Launches that cost little host time: the compiled forms of a kernel are remembered by all that they depend on.
+"""Launches that cost little host time: a kernel's compiled forms are kept by all that they depend on.
 
 Triton compiles a kernel anew for other dtypes, other constants, pointers that are not multiples of 16 and integers that
 are 1 or multiples of 16, and at every launch binds and classifies the arguments to see which form is meant. Here the
@@ -11,6 +11,7 @@ in their places: 1 to 2 us less before each. So every kernel begins with await_p
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,20 @@ from triton.language.target_info import cuda_capability_geq
 from triton.runtime.jit import JITFunction
 
 from trireme.kernels import launch
+
+TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose private launch is called below as they expect
+
+
+def check_version(version: str) -> None:
+    """Raises ImportError unless this version of Triton is one whose private parts are known."""
+    if ".".join(version.split(".")[:2]) not in TRIED:
+        raise ImportError(
+            f"Triton {version} is not supported: kernels are launched through private parts of Triton {TRIED[0]} to "
+            f"{TRIED[-1]}. Install one of these, with the torch that it belongs to."
+        )
+
+
+check_version(triton.__version__)
 
 
 @triton.jit
@@ -83,7 +98,9 @@ class Fixed:
 
     def __init__(self, kernel, *rest, **options):
         self.kernel, self.rest, self.options = kernel, rest, options
-        self.form: tuple | None = None  # (device, *what Kernel keeps), for tensors that are all aligned to 16 bytes
+        self.form: tuple[Any, ...] | None = (
+            None  # (device, *what Kernel keeps), for tensors that are all aligned to 16 bytes
+        )
 
     def __call__(self, programs: int, tensors: tuple[torch.Tensor, ...], numbers: tuple) -> None:
         pointers, bits = [], 0
@@ -92,7 +109,8 @@ class Fixed:
             pointers.append(p)
             bits |= p
         if self.form is None or bits % 16:
-            return self._search(programs, (*tensors, *numbers, *self.rest), bits % 16 == 0)
+            self._search(programs, (*tensors, *numbers, *self.rest), bits % 16 == 0)
+            return
         device, run, function, metadata, _ = self.form
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *self.rest)

@@ -105,7 +105,9 @@ def _layernorm_bwd(
     tl.store(p_db + i_prog * D + o_d, tl.sum(b_db, 0), m_d)
 
 
-def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None):
+def layernorm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As reference.layernorm_fwd. All arguments contiguous."""
     N, D = x.shape
     assert x.is_contiguous()
@@ -133,7 +135,7 @@ def layernorm_bwd(
     dbias_: Tensor,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
-):
+) -> Tensor:
     """As reference.layernorm_bwd. All arguments contiguous."""
     N, D = h.shape
     assert dy.shape == h.shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,17 +17,20 @@ from trireme.kernels import reference
 from trireme.kernels.attention.docs import Docs, make_docs
 from trireme.kernels.reference import join_master, rope_table, split_master
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def _op(plain: Callable, module: str) -> Callable:
+
+def _op(plain: Callable[P, R], module: str) -> Callable[P, R]:
     """`plain`, or the launcher of its name and signature in trireme.kernels.<module> where the tensors are on a GPU."""
     launcher = cache(lambda: getattr(import_module(f"trireme.kernels.{module}"), plain.__name__))
 
     @wraps(plain)
-    def op(first, *args, **kwargs):
+    def op(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
         on_gpu = first.is_cuda and first.dtype != torch.float64
-        return (launcher() if on_gpu else plain)(first, *args, **kwargs)
+        return (launcher() if on_gpu else plain)(*args, **kwargs)
 
-    op.launcher = launcher
     return op
 
 
@@ -50,7 +54,6 @@ embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
 grad_finish = _op(reference.grad_finish, "adamw")
-sum_squares = _op(reference.sum_squares, "adamw")
 adamw_ = _op(reference.adamw_, "adamw")
 
 __all__ = [
@@ -78,7 +81,6 @@ __all__ = [
     "rope_",
     "rope_table",
     "split_master",
-    "sum_squares",
     "swiglu_bwd",
     "swiglu_fwd",
 ]

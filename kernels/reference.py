@@ -7,6 +7,8 @@ output's dtype. Inputs are read-only; a function or argument that ends in `_` is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,9 @@ def _add_(out: Tensor, value: Tensor) -> None:
 # ---------------------------------------------------------------- norms
 
 
-def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None):
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """y = h / rms(h) * weight with h = x, or x + residual (rounded to x's dtype).
 
     x, residual (N, D); weight (D,). Returns (y (N, D), rstd (N,) fp32, h (N, D): `out` filled with it where given, else
@@ -47,7 +51,7 @@ def rmsnorm_bwd(
     dweight_: Tensor,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
-):
+) -> Tensor:
     """dh = gradient through y = h * rstd * weight, plus dresidual where given; dweight_ (D,) is added to.
 
     Returns dh (N, D), or `out` filled with it, which may be dy. `h` is what the norm normalised: the third result of
@@ -62,7 +66,9 @@ def rmsnorm_bwd(
     return dh if out is None else out.copy_(dh)
 
 
-def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None):
+def layernorm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y = (h - mean) * rstd * weight + bias with h = x, or x + residual.
 
     Returns (y (N, D), mean (N,) fp32, rstd (N,) fp32, h (N, D)).
@@ -85,7 +91,7 @@ def layernorm_bwd(
     dbias_: Tensor,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
-):
+) -> Tensor:
     """As rmsnorm_bwd, through layernorm_fwd; dweight_ and dbias_ (D,) are added to."""
     dyf = _up(dy)
     xhat = (_up(h) - mean[:, None]) * rstd[:, None]
@@ -97,7 +103,7 @@ def layernorm_bwd(
     return dh if out is None else out.copy_(dh)
 
 
-def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
+def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm over each head (Qwen3's q and k norm). x (N, H, d), rows may be strided; weight (d,).
 
     Returns (y (N, H, d) contiguous, rstd (N, H) fp32).
@@ -146,6 +152,7 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 # ---------------------------------------------------------------- activations
 
+Activation = Callable[[Tensor], tuple[Tensor, Tensor]]  # x -> (its value, its derivative)
 _GELU_K, _GELU_C = 0.7978845608028654, 0.044715  # sqrt(2 / pi); both as in GPT-2
 
 
@@ -162,12 +169,12 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * dt
 
 
-def _glu_fwd(act, gate_up: Tensor) -> Tensor:
+def _glu_fwd(act: Activation, gate_up: Tensor) -> Tensor:
     gate, up = _up(gate_up).chunk(2, -1)
     return (act(gate)[0] * up).to(gate_up.dtype)
 
 
-def _glu_bwd(act, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def _glu_bwd(act: Activation, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = _up(gate_up).chunk(2, -1)
     dyf = _up(dy)
     value, slope = act(gate)
@@ -319,7 +326,7 @@ def linear_cross_entropy(
         logits = _up(xs @ weight.T)
         lse = torch.logsumexp(logits, -1)
         losses[part] = lse - logits.gather(-1, target[:, None])[:, 0]
-        if dx_ is None:
+        if dx_ is None or dweight_ is None:
             continue
         logits.sub_(lse[:, None]).exp_()
         logits[torch.arange(len(part), device=x.device), target] -= 1
@@ -333,15 +340,20 @@ def linear_cross_entropy(
 
 
 def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum of squares of a flat gradient, (1,) fp32.
+    """Sum of squares of a flat gradient, (1,) fp32: fp32 within blocks of 64 rows of 1,024 lanes, fp64 across blocks.
 
-    With `out` (flat, bf16) the gradient is also rounded into it, and the sum is of the rounded values.
-    One pass. A non-finite element makes the sum non-finite, which is how it is noticed.
+    Each lane adds its rows in order, then lanes and blocks are halved: an order that every implementation can keep.
+    With `out` (flat, bf16) the gradient is also rounded into it in the same pass, and the sum is of the rounded values.
+    A non-finite element makes the sum non-finite, which is how it is noticed.
     """
     if out is not None:
-        out.copy_(grad)
-        grad = out
-    return sum_squares(grad)
+        grad = out.copy_(grad)
+    blocks = -(-len(grad) // (64 * 1024))
+    padded = torch.nn.functional.pad(grad, (0, blocks * 64 * 1024 - len(grad))).view(blocks, 64, 1024)
+    lanes = _up(padded[:, 0]).square()
+    for row in padded[:, 1:].unbind(1):
+        lanes += _up(row).square()
+    return _halve(_halve(lanes).double()).float().reshape(1)
 
 
 def _halve(x: Tensor) -> Tensor:
@@ -351,24 +363,6 @@ def _halve(x: Tensor) -> Tensor:
     while (half := x.shape[-1] // 2) > 0:
         x = x[..., :half] + x[..., half:]
     return x[..., 0]
-
-
-def sum_squares(x: Tensor) -> Tensor:
-    """Sum of squares of flat x, (1,) fp32: fp32 within blocks of 64 rows of 1,024 lanes, fp64 across blocks.
-
-    Each lane adds its rows in order, then lanes and blocks are halved: an order that every implementation can keep.
-    """
-    blocks = -(-len(x) // (64 * 1024))
-    padded = torch.nn.functional.pad(x, (0, blocks * 64 * 1024 - len(x))).view(blocks, 64, 1024)
-    lanes = _up(padded[:, 0]).square()
-    for row in padded[:, 1:].unbind(1):
-        lanes += _up(row).square()
-    return sum_blocks(_halve(lanes))
-
-
-def sum_blocks(sums: Tensor) -> Tensor:
-    """(1,) fp32: the sum, taken in fp64, of what sum_squares found in each block. sums (blocks,)."""
-    return _halve(sums.double()).float().reshape(1)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,9 @@ def _rmsnorm_bwd(
     tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
-def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None):
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.rmsnorm_fwd. All arguments contiguous."""
     N, D = x.shape
     assert x.is_contiguous()
@@ -118,7 +120,7 @@ def rmsnorm_bwd(
     dweight_: Tensor,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
-):
+) -> Tensor:
     """As reference.rmsnorm_bwd. All arguments contiguous."""
     N, D = h.shape
     assert dy.shape == h.shape
@@ -214,7 +216,7 @@ def _head_bwd(
     tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
-def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float):
+def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As reference.head_rmsnorm_fwd: each head's d values lie together, tokens and heads may be strided."""
     N, H, D = x.shape
     assert x.stride(2) == 1

@@ -120,10 +120,9 @@ def backward_to_qkv(
     scale, window = cfg.layer_scale(layer), cfg.layer_window(layer)
     ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window)
     _rotate_(cfg, dqkv, rows, inverse=True)
-    if cfg.qk_norm:
-        q, k, _ = _split(cfg, result.qkv)  # before the norms
-        ops.head_rmsnorm_bwd(dq, q, w.q_norm, q_rstd, g.q_norm, dq)
-        ops.head_rmsnorm_bwd(dk, k, w.k_norm, k_rstd, g.k_norm, dk)
+    q, k, _ = _split(cfg, result.qkv)  # before the norms, if any
+    _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm)
+    _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
     return dqkv
 
 
@@ -155,6 +154,12 @@ def _heads(cfg: ModelConfig, w: Weights, qkv: Tensor, rows: Rows) -> _Heads:
     for heads in (q, k):
         _rope_(heads, rows)
     return _Heads(q, k, v, q_rstd, k_rstd)
+
+
+def _head_norm_backward_(d_: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor | None, dweight_: Tensor | None) -> None:
+    """The gradient d_ (N, heads, d) behind a norm of each head becomes that of x, before it; none without a norm."""
+    if w is not None and rstd is not None and dweight_ is not None:
+        ops.head_rmsnorm_bwd(d_, x, w, rstd, dweight_, d_)
 
 
 def _attend(

@@ -21,16 +21,20 @@ class Norm(NamedTuple):
         return self.bias is None
 
 
-Stats = tuple[Tensor, ...]  # (N,) fp32 each: rstd, or mean and rstd of a LayerNorm
+class Stats(NamedTuple):
+    """A norm's statistics of each token, for its backward."""
+
+    rstd: Tensor  # (N,) fp32
+    mean: Tensor | None = None  # (N,) fp32, of a LayerNorm
 
 
 def norm(x: Tensor, w: Norm, eps: float, copy: Tensor | None = None) -> tuple[Tensor, Stats]:
     """(y (N, D), statistics for norm_backward). RMSNorm also copies x into `copy`, unless they are one tensor."""
     if w.bias is None:
         y, rstd, _ = ops.rmsnorm_fwd(x, w.weight, eps, out=None if copy is x else copy)
-        return y, (rstd,)
+        return y, Stats(rstd)
     y, mean, rstd, _ = ops.layernorm_fwd(x, w.weight, w.bias, eps)
-    return y, (mean, rstd)
+    return y, Stats(rstd, mean)
 
 
 def norm_backward(
@@ -43,6 +47,6 @@ def norm_backward(
     out: Tensor | None = None,
 ) -> Tensor:
     """The gradient of x (N, D), plus dresidual, in `out` where given; those of the weights are added to g."""
-    if g.bias is None:
-        return ops.rmsnorm_bwd(dy, x, w.weight, *stats, g.weight, dresidual, out)
-    return ops.layernorm_bwd(dy, x, w.weight, *stats, g.weight, g.bias, dresidual, out)
+    if g.bias is None or stats.mean is None:
+        return ops.rmsnorm_bwd(dy, x, w.weight, stats.rstd, g.weight, dresidual, out)
+    return ops.layernorm_bwd(dy, x, w.weight, stats.mean, stats.rstd, g.weight, g.bias, dresidual, out)

@@ -89,8 +89,9 @@ def _forward(device, types, H: int, K: int, d: int, window: int, strides, aligne
     assert H % K == 0
     assert 8 <= d <= 256
     assert all(s[2] == 1 for s in strides)
-    gluon = aligned and attention_hopper.suits(device, types[0], d, window, strides[:3])
-    return (attention_hopper_fwd if gluon else triton_fwd).plan(device, types[0], H, K, d, window, strides)
+    if aligned and attention_hopper.suits(device, types[0], d, window, strides[:3]):
+        return attention_hopper_fwd.plan(H, K, d, strides)
+    return triton_fwd.plan(device, types[0], H, K, d, window, strides)
 
 
 @cache
@@ -99,5 +100,6 @@ def _backward(device, types, H: int, K: int, d: int, window: int, strides, align
     assert H % K == 0
     assert 8 <= d <= 256
     assert all(s[2] == 1 for s in strides)
-    gluon = aligned and attention_hopper.suits(device, types[1], d, window, strides[:4])
-    return (attention_hopper_bwd if gluon else triton_bwd).plan(device, types[1], H, K, d, window, strides)
+    if aligned and attention_hopper.suits(device, types[1], d, window, strides[:4]):
+        return attention_hopper_bwd.plan(H, K, d, strides)
+    return triton_bwd.plan(device, types[1], H, K, d, window, strides)

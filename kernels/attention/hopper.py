@@ -49,6 +49,57 @@ def keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOC
     return i_k + BLOCK_K, p_k + BLOCK_K * k_n, p_v + BLOCK_K * v_n
 
 
+@gluon.constexpr_function
+def copy_layout(warps, block_d):
+    """Of a tile on its way to shared memory: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // block_d, block_d // 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def product_layout(warps, columns):
+    """Of the accumulator of a product with so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.jit
+def program_tile(p_tiles, heads: gl.constexpr):
+    """(head, first token of the document, offset of the tile in it, length of the document) of this program."""
+    i_tile, i_h = gl.program_id(0) // heads, gl.program_id(0) % heads
+    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
+    offset = gl.load(p_tiles + 3 * i_tile + 1)
+    length = gl.load(p_tiles + 3 * i_tile + 2)
+    return i_h, start, offset, length
+
+
+@gluon.jit
+def first_keys(
+    k_ring,
+    v_ring,
+    p_k,
+    p_v,
+    k_n,
+    v_n,
+    end,
+    length,
+    o_d,
+    wide: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Starts the copies that fill the rings of a query tile; returns what keys_copy takes for the steps that follow.
+
+    (ahead, offsets in a tile of keys, in one of values, of their rows).
+    """
+    o_key = gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
+    o_k = o_key[:, None] * k_n + o_d[None, :]
+    o_v = o_key[:, None] * v_n + o_d[None, :]
+    ahead = (gl.to_tensor(0), p_k, p_v)
+    for i in gl.static_range(STAGES):
+        ahead = keys_copy(ahead, i, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
+    return ahead, o_k, o_v, o_key
+
+
 def suits(device: torch.device, dtype: torch.dtype, D: int, window: int, strides) -> bool:
     """Whether the kernels take heads of D values whose inputs have these strides, and are aligned to 16 bytes."""
     return (

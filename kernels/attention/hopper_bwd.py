@@ -6,7 +6,6 @@ Legend: as there.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,7 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from trireme.kernels import launch
 from trireme.kernels.attention.bwd import Backward
 from trireme.kernels.attention.fwd import flat
-from trireme.kernels.attention.hopper import LOG2E, copy_async, copy_rows, cta_barrier, keys_copy, turn
+from trireme.kernels.attention.hopper import (
+    LOG2E,
+    copy_async,
+    copy_layout,
+    copy_rows,
+    cta_barrier,
+    first_keys,
+    keys_copy,
+    product_layout,
+    program_tile,
+    turn,
+)
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 
@@ -88,19 +98,16 @@ def dkv_kernel(
     """dk and dv of one key tile of one key/value head."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_Q, 16])
-    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
+    scores: gl.constexpr = product_layout(WARPS, BLOCK_Q)
+    heads: gl.constexpr = product_layout(WARPS, BLOCK_D)
     operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
     dtype: gl.constexpr = p_q.dtype.element_ty
 
-    i_tile, i_h = gl.program_id(0) // K, gl.program_id(0) % K
-    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
-    offset = gl.load(p_tiles + 3 * i_tile + 1)
-    length = gl.load(p_tiles + 3 * i_tile + 2)
+    i_h, start, offset, length = program_tile(p_tiles, K)
     first = offset // BLOCK_Q * BLOCK_Q  # of the queries that see keys of the tile
     i_group = i_h.to(gl.int64) * GROUP
     p_q += (start + first) * q_n + i_group * q_h
@@ -218,17 +225,14 @@ def dq_kernel(
     """dq of one query tile, and its delta, which dkv_kernel reads."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
-    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
+    scores: gl.constexpr = product_layout(WARPS, BLOCK_K)
+    heads: gl.constexpr = product_layout(WARPS, BLOCK_D)
     operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
     dtype: gl.constexpr = p_q.dtype.element_ty
 
-    i_tile, i_h = gl.program_id(0) // H, gl.program_id(0) % H
-    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
-    offset = gl.load(p_tiles + 3 * i_tile + 1)
-    length = gl.load(p_tiles + 3 * i_tile + 2)
+    i_h, start, offset, length = program_tile(p_tiles, H)
     p_k += start * k_n + (i_h // GROUP) * k_h
     p_v += start * v_n + (i_h // GROUP) * v_h
     end = gl.minimum(offset + BLOCK_Q, length)
@@ -245,12 +249,7 @@ def dq_kernel(
     o_do = o_row[:, None] * do_n + o_d[None, :]
     copy_rows(q_tile, p_q, o_row[:, None] * q_n + o_d[None, :], o_row, length - offset, o_d, D)
     copy_rows(do_tile, p_do, o_do, o_row, length - offset, o_d, D)
-    o_key = gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
-    o_k = o_key[:, None] * k_n + o_d[None, :]
-    o_v = o_key[:, None] * v_n + o_d[None, :]
-    ahead = (gl.to_tensor(0), p_k, p_v)
-    for i in gl.static_range(STAGES):
-        ahead = keys_copy(ahead, i, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
+    ahead, o_k, o_v, o_key = first_keys(k_ring, v_ring, p_k, p_v, k_n, v_n, end, length, o_d, wide, D, BLOCK_K, STAGES)
 
     mask = (o_row < length - offset)[:, None] & (o_d < D)[None, :]
     b_do = gl.load(p_do + o_do, mask, 0.0).to(gl.float32)
@@ -302,7 +301,7 @@ def dq_kernel(
 # ---------------------------------------------------------------- launchers
 
 
-def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Backward:
+def plan(H: int, K: int, D: int, strides) -> Backward:
     """Backward for tensors with the strides of (dout, q, k, v, out, dq, dk, dv), all aligned to 16 bytes."""
     dout, q, k, v, out, dq, dk, dv = strides
     sizes = H // K, D, launch.head_block(D)

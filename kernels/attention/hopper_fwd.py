@@ -8,7 +8,6 @@ Legend: as there.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -16,7 +15,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from trireme.kernels import launch
 from trireme.kernels.attention.fwd import Forward, flat
-from trireme.kernels.attention.hopper import LOG2E, copy_rows, cta_barrier, keys_copy, turn
+from trireme.kernels.attention.hopper import (
+    LOG2E,
+    copy_layout,
+    copy_rows,
+    cta_barrier,
+    first_keys,
+    keys_copy,
+    product_layout,
+    program_tile,
+    turn,
+)
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -68,17 +77,14 @@ def fwd_kernel(
     """out and lse of one query tile of one head."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
-    heads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
+    scores: gl.constexpr = product_layout(WARPS, BLOCK_K)
+    heads: gl.constexpr = product_layout(WARPS, BLOCK_D)
     operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
     dtype: gl.constexpr = p_q.dtype.element_ty
 
-    i_tile, i_h = gl.program_id(0) // H, gl.program_id(0) % H
-    start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
-    offset = gl.load(p_tiles + 3 * i_tile + 1)
-    length = gl.load(p_tiles + 3 * i_tile + 2)
+    i_h, start, offset, length = program_tile(p_tiles, H)
     p_k += start * k_n + (i_h // GROUP) * k_h
     p_v += start * v_n + (i_h // GROUP) * v_h
     end = gl.minimum(offset + BLOCK_Q, length)
@@ -90,12 +96,7 @@ def fwd_kernel(
     o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, wide))
     p_q += (start + offset) * q_n + i_h * q_h
     copy_rows(q_tile, p_q, o_row[:, None] * q_n + o_d[None, :], o_row, length - offset, o_d, D)
-    o_key = gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
-    o_k = o_key[:, None] * k_n + o_d[None, :]
-    o_v = o_key[:, None] * v_n + o_d[None, :]
-    ahead = (gl.to_tensor(0), p_k, p_v)
-    for i in gl.static_range(STAGES):
-        ahead = keys_copy(ahead, i, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
+    ahead, o_k, o_v, o_key = first_keys(k_ring, v_ring, p_k, p_v, k_n, v_n, end, length, o_d, wide, D, BLOCK_K, STAGES)
 
     qk_scale = scale * LOG2E
     o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
@@ -144,7 +145,7 @@ def fwd_kernel(
     gl.store(p_out + o_row[:, None] * o_n + o_d[None, :], b_out.to(dtype), mask)
 
 
-def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Forward:
+def plan(H: int, K: int, D: int, strides) -> Forward:
     """Forward for tensors with the strides of (q, k, v, out), the first three aligned to 16 bytes."""
     sizes = H // K, D, launch.head_block(D)
     tile = launch.hopper_fwd(sizes[2])

@@ -74,7 +74,6 @@ def contestants(n: int, workers: host_adamw.Workers) -> dict:
             14,
             lambda: workers.adamw8_(hi, lo, m8, floors[0], v8, floors[1], grad, ONE, seed=1, **hyper),
         ),
-        "sum of squares, bf16 gradient": (2, lambda: workers.sum_squares(grad)),
         "torch fused, fp32 gradient": (28, fused),
         "torch fused + casts, bf16 gradient": (28, fused_and_casts),
     }

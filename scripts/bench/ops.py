@@ -246,9 +246,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.host:
         host()
-        return None
+        return
     if args.tune is not None:
-        return tune(args.tune or [64, 128])
+        tune(args.tune or [64, 128])
+        return
     matmul, sustained = ceilings()
     copies = {flush: copied(flush) for flush in args.flush}
     peers = PEERS if args.peers == [] else args.peers or []

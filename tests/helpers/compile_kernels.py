@@ -141,7 +141,7 @@ def other_calls():
     clip = torch.ones(1)
     adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)
     adamw.grad_finish(state[2], state[0])
-    adamw.sum_squares(state[0])
+    adamw.grad_finish(state[0])
 
 
 def main(arch: int) -> None:

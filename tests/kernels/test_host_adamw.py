@@ -51,8 +51,9 @@ def copies(tensors):
             shift = t.storage_offset()
             whole = torch.full((shift + len(t) + 3,), 77, dtype=t.dtype)
             whole[shift : shift + len(t)] = t
-            t = whole[shift : shift + len(t)]
-        out.append(t)
+            out.append(whole[shift : shift + len(t)])
+        else:
+            out.append(None)
     return out
 
 
@@ -66,7 +67,8 @@ def both(run, tensors, clip=0.7, oracle=reference.adamw_, **hyper):
     for t in got:
         if t is not None:
             whole = t.as_strided((t.storage_offset() + len(t) + 3,), (1,), 0)
-            assert (whole[: t.storage_offset()] == 77).all() and (whole[-3:] == 77).all(), "wrote outside its range"
+            around = torch.cat((whole[: t.storage_offset()], whole[-3:]))
+            assert (around == 77).all(), "wrote outside its range"
 
 
 # ---------------------------------------------------------------- the update
@@ -222,32 +224,6 @@ def test_narrow_unit_may_be_cut(width):
     assert_same_bits(parts, whole)
 
 
-# ---------------------------------------------------------------- the norm
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    n=st.sampled_from([0, 1, 1023, 1024, 1025, 65_535, 65_536, 65_537, 200_001]),
-    dtype=st.sampled_from([BF16, F32]),
-    shift=st.integers(0, 3),
-    seed=st.integers(0, 1000),
-)
-def test_sum_squares_bits(n, dtype, shift, seed):
-    x = state(n, False, dtype, seed, shift=shift)[4]
-    got, exact = host_adamw.sum_squares(x), x.double().square().sum()
-    assert_same_bits([got], [reference.sum_squares(x)])
-    torch.testing.assert_close(got[0].double(), exact, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_sum_squares_notices_one_bad_element(bad, dtype):
-    for at in (0, 777, 65_536, 99_999):
-        x = torch.full((100_000,), 1e-3, dtype=dtype)
-        x[at] = bad
-        assert not host_adamw.sum_squares(x).isfinite()
-
-
 # ---------------------------------------------------------------- threads
 
 
@@ -257,7 +233,6 @@ def test_thread_count_changes_nothing(threads):
     tensors = state(n, True, BF16)
     with host_adamw.Workers(threads) as workers:
         both(workers.adamw_, tensors, n_decay=host_adamw.RECORD + 7)
-        assert_same_bits([workers.sum_squares(tensors[4])], [reference.sum_squares(tensors[4])])
 
 
 @needs_compiler
@@ -317,7 +292,6 @@ def test_updates_together(compiled, monkeypatch):
             pass
         with pytest.raises(KeyError), workers.together():
             raise KeyError
-        assert_same_bits([workers.sum_squares(got[0][4])], [reference.sum_squares(got[0][4])])
     for tensors in want:
         reference.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=2)
     for a, b in zip(got, want, strict=True):
@@ -505,17 +479,20 @@ def test_no_compiler_warns_once_and_keeps_the_bits(fresh, monkeypatch, tmp_path,
     monkeypatch.setenv("PATH", str(tmp_path))
     if broken:
         compiler(tmp_path, "echo cannot >&2; exit 1")
-    with pytest.warns(UserWarning, match="cannot" if broken else "no C\\+\\+ compiler") as caught:
+
+    def update():
         assert host_adamw.library() is None
         both(host_adamw.adamw_, state(host_adamw.RECORD + 5, True, BF16), n_decay=host_adamw.RECORD + 2)
         for width, (run, oracle) in NARROW.items():
             tensors = narrow(state(host_adamw.RECORD + 300, True, BF16), width)
             both(run, tensors, oracle=oracle, n_decay=host_adamw.RECORD + 2, seed=4, first=256)
+
+    with pytest.warns(UserWarning, match="cannot" if broken else "no C\\+\\+ compiler") as caught:
+        update()
     assert len(caught) == 1
     with host_adamw.Workers(2) as workers:
         tensors = state(70_000, False, F32)
         both(workers.adamw_, tensors)
-        assert_same_bits([workers.sum_squares(tensors[4])], [reference.sum_squares(tensors[4])])
 
 
 def test_workers_leave_a_core_free():

@@ -15,13 +15,21 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
-from trireme.kernels.launcher import Fixed, Kernel, await_previous  # noqa: E402
+from trireme.kernels.launcher import TRIED, Fixed, Kernel, await_previous, check_version  # noqa: E402
 
 
 def _scaled(p_y, p_x, n, x_n, factor, BLOCK: tl.constexpr):
     await_previous()
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_y + o, tl.load(p_x + o * x_n, o < n, 0.0) * factor, o < n)
+
+
+def test_a_triton_of_unknown_private_parts_is_refused():
+    for version in (*TRIED, "3.6.0", "3.9.1+git"):
+        check_version(version)
+    for version in ("3.5.1", "3.10.0", "4.0"):
+        with pytest.raises(ImportError, match=f"Triton {version} is not supported.* 3.6 to 3.9"):
+            check_version(version)
 
 
 def test_every_kernel_first_awaits_the_one_before():
@@ -46,8 +54,8 @@ def test_calls_of_one_key_are_one_specialisation_to_triton():
     for args in product(pointers, [*pointers, None], counts, counts, [0.5, 1.0], [1, 32]):
         for options in (dict(num_warps=4), dict(num_warps=8), dict(num_stages=4)):
             key, values = kernel.key(args, options)
-            _, form, options = specialise(*args, **options)
-            assert found.setdefault(key, (form, options)) == (form, options)
+            _, *form = specialise(*args, **options)
+            assert found.setdefault(key, form) == form
             assert values[0] == args[0].data_ptr()
             assert values[2:] == list(args[2:])
     assert len(found) == 3 * 4 * 5 * 2 * len(counts) * 2  # alignments and dtypes, 32 or 64 bits, strides, constants

@@ -91,11 +91,15 @@ def test_v_falls_when_gradients_stop(width):
     hyper = dict(HYPER, beta2=0.999, eps=1e-8, seed=1)
     w, grad, one = torch.zeros(n), torch.ones(n), torch.ones(1)
     run(w, None, *tensors, grad, one, step=1, **hyper)
-    value = lambda: (moments.decode8(*tensors[2:], False) if width == 1 else tensors[1].float()).mean()
-    before = value()
+
+    def mean_v():
+        v = moments.decode8(*tensors[2:], False) if width == 1 else tensors[1].float()
+        return v.mean()
+
+    before = mean_v()
     for step in range(2, 1002):
         run(w, None, *tensors, grad * 0, one, step=step, **hyper)
-    torch.testing.assert_close(value() / before, torch.tensor(0.999**1000), rtol=0.03, atol=0)
+    torch.testing.assert_close(mean_v() / before, torch.tensor(0.999**1000), rtol=0.03, atol=0)
 
 
 # ---------------------------------------------------------------- a language model trained with them
