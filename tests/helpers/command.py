@@ -1,6 +1,7 @@
-"""The command as a shell calls it, and what it must leave alone when it refuses."""
+"""The command as a shell calls it, what a terminal shows of it, and what it must leave alone when it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 from trireme.engine.run import main as finetune
@@ -32,3 +33,16 @@ def write(path: str, text: str | bytes) -> None:
 def set_config(**change) -> None:
     config = json.loads(Path("model/config.json").read_text()) | change
     write("model/config.json", json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def on_screen(output: str) -> list[str]:
+    """The lines that a terminal shows in the end."""
+    lines = [""]
+    for part in re.split(r"(\r\x1b\[K|\r?\n)", output):
+        if part == "\r\x1b[K":
+            lines[-1] = ""
+        elif part.endswith("\n"):
+            lines.append("")
+        else:
+            lines[-1] += part
+    return lines

@@ -19,10 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import TRAIN, fails, finetune, set_config, tree, write
+from command import TRAIN, fails, finetune, on_screen, set_config, tree, write
 from safetensors.numpy import load_file, save_file
 from script_files import ROOT
-from terminal import on_screen
 
 from trireme.engine.run import job
 from trireme.engine.run.command import parse

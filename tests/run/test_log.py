@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from terminal import on_screen
+from command import on_screen
 
 from trireme.engine.amounts import compact, duration
 from trireme.engine.run import log as log_module
