@@ -23,7 +23,7 @@ import zlib
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -131,7 +131,7 @@ class TokenWriter:
             json.dump(meta, file)
             _sync(file)
         shutil.rmtree(self.final, ignore_errors=True)
-        os.rename(self.scratch, self.final)
+        self.scratch.rename(self.final)
         made = open_tokens(self.final)
         if made is None:
             raise OSError(f"{self.final}: what was written cannot be read back")
@@ -143,7 +143,7 @@ class TokenWriter:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _sync(file) -> None:
+def _sync(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
 

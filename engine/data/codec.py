@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,14 +40,18 @@ class _Programs:
     """Tokenizer and template, loaded in the child."""
 
     def __init__(self, begin: Begin, folder: Path, chat_template: tuple[str, str] | None, patience: float):
-        self._begin = lambda what, characters: begin(what, patience + PER_CHARACTER * characters)
+        self._begin: Callable[[str, int], None] = lambda what, characters: begin(
+            what, patience + PER_CHARACTER * characters
+        )
         begin("tokenizer.json", LOADING)
-        self._tokenizer = load_tokenizer(folder)
+        found = load_tokenizer(folder)
+        if found is None:
+            raise InputError(f"{folder} has lost its tokenizer.json. Begin again.")
+        self._tokenizer = t = found
         self._begin(TEMPLATE, 0)
-        self._template = load_template(self._tokenizer, chat_template)
-        t, template, notes = self._tokenizer, None, ()
-        if self._template is not None:
-            template, notes = self._template.fingerprint, tuple(self._template.notes())
+        self._template = load_template(t, chat_template)
+        template = self._template.fingerprint if self._template else None
+        notes = tuple(self._template.notes()) if self._template else ()
         self._facts = Facts(t.core.get_vocab_size(), t.eos, t.eos_token, t.fingerprint, template, t.notes, notes)
 
     def facts(self) -> Facts:
@@ -102,11 +106,11 @@ class Codec:
 def load_codec(folder: str | Path, chat_template: str | None = None) -> Codec | None:
     """Tokenizer and chat template in `folder`, or None where there is no tokenizer.json.
 
-    `chat_template`: a file, or "plain"; None: the checkpoint's own. InputError.
+    `chat_template`: a file, "plain" or "chatml"; None: the checkpoint's own. InputError.
     """
     if not (Path(folder) / "tokenizer.json").is_file():
         return None
-    return Codec(Path(folder), chat_template and read_choice(chat_template))
+    return Codec(Path(folder), read_choice(chat_template) if chat_template else None)
 
 
 # ---------------------------------------------------------------- rows, in batches
@@ -131,7 +135,7 @@ class Encoders:
     """
 
     def __init__(self, codec: Codec | None, workers: int):
-        self._waiting: deque[tuple[Numbered, Future]] = deque()
+        self._waiting: deque[tuple[Numbered, Future[list[Encoded | BadRow]]]] = deque()
         self._boxes = [codec.sandbox, *(codec.another() for _ in range(workers - 1))] if codec else []
         self._limit = 2 * len(self._boxes)  # bounds the memory that batches take
         self._facts = codec and codec.facts
@@ -141,6 +145,7 @@ class Encoders:
         self._pool = ThreadPoolExecutor(len(self._boxes)) if codec else None
 
     def submit(self, batch: Numbered) -> None:
+        result: Future[list[Encoded | BadRow]]
         if self._pool:
             result = self._pool.submit(self._encode, batch)
         else:

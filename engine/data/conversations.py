@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from trireme.engine.data.examples import Chat, Completion, filled_list, string
-from trireme.engine.data.rows import BadRow, kind_of
+from trireme.engine.data.rows import BadRow, Fields, kind_of
 
 
-def read_messages(row: dict) -> Chat:
+def read_messages(row: Fields) -> Chat:
     """`messages: [{role, content}]`, and `tools`."""
     filled_list(row, "messages", "{role, content}")
     return Chat(_spoken(_messages(row["messages"], "messages")), _tools(row))
@@ -18,17 +18,17 @@ def read_messages(row: dict) -> Chat:
 _SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # what a message may say beside its content
 
 
-def read_talk(row: dict) -> Chat:
+def read_talk(row: Fields) -> Chat:
     """`prompt` and `completion`, each a list of messages: the first are context."""
     context = [{**m, "train": False} for m in _messages(row["prompt"], "prompt")]
     return Chat(_spoken(context + _messages(row["completion"], "completion")), _tools(row))
 
 
-def _messages(messages: list, key: str) -> list[dict]:
+def _messages(messages: list[Any], key: str) -> list[Fields]:
     return [_message(message, f"{key}[{i}]") for i, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict:
+def _message(message: Any, where: str) -> Fields:
     """One message as a chat template expects it; null values are as good as absent."""
     if not isinstance(message, dict):
         raise BadRow(f"{where} is {kind_of(message)}, expected {{role, content}}")
@@ -63,7 +63,7 @@ def _is_call(call: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _spoken(messages: list[dict]) -> list[dict]:
+def _spoken(messages: list[Fields]) -> list[Fields]:
     """The messages, once it is sure that there is something in them to learn."""
     answers = [m for m in messages if m["role"] == "assistant"]
     if not answers:
@@ -73,7 +73,7 @@ def _spoken(messages: list[dict]) -> list[dict]:
     return messages
 
 
-def _tools(row: dict) -> list[dict] | None:
+def _tools(row: Fields) -> list[Fields] | None:
     """The row's tools as JSON schemas of functions; a string of JSON and bare functions are understood."""
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -110,7 +110,7 @@ _SPEAKERS = {
 }
 
 
-def read_sharegpt(row: dict) -> Chat:
+def read_sharegpt(row: Fields) -> Chat:
     """`conversations: [{from, value}]`, `system` and `tools`; function calls become tool calls with answers."""
     turns = filled_list(row, "conversations", "{from, value}")
     if all(isinstance(turn, dict) and "role" in turn for turn in turns):
@@ -136,7 +136,7 @@ def read_sharegpt(row: dict) -> Chat:
     return Chat(_spoken(messages), _tools(row))
 
 
-def _add_call(messages: list[dict], value: str, where: str) -> None:
+def _add_call(messages: list[Fields], value: str, where: str) -> None:
     """Adds a function call: to the assistant message before it, else as a message of its own."""
     try:
         calls = json.loads(value)
@@ -159,14 +159,14 @@ def _add_call(messages: list[dict], value: str, where: str) -> None:
         messages.append({"role": "assistant", "content": "", "tool_calls": calls})
 
 
-def _answers(messages: list[dict]) -> dict:
+def _answers(messages: list[Fields]) -> Fields:
     """{"tool_call_id": the call that the next tool message answers}; empty where every call has its answer."""
     calls = [call["id"] for m in messages for call in m.get("tool_calls", [])]
     answers = sum(m["role"] == "tool" for m in messages)
     return {"tool_call_id": calls[answers]} if answers < len(calls) else {}
 
 
-def read_alpaca(row: dict) -> Chat:
+def read_alpaca(row: Fields) -> Chat:
     """`instruction`, `input`, `output`, `system`, `history: [[question, answer]]`."""
     asked = string(row, "instruction")
     given = string(row, "input", "")

@@ -128,13 +128,9 @@ class Dataset:
         for k in range(0, self.n_sequences, micro_batch):
             yield self._gather(np.arange(k, min(k + micro_batch, self.n_sequences)))
 
-    def describe(self) -> list[str]:
-        """The data report, line by line."""
-        return self.report.lines()
-
     def describe_held_out(self) -> list[str]:
         """The same of held-out files; a share of the rows is in the data report."""
-        return self.held_out.describe() if self.held_out and not self.report.held_out else []
+        return self.held_out.report.lines() if self.held_out and not self.report.held_out else []
 
     def example(self, k: int = 0) -> str:
         """Document k of the files, decoded; what is trained on stands in [..]."""
@@ -171,13 +167,13 @@ def load_dataset(
     sources: `path`, `path:weight`, or `-`, standard input. InputError says what is wrong with the data.
     OSError where the cache cannot be written.
     """
-    scratch = None if options.cache else Temporary("trireme-tokens-")
+    scratch = Temporary("trireme-tokens-") if options.cache is None else None
     reading = Reading(
         codec,
         parse_map(options.map),
         options.skip_bad,
         options.vocab_size,
-        options.cache or scratch.path,
+        scratch.path if scratch else Path(options.cache or ""),
     )
     given = [spool(sys.stdin.buffer, reading.folder) if text == "-" else parse_data_file(text) for text in sources]
     share, val_given = _parse_val(options.val)
@@ -192,7 +188,7 @@ def load_dataset(
         rows, kept = documents.hold_out(rows, share, options.seed, is_text)
         held_out, n_held = _lay_out([DataFile(s.path) for s in given], files, kept, codec, options), len(kept)
     train = _lay_out(given, files, rows, codec, options)
-    lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if share else []
+    lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and n_held else []
     talks = any(file.meta["format"] in CHATS for file in files)
     notes = (*codec.facts.notes, *(codec.facts.template_notes if talks else ())) if codec else ()
     report = replace(train.report, held_out=n_held, notes=(*lost, *notes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,47 +30,49 @@ def encode(
     examples: Sequence[Example],
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
-    begin: Callable[[str, int], None] = lambda what, characters: None,
+    begin: Callable[[str, int], None] = lambda *_: None,
 ) -> list[Encoded | BadRow]:
     """Each example as tokens, or what is wrong with it. `tokenizer` may be None where all examples are ids.
 
     Tells `begin` what is begun, TEMPLATE or TOKENIZER, and on how many characters.
     """
-    results: list[Encoded | BadRow | None] = [None] * len(examples)
-    marked: list[tuple[int, str, list[Span]]] = []  # texts with the characters to train on
-    plain: list[int] = []
+    results: dict[int, Encoded | BadRow] = {}
+    marked: list[tuple[int, Chat | Completion, str, list[Span]]] = []  # texts with the characters to train on
+    plain: list[tuple[int, Text]] = []
     for i, example in enumerate(examples):
         try:
             if isinstance(example, Ids):
                 results[i] = _ids(example)
             elif isinstance(example, Text):
                 _check(example.text)
-                plain.append(i)
+                plain.append((i, example))
             else:
                 if isinstance(example, Chat):
                     begin(TEMPLATE, size(example))
                 text, spans = _marked(example, template)
                 _check(text)
-                marked.append((i, text, spans))
+                marked.append((i, example, text, spans))
         except BadRow as error:
             results[i] = error
-    if plain:
-        begin(TOKENIZER, sum(len(examples[i].text) for i in plain))
-        for i, found in zip(plain, tokenizer.encode([examples[i].text for i in plain]), strict=True):
-            results[i] = found if isinstance(found, BadRow) else _text(examples[i], found[0], tokenizer)
-    if marked:
-        begin(TOKENIZER, sum(len(text) for _, text, _ in marked))
-        batch = tokenizer.encode([text for _, text, _ in marked], offsets=True)
-        for (i, _, spans), found in zip(marked, batch, strict=True):
-            results[i] = found if isinstance(found, BadRow) else _learned(examples[i], *found, spans, tokenizer)
-    return results
+    assert tokenizer or not (plain or marked)
+    if plain and tokenizer:
+        begin(TOKENIZER, sum(len(text.text) for _, text in plain))
+        for (i, piece), found in zip(plain, tokenizer.encode([text.text for _, text in plain]), strict=True):
+            results[i] = found if isinstance(found, BadRow) else _text(piece, found[0], tokenizer)
+    if marked and tokenizer:
+        begin(TOKENIZER, sum(len(text) for _, _, text, _ in marked))
+        batch = tokenizer.encode([text for _, _, text, _ in marked], offsets=True)
+        for (i, whole, _, spans), found in zip(marked, batch, strict=True):
+            results[i] = found if isinstance(found, BadRow) else _learned(whole, *found, spans, tokenizer)
+    return [results[i] for i in range(len(examples))]
 
 
 def size(example: Example) -> int:
     """Characters, about: what bounds a batch, and the time for it."""
     if isinstance(example, Ids):
         return 4 * len(example.ids)
-    characters, left = 0, list(example)
+    characters = 0
+    left: list[Any] = list(example)
     while left:
         value = left.pop()
         if isinstance(value, str):
@@ -84,6 +86,7 @@ def size(example: Example) -> int:
 def _marked(example: Chat | Completion, template: ChatTemplate | None) -> tuple[str, list[Span]]:
     """(text, the characters to train on). Raises BadRow where that is not clear."""
     if isinstance(example, Chat):
+        assert template, "prepare.py has turned chats into completions where there is none"
         return template.spans(example.messages, example.tools)
     text = example.prompt + example.completion
     return text, [(len(example.prompt), len(text))]
@@ -135,8 +138,13 @@ def _text(example: Text, ids: np.ndarray, tokenizer: Tokenizer) -> Encoded:
 
 
 def _learned(
-    example: Chat | Completion, ids: np.ndarray, offsets: np.ndarray, spans: list[Span], tokenizer: Tokenizer
+    example: Chat | Completion,
+    ids: np.ndarray,
+    offsets: np.ndarray | None,
+    spans: list[Span],
+    tokenizer: Tokenizer,
 ) -> Encoded:
+    assert offsets is not None
     trained = overlap(offsets, spans)
     return _completion(ids, trained, tokenizer) if isinstance(example, Completion) else _first(ids, trained)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from trireme.engine.data.rows import BadRow, kind_of
+from trireme.engine.data.rows import BadRow, Fields, kind_of
 
 
 class Text(NamedTuple):
@@ -26,8 +26,8 @@ class Completion(NamedTuple):
 class Chat(NamedTuple):
     """A conversation for the chat template; a message with "train": False is context."""
 
-    messages: list[dict]
-    tools: list[dict] | None = None
+    messages: list[Fields]
+    tools: list[Fields] | None = None
     plain: Completion | None = None  # how to say it where there is no chat template
 
 
@@ -44,7 +44,7 @@ Example = Text | Completion | Chat | Ids
 # ---------------------------------------------------------------- checks that name the fault
 
 
-def string(row: Mapping, key: str, default: str | None = None) -> str:
+def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
     """row[key], a string; `default` where it is absent or null."""
     value = row.get(key)
     value = default if value is None else value
@@ -53,7 +53,7 @@ def string(row: Mapping, key: str, default: str | None = None) -> str:
     return value
 
 
-def filled_list(row: Mapping, key: str, of: str) -> list:
+def filled_list(row: Mapping[str, Any], key: str, of: str) -> list[Any]:
     """row[key], a list that is not empty; `of` says what it holds."""
     value = row[key]
     if not isinstance(value, list):

@@ -8,7 +8,7 @@ from typing import Any
 
 from trireme.engine.data.conversations import read_alpaca, read_messages, read_sharegpt, read_talk
 from trireme.engine.data.examples import Completion, Example, Ids, Text, filled_list, string
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.rows import BadRow, Fields
 from trireme.models.config import InputError
 
 
@@ -18,7 +18,7 @@ class Format:
 
     name: str
     keys: tuple[str, ...]
-    read: Callable[[dict], Example]
+    read: Callable[[Fields], Example]
 
 
 def find_format(row: Mapping[str, Any], hint: str = "") -> Format:
@@ -56,7 +56,7 @@ def not_there(row: Mapping[str, Any], renames: Mapping[str, str]) -> str:
     return f" --map names {absent}: there is no such column." if absent else ""
 
 
-def rename(row: dict, renames: Mapping[str, str]) -> dict:
+def rename(row: Fields, renames: Mapping[str, str]) -> Fields:
     """row under our names. A column that is absent is not an error here: the format says what it misses."""
     if not renames:
         return row
@@ -68,14 +68,14 @@ def rename(row: dict, renames: Mapping[str, str]) -> dict:
 # ---------------------------------------------------------------- the formats that are no conversations
 
 
-def _text(row: dict) -> Text:
+def _text(row: Fields) -> Text:
     text = string(row, "text")
     if not text:
         raise BadRow("'text' is empty")
     return Text(text)
 
 
-def _prompt_completion(row: dict) -> Example:
+def _prompt_completion(row: Fields) -> Example:
     if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
         return read_talk(row)
     completion = string(row, "completion")
@@ -84,7 +84,7 @@ def _prompt_completion(row: dict) -> Example:
     return Completion(string(row, "prompt"), completion)
 
 
-def _ids(row: dict) -> Ids:
+def _ids(row: Fields) -> Ids:
     ids = _integers(row, "input_ids")
     if row.get("labels") is None:
         return Ids(ids)
@@ -97,7 +97,7 @@ def _ids(row: dict) -> Ids:
     return Ids(ids, [label != -100 for label in labels])
 
 
-def _integers(row: dict, key: str) -> list[int]:
+def _integers(row: Fields, key: str) -> list[int]:
     values = filled_list(row, key, "token ids")
     if not all(type(value) is int for value in values):
         raise BadRow(f"{key!r} holds something that is not a whole number")

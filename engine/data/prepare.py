@@ -98,7 +98,8 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         _flush(encoders, tally)
         _put(encoders, writer, tally, vocabulary, all=True)
         _judge(source, tally)
-        meta = {"key": key, "name": source.path.name, "format": tally.format.name, "rows": tally.rows, "bad": tally.bad}
+        form = tally.format.name if tally.format else ""  # _judge has seen a good row
+        meta = {"key": key, "name": source.path.name, "format": form, "rows": tally.rows, "bad": tally.bad}
         return writer.finish(meta | {"first_bad": tally.first_bad})
     except BaseException as error:
         writer.abandon()
@@ -139,7 +140,9 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
 
 def _without_template(example: Example, reading: Reading) -> Example:
     """The example as this checkpoint can read it; InputError where it cannot read such data at all."""
-    if reading.codec is None and not isinstance(example, Ids):
+    if isinstance(example, Ids):
+        return example
+    if reading.codec is None:
         raise InputError(
             "the checkpoint has no tokenizer.json, which this data needs. "
             "Give --tokenizer FOLDER, or train on rows of input_ids and labels."
@@ -148,7 +151,7 @@ def _without_template(example: Example, reading: Reading) -> Example:
         if example.plain is None:
             raise InputError(
                 "the checkpoint has no chat template, which this data needs. Give --chat-template FILE.jinja, "
-                "or --chat-template plain for a simple one."
+                "or --chat-template chatml for a usual one."
             )
         return example.plain
     return example

@@ -8,15 +8,18 @@ UnicodeDecodeError, and a damaged .gz what gzip raises, which sources.Reader tur
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from trireme.models.config import InputError
 
+Bytes = BinaryIO | gzip.GzipFile  # what a file is read from
+Fields = dict[str, Any]  # an object of JSON: a row, a message, a tool
 ROW = 1 << 28  # most bytes, or characters, of a row: more than any model reads, and what memory still holds
 _TOO_LARGE = f"is longer than {ROW >> 20} MiB"
 _CHUNK = 1 << 20  # characters read at once from a .json
@@ -31,7 +34,7 @@ class Row(NamedTuple):
     """One row of a file. A long text comes in several: `starts` and `ends` say where its first and its last one are."""
 
     number: int
-    value: dict | BadRow
+    value: Fields | BadRow
     starts: bool = True
     ends: bool = True
 
@@ -45,11 +48,11 @@ def kind_of(value: object) -> str:
 # ---------------------------------------------------------------- JSON
 
 
-def _no_duplicates(pairs: list[tuple]) -> dict:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> Fields:
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
         raise BadRow(f"the key {twice!r} occurs twice")
     return value
 
@@ -58,11 +61,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
 _TOO_LONG = "holds a number of thousands of digits"  # which Python refuses to read
 
 
-def _object(value: object) -> dict | BadRow:
+def _object(value: object) -> Fields | BadRow:
     return value if isinstance(value, dict) else BadRow(f"holds {kind_of(value)}, expected an object")
 
 
-def holds_lines(file: BinaryIO, kind: str) -> bool:
+def holds_lines(file: Bytes, kind: str) -> bool:
     """Whether JSON lies one object a line, whatever the file is called."""
     head = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head[:1] != b"{":
@@ -76,7 +79,7 @@ def holds_lines(file: BinaryIO, kind: str) -> bool:
         return kind == ".jsonl"
 
 
-def json_lines(file: BinaryIO) -> Iterator[Row]:
+def json_lines(file: Bytes) -> Iterator[Row]:
     number = 0
     while line := file.readline(ROW):
         number += 1
@@ -92,7 +95,7 @@ def json_lines(file: BinaryIO) -> Iterator[Row]:
             yield Row(number, _json_line(line))
 
 
-def _json_line(line: bytes) -> dict | BadRow:
+def _json_line(line: bytes) -> Fields | BadRow:
     if b"\0" in line:
         return BadRow("holds NUL bytes: damaged, or not UTF-8")
     try:
@@ -109,13 +112,15 @@ def _json_line(line: bytes) -> dict | BadRow:
         return BadRow(_TOO_LONG)
 
 
-def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
+def json_values(path: Path, file: Bytes) -> Iterator[Row]:
     """The objects of JSON arrays, or without an array, one after another, without holding the file in memory."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     buffer, pos, line, number, inside = "", 0, 1, 0, False
     more = True
     while True:
-        pos = re.compile(r"[\s,]*" if inside else r"\s*").match(buffer, pos).end()
+        space = re.compile(r"[\s,]*" if inside else r"\s*").match(buffer, pos)
+        assert space, "an empty match is one"
+        pos = space.end()
         if pos < len(buffer) and buffer[pos] == "[]"[inside]:
             inside, pos = not inside, pos + 1
             continue
@@ -172,7 +177,7 @@ class _Lines:
         return line
 
 
-def read_csv(path: Path, file: BinaryIO) -> Iterator[Row]:
+def read_csv(path: Path, file: Bytes) -> Iterator[Row]:
     csv.field_size_limit(ROW)
     lines = _Lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
     reader = csv.reader(lines, strict=True)
@@ -202,7 +207,7 @@ def _cell(key: str, cell: str) -> object:
     return cell
 
 
-def read_parquet(path: Path, file: BinaryIO) -> Iterator[Row]:
+def read_parquet(path: Path, file: Bytes) -> Iterator[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -227,7 +232,7 @@ def read_parquet(path: Path, file: BinaryIO) -> Iterator[Row]:
     raise InputError(f"{path} names a column twice: {', '.join(names)}.")
 
 
-def read_text(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[Row]:
+def read_text(path: Path, file: Bytes, separators: set[str]) -> Iterator[Row]:
     """Documents of plain text, parted by lines that hold a separator alone; a long one in pieces.
 
     Pieces part after a line, before a character that is not a space, where tokenizers part too.

@@ -50,7 +50,7 @@ class Sandbox:
     def __init__(self, make: Callable[..., Any], *args: Any, memory: int = MEMORY):
         """`make(begin, *args)`, called in the child, gives the object; what it and the calls do they `begin` there."""
         self._make, self._memory = (make, *args), memory
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._killed, self._lock = False, threading.Lock()
 
     def call(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -74,13 +74,15 @@ class Sandbox:
     def _start(self) -> None:
         here, there = Pipe()
         with there:
-            fd, quiet = there.fileno(), dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            fd, null = there.fileno(), subprocess.DEVNULL
             code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({fd}, {self._memory})"
             command = [sys.executable, "-c", code]
             with self._lock:
                 if self._killed:
                     raise Died("the process", "is not wanted any more")
-                self._process = subprocess.Popen(command, pass_fds=[fd], env=os.environ | ALONE, **quiet)
+                self._process = subprocess.Popen(
+                    command, pass_fds=[fd], env=os.environ | ALONE, stdin=null, stdout=null, stderr=null
+                )
         self._connection, self._end = here, weakref.finalize(self, _end, self._process, here)
 
     def _exchange(self, request: bytes) -> Any:
@@ -92,6 +94,7 @@ class Sandbox:
                 doing, seconds = value
                 kind, value = self._connection.recv()
         except (EOFError, OSError):
+            assert self._process
             code = self._process.wait()
             self._stop()
             raise Died(doing, _how(code, seconds, self._memory)) from None
@@ -120,7 +123,7 @@ class Sandbox:
             self._process = None
 
 
-def _end(process: subprocess.Popen, connection: Connection) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.kill()
     process.wait()
     connection.close()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from trireme.engine.data.rows import Row, holds_lines, json_lines, json_values, read_csv, read_parquet, read_text
+from trireme.engine.data.rows import Bytes, Row, holds_lines, json_lines, json_values, read_csv, read_parquet, read_text
 from trireme.models.config import InputError
 
 KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")
@@ -101,15 +101,18 @@ class Reader:
         """Every row of the file, in order."""
         path = self.source.path
         with path.open("rb") as self._raw:
-            file = gzip.open(self._raw) if self.source.gzipped else self._raw
             try:
-                yield from self._reader(file)
+                if self.source.gzipped:
+                    with gzip.open(self._raw) as file:
+                        yield from self._reader(file)
+                else:
+                    yield from self._reader(self._raw)
             except UnicodeDecodeError as error:
                 raise InputError(f"{path} is not UTF-8 ({error.reason}). Convert it with iconv.") from None
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
                 raise InputError(f"{path} is a damaged .gz ({error}). Download it again.") from None
 
-    def _reader(self, file: BinaryIO) -> Iterator[Row]:
+    def _reader(self, file: Bytes) -> Iterator[Row]:
         kind = self.source.kind
         if kind == ".parquet":
             self.unit = "row"

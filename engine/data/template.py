@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from typing import Any, NamedTuple
+from os.path import commonprefix
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.rows import BadRow, Fields
 from trireme.storage.untrusted import shown
 
 Span = tuple[int, int]  # characters [start, stop)
@@ -36,10 +39,11 @@ class Rendering(NamedTuple):
     generated: list[Span]  # inside {% generation %}
 
 
-class _Message(dict):
+class _Message(dict[str, Any]):
     """A message that a loop can recognise, whatever list or filter it came through."""
 
-    __slots__ = ("_turn",)
+    __slots__ = ("turn",)
+    turn: int
 
 
 class _Generation(jinja2.ext.Extension):
@@ -47,32 +51,38 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser):
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
 
     @staticmethod
-    def _body(caller) -> str:
+    def _body(caller: Callable[[], str]) -> str:
         return caller()
 
 
 class _MarkedGeneration(_Generation):
     @staticmethod
-    def _body(caller) -> str:
+    def _body(caller: Callable[[], str]) -> str:
         return f"{_GENERATION}{caller()}{_DONE}"
 
 
-def _raise(message: str):
+def _raise(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """json.dumps: Jinja's own filter would escape <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment(generation: type) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment(generation: type[_Generation]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[generation, jinja2.ext.loopcontrols]
     )
@@ -83,7 +93,7 @@ def _environment(generation: type) -> jinja2.sandbox.ImmutableSandboxedEnvironme
 
 
 def _begin_turn(value: Any) -> str:
-    return f"{_TURN}{value._turn}{_OF}" if isinstance(value, _Message) else ""
+    return f"{_TURN}{value.turn}{_OF}" if isinstance(value, _Message) else ""
 
 
 def _end_turn(value: Any) -> str:
@@ -121,25 +131,27 @@ class Template:
         _mark_loops(tree)
         self._marked = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
 
-    def text(self, messages: Sequence[dict], tools: list[dict] | None, prompt: bool = False) -> str:
+    def text(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> str:
         """The rendering; `prompt` adds what asks for the assistant's next message."""
         return self._run(self._plain, messages, tools, prompt)
 
-    def render(self, messages: Sequence[dict], tools: list[dict] | None, prompt: bool = False) -> Rendering:
+    def render(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> Rendering:
         """The rendering, and where its turns are. BadRow where the template refuses the messages."""
         text = self.text(messages, tools, prompt)
         if any(mark in text for mark in (_TURN, _OF, _END, _GENERATION, _DONE)):
             raise BadRow("holds one of the characters U+FDD0 to U+FDD4, which no text may use")
-        marked = []
+        marked: list[_Message] = []
         for i, message in enumerate(messages):
             marked.append(_Message(message))
-            marked[-1]._turn = i
+            marked[-1].turn = i
         rendering = _read_marks(self._run(self._marked, marked, tools, prompt))
         if rendering.text != text:
             raise BadRow("the chat template works on its own output, so it cannot be told who wrote what")
         return rendering
 
-    def _run(self, template, messages: Sequence[dict], tools: list[dict] | None, prompt: bool) -> str:
+    def _run(
+        self, template: jinja2.Template, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool
+    ) -> str:
         try:
             return template.render(
                 messages=[_with_reasoning(m) for m in messages],
@@ -156,15 +168,17 @@ class Template:
             raise BadRow(f"the chat template fails on it: {_one_line(error)}") from None
 
 
-def _with_reasoning(message: dict) -> dict:
+def _with_reasoning(message: Fields) -> Fields:
     """The message, its thoughts under every name that templates read (reasoning_content; thinking, in gpt-oss)."""
     names = ("reasoning_content", "thinking", "reasoning")
     thoughts = next((message[name] for name in names if message.get(name) is not None), None)
     if thoughts is None:
         return message
-    copy = type(message)({"thinking": thoughts, **message, "reasoning_content": thoughts})
-    if isinstance(message, _Message):
-        copy._turn = message._turn
+    named = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    if not isinstance(message, _Message):
+        return named
+    copy = _Message(named)
+    copy.turn = message.turn
     return copy
 
 
@@ -191,6 +205,85 @@ def _read_marks(marked: str) -> Rendering:
     parts.append(marked[done:])
     # What is left in open_turns was ended early, by {% continue %}: how far it goes is not known, so it is no turn.
     return Rendering("".join(parts), [turn for turn in sorted(turns) if turn[1][0] < turn[1][1]], sorted(generated))
+
+
+# ---------------------------------------------------------------- what a template does, found with talks of our own
+
+
+PROBE = "Qz7"  # stands for what somebody says; no template contains it
+PROBE_TOOLS: list[Fields] = [
+    {
+        "type": "function",
+        "function": {
+            "name": PROBE,
+            "description": PROBE,
+            "parameters": {
+                "type": "object",
+                "properties": {PROBE: {"type": "string", "description": PROBE}},
+                "required": [PROBE],
+            },
+        },
+    }
+]
+
+
+class Habits(NamedTuple):
+    """How a template writes the assistant's turns."""
+
+    prompt: str | None  # asks for the assistant's words after a user's message, "" where nothing does; None: refused
+    lead: str | None  # begins every turn of the assistant; None: no turn could be written
+    end: str  # stands after the assistant's words in its turn
+    arguments: type | None  # of a tool call that is written as JSON: dict, str, or None for either
+
+
+def habits(template: Template, tools: list[Fields] | None) -> Habits:
+    """The habits of `template` in conversations with such tools."""
+    asked: list[Fields] = [{"role": "user", "content": "?"}]
+    before, end = [], ""
+    for content in (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}"):
+        # Twice, because many templates write the last turn, with its thoughts, in another way than those before it.
+        talk = [*asked, {"role": "assistant", "content": content}] * 2
+        with suppress(BadRow):
+            rendering = template.render(talk, tools)
+            for turn, (start, stop) in rendering.turns:
+                written = rendering.text[start:stop]
+                if turn % 2 and PROBE in written:
+                    before.append(written[: written.index(PROBE)])
+                    end = written[written.rindex(PROBE) + len(PROBE) :]
+    found = prompts(template, asked, tools)
+    begun = [prompt for prompt in found if before and all(lead.startswith(prompt) for lead in before)]
+    prompt = next(iter([*begun, *found]), None)
+    lead = commonprefix([*before, prompt] if prompt else before) if before else None
+    return Habits(prompt, lead, end, _arguments(template, asked, tools))
+
+
+def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] | None) -> list[str]:
+    """What may ask for the next message: what the prompt adds to the rendering; all that stands after the last turn.
+
+    Templates differ: some write instructions after the last turn in any case, others only change what is there. Empty
+    where the template refuses.
+    """
+    try:
+        asking = template.render(messages, tools, prompt=True)
+        without = template.text(messages, tools)
+    except BadRow:
+        return []
+    last = max((stop for _, (_, stop) in asking.turns), default=len(asking.text))
+    found = [asking.text[last:]]
+    if asking.text.startswith(without) and len(without) > last:
+        found.insert(0, asking.text[len(without) :])
+    return found
+
+
+def _arguments(template: Template, asked: list[Fields], tools: list[Fields] | None) -> type | None:
+    works = {}
+    for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        text = ""
+        with suppress(BadRow):
+            text = template.text([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], tools)
+        works[type(arguments)] = f'"{PROBE}": 1' in text
+    return None if works[dict] == works[str] else dict if works[dict] else str
 
 
 def _one_line(error: Exception) -> str:

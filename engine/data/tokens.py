@@ -50,9 +50,8 @@ class Tokenizer:
 
     def _batch(self, texts: Sequence[str], offsets: bool) -> list[Tokens | BadRow]:
         run = self.core.encode_batch if offsets else self.core.encode_batch_fast
-        spans = lambda e: np.array(e.offsets, np.int32).reshape(-1, 2) if offsets else None
         try:
-            return [(np.array(e.ids, np.int32), spans(e)) for e in run(list(texts), add_special_tokens=False)]
+            return [_tokens(e, offsets) for e in run(list(texts), add_special_tokens=False)]
         except BaseException as error:
             reason = _reason(error)
         if len(texts) > 1:  # of which one it is
@@ -64,26 +63,35 @@ class Tokenizer:
 
         The tokens are those of the whole text where no word is longer than the overlap.
         """
-        parts: list[Tokens] = []
+        parts: list[tuple[np.ndarray, np.ndarray]] = []  # ids, offsets
         for start in range(0, len(text) - OVERLAP, WINDOW - OVERLAP):
             made = self._window(text, start, start + WINDOW)
-            if parts and not isinstance(made, BadRow):
-                (ids, spans), middle = parts.pop(), start + OVERLAP // 2
-                seam = _nearest(np.intersect1d(spans[:, 0], made[1][:, 0]), middle)
-                if seam is None:  # a word without end, read otherwise from its middle on: cut it
-                    seam = _nearest(spans[spans[:, 0] >= start, 0], middle) or middle
-                    made = self._window(text, seam, start + WINDOW)
-                before = np.searchsorted(spans[:, 0], seam)
-                parts.append((ids[:before], spans[:before]))
             if isinstance(made, BadRow):
                 return made
+            seam = 0
+            if parts:
+                (ids, spans), middle = parts.pop(), start + OVERLAP // 2
+                common = _nearest(np.intersect1d(spans[:, 0], made[1][:, 0]), middle)
+                if common is not None:
+                    seam = common
+                else:  # a word longer than the overlap has other tokens from its middle on: part it
+                    seam = _nearest(spans[spans[:, 0] >= start, 0], middle) or middle
+                    made = self._window(text, seam, start + WINDOW)
+                    if isinstance(made, BadRow):
+                        return made
+                before = np.searchsorted(spans[:, 0], seam)
+                parts.append((ids[:before], spans[:before]))
             after = np.searchsorted(made[1][:, 0], seam) if parts else 0
             parts.append((made[0][after:], made[1][after:]))
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]) if offsets else None
 
-    def _window(self, text: str, start: int, stop: int) -> Tokens | BadRow:
+    def _window(self, text: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | BadRow:
         made = self._batch([text[start:stop]], offsets=True)[0]
-        return made if isinstance(made, BadRow) else (made[0], made[1] + np.int32(start))
+        if isinstance(made, BadRow):
+            return made
+        ids, offsets = made
+        assert offsets is not None
+        return ids, offsets + np.int32(start)
 
     def wrap(self, ids: np.ndarray, end: bool = True) -> tuple[np.ndarray, int]:
         """ids with the beginning-of-text tokens before and, where `end`, the end token after; neither twice.
@@ -100,6 +108,11 @@ class Tokenizer:
             return self.core.decode([int(i) for i in ids], skip_special_tokens=False)
         except BaseException as error:
             raise BadRow(f"the tokenizer fails on it: {_reason(error)}") from None
+
+
+def _tokens(encoding: tokenizers.Encoding, offsets: bool) -> Tokens:
+    spans = np.array(encoding.offsets, np.int32).reshape(-1, 2) if offsets else None
+    return np.array(encoding.ids, np.int32), spans
 
 
 def _nearest(places: np.ndarray, middle: int) -> int | None:
@@ -143,8 +156,7 @@ def _without_chance(spec: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ..
     """(the tokenizer without what would cut texts, fill them up, or make their tokens random; what to say of that)."""
     spec = spec | {"truncation": None, "padding": None}
     model = spec.get("model")
-    dropout = model.get("dropout") if isinstance(model, dict) else None
-    if not dropout:
+    if not isinstance(model, dict) or not (dropout := model.get("dropout")):
         return spec, ()
     note = f"the tokenizer's BPE dropout ({dropout}) is left off: equal texts have equal tokens"
     return spec | {"model": model | {"dropout": None}}, (note,)
@@ -174,8 +186,8 @@ def _optional(path: Path) -> dict[str, Any]:
 def _specials(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Every `*_token` that the folder names; tokenizer_config.json over the older special_tokens_map.json."""
     found = {}
-    for name, value in (_optional(folder / "special_tokens_map.json") | config).items():
-        value = value.get("content") if isinstance(value, dict) else value
+    for name, given in (_optional(folder / "special_tokens_map.json") | config).items():
+        value = given.get("content") if isinstance(given, dict) else given
         if name.endswith("_token") and isinstance(value, str):
             if any("\ud800" <= c <= "\udfff" for c in name + value):
                 raise InputError(f"{folder}: {name} {value!r} holds half of a surrogate pair, which is no character.")
@@ -196,7 +208,7 @@ def _eos(core: tokenizers.Tokenizer, folder: Path, specials: dict[str, str]) -> 
 
 
 def _bos(
-    core, config: dict[str, Any], specials: dict[str, str], surround: list[int], eos: int | None
+    core: tokenizers.Tokenizer, config: dict[str, Any], specials: dict[str, str], surround: list[int], eos: int | None
 ) -> tuple[int, ...]:
     """What goes before a text: add_bos_token where the configuration has it, else what the post-processor does."""
     asked = config.get("add_bos_token")

@@ -196,7 +196,7 @@ def report(job: Job) -> list[str]:
     lines = [
         f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, {files}; "
         f"{cfg.n_layers} layers; {head}; {vocabulary}",
-        *_labelled("data", job.data.describe()),
+        *_labelled("data", job.data.report.lines()),
         *_labelled("val", job.data.describe_held_out()),
     ]
     for k in range(min(o.show_example, len(job.data.pieces))):

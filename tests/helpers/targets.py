@@ -142,7 +142,7 @@ def tokens_meta(folder: Path) -> Target:
     def read(content: bytes) -> None:
         path.write_bytes(content)
         loaded = load()
-        assert loaded.fingerprint == expected.fingerprint and loaded.describe() == expected.describe(), "other data"
+        assert loaded.fingerprint == expected.fingerprint and loaded.report.lines() == expected.report.lines(), "other data"
 
     return Target([json.loads(path.read_text())], as_json, read, (InputError,))
 
@@ -311,7 +311,7 @@ def _rows(kind: str, write: Callable[[Any], bytes]) -> Callable[[Path], Target]:
             options = data.DataOptions(seq_len=32, skip_bad=len(content) % 2 == 0, vocab_size=600, cache=cache)
             try:
                 loaded = data.load_dataset([str(path)], tokenizer, options)
-                loaded.describe(), loaded.example()
+                loaded.report.lines(), loaded.example()
             finally:
                 shutil.rmtree(cache, ignore_errors=True)
 
