@@ -142,7 +142,9 @@ def tokens_meta(folder: Path) -> Target:
     def read(content: bytes) -> None:
         path.write_bytes(content)
         loaded = load()
-        assert loaded.fingerprint == expected.fingerprint and loaded.report.lines() == expected.report.lines(), "other data"
+        assert loaded.fingerprint == expected.fingerprint and loaded.report.lines() == expected.report.lines(), (
+            "other data"
+        )
 
     return Target([json.loads(path.read_text())], as_json, read, (InputError,))
 
