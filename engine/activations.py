@@ -1,167 +1,204 @@
-"""Activations between forward and backward: kept on the GPU, or swapped to RAM or SSD and fetched back in time.
+"""Activations from forward to backward: kept on the GPU, swapped to RAM or the SSD, or recomputed, as the plan says.
 
-Each block and micro-batch has up to three spans of saved tensors, one per tier, its input `x`, which is a span too, and
-in backward the gradient `dx` of that. Names that the plan gives to no tier are not saved; backward recomputes them.
-A swapped span passes through a ring of GPU slots, and on the way to the SSD through a ring of host slots (Fuyou,
-section 4.4: full pipelining, first in first out, bounded by the slots that the plan found room for).
-
-What a unit leaves for the next, `x` or `dx` of every micro-batch, stays on the GPU until that has used it. In a step of
-very many micro-batches it waits outside instead: `x` where it waits for backward too, `dx` in RAM.
+A block saves its input `x` and the tensors that the plan names; those of one tier are one span, so a hop is one copy.
+A unit's output (`x` of the next unit in forward, `dx` in backward) stays on the GPU until the next unit has used it. In
+a step of very many micro-batches there is no room for all of them (`plan.between` is "host"): then `x` goes to the tier
+where backward will want it, and `dx` to RAM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.homes import Homes
-from trireme.engine.lanes import Task
-from trireme.engine.memory import OnGpu, memory_of, views
-from trireme.engine.plan import TIERS, Plan
+from trireme.engine.homes import Homes, Scratch
+from trireme.engine.lanes import Lanes, Task
+from trireme.engine.memory import OnGpu, Ring, memory_of, views
+from trireme.engine.plan import TIERS, Plan, Tier
 
-Key = tuple[int, int, str]  # unit, micro-batch, part: "x", "dx", or the tier of a span of saved tensors
+
+class Activation(NamedTuple):
+    """A span of unit u for micro-batch b: its input, the gradient of that, or saved tensors; its tier between uses."""
+
+    u: int
+    b: int
+    what: Literal["x", "dx", "saved"]
+    tier: Tier
 
 
 class ActivationSwap:
     """Hands out spans to be filled in forward and brings them back, in reverse, in backward."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes, scratch=None):
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None):
         self.geo, self.plan, self.lanes, self.scratch = geo, plan, lanes, scratch
         self.names = {(u, tier): unit.names(tier) for u, unit in enumerate(plan.units) for tier in TIERS}
-        self.rings = {part: homes.ring("gpu", f"{part} ring") for part in ("x", "dx")}
-        self.rings |= {tier: homes.ring("gpu", f"swap ring {tier}") for tier in ("host", "ssd")}
+        self.rings = {what: homes.ring("gpu", f"{what} ring") for what in ("x", "dx")}
+        self.swap_rings = {tier: homes.ring("gpu", f"swap ring {tier}") for tier in ("host", "ssd")}
         self.host_ring = homes.ring("host", "swap ring ssd")
-        self.fixed: dict[Key, Tensor | None] = {}  # spans on the GPU that have a buffer of their own
-        self.host: dict[Key, Tensor | None] = {}
-        self.offset: dict[Key, int] = {}  # place in the scratch file of spans that go to the SSD
+        self.fixed: dict[Activation, Tensor] = {}  # on the GPU, in a buffer of its own
+        self.host: dict[Activation, Tensor] = {}
+        self.offset: dict[Activation, int] = {}  # place in the scratch space
+        self.scratch_bytes = 0
         self._place(homes)
-        self.here: dict[Key, OnGpu] = {}
-        self.away: dict[Key, Task] = {}  # the task after which a swapped span is whole outside the GPU
+        self.here: dict[Activation, OnGpu] = {}
+        self.away: dict[Activation, Task] = {}  # the last task that touches the copy outside the GPU
 
     def _place(self, homes: Homes) -> None:
-        on_gpu, in_ram, end = iter(homes.many("gpu", "x")), iter(homes.many("host", "x")), 0
+        """Gives every span that does not pass through a ring its place."""
+        on_gpu, in_ram = iter(homes.many("gpu", "x")), iter(homes.many("host", "x"))
         for u in range(1, self.geo.n_units):
             name = self.geo.names[u]
             gpu, host = iter(homes.many("gpu", f"saved {name}")), iter(homes.many("host", f"saved {name}"))
             for b in range(self.plan.n_micro):
-                for part in ("x", *TIERS):
-                    tier = self.tier(u, part)
-                    if part != "x" and not self.names[u, tier]:
-                        continue
-                    if tier == "gpu":
-                        self.fixed[u, b, part] = next(on_gpu if part == "x" else gpu)
-                    elif tier == "host":
-                        self.host[u, b, part] = next(in_ram if part == "x" else host)
+                for activation in (Activation(u, b, "x", self.plan.units[u].x), *self.saved(u, b)):
+                    if activation.tier == "gpu":
+                        self.fixed[activation] = next(on_gpu if activation.what == "x" else gpu)
+                    elif activation.tier == "host":
+                        self.host[activation] = next(in_ram if activation.what == "x" else host)
                     else:
-                        self.offset[u, b, part] = end
-                        end += self._nbytes(u, part, self.plan.tokens)
-        self.scratch_bytes = end
+                        self.offset[activation] = self.scratch_bytes
+                        self.scratch_bytes += self._nbytes(activation, self.plan.tokens)
         for b, buffer in enumerate(homes.many("host", "dx")):
-            self.host[0, b, "dx"] = buffer
+            self.host[Activation(0, b, "dx", "host")] = buffer
 
-    def tier(self, u: int, part: str) -> str:
-        return {"x": self.plan.units[u].x, "dx": self.plan.between}.get(part, part)
+    # ------------------------------------------------ the spans of a unit
 
-    def parts(self, u: int) -> list[str]:
-        """The spans of saved tensors that unit u has."""
-        return [tier for tier in TIERS if self.names[u, tier]] if 0 < u < self.geo.head else []
+    def x(self, u: int, b: int) -> Activation:
+        """Unit u's input. The head's is needed at once, so it leaves the GPU only for want of room."""
+        at_once = u == self.geo.head and self.plan.between == "gpu"
+        return Activation(u, b, "x", "gpu" if at_once else self.plan.units[u].x)
 
-    def _nbytes(self, u: int, part: str, tokens: int) -> int:
-        if part in ("x", "dx"):
-            return self.geo.x_bytes(tokens)
-        return self.geo.saved_layout(self.names[u, part], tokens).span
+    def dx(self, u: int, b: int) -> Activation:
+        """The gradient of unit u's input."""
+        return Activation(u, b, "dx", self.plan.between)
 
-    # ------------------------------------------------ forward
+    def saved(self, u: int, b: int) -> list[Activation]:
+        """The saved tensors of unit u, one span for each tier that some of them go to."""
+        if not 0 < u < self.geo.head:
+            return []
+        return [Activation(u, b, "saved", tier) for tier in TIERS if self.names[u, tier]]
 
-    def open(self, u: int, b: int, part: str) -> OnGpu:
-        """A span on the GPU to be filled; whoever writes it is ordered after `ready`."""
-        key = (u, b, part)
-        if key in self.fixed:
-            here = OnGpu(self.fixed[key], ())
-        else:
-            slot = self.rings[part].acquire(f"{self.geo.names[u]} {part} {b}")
-            here = OnGpu(slot.buffer, slot.ready, slot)
-        self.here[key] = here
-        return here
-
-    def saved(self, u: int, tokens: int, here: dict[str, OnGpu]) -> dict[str, Tensor]:
-        """The saved tensors of a block by name, as views of the spans in `here`."""
+    def tensors(self, spans: Mapping[Activation, OnGpu], tokens: int) -> dict[str, Tensor]:
+        """The saved tensors in some of a unit's spans by name, as views of them."""
         found: dict[str, Tensor] = {}
-        for part, span in here.items():
-            found |= views(self.geo.saved_layout(self.names[u, part], tokens), span.buffer)
+        for activation, span in spans.items():
+            found |= views(self.geo.saved_layout(self.names[activation.u, activation.tier], tokens), span.buffer)
         return found
 
-    def send(self, u: int, b: int, part: str, tokens: int, after: Task) -> None:
-        """The span is filled once `after` is over: starts it on its way out where it is swapped."""
-        key, nbytes = (u, b, part), self._nbytes(u, part, tokens)
-        here, name, home = self.here[key], f"{self.geo.names[u]} {part} {b}", _home(key)
-        here.ready = (after,)
-        tier, passing = self.tier(u, part), part in ("x", "dx") and self.plan.between == "host"
-        if tier == "gpu" or (part == "x" and u == self.geo.head and not passing):
-            return
-        slot = self.host_ring.acquire(name) if tier == "ssd" else None
-        target, before = (slot.buffer, slot.ready) if slot else (self.host[home], self._gone(home))
+    def _nbytes(self, activation: Activation, tokens: int) -> int:
+        if activation.what == "saved":
+            return self.geo.saved_layout(self.names[activation.u, activation.tier], tokens).span
+        return self.geo.x_bytes(tokens)
 
-        def out():
+    def _label(self, activation: Activation) -> str:
+        what = activation.tier if activation.what == "saved" else activation.what
+        return f"{self.geo.names[activation.u]} {what} {activation.b}"
+
+    def _ring(self, activation: Activation) -> Ring:
+        return self.swap_rings[activation.tier] if activation.what == "saved" else self.rings[activation.what]
+
+    # ------------------------------------------------ on the GPU, and out
+
+    def open(self, activation: Activation) -> OnGpu:
+        """A span on the GPU to be filled; whoever writes it is ordered after `ready`."""
+        if activation in self.fixed:
+            here = OnGpu(self.fixed[activation], ())
+        else:
+            slot = self._ring(activation).acquire(self._label(activation))
+            here = OnGpu(slot.buffer, slot.ready, slot)
+        self.here[activation] = here
+        return here
+
+    def send(self, activation: Activation, tokens: int, after: Task) -> None:
+        """The span is filled once `after` is over: it starts on its way out where its tier is not the GPU.
+
+        Its place on the GPU is then given back, but that of an `x` which the next unit is about to read there.
+        """
+        here = self.here[activation]
+        here.ready = (after,)
+        if activation.tier != "gpu":
+            self._send_out(activation, here, self._nbytes(activation, tokens))
+            if activation.what != "x" or self.plan.between == "host":
+                self.release(activation, after)
+
+    def _send_out(self, activation: Activation, here: OnGpu, nbytes: int) -> None:
+        waits, label = _waiting_place(activation), self._label(activation)
+        slot = self.host_ring.acquire(label) if activation.tier == "ssd" else None
+        target, before = (slot.buffer, slot.ready) if slot else (self.host[waits], self._last(waits))
+
+        def out() -> None:
             target[:nbytes].copy_(here.buffer[:nbytes], non_blocking=True)
 
-        task = self.lanes.run("d2h", f"swap {name}", out, (after, *before), nbytes=nbytes)
-        here.ready = (after, task)
+        task = self.lanes.run("d2h", "activations", label, out, (*here.ready, *before), nbytes=nbytes)
+        here.ready = (*here.ready, task)
         if slot is not None:
-            task = self._scratch("write", key, target, nbytes, (task, *self._gone(home)))
+            task = self._write(activation, target, nbytes, (task, *self._last(waits)))
             slot.ring.release(slot, (task,))
-        self.away[home] = task
-        if passing:
-            self.release(u, b, part, after)
+        self.away[waits] = task
 
-    def _gone(self, key: Key) -> tuple[Task, ...]:
-        return (self.away[key],) if key in self.away else ()
+    def _last(self, waits: Activation) -> tuple[Task, ...]:
+        return (self.away[waits],) if waits in self.away else ()
 
-    # ------------------------------------------------ backward
+    # ------------------------------------------------ back
 
-    def prefetch(self, u: int, b: int, part: str, tokens: int) -> None:
-        """Starts a swapped span on its way back; nothing where it is on the GPU."""
-        key = (u, b, part)
-        if key in self.here:
-            return
-        nbytes, name, home = self._nbytes(u, part, tokens), f"{self.geo.names[u]} {part} {b}", _home(key)
-        gpu = self.rings[part].acquire(name)
-        slot, source, come = None, self.host.get(home), (self.away[home],)
-        if source is None and key in self.offset:
-            slot = self.host_ring.acquire(name)
-            source = slot.buffer
-            come = (self._scratch("read", key, source, nbytes, (*slot.ready, *come)),)
+    def prefetch(self, activations: Iterable[Activation], tokens: int) -> None:
+        """Starts spans on their way back; nothing where they are on the GPU."""
+        for activation in activations:
+            if activation not in self.here:
+                self._fetch(activation, self._nbytes(activation, tokens))
 
-        def back():
+    def _fetch(self, activation: Activation, nbytes: int) -> None:
+        waits, label = _waiting_place(activation), self._label(activation)
+        gpu = self._ring(activation).acquire(label)
+        slot, come = None, (self.away[waits],)
+        if activation.tier == "ssd":
+            slot = self.host_ring.acquire(label)
+            source, come = slot.buffer, (self._read(activation, slot.buffer, nbytes, (*slot.ready, *come)),)
+        else:
+            source = self.host[waits]
+
+        def back() -> None:
             gpu.buffer[:nbytes].copy_(source[:nbytes], non_blocking=True)
 
-        task = self.lanes.run("h2d", f"fetch {name}", back, (*gpu.ready, *come), nbytes=nbytes)
+        task = self.lanes.run("h2d", "activations", label, back, (*gpu.ready, *come), nbytes=nbytes)
         if slot is not None:
             slot.ring.release(slot, (task,))
-        self.away[home] = task  # the next writer of the host copy comes after this reader
-        self.here[key] = OnGpu(gpu.buffer, (task,), gpu)
+        self.away[waits] = task  # the next writer of that copy comes after this reader
+        self.here[activation] = OnGpu(gpu.buffer, (task,), gpu)
 
-    def get(self, u: int, b: int, part: str) -> OnGpu:
+    def get(self, activation: Activation) -> OnGpu:
         """A span that was opened or prefetched."""
-        return self.here[u, b, part]
+        return self.here[activation]
 
-    def release(self, u: int, b: int, part: str, after: Task) -> None:
+    def release(self, activation: Activation, after: Task) -> None:
         """The span's place on the GPU is free once `after`, and what still copies it out, is over."""
-        here = self.here.pop((u, b, part))
+        here = self.here.pop(activation)
         if here.slot is not None:
             here.slot.ring.release(here.slot, (*here.ready, after))
 
-    def _scratch(self, way: str, key: Key, buffer: Tensor, nbytes: int, after: Sequence[Task]) -> Task:
-        def move():
-            getattr(self.scratch, way)(self.offset[key], memory_of(buffer, nbytes)).result()
+    # ------------------------------------------------ the SSD
 
-        return self.lanes.run(
-            f"ssd_{way}", f"swap {self.geo.names[key[0]]} {key[2]} {key[1]}", move, after, nbytes=nbytes
-        )
+    @property
+    def _ssd(self) -> Scratch:
+        assert self.scratch is not None, "the plan swaps to the SSD, and no scratch space was claimed"
+        return self.scratch
+
+    def _write(self, activation: Activation, buffer: Tensor, nbytes: int, after: Sequence[Task]) -> Task:
+        def write() -> None:
+            self._ssd.write(self.offset[activation], memory_of(buffer, nbytes)).result()
+
+        return self.lanes.run("ssd_write", "activations", self._label(activation), write, after, nbytes=nbytes)
+
+    def _read(self, activation: Activation, buffer: Tensor, nbytes: int, after: Sequence[Task]) -> Task:
+        def read() -> None:
+            self._ssd.read(self.offset[activation], memory_of(buffer, nbytes)).result()
+
+        return self.lanes.run("ssd_read", "activations", self._label(activation), read, after, nbytes=nbytes)
 
 
-def _home(key: Key) -> Key:
-    """Where a span waits outside the GPU: `dx` of a unit takes the place of the next one's, which has been used."""
-    return (0, key[1], "dx") if key[2] == "dx" else key
+def _waiting_place(activation: Activation) -> Activation:
+    """What names a span's place outside the GPU: `dx` takes that of the next unit's, which has been used."""
+    return activation._replace(u=0) if activation.what == "dx" else activation

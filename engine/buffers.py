@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import TIERS, Plan
+from trireme.engine.plan import TIERS, Plan, Tier
 from trireme.models import shapes
 from trireme.storage.layout import ITEMSIZE, round_up
 
@@ -26,7 +26,7 @@ Alike = Sequence[tuple[int, int]]  # a unit, and how many there are like it: in 
 class Buffer:
     """One line of the memory table: `count` equal buffers of `nbytes`. `key` is how the engine asks for it."""
 
-    tier: str
+    tier: Tier
     key: str
     nbytes: int
     count: int = 1
@@ -123,7 +123,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
     away = plan.between == "host"
     inner = [(u, alike) for u, alike in units if u]  # the embedding's input is the token ids
-    homes = Counter()
+    homes: Counter[Tier] = Counter()
     for u, alike in inner:
         homes[plan.units[u].x] += alike
     yield Buffer("gpu", "x", x, n * homes["gpu"])

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
 import torch
 
 from trireme.engine.activations import ActivationSwap
 from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
-from trireme.engine.homes import Homes
-from trireme.engine.lanes import Task
+from trireme.engine.homes import Homes, Scratch, Store
+from trireme.engine.lanes import Lanes, Task
 from trireme.engine.memory import Memory, Slot
-from trireme.engine.optimizer import AdamW, Optimizer
+from trireme.engine.optimizer import Optimizer
 from trireme.engine.plan import Plan
-from trireme.engine.step import Engine, Inputs
+from trireme.engine.step import Engine, Inputs, Packed
+from trireme.engine.updates import AdamW
 from trireme.engine.weights import WeightStream
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
-from trireme.models.rows import make_rows
+from trireme.models.rows import Tables, make_rows
 
 
 def build(
     cfg: ModelConfig,
     plan: Plan,
     limits: dict[str, int],
-    lanes,
+    lanes: Lanes,
     *,
     adamw: AdamW | None = None,
-    store=None,
-    scratch=None,
+    store: Store | None = None,
+    scratch: Scratch | None = None,
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
@@ -43,34 +48,41 @@ def build(
         memory.poison = lambda slot: _poison(lanes, slot)
     memory.reserve("gpu", "workspace", workspace(geo, plan))
     homes = Homes(geo, plan, memory, lanes, store)
-    rings = homes.rings("gpu", "weight ring"), homes.rings("host", "weight ring")
-    weights = WeightStream(geo, plan, homes, lanes, *rings)
+    weights = WeightStream(geo, plan, homes, lanes)
     swap = ActivationSwap(geo, plan, homes, lanes, scratch)
     gradients = Gradients(geo, plan, homes, lanes, scratch, swap.scratch_bytes)
-    optimizer = Optimizer(geo, plan, homes, weights, gradients, lanes, adamw or AdamW())
+    optimizer = Optimizer(homes, weights, gradients, lanes, adamw or AdamW())
     return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer)
 
 
-def _poison(lanes, slot: Slot) -> Task:
-    def fill():
+def _poison(lanes: Lanes, slot: Slot) -> Task:
+    def fill() -> None:
         slot.buffer.fill_(0xFF)  # every float format reads this as NaN
         if slot.buffer.is_cuda:  # the lane has no stream, so nothing else tells the next user when this is over
             torch.cuda.current_stream(slot.buffer.device).synchronize()
 
-    return lanes.run("poison", f"poison {slot.ring.name}", fill, slot.ready)
+    return lanes.run("poison", "other", f"poison {slot.ring.name}", fill, slot.ready)
 
 
-def inputs(cfg: ModelConfig, micro_batch, tables, device: torch.device) -> Inputs:
-    """A data.MicroBatch on the device. `tables` from rope_tables."""
+class MicroBatch(Protocol):
+    """Packed tokens, as the dataset gives them."""
+
+    @property
+    def ids(self) -> np.ndarray: ...  # (N,)
+
+    @property
+    def labels(self) -> np.ndarray: ...  # (N,): the token after each, -100 where none counts
+
+    @property
+    def lengths(self) -> Sequence[int]: ...  # of the documents
+
+
+def inputs(cfg: ModelConfig, micro_batch: MicroBatch, tables: Tables, device: torch.device | str) -> Inputs:
+    """A micro-batch on the device. `tables` from rope_tables."""
     labels = torch.from_numpy(micro_batch.labels).long()
     loss_rows = torch.nonzero(labels >= 0)[:, 0]
-    to = lambda t: t.to(device, non_blocking=True)
-    return Inputs(
-        ids=to(torch.from_numpy(micro_batch.ids).long()),
-        labels=to(labels),
-        loss_rows=to(loss_rows),
-        rows=make_rows(micro_batch.lengths, tables, device),
-        tokens=len(labels),
-        trained=len(loss_rows),
-        pairs=shapes.attended_pairs(micro_batch.lengths, cfg.window),
-    )
+    tensors = (torch.from_numpy(micro_batch.ids).long(), labels, loss_rows)
+    ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in tensors)
+    packed = Packed(ids, labels, loss_rows, make_rows(micro_batch.lengths, tables, device))
+    pairs = shapes.attended_pairs(micro_batch.lengths, cfg.window)
+    return Inputs(len(labels), len(loss_rows), pairs, packed)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.engine.homes import Homes, Progress, Staged, silent
+from trireme.engine.homes import Entry, Homes, Progress, Reader, Writer, silent
 from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
@@ -39,12 +38,19 @@ class Exchange:
         """Fills the homes; moments are zero. Raises InputError on a value that is not finite, StoreError."""
         self._check_tied()
         in_bf16 = {name for name, stored in self.stored.items() if self.source.tensors[stored].dtype == "BF16"}
-        fill(self.homes, self._values, in_bf16.__contains__, progress)
+        fill(self.homes, self._values, in_bf16, progress)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
         """Writes the checkpoint as it now stands into `folder`. Raises StoreError."""
-        self.homes.staged = None
-        export(self.source, folder, self._fetch, progress)
+        reader = Reader(self.homes)
+
+        def values(stored: str) -> Iterator[np.ndarray] | None:
+            name = self.canonical[stored]
+            if name is None:
+                return None
+            return fetch(reader, self.unit[name], name, exact=self.source.tensors[stored].dtype != "BF16")
+
+        export(self.source, folder, values, progress)
 
     def replace(self, folder: Path, progress: Progress = silent) -> None:
         """As save, over an older checkpoint in `folder`, which stands until the new one is whole."""
@@ -54,24 +60,18 @@ class Exchange:
             shutil.rmtree(left, ignore_errors=True)
         self.save(new, progress)
         if folder.exists():
-            os.rename(folder, old)
-        os.rename(new, folder)
+            folder.rename(old)
+        new.rename(folder)
         sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
         return self.source.values(self.stored[name], first, last)
 
-    def _fetch(self, stored: str) -> Iterator[np.ndarray] | None:
-        name = self.canonical[stored]
-        if name is None:
-            return None
-        return fetch(self.homes, self.unit[name], name, exact=self.source.tensors[stored].dtype != "BF16")
-
     def _check_tied(self) -> None:
         """A tied matrix that is stored twice must be the same twice; else nobody can say which is meant."""
         for stored, name in self.canonical.items():
-            first = self.stored.get(name)
+            first = self.stored.get(name) if name else None
             if first not in (None, stored) and not np.array_equal(self.source.read(first), self.source.read(stored)):
                 raise InputError(
                     f"{stored} and {first} are tied by config.json but differ in the files of {self.source.folder}. "
@@ -83,64 +83,63 @@ def bring_back(folder: Path) -> None:
     """Undoes a `replace` of `folder` that was killed when the older checkpoint was out of its place already."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
-        os.rename(old, folder)
+        old.rename(folder)
 
 
 # ---------------------------------------------------------------- the homes, from values and as values
 
 
-def fill(
-    homes: Homes, read: Read, in_bf16: Callable[[str], bool] = lambda name: False, progress: Progress = silent
-) -> None:
+def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progress = silent) -> None:
     """Fills every home from a checkpoint: weights as read, moments zero. `progress(nbytes)` hears of what is there.
 
-    `in_bf16(name)`: a tensor's high halves are all of it. Raises InputError on a value that is not finite.
+    `in_bf16`: names of tensors whose high halves are all of it. Raises InputError on a value that is not finite.
     """
     with ThreadPoolExecutor(LOADERS) as pool:  # numpy and the drive work without Python's lock
         for u, layout in enumerate(homes.geo.weights):
-            with Staged(homes, "weights", u) as buffer:
+            with Writer(homes, Entry("weights", u)) as buffer:
                 list(pool.map(lambda t: _fill_weight(t, buffer, read), layout.tensors))
             progress(layout.span)
             for r in range(len(homes.state[u])):
                 _fill_record(homes, u, r, read, in_bf16)
-                progress(homes.record_layout(u, r).span)
+                progress(homes.layout(Entry("state", u, r)).span)
 
 
-def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Callable[[str], bool]) -> None:
+def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[str]) -> None:
     a, b = homes.geo.records(u, homes.plan.record)[r]
-    with Staged(homes, "state", u, r) as buffer:
+    entry = Entry("state", u, r)
+    with Writer(homes, entry) as buffer:
         buffer.zero_()
         if homes.geo.dtype == "F32":
             return  # the weights are the master
-        low, start = _numpy(buffer, homes.record_layout(u, r)["lo"]), 0
+        low, start = _numpy(buffer, homes.layout(entry)["lo"]), 0
         for t in homes.geo.weights[u].tensors:
             first, last, at = max(a, start), min(b, start + t.numel), max(a, start) - a
-            for values in read(t.name, first - start, last - start) if first < last and not in_bf16(t.name) else ():
+            for values in read(t.name, first - start, last - start) if first < last and t.name not in in_bf16 else ():
                 master = torch.from_numpy(convert(values, dtype_of(values), "F32"))
                 low[at : at + len(values)] = split_master(master)[1].numpy()
                 at += len(values)
             start += t.numel
 
 
-def fetch(homes: Homes, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
+def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
     """A tensor of unit u, flat, piece by piece: bf16 bits as computed with, or with `exact` the fp32 master."""
+    homes, weights = reader.homes, Entry("weights", u)
     t = homes.geo.weights[u][name]
-    with Staged(homes, "weights", u, write=False, reuse=True) as buffer:
-        high = _numpy(buffer, t)
-        if not exact or t.dtype == "F32":
-            yield from _pieces(high)
-            return
-        if buffer is not homes.weights[u]:
-            high = high.copy()  # the low halves come through the same staging buffer
+    high = _numpy(reader.read(weights), t)
+    if not exact or t.dtype == "F32":
+        yield from _pieces(high)
+        return
+    if homes.in_ram(weights) is None:
+        high = high.copy()  # the low halves come through the same staging buffer
     start = t.offset // 2
     for r, (a, b) in enumerate(homes.geo.records(u, homes.plan.record)):
         first, last = max(a, start), min(b, start + t.numel)
         if first < last:
-            with Staged(homes, "state", u, r, "low", write=False, reuse=True) as buffer:
-                low = _numpy(buffer, homes.record_layout(u, r)["lo"])[first - a : last - a]
-                for hi, lo in zip(_pieces(high[first - start : last - start]), _pieces(low), strict=True):
-                    high_bits = torch.from_numpy(hi.view(np.int16)).view(torch.bfloat16)
-                    yield join_master(high_bits, torch.from_numpy(lo)).numpy()
+            entry = Entry("state", u, r)
+            low = _numpy(reader.read(entry, "low"), homes.layout(entry)["lo"])[first - a : last - a]
+            for hi, lo in zip(_pieces(high[first - start : last - start]), _pieces(low), strict=True):
+                high_bits = torch.from_numpy(hi.view(np.int16)).view(torch.bfloat16)
+                yield join_master(high_bits, torch.from_numpy(lo)).numpy()
 
 
 # ---------------------------------------------------------------- tensors in pieces
@@ -158,13 +157,12 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> None:
     """Fills tensor t of a unit's buffer. Raises InputError on a value that is not finite."""
     out, at = _numpy(buffer, t), 0
-    for values in read(t.name, 0, t.numel):
-        if not dtype_of(values) == t.dtype == "BF16":
-            values = convert(values, dtype_of(values), "F32")
+    for raw in read(t.name, 0, t.numel):
+        values = raw if dtype_of(raw) == t.dtype == "BF16" else convert(raw, dtype_of(raw), "F32")
         exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
         if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:
             raise InputError(f"{t.name} holds NaN or infinite values; the checkpoint is damaged or diverged")
-        if t.dtype == "BF16" != dtype_of(values):
+        if dtype_of(values) != t.dtype:
             values = split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
         out[at : at + len(values)] = values
         at += len(values)

@@ -1,31 +1,41 @@
-"""Gradients, from the moment backward has made a unit's until an update consumes it.
+"""Gradients, from backward to their update.
 
-A unit's gradient is summed over the micro-batches on the GPU, in fp32 where there are several. It leaves the GPU once a
-step, in the compute dtype, for a host slot, unless it is updated there: piece by piece, so that little of it lies on
-the GPU a second time. Where all have to wait for their norm and RAM cannot hold them, those of units whose state is on
-the SSD wait there too: 2 bytes a parameter each way, beside the 10 of their update.
+A unit's gradient is summed over the micro-batches on the GPU, in fp32 where there are several. Unless it is updated
+there it leaves once a step, in the compute dtype, for a slot in RAM: piece by piece, so that little of it lies on the
+GPU a second time. Where all gradients wait for the norm and RAM cannot hold them, those of units whose state is on the
+SSD wait there too: 2 bytes a parameter each way, beside the 10 of their update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry, Stretch
-from trireme.engine.homes import Homes
-from trireme.engine.lanes import Task
+from trireme.engine.homes import Homes, Scratch
+from trireme.engine.lanes import Lanes, Task
 from trireme.engine.memory import Slot, flat, memory_of, views
 from trireme.engine.plan import Plan
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
 
 
-class Gradients:
-    """Owns accumulators, and what waits for its update: `landed`."""
+class Gradient(NamedTuple):
+    """The accumulator of a unit's gradient by tensor name, and the task that zeroes it."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes, scratch=None, first: int = 0):
+    tensors: dict[str, Tensor]
+    zeroed: Task
+
+
+class Gradients:
+    """Owns the accumulators, and the gradients that wait for their update: `landed`."""
+
+    def __init__(
+        self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None, first: int = 0
+    ):
         """`scratch`: where gradients wait on the SSD, from its byte `first` on."""
         self.geo, self.plan, self.homes, self.lanes, self.scratch = geo, plan, homes, lanes, scratch
         self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # layout of the accumulators
@@ -42,22 +52,24 @@ class Gradients:
             if plan.spilled(u):
                 self.offset[u] = first + self.scratch_bytes
                 self.scratch_bytes += geo.weights[u].span
-        n = geo.first_stretch[-1]
-        self.sums = None if lanes.simulated else torch.zeros(n, dtype=torch.float32, device=lanes.device)
+        if not lanes.simulated:
+            self.sums = torch.zeros(geo.first_stretch[-1], dtype=torch.float32, device=lanes.device)
 
-    def get(self, u: int) -> tuple[dict[str, Tensor], Task]:
-        """The zeroed gradient of unit u by tensor name, to be added to, and the task that zeroes it."""
+    def get(self, u: int) -> Gradient:
+        """The gradient of unit u, to be added to."""
         if u not in self.holding:
             ring = self.tied if u == 0 and self.geo.cfg.tied else self.accumulator
             slot = ring.acquire(self.geo.names[u])
             nbytes = self.wide[u].span
-            task = self.lanes.run(
-                "compute", f"zero {self.geo.names[u]}", lambda: slot.buffer[:nbytes].zero_(), slot.ready, nbytes=nbytes
-            )
+
+            def zero() -> None:
+                slot.buffer[:nbytes].zero_()
+
+            task = self.lanes.run("compute", "zero", self.geo.names[u], zero, slot.ready, nbytes=nbytes)
             self.holding[u] = slot
             slot.ready = (task,)
         slot = self.holding[u]
-        return {} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready[0]
+        return Gradient({} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready[0])
 
     def finish(self, u: int, after: Task) -> None:
         """Unit u's gradient is complete: takes its norm, rounds it, and sends it to where its update runs."""
@@ -78,51 +90,56 @@ class Gradients:
                 self.landed[u] = (None, self._spill(u, host, landed))
         accumulator.ring.release(accumulator, (task,))
 
-    def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor | None, after) -> Task:
+    def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor, after: Sequence[Task]) -> Task:
         """Rounds a piece of unit u's gradient into `out`, and keeps the sums of its squares for the norm."""
         first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_stretch[u]
 
-        def finish():
+        def finish() -> None:
             wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, first + n)
             narrow = flat(out, self.geo.dtype, n)
             for start, stop, i in piece:
                 self.sums[place + i] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[0]
 
         nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
-        return self.lanes.run("compute", f"finish {self.geo.names[u]}", finish, after, nbytes=nbytes)
+        return self.lanes.run("compute", "finish", self.geo.names[u], finish, after, nbytes=nbytes)
 
     def _land(self, u: int, piece: Sequence[Stretch], out: Slot, host: Slot, rounded: Task) -> Task:
         """Brings a rounded piece to its place in unit u's slot in RAM."""
         size = ITEMSIZE[self.geo.dtype]
         first, nbytes = piece[0].start * size, (piece[-1].stop - piece[0].start) * size
 
-        def land():
+        def land() -> None:
             host.buffer[first : first + nbytes].copy_(out.buffer[:nbytes], non_blocking=True)
 
-        return self.lanes.run("d2h", f"gradient {self.geo.names[u]}", land, (rounded, *host.ready), nbytes=nbytes)
+        return self.lanes.run("d2h", "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
 
     def _spill(self, u: int, host: Slot, landed: Task) -> Task:
         """Sends unit u's gradient on to the SSD, and gives its slot in RAM back."""
         nbytes, before = self.geo.weights[u].span, (self.read[u],) if u in self.read else ()
 
-        def write():
-            self.scratch.write(self.offset[u], memory_of(host.buffer, nbytes)).result()
+        def write() -> None:
+            self._ssd.write(self.offset[u], memory_of(host.buffer, nbytes)).result()
 
-        task = self.lanes.run("state_write", f"gradient {self.geo.names[u]}", write, (landed, *before), nbytes=nbytes)
+        task = self.lanes.run("state_write", "gradient", self.geo.names[u], write, (landed, *before), nbytes=nbytes)
         host.ring.release(host, (task,))
         self.written[u] = task
         return task
+
+    @property
+    def _ssd(self) -> Scratch:
+        assert self.scratch is not None, "gradients wait on the SSD, and no scratch space was claimed"
+        return self.scratch
 
     def fetch(self, u: int, a: int, b: int) -> tuple[Slot, int]:
         """Elements a..b of unit u's gradient from the SSD: the slot in RAM that they come to, and their first byte."""
         size, slot = ITEMSIZE[self.geo.dtype], self.back.acquire(f"{self.geo.names[u]} gradient {a}")
         first, end = a * size // 4096 * 4096, round_up(b * size)
 
-        def read():
-            self.scratch.read(self.offset[u] + first, memory_of(slot.buffer, end - first)).result()
+        def read() -> None:
+            self._ssd.read(self.offset[u] + first, memory_of(slot.buffer, end - first)).result()
 
-        name = f"gradient {self.geo.names[u]}"
-        self.read[u] = self.lanes.run("state_read", name, read, (*slot.ready, self.written[u]), nbytes=end - first)
+        ready = (*slot.ready, self.written[u])
+        self.read[u] = self.lanes.run("state_read", "gradient", self.geo.names[u], read, ready, nbytes=end - first)
         slot.ready = (self.read[u],)
         return slot, a * size - first
 

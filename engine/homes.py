@@ -1,7 +1,7 @@
 """Homes: where each unit's weights and optimizer state live between uses, and the way there and back.
 
-A home is a buffer on the GPU, a buffer in RAM, or a shard of the store on the SSD. Optimizer state is kept in records
-of equal size, so that the ring it streams through has equal slots whatever the size of a unit.
+A home is a buffer on the GPU, a buffer in RAM, or some shards of the store on the SSD. Optimizer state is kept in
+records of equal size, so that the ring it passes through has equal slots whatever the size of a unit.
 """
 
 from __future__ import annotations
@@ -11,126 +11,196 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from trireme.engine.buffers import ENDS, buffers
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes import Task
-from trireme.engine.memory import Memory, Ring, memory_of
-from trireme.engine.plan import Plan
+from trireme.engine.lanes import READS, Kind, Lanes, Task
+from trireme.engine.memory import NOTHING, Memory, Ring, memory_of
+from trireme.engine.plan import Plan, Tier
 from trireme.models.shapes import HALVES
 from trireme.storage.layout import Layout
 
 Progress = Callable[[int], None]  # hears of so many bytes more
-Piece = tuple[str, int, int]  # "weights" or "state", unit, record of its state
+Transfer = Callable[[str, memoryview], "Future[None]"]  # a method of the store: (shard's name, its bytes)
 
-READ_AHEAD = 4  # pieces under way at once when all are read
+READ_AHEAD = 4  # entries under way at once when all are read
 
 
 def silent(nbytes: int) -> None:
     """No progress is shown."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A span of the store by name, and where it begins in a buffer that holds the whole piece."""
+class Store(Protocol):
+    """Shards on the SSD, by name."""
 
+    def read(self, name: str, buffer: memoryview) -> Future[None]: ...
+
+    def verify(self, name: str, buffer: memoryview) -> Future[None]:
+        """Reads, and compares with the checksum."""
+        ...
+
+    def write(self, name: str, buffer: memoryview) -> Future[None]: ...
+
+
+class Scratch(Protocol):
+    """Bytes on the SSD, by offset, that need not survive the run."""
+
+    def read(self, offset: int, buffer: memoryview) -> Future[None]: ...
+
+    def write(self, offset: int, buffer: memoryview) -> Future[None]: ...
+
+    def close(self) -> None: ...
+
+
+class Entry(NamedTuple):
+    """What a home holds: a unit's weights, or one record of its optimizer state."""
+
+    kind: Literal["weights", "state"]
+    u: int
+    r: int = 0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A shard of an entry in the store, and its first byte in a buffer that holds the whole entry."""
+
+    entry: Entry
     name: str
-    first: int  # byte
+    first: int
     layout: Layout
 
 
 class Homes:
-    """All buffers of the plan, made at once, and the store where the SSD is home to something (else None)."""
+    """All buffers of the plan, made at once, and the store where the SSD is home to something."""
 
-    def __init__(self, geo: Geometry, plan: Plan, memory: Memory, lanes, store=None):
+    def __init__(self, geo: Geometry, plan: Plan, memory: Memory, lanes: Lanes, store: Store | None = None):
         self.geo, self.plan, self.memory, self.lanes, self.store = geo, plan, memory, lanes, store
-        self._made: dict[tuple[str, str], list[Tensor | None]] = {}
-        for b in buffers(geo, plan):
-            self._made[b.tier, b.key] = memory.alloc(b.tier, b.key, b.nbytes, b.count)
-        self.staged: str | None = None  # the shard whose bytes the staging buffer holds for another use
-        self.weights: list[Tensor | None] = []
-        self.resident: list[Tensor | None] = []
-        self.state: list[list[Tensor | None]] = []
-        self.gradients: list[Tensor | None] = []
-        for u, name in enumerate(geo.names):
-            unit = plan.units[u]
-            self.weights.append(self.one(unit.weights, f"weights {name}"))
-            self.resident.append(self.one("gpu", f"weights {name}"))
-            self.state.append(self._split_records(u, self.one(unit.state, f"state {name}")))
-            self.gradients.append(self.one("gpu", f"gradient out {name}"))
+        self._made = {(b.tier, b.key): memory.alloc(b.tier, b.key, b.nbytes, b.count) for b in buffers(geo, plan)}
+        names, units = geo.names, plan.units
+        self.weights = [self.one(unit.weights, f"weights {name}") for name, unit in zip(names, units, strict=True)]
+        self.resident = [self.one("gpu", f"weights {name}") for name in names]
+        self.state = [self._split_records(u, self.one(units[u].state, f"state {name}")) for u, name in enumerate(names)]
+        self.gradients = [self.one("gpu", f"gradient out {name}") for name in names]
 
-    def one(self, tier: str, key: str) -> Tensor | None:
-        """The single buffer of that name, or None where the plan has none (or in a simulation)."""
-        return self._made.get((tier, key), [None])[0]
+    def one(self, tier: Tier, key: str) -> Tensor:
+        """The single buffer of that name; empty where the plan has none, and in a simulation."""
+        return self._made.get((tier, key), [NOTHING])[0]
 
-    def many(self, tier: str, key: str) -> list[Tensor | None]:
+    def many(self, tier: Tier, key: str) -> list[Tensor]:
         """The equal buffers of that name."""
         return self._made.get((tier, key), [])
 
-    def ring(self, tier: str, key: str) -> Ring:
+    def ring(self, tier: Tier, key: str) -> Ring:
         """A ring over the buffers of that name."""
         ring = Ring(f"{tier} {key}", self.many(tier, key), self.memory.poison)
         self.memory.rings.append(ring)
         return ring
 
-    def rings(self, tier: str, prefix: str) -> dict[str, Ring]:
+    def rings(self, tier: Tier, prefix: str) -> dict[str, Ring]:
         """Rings by size class."""
         return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", *HALVES, *ENDS)}
 
-    def _split_records(self, u: int, buffer: Tensor | None) -> list[Tensor | None]:
-        parts, start = [], 0
+    def _split_records(self, u: int, buffer: Tensor) -> list[Tensor]:
+        records, start = [], 0
         for a, b in self.geo.records(u, self.plan.record):
             span = self.geo.state_layout(b - a).span
-            parts.append(None if buffer is None else buffer[start : start + span])
+            records.append(buffer[start : start + span])
             start += span
-        return parts
+        return records
 
-    # ------------------------------------------------ traffic with the store
+    # ------------------------------------------------ entries
+
+    def tier(self, entry: Entry) -> Tier:
+        unit = self.plan.units[entry.u]
+        return unit.weights if entry.kind == "weights" else unit.state
+
+    def home(self, entry: Entry) -> Tensor | None:
+        """The entry's buffer on the GPU or in RAM; None where its home is the SSD."""
+        if self.tier(entry) == "ssd":
+            return None
+        return self.weights[entry.u] if entry.kind == "weights" else self.state[entry.u][entry.r]
+
+    def in_ram(self, entry: Entry) -> Tensor | None:
+        """The entry's buffer where the host can reach it."""
+        home = self.home(entry)
+        return home if home is not None and home.device.type == "cpu" else None
+
+    def shards_of(self, entry: Entry, *parts: str) -> list[Stored]:
+        """The shards of an entry, or of some parts of a record (Geometry.state_parts)."""
+        if entry.kind == "weights":
+            return [Stored(entry, f"weights-{entry.u:05d}", 0, self.geo.weights[entry.u])]
+        a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
+        found = self.geo.state_parts(b - a)
+        return [Stored(entry, f"{part}-{entry.u:05d}-{entry.r:04d}", *found[part]) for part in parts or found]
+
+    def layout(self, entry: Entry) -> Layout:
+        if entry.kind == "weights":
+            return self.geo.weights[entry.u]
+        a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
+        return self.geo.state_layout(b - a)
+
+    def entries(self, everything: bool = True) -> Iterator[Entry]:
+        """Every entry, or those whose home is the GPU or RAM."""
+        for u, unit in enumerate(self.plan.units):
+            if everything or unit.weights != "ssd":
+                yield Entry("weights", u)
+            if everything or unit.state != "ssd":
+                yield from (Entry("state", u, r) for r in range(len(self.state[u])))
+
+    def nbytes(self, everything: bool = True) -> int:
+        """Bytes of all entries, or of those that a snapshot writes: with a home on the GPU or in RAM."""
+        return sum(self.layout(entry).span for entry in self.entries(everything))
+
+    def shards(self) -> Iterator[Stored]:
+        """Every shard that a snapshot of this run consists of."""
+        return (shard for entry in self.entries() for shard in self.shards_of(entry))
+
+    # ------------------------------------------------ traffic with the store in a step
 
     def read_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("ssd_read", self.shards_of("weights", u), buffer, after)
+        return self._io("ssd_read", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)
 
     def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("ssd_write", self.shards_of("weights", u), buffer, after)
+        return self._io("ssd_write", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)
 
     def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Reads a record, or some parts of it (Geometry.state_parts), to where they are in the whole."""
-        return self._io("state_read", self.shards_of("state", u, r, *parts), buffer, after)
+        """Reads a record, or some parts of it, to their places in the whole."""
+        shards = self.shards_of(Entry("state", u, r), *parts)
+        return self._io("state_read", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
     def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
         """Writes a record, or some parts of it."""
-        return self._io("state_write", self.shards_of("state", u, r, *parts), buffer, after)
+        shards = self.shards_of(Entry("state", u, r), *parts)
+        return self._io("state_write", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
-    def shards_of(self, kind: str, u: int, r: int = 0, *parts: str) -> list[Shard]:
-        """What a unit's weights, or one of its records of state or some parts of it, consist of in the store."""
-        if kind == "weights":
-            return [Shard(f"weights-{u:05d}", 0, self.geo.weights[u])]
-        a, b = self.geo.records(u, self.plan.record)[r]
-        found = self.geo.state_parts(b - a)
-        return [Shard(f"{part}-{u:05d}-{r:04d}", *found[part]) for part in parts or found]
+    def _io(
+        self, lane: str, kind: Kind, of: str, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]
+    ) -> Task:
+        def io() -> None:
+            self.move(self.ssd.read if lane in READS else self.ssd.write, shards, buffer)
 
-    def record_layout(self, u: int, r: int) -> Layout:
-        a, b = self.geo.records(u, self.plan.record)[r]
-        return self.geo.state_layout(b - a)
+        return self.lanes.run(lane, kind, of, io, after, nbytes=sum(shard.layout.span for shard in shards))
 
-    def _io(self, lane: str, shards: Sequence[Shard], buffer: Tensor, after: Sequence[Task]) -> Task:
-        nbytes, way = sum(shard.layout.span for shard in shards), lane.rpartition("_")[2]
-        return self.lanes.run(lane, shards[0].name, lambda: self.move(way, shards, buffer), after, nbytes=nbytes)
+    @property
+    def ssd(self) -> Store:
+        assert self.store is not None, "the plan uses the SSD, and the engine was built without a store"
+        return self.store
 
-    def move(self, way: str, shards: Sequence[Shard], buffer: Tensor) -> None:
-        """Reads, verifies or writes shards, from or to their places in `buffer`. Then, also after an error, nothing is
-        in flight: the buffer is free, and may go.
+    def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
+        """Moves shards from or to their places in `buffer` by a method of the store. Then, also after an error, nothing
+        is in flight: the buffer may go.
         """
-        _over(self.begin(way, shards, buffer))
+        _finish(self._start(transfer, shards, buffer))
 
-    def begin(self, way: str, shards: Sequence[Shard], buffer: Tensor) -> list[Future]:
-        """What `move` waits for. After an error nothing is in flight."""
-        move, moving = getattr(self.store, way), []
+    def _start(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> list[Future[None]]:
+        """The requests that `move` waits for. After an error nothing is in flight."""
+        moving: list[Future[None]] = []
         try:
             for s in shards:
-                moving.append(move(s.name, memory_of(buffer[s.first :], s.layout.span)))
+                moving.append(transfer(s.name, memory_of(buffer[s.first :], s.layout.span)))
         except BaseException:
             wait(moving)
             raise
@@ -138,116 +208,113 @@ class Homes:
 
     # ------------------------------------------------ all of it, for a snapshot
 
-    def shards(self) -> Iterable[tuple[str, Layout]]:
-        """(name, layout) of every shard that a snapshot of this run consists of."""
-        return ((shard.name, shard.layout) for piece in self._pieces() for shard in self.shards_of(*piece))
-
     def save_to_store(self, progress: Progress = silent) -> None:
-        """Writes every piece whose home is the GPU or RAM into its shards, so that the store is whole."""
-        for piece in self._pieces(everything=False):
-            with Staged(self, *piece, write=False) as buffer:
-                self.move("write", self.shards_of(*piece), buffer)
-            progress(self._span(*piece))
+        """Writes every entry whose home is the GPU or RAM into its shards, so that the store is whole."""
+        reader = Reader(self)
+        for entry in self.entries(everything=False):
+            self.move(self.ssd.write, self.shards_of(entry), reader.read(entry))
+            progress(self.layout(entry).span)
 
     def load_from_store(self, progress: Progress = silent, everything: bool = True) -> None:
-        """Reads every piece whose home is the GPU or RAM from its shards: the way back of save_to_store. All bytes are
+        """Reads every entry whose home is the GPU or RAM from its shards: the way back of save_to_store. All bytes are
         compared with their checksums; with `everything` also those that stay on the SSD.
 
         Raises StoreError, Damaged among them. After that, and where `progress` raises, nothing is in flight.
         """
-        coming: deque[tuple[Piece, Tensor, list[Future]]] = deque()
+        coming: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
 
         def arrive() -> None:
-            piece, buffer, moving = coming.popleft()
-            _over(moving)
-            home, span = self._home(*piece), self._span(*piece)
+            entry, buffer, moving = coming.popleft()
+            _finish(moving)
+            home, span = self.home(entry), self.layout(entry).span
             if home is not None and home is not buffer:
                 home[:span].copy_(buffer[:span])
             progress(span)
 
-        self.staged = None
         try:
-            for piece, buffer in self._places(everything):
+            for entry, buffer in self._places(everything):
                 while len(coming) == READ_AHEAD or any(buffer is taken for _, taken, _ in coming):
                     arrive()
-                coming.append((piece, buffer, self.begin("verify", self.shards_of(*piece), buffer)))
+                coming.append((entry, buffer, self._start(self.ssd.verify, self.shards_of(entry), buffer)))
             while coming:
                 arrive()
         finally:
             wait([future for _, _, moving in coming for future in moving])
 
-    def _places(self, everything: bool) -> Iterable[tuple[Piece, Tensor]]:
-        """Each piece, and where in RAM it is read to: its home there, or a buffer that it passes through in a step."""
+    def _places(self, everything: bool) -> Iterator[tuple[Entry, Tensor]]:
+        """Each entry, and the buffer in RAM that it is read to: its home, or one that it passes through in a step."""
         turns: dict[str, Iterator[Tensor]] = {}
-        for kind, u, r in self._pieces(everything):
-            home = self._home(kind, u, r)
-            if home is not None and home.device.type == "cpu":
-                yield (kind, u, r), home
+        for entry in self.entries(everything):
+            home = self.in_ram(entry)
+            if home is not None:
+                yield entry, home
                 continue
-            key = "state ring" if kind == "state" else f"weight ring {self.geo.size_class(u)}"
-            key = key if home is None else "staging"
-            yield (kind, u, r), next(turns.setdefault(key, cycle(self.many("host", key))))
-
-    def nbytes(self, everything: bool = True) -> int:
-        """Bytes of everything, or of what has its home on the GPU or in RAM: what a snapshot writes."""
-        return sum(self._span(*piece) for piece in self._pieces(everything))
-
-    def _home(self, kind: str, u: int, r: int) -> Tensor | None:
-        return self.weights[u] if kind == "weights" else self.state[u][r]
-
-    def _span(self, kind: str, u: int, r: int) -> int:
-        return (self.geo.weights[u] if kind == "weights" else self.record_layout(u, r)).span
-
-    def _pieces(self, everything: bool = True) -> Iterable[Piece]:
-        """Every piece, or those whose home is the GPU or RAM."""
-        for u, unit in enumerate(self.plan.units):
-            if everything or unit.weights != "ssd":
-                yield "weights", u, 0
-            if everything or unit.state != "ssd":
-                yield from (("state", u, r) for r in range(len(self.state[u])))
+            key = "state ring" if entry.kind == "state" else f"weight ring {self.geo.size_class(entry.u)}"
+            key = key if self.tier(entry) == "ssd" else "staging"
+            yield entry, next(turns.setdefault(key, cycle(self.many("host", key))))
 
 
-def _over(moving: Sequence[Future]) -> None:
+def _finish(moving: Iterable[Future[None]]) -> None:
     """Waits for all of them; the first error is raised."""
+    moving = list(moving)
     wait(moving)
     for future in moving:
         future.result()
 
 
-class Staged:
-    """A piece of state, or some parts of one, as a host buffer for the time of a `with`: the home in RAM, else a copy.
+class Reader:
+    """Reads entries into RAM between steps, when all lanes are idle.
 
-    On entry the piece is there to be read (unless it is about to be written whole: `write`); with `write` it is in its
-    home on exit. With `reuse` the copy that the last one left may serve again, for many tensors of a piece in a row.
-    Used between steps, when all lanes are idle.
+    What is not at home in RAM comes through the staging buffer. That keeps what was read last, for many tensors of an
+    entry in a row; so a reader is for a time in which nothing is trained or written.
     """
 
-    def __init__(self, homes: Homes, kind: str, u: int, r: int = 0, *parts: str, write=True, reuse=False):
-        self.homes, self.write, self.reuse = homes, write, reuse
-        unit = homes.plan.units[u]
-        self.tier = unit.weights if kind == "weights" else unit.state
-        self.home = homes.weights[u] if kind == "weights" else homes.state[u][r]
-        self.shards = homes.shards_of(kind, u, r, *parts)
-        self.span = self.shards[-1].first + self.shards[-1].layout.span
+    def __init__(self, homes: Homes):
+        self.homes, self._staged = homes, ""
+
+    def read(self, entry: Entry, *parts: str) -> Tensor:
+        """The entry, or some parts of a record at their places in it: its home in RAM, or a copy until the next read.
+
+        Raises StoreError.
+        """
+        homes = self.homes
+        buffer = homes.in_ram(entry)
+        if buffer is not None:
+            return buffer
+        home, shards = homes.home(entry), homes.shards_of(entry, *parts)
+        buffer = staging(homes, entry)
+        if shards[0].name != self._staged:
+            self._staged = ""
+            if home is None:
+                homes.move(homes.ssd.verify, shards, buffer)
+            else:
+                buffer.copy_(home[: len(buffer)])
+            self._staged = shards[0].name
+        return buffer
+
+
+class Writer:
+    """An entry to be written whole, for the time of a `with`: on entry its home in RAM, or the staging buffer, which
+    is in its home on exit. Between steps, when all lanes are idle.
+    """
+
+    def __init__(self, homes: Homes, entry: Entry):
+        self.homes, self.entry, self.home = homes, entry, homes.home(entry)
+        in_ram = homes.in_ram(entry)
+        self.buffer = staging(homes, entry) if in_ram is None else in_ram
 
     def __enter__(self) -> Tensor:
-        if self.home is not None and self.home.device.type == "cpu":
-            self.buffer = self.home
-            return self.buffer
-        name = self.shards[0].name
-        self.buffer = self.homes.one("host", "staging")[: self.span]
-        staged, self.homes.staged = self.homes.staged, name if self.reuse else None
-        if not self.write and not (self.reuse and staged == name):
-            if self.tier == "gpu":
-                self.buffer.copy_(self.home[: self.span])
-            else:
-                self.homes.move("verify", self.shards, self.buffer)
         return self.buffer
 
-    def __exit__(self, kind, error, trace) -> None:
-        if error is None and self.write and self.buffer is not self.home:
-            if self.tier == "gpu":
-                self.home[: self.span].copy_(self.buffer)
-            else:
-                self.homes.move("write", self.shards, self.buffer)
-        self.buffer = None
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None or self.buffer is self.home:
+            return
+        if self.home is None:
+            self.homes.move(self.homes.ssd.write, self.homes.shards_of(self.entry), self.buffer)
+        else:
+            self.home[: len(self.buffer)].copy_(self.buffer)
+
+
+def staging(homes: Homes, entry: Entry) -> Tensor:
+    """The host buffer through which entries not at home in RAM are loaded and saved."""
+    return homes.one("host", "staging")[: homes.layout(entry).span]

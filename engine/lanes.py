@@ -6,7 +6,7 @@ wait for each other in a circle. Three kinds of lanes run the same step:
 
 - `InlineLanes`: every task at once, in program order;
 - `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; hand-over by CUDA event or future;
-- `SimulatedLanes` (simulate.py): nothing runs; start = max(lane free, inputs ready), end = start + its seconds.
+- `SimulatedLanes` (planner/simulate.py): nothing runs; start = max(lane free, inputs ready), end = start + seconds.
 
 The `compute` lane is the calling thread (and its current CUDA stream) in all three.
 """
@@ -22,24 +22,53 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
-# To and from the SSD: what a step waits for; and the optimizer's records, which wait for slots and for updates. With
-# queues of their own they never stand in its way.
+# Two lanes each way to the SSD: one for what a step waits for, one for the optimizer's records, which wait for slots
+# and updates. With queues of their own the records never stand in the step's way.
 READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
 LANES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer kernels on the GPU
 
+Kind = Literal[
+    "forward", "backward", "loss", "zero", "finish", "statistics",  # computation
+    "adamw", "adamw weights", "adamw moments",  # updates, whole or in two parts
+    "weights", "state", "gradient", "activations",  # copies and transfers, by what moves
+    "other",
+]  # fmt: skip
+
+
+def _named(kind: Kind, of: str) -> str:
+    """A task's name for people."""
+    return of if kind == "other" else f"{kind} {of}".rstrip()
+
 
 class Task:
-    """One piece of work on a lane, and the future of its result."""
+    """One piece of work on a lane: what it is, what it moves, when it ran."""
 
-    __slots__ = ("lane", "name", "nbytes", "flops", "start", "end", "result", "error", "began", "ended", "_issued")
+    __slots__ = ("lane", "kind", "of", "nbytes", "flops", "start", "end")
 
-    def __init__(self, lane: str, name: str, nbytes: float, flops: float):
-        self.lane, self.name, self.nbytes, self.flops = lane, name, nbytes, flops
+    def __init__(self, lane: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
+        self.lane, self.kind, self.of, self.nbytes, self.flops = lane, kind, of, nbytes, flops
         self.start = self.end = 0.0  # seconds; for work on a GPU stream filled in when the trace is read
+
+    @property
+    def name(self) -> str:
+        return _named(self.kind, self.of)
+
+    def wait(self) -> Any:
+        """Blocks this thread until the work is over; returns its result or raises its error."""
+        raise NotImplementedError(f"{self.name}: simulated work has no result")
+
+
+class RealTask(Task):
+    """A task that runs, and the future of its result."""
+
+    __slots__ = ("result", "error", "began", "ended", "_issued")
+
+    def __init__(self, lane: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
+        super().__init__(lane, kind, of, nbytes, flops)
         self.result: Any = None
         self.error: BaseException | None = None
         self.began: torch.cuda.Event | None = None  # on a stream: the work is over when `ended` has happened there
@@ -72,15 +101,51 @@ class Span:
     """What a task did and when: seconds since the trace began, bytes moved, FLOPs done."""
 
     lane: str
-    name: str
+    kind: Kind
+    of: str
     start: float
     end: float
     nbytes: float
     flops: float
 
+    @staticmethod
+    def over(t: Task) -> Span:
+        return Span(t.lane, t.kind, t.of, t.start, t.end, t.nbytes, t.flops)
+
+    @property
+    def name(self) -> str:
+        return _named(self.kind, self.of)
+
+
+class Lanes(Protocol):
+    """What a step hands its tasks to."""
+
+    simulated: bool
+    device: torch.device
+
+    def run(
+        self,
+        lane: str,
+        kind: Kind,
+        of: str,
+        fn: Callable[[], Any],
+        after: Sequence[Task] = (),
+        nbytes: float = 0,
+        flops: float = 0,
+    ) -> Task:
+        """Hands `fn` to a lane, to run once all of `after` are over. Returns its task at once.
+
+        `of`: the unit, or the piece of it, that the task is about.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Returns when everything handed over is done; raises the first error of any task."""
+        ...
+
 
 class InlineLanes:
-    """Runs every task at once in the calling thread: the simplest lanes, for tests and small CPU runs."""
+    """Runs every task at once in the calling thread: the simplest lanes, and the reference of the others."""
 
     simulated = False
 
@@ -88,7 +153,7 @@ class InlineLanes:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.tasks: list[Task] = []
+        self.tasks: list[RealTask] = []
         self.tracing = False
         self.moved: Counter[str] = Counter()  # bytes handed to each lane so far
         self.zero = time.perf_counter()
@@ -96,71 +161,75 @@ class InlineLanes:
     def run(
         self,
         lane: str,
-        name: str,
+        kind: Kind,
+        of: str,
         fn: Callable[[], Any],
         after: Sequence[Task] = (),
         nbytes: float = 0,
         flops: float = 0,
     ) -> Task:
-        """Hands `fn` to a lane, to run once all of `after` are over. Returns the Task at once."""
-        task = self._task(lane, name, nbytes, flops)
-        self._execute(task, fn, after, None)
+        task = self._noted(RealTask(lane, kind, of, nbytes, flops))
+        execute(task, fn, after, None, self.zero)
         if task.error is not None:
             raise task.error
-        if (
-            self.device.type == "cuda"
-        ):  # nothing overlaps here: the next task, on the CPU perhaps, finds the bytes there
+        if self.device.type == "cuda":  # nothing overlaps here: the next task may read the bytes on the CPU
             torch.cuda.current_stream(self.device).synchronize()
         return task
 
-    def _task(self, lane: str, name: str, nbytes: float, flops: float) -> Task:
-        task = Task(lane, name, nbytes, flops)
-        self.moved[lane] += int(nbytes)
+    def _noted(self, task: RealTask) -> RealTask:
+        self.moved[task.lane] += int(task.nbytes)
         if self.tracing:
             self.tasks.append(task)
         return task
 
-    def _execute(
-        self, task: Task, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None
-    ) -> None:
-        try:
-            for other in after:
-                other.order_before(stream)
-            task.start = time.perf_counter() - self.zero
-            if stream is not None:
-                task.began = torch.cuda.Event(enable_timing=True)
-                task.began.record(stream)
-            task.result = fn()
-            if stream is not None:
-                task.ended = torch.cuda.Event(enable_timing=True)
-                task.ended.record(stream)
-            task.end = time.perf_counter() - self.zero
-        except BaseException as error:  # handed to whoever waits for the task
-            task.error = error
-        finally:
-            task._issued.set()
-
     def drain(self) -> None:
-        """Returns when everything handed over is done; raises the first error of any task."""
+        """Everything handed over is done already."""
 
     def close(self) -> None:
-        """Ends the lanes' threads. What is queued behind a failed task is not run."""
+        """There are no threads to end."""
 
     def trace(self) -> list[Span]:
         """The spans recorded while `tracing`, and forgets them. Call after drain()."""
-        spans = [Span(t.lane, t.name, t.start, t.end, t.nbytes, t.flops) for t in self.tasks]
+        spans = [Span.over(t) for t in self.tasks]
         self.tasks = []
         return spans
 
 
-SWITCH = 5e-4  # seconds after which a lane gets the GIL; the usual 5e-3 is as long as a task: a copy or an update waits
+def execute(
+    task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None, zero: float
+) -> None:
+    """Runs `fn` on this thread, ordered after `after` on `stream`; an error is kept for whoever waits for the task."""
+    try:
+        for other in after:
+            assert isinstance(other, RealTask), other
+            other.order_before(stream)
+        task.start = time.perf_counter() - zero
+        if stream is not None:
+            task.began = torch.cuda.Event(enable_timing=True)
+            task.began.record(stream)
+        task.result = fn()
+        if stream is not None:
+            task.ended = torch.cuda.Event(enable_timing=True)
+            task.ended.record(stream)
+        task.end = time.perf_counter() - zero
+    except BaseException as error:
+        task.error = error
+    finally:
+        task._issued.set()
+
+
+SWITCH = 5e-4  # seconds until a waiting thread gets the GIL. The usual 5e-3 is as long as a whole copy or update.
 
 
 class RealLanes(InlineLanes):
-    """A thread per lane; on CUDA a stream each for `h2d`, `d2h`, `update`. `compute` is the caller's stream."""
+    """A thread per lane; on CUDA a stream each for `h2d`, `d2h`, `update`. `compute` is the caller's stream.
+
+    While they are open, threads of this process take turns every SWITCH seconds; `close` restores the interval.
+    """
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = ()):
         super().__init__(device)
+        self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH)
         self.error: BaseException | None = None
         cuda = self.device.type == "cuda"
@@ -171,20 +240,28 @@ class RealLanes(InlineLanes):
             self.origin.record(self.streams["compute"])
             self.origin.synchronize()
             self.zero = time.perf_counter()
-        self.queues: dict[str, queue.SimpleQueue] = {}
+        self.queues: dict[str, queue.SimpleQueue[Any]] = {name: queue.SimpleQueue() for name in (*LANES[1:], *extra)}
         self.threads = []
-        for name in (*LANES[1:], *extra):
-            self.queues[name] = queue.SimpleQueue()
+        for name in self.queues:
             thread = threading.Thread(target=self._serve, args=(name,), name=f"lane-{name}", daemon=True)
             thread.start()
             self.threads.append(thread)
 
-    def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Task:
+    def run(
+        self,
+        lane: str,
+        kind: Kind,
+        of: str,
+        fn: Callable[[], Any],
+        after: Sequence[Task] = (),
+        nbytes: float = 0,
+        flops: float = 0,
+    ) -> Task:
         if self.error is not None:
             raise self.error
-        task = self._task(lane, name, nbytes, flops)
+        task = self._noted(RealTask(lane, kind, of, nbytes, flops))
         if lane == "compute":
-            self._execute(task, fn, after, self.streams.get(lane))
+            execute(task, fn, after, self.streams.get(lane), self.zero)
             if task.error is not None:
                 raise task.error
         else:
@@ -205,7 +282,7 @@ class RealLanes(InlineLanes):
                 task.error = self.error
                 task._issued.set()
                 continue
-            self._execute(task, fn, after, stream)
+            execute(task, fn, after, stream, self.zero)
             if task.error is not None and self.error is None:
                 self.error = task.error
             del task, fn, after, item  # a slot's memory must not live on in an idle thread's locals
@@ -221,23 +298,25 @@ class RealLanes(InlineLanes):
         if "compute" in self.streams:
             self.streams["compute"].synchronize()
 
-    def _sentinel(self, lane: str) -> Task:
-        task = Task(lane, "drain", 0, 0)
+    def _sentinel(self, lane: str) -> RealTask:
+        task = RealTask(lane, "other", "drain")
         self.queues[lane].put((task, lambda: None, ()))
         return task
 
     def close(self) -> None:
-        for q in self.queues.values():
-            q.put(None)
+        """Ends the lanes' threads. What is queued behind a failed task is not run."""
+        for waiting in self.queues.values():
+            waiting.put(None)
         for thread in self.threads:
             thread.join()
         if "compute" in self.streams:
             for stream in self.streams.values():
                 stream.synchronize()
+        sys.setswitchinterval(self._interval)
 
     def trace(self) -> list[Span]:
         for t in self.tasks:
-            if t.ended is not None:
+            if t.began is not None and t.ended is not None:
                 t.start = self.origin.elapsed_time(t.began) / 1e3
                 t.end = self.origin.elapsed_time(t.ended) / 1e3
         return super().trace()

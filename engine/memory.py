@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +33,8 @@ DTYPE = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-HUGE = 2 << 20
+HUGE_PAGE = 2 << 20
+NOTHING = torch.empty(0, dtype=torch.uint8)  # stands for a buffer that the plan does not have, and in a simulation
 
 
 def views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
@@ -48,7 +50,7 @@ def flat(buffer: Tensor, dtype: str, numel: int) -> Tensor:
 
 def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
     """The first `nbytes` of a host buffer as a writable memoryview, for the store: while it has it the memory stays."""
-    return memoryview(buffer[:nbytes].numpy())
+    return memoryview(buffer[:nbytes].numpy().data)
 
 
 class Slot:
@@ -56,18 +58,20 @@ class Slot:
 
     __slots__ = ("ring", "buffer", "owner", "ready")
 
-    def __init__(self, ring: Ring, buffer: Tensor | None):
-        self.ring, self.buffer, self.owner, self.ready = ring, buffer, None, ()
+    def __init__(self, ring: Ring, buffer: Tensor):
+        self.ring, self.buffer = ring, buffer
+        self.owner: str | None = None
+        self.ready: tuple[Task, ...] = ()
+
+
+Poison = Callable[[Slot], Task]  # fills a released slot with NaN (tests)
 
 
 @dataclass
 class OnGpu:
-    """A span on the GPU: its buffer, the tasks that whoever touches it comes after, the slot that it passes through.
+    """Bytes on the GPU: their buffer, the tasks that readers and writers come after, and the slot if it is a ring's."""
 
-    Without a slot the buffer is its own for good. In a simulation there is no buffer.
-    """
-
-    buffer: Tensor | None
+    buffer: Tensor
     ready: tuple[Task, ...]
     slot: Slot | None = None
 
@@ -80,7 +84,7 @@ class Ring:
     order means that the plan is wrong, and is an error at once, in a simulation too, rather than a hang.
     """
 
-    def __init__(self, name: str, buffers: Sequence[Tensor | None], poison=None):
+    def __init__(self, name: str, buffers: Sequence[Tensor], poison: Poison | None = None):
         self.name, self.poison = name, poison
         self.free = [Slot(self, b) for b in buffers]
         self.slots = list(self.free)
@@ -96,7 +100,8 @@ class Ring:
 
     def release(self, slot: Slot, after: Sequence[Task] = ()) -> None:
         """Gives the slot back; its next writer waits for the tasks `after`."""
-        assert slot.owner is not None and slot.ring is self, f"ring {self.name}: a slot released twice"
+        assert slot.ring is self, f"ring {self.name}: a slot of ring {slot.ring.name}"
+        assert slot.owner is not None, f"ring {self.name}: a slot released twice"
         slot.owner, slot.ready = None, tuple(after)
         if self.poison is not None:
             slot.ready = (self.poison(slot),)
@@ -118,13 +123,13 @@ class Memory:
     gpu_limit: int
     ram_limit: int
     simulated: bool = False
-    poison: object = None
+    poison: Poison | None = None
     pinned: bool = True  # whether host memory is to be registered with CUDA: no more once that was refused
     refused: int = 0  # bytes of host memory that CUDA did not register, although they were to be
     table: list[tuple[str, str, int, int]] = field(default_factory=list)  # tier, name, bytes each, count
     rings: list[Ring] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
-    _pins: list[weakref.finalize] = field(default_factory=list)
+    _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
     def used(self, tier: str) -> int:
         """Bytes reserved or allocated so far in `tier` ("gpu" or "host")."""
@@ -144,12 +149,12 @@ class Memory:
             )
         self.table.append((tier, name, nbytes, count))
 
-    def alloc(self, tier: str, name: str, nbytes: int, count: int = 1) -> list[Tensor | None]:
+    def alloc(self, tier: str, name: str, nbytes: int, count: int = 1) -> list[Tensor]:
         """`count` page-aligned uint8 buffers of `nbytes` (rounded up to 4,096) each."""
         nbytes = round_up(nbytes)
         self.reserve(tier, name, nbytes, count)
         if self.simulated or nbytes == 0:
-            return [None] * count if self.simulated else [torch.empty(0, dtype=torch.uint8)] * count
+            return [NOTHING] * count
         on_gpu = tier == "gpu" and self.device.type == "cuda"
         slab = self._gpu_slab(nbytes * count) if on_gpu else self._host_slab(nbytes * count, pin=tier == "host")
         return list(slab.split(nbytes))
@@ -160,10 +165,10 @@ class Memory:
         return slab[skip : skip + nbytes]
 
     def _host_slab(self, nbytes: int, pin: bool) -> Tensor:
-        room = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages
+        room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages
         base = ctypes.addressof(ctypes.c_char.from_buffer(room))
-        skip = -base % HUGE
-        whole = nbytes // HUGE * HUGE  # a huge page for the rest would take more than was asked for
+        skip = -base % HUGE_PAGE
+        whole = nbytes // HUGE_PAGE * HUGE_PAGE  # a huge page for the rest would take more than was asked for
         _advise(room, "MADV_NOHUGEPAGE", 0, len(room))
         _advise(room, "MADV_HUGEPAGE", skip, whole)
         _advise(room, "MADV_DONTFORK", 0, len(room))
@@ -213,10 +218,10 @@ def _register(address: int, nbytes: int, device: torch.device) -> bool:
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
         return True
-    try:  # CUDA keeps the error for whoever asks next; take it here, so that no later call reports it
+    with suppress(
+        RuntimeError
+    ):  # CUDA keeps the error for the next call: take it here, so that no later one reports it
         torch.zeros(1, device=device)
-    except RuntimeError:
-        pass
     return False
 
 

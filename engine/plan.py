@@ -6,11 +6,14 @@ import json
 from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 from trireme.models.config import InputError, ModelConfig
 
-TIERS = ("gpu", "host", "ssd")
-MODES = ("forward", "backward", "serial")
+Tier = Literal["gpu", "host", "ssd"]
+Mode = Literal["forward", "backward"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+MODES: tuple[Mode, ...] = get_args(Mode)
 MOST = 1 << 48  # of what a plan counts; a greater number is a mistake
 COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots")
 
@@ -30,14 +33,14 @@ class DoesNotFit(Exception):
 class UnitPlan:
     """Where one unit's pieces live. `state` "gpu" means that its weights and its update are there too."""
 
-    weights: str = "gpu"  # home of the compute copy (hi)
-    state: str = "gpu"  # home of lo, m, v
-    update: str = "cpu"  # where a state in RAM is updated: "gpu" streams it there and back
+    weights: Tier = "gpu"  # home of the compute copy (hi)
+    state: Tier = "gpu"  # home of lo, m, v
+    update: Literal["cpu", "gpu"] = "cpu"  # where a state in RAM is updated: "gpu" streams it there and back
     resident: bool = False  # weights from host or ssd stay on the GPU, refreshed once a step
-    x: str = "gpu"  # the unit's input, for every micro-batch
-    saved: tuple[tuple[str, str], ...] = ()  # (name, tier) of what forward keeps; absent names are recomputed
+    x: Tier = "gpu"  # the unit's input, for every micro-batch
+    saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier) of what forward keeps; absent names are recomputed
 
-    def names(self, tier: str) -> tuple[str, ...]:
+    def names(self, tier: Tier) -> tuple[str, ...]:
         return tuple(name for name, t in self.saved if t == tier)
 
 
@@ -49,9 +52,9 @@ class Plan:
     tokens: int  # most tokens of a micro-batch
     n_micro: int  # most micro-batches of a step
     dtype: str = "BF16"  # compute dtype: BF16 or F32
-    mode: str = "forward"  # when a unit on the CPU is updated: see optimizer.py
+    mode: Mode = "forward"  # when a unit on the CPU is updated: see optimizer.py
     adam_bits: int = 32  # of each moment: 32, 16 or 8
-    late_moments: tuple[str, ...] = ()  # tiers whose moments are written under backward: see optimizer.py
+    late_moments: tuple[Tier, ...] = ()  # tiers whose moments are written under backward: see optimizer.py
     window: int = 2  # slots of a weight ring on the GPU: one in use, the others prefetched
     host_window: int = 2  # slots of host rings: of SSD-home weights, and of gradients where updates do not wait
     state_slots: int = 4  # host slots that SSD-home optimizer records pass through
@@ -59,11 +62,13 @@ class Plan:
     stream_slots: int = 3  # slots of the GPU ring that records updated there pass through
     piece: int = 1 << 40  # elements of a rounded gradient that leave the GPU at once; a unit has as many or fewer
     swap_slots: int = 2  # slots of each ring that swapped activations pass through
-    between: str = "gpu"  # where what a unit leaves for the next waits: "host" in steps of very many micro-batches
-    gradients: str = "host"  # where those of units whose state is on the SSD wait for their norm, if need be "ssd"
+    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit uses them
+    gradients: Literal["host", "ssd"] = (
+        "host"  # where gradients wait for their norm, of units whose state is on the SSD
+    )
     halves: bool = False  # units are halves of blocks, attention and MLP: where whole blocks do not fit
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= MOST:
@@ -88,7 +93,7 @@ class Plan:
                 if tier not in TIERS:
                     raise InputError(f"plan: unit {u} names the tier {tier!r}; there are {', '.join(TIERS)}")
         if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
-            raise InputError("plan: updates streamed through the gpu need mode forward or serial")
+            raise InputError("plan: updates streamed through the gpu need mode forward")
         if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
             raise InputError("plan: late_moments needs mode forward and adam_bits 32")
         if not {"host", "ssd"} >= set(self.late_moments):
@@ -109,7 +114,7 @@ class Plan:
         """Units on their way to the GPU beside the one in use: attention and MLP have a ring each."""
         return self.window * (2 if self.halves else 1) - 1
 
-    def changed(self, chosen: Container[int], **change) -> Plan:
+    def changed(self, chosen: Container[int], **change: Any) -> Plan:
         """This plan with that change of the units in `chosen`. Units alike stay one object: quick to count."""
         made = {id(unit): replace(unit, **change) for unit in map(self.units.__getitem__, self.distinct())}
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
@@ -119,7 +124,7 @@ class Plan:
         """One unit for each object among `units`."""
         return dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values()
 
-    def uses(self, tier: str) -> bool:
+    def uses(self, tier: Tier) -> bool:
         """Whether anything has its home in `tier`."""
         units = map(self.units.__getitem__, self.distinct())
         return any(tier in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in units)
@@ -143,7 +148,7 @@ class Plan:
         path.write_text(json.dumps(asdict(self), indent=1))
 
     @staticmethod
-    def of(data: dict) -> Plan:
+    def of(data: dict[str, Any]) -> Plan:
         """A plan from what `asdict` makes of one. Raises InputError, and where `data` has not even the form of a plan
         TypeError, KeyError, AttributeError, ValueError.
         """
@@ -166,15 +171,15 @@ class Plan:
             raise InputError(f"{path}: not a plan: {error}") from error
 
 
-_TYPES = {"str": str, "int": int, "bool": bool}
+_TYPES = {"int": int, "bool": bool}
 
 
-def _check_types(what: dict, cls: type) -> None:
+def _check_types(what: dict[str, Any], cls: type) -> None:
     """Raises InputError unless the values for `cls` are of its fields' types: a list written out may be endless."""
     words = [*what.get("late_moments", ()), *(word for pair in what.get("saved", ()) for word in pair)]
     for f in fields(cls):
-        value = what.get(f.name)
-        if f.name in what and f.type in _TYPES and type(value) is not _TYPES[f.type]:
-            raise InputError(f"plan: {f.name} is of type {type(value).__name__}, expected {f.type}")
+        expected = None if str(f.type).startswith("tuple") else _TYPES.get(str(f.type), str)  # the others are names
+        if expected and f.name in what and type(what[f.name]) is not expected:
+            raise InputError(f"plan: {f.name} is of type {type(what[f.name]).__name__}, expected {expected.__name__}")
     if not all(isinstance(word, str) for word in words):
         raise InputError("plan: saved and late_moments hold something that is no name")

@@ -3,21 +3,25 @@
 Vertical order: for each unit all micro-batches, then the next unit; so weights, gradients and optimizer state cross
 each link once a step, whatever the number of micro-batches. Units move by three verbs: prefetch, get, release. Whatever
 takes time is a task on a lane; nothing here waits, but for the loss and the gradient norm when backward has ended.
-The same code runs for real, inline and in simulation: only what is inside the functions given to `run` touches data.
+The same code runs for real, inline and in simulation: only the functions given to `run` touch data. Transfers begin
+ahead of their use by one rule, `look_ahead`; no index is computed for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from trireme.engine.activations import ActivationSwap
+from trireme.engine.activations import Activation, ActivationSwap
 from trireme.engine.geometry import Geometry
-from trireme.engine.gradients import Gradients
+from trireme.engine.gradients import Gradient, Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import InlineLanes, Task
+from trireme.engine.lanes import Kind, Lanes, Task
 from trireme.engine.memory import Memory, OnGpu, flat, views
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan
@@ -29,17 +33,28 @@ from trireme.storage.devices import Device
 from trireme.storage.scratch import Scratch
 
 
+class Packed(NamedTuple):
+    """N packed tokens on the device."""
+
+    ids: Tensor  # (N,) int64
+    labels: Tensor  # (N,) int64: the token after each, -100 where none counts
+    loss_rows: Tensor  # (M,) int64: where a label counts
+    rows: Rows
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """A micro-batch on the device: N packed tokens. In a simulation the tensors are None."""
+    """A micro-batch: its sizes and, but in a simulation, its tensors."""
 
-    ids: Tensor | None  # (N,) int64
-    labels: Tensor | None  # (N,) int64: the token after each, -100 where none counts
-    loss_rows: Tensor | None  # (M,) int64: where a label counts
-    rows: Rows | None
     tokens: int  # N
     trained: int  # M
     pairs: int  # (query, key) pairs that one layer attends to
+    packed: Packed | None = None
+
+    @property
+    def on_device(self) -> Packed:
+        assert self.packed is not None, "a simulation has no tensors"
+        return self.packed
 
 
 @dataclass
@@ -49,7 +64,7 @@ class Engine:
     cfg: ModelConfig
     geo: Geometry
     plan: Plan
-    lanes: InlineLanes  # or what has its methods: RealLanes, SimulatedLanes
+    lanes: Lanes
     memory: Memory
     homes: Homes
     weights: WeightStream
@@ -70,21 +85,57 @@ class Engine:
             self.activations.scratch.close()
         self.memory.close()
 
-    def run(self, name: str, fn, after: Sequence[Task], flops: float) -> Task:
-        """Hands `fn` to the compute lane."""
-        return self.lanes.run("compute", name, fn, after, flops=flops)
+    def compute(self, kind: Kind, u: int, fn: Callable[[], object], after: Sequence[Task], flops: float = 0) -> Task:
+        """Hands unit u's `fn` to the compute lane."""
+        return self.lanes.run("compute", kind, self.geo.names[u], fn, after, flops=flops)
+
+
+Item = TypeVar("Item")
+
+
+def look_ahead(items: Iterable[Item], reach: int, start: Callable[[Item], object]) -> Iterator[Item]:
+    """Yields the items in order; each was started when the item `reach` places before it was about to be yielded."""
+    coming: deque[Item] = deque()
+    for item in items:
+        start(item)
+        coming.append(item)
+        if len(coming) > reach:
+            yield coming.popleft()
+    yield from coming
+
+
+@dataclass
+class Route:
+    """The way of a pass: its units in order and, within each, the micro-batches.
+
+    `units` starts weights ahead of their use; each of `fetched` starts activations, a micro-batch of a unit at a time.
+    """
+
+    batch: Sequence[Inputs]
+    units: Iterator[int]
+    fetched: Sequence[Iterator[object]]
+
+    def micro_batches(self) -> Iterator[tuple[int, Inputs]]:
+        """The micro-batches of the unit at hand, their activations on the GPU or on their way."""
+        for b, mb in enumerate(self.batch):
+            for places in self.fetched:
+                next(places)
+            yield b, mb
+
+
+# ---------------------------------------------------------------- the step
 
 
 def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> StepStats:
     """Forward, backward and, as the plan's mode says, the update of one step over all its micro-batches.
 
     In mode `forward` the update is due when this returns, and runs in the next call, ahead of each unit's forward;
-    `e.optimizer.flush()` runs it at once. `step` counts from 1. Returns the step's statistics.
+    `e.optimizer.flush()` runs it at once. `step` counts from 1.
     """
     trained = sum(mb.trained for mb in batch)
-    _forward(e, batch, train=True)
+    route = _forward(e, batch, train=True)
     e.optimizer.begin(step, lr)
-    losses = _head(e, batch, 1 / trained)
+    losses = _head(e, route, 1 / trained)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
     e.optimizer.read_ahead()
@@ -93,115 +144,130 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> Step
 
 def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
     """Each micro-batch's losses (N,), zero where no label counts. Any update that is due runs on the way."""
-    _forward(e, batch, train=False)
-    return _head(e, batch, None)
+    return _head(e, _forward(e, batch, train=False), None)
 
 
 # ---------------------------------------------------------------- forward
 
 
-def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
-    """Forward through the embedding and the blocks; each unit's pending update and its weights run ahead of it."""
-    ahead = min(e.plan.ahead, e.geo.head - 1)  # the two ends share a slot: the last waits until the first is through
-    e.optimizer.begin_updates()
-    for u in range(ahead):
-        update_and_prefetch(e, u)
-    for u in range(e.geo.head):
-        update_and_prefetch(e, u + ahead)
-        w = e.weights.get(u)
-        for b, mb in enumerate(batch):
-            _prefetch_between(e, batch, "x", u, b)
-            out = e.activations.open(u + 1, b, "x")
-            done = _forward_embedding(e, w, mb, out) if u == 0 else _forward_block(e, u, b, w, mb, out, train)
-            e.activations.send(u + 1, b, "x", mb.tokens, done)
-        e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train))
-    update_and_prefetch(e, e.geo.head)  # with a window of 1 it has not been fetched ahead
+def forward_units(e: Engine) -> Iterator[int]:
+    """All units in the order of forward, each with its update, if one is due, and its weights on their way."""
 
-
-def update_and_prefetch(e: Engine, u: int) -> None:
-    """Hands over unit u's update, if one is due, and starts its weights on their way: its forward comes soon."""
-    if u <= e.geo.head:
+    def start(u: int) -> None:
         e.optimizer.update(u)
         e.optimizer.run_ahead()
         e.weights.prefetch(u)
 
+    reach = min(e.plan.ahead, e.geo.head - 1)  # the two ends share a slot: the last waits until the first is through
+    return look_ahead(range(e.geo.n_units), reach, start)
 
-def _prefetch_between(e: Engine, batch: Sequence[Inputs], part: str, u: int, b: int) -> None:
-    """Where what units leave for each other waits outside the GPU: fetches it from micro-batch b of unit u on.
 
-    `part`: "x", which forward takes to the next unit, or its gradient "dx", which backward takes to the one before.
-    """
+def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
+    """Forward through the embedding and the blocks. Returns the route where it has come to the head."""
+    e.optimizer.run_ahead()
+    route = Route(batch, forward_units(e), _outputs(e, batch, e.activations.x, range(e.geo.n_units)))
+    for u in route.units:
+        if u == e.geo.head:
+            break
+        w = e.weights.get(u)
+        for b, mb in route.micro_batches():
+            target = e.activations.x(u + 1, b)
+            out = e.activations.open(target)
+            done = _forward_embedding(e, w, mb, out) if u == 0 else _forward_block(e, u, b, w, mb, out, train)
+            e.activations.send(target, mb.tokens, done)
+        e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train))
+    return route
+
+
+def _outputs(
+    e: Engine, batch: Sequence[Inputs], of: Callable[[int, int], Activation], units: Iterable[int]
+) -> list[Iterator[tuple[int, int]]]:
+    """Where units' outputs leave the GPU until the next unit uses them: fetches them ahead of that."""
     if e.plan.between == "gpu":
-        return
-    n = len(batch)
-    for i in range(b, b + min(e.plan.swap_slots, n)):
-        v = u + i // n if part == "x" else u - i // n
-        if 0 < v <= e.geo.head:
-            e.activations.prefetch(v, i % n, part, batch[i % n].tokens)
+        return []
+
+    def fetch(place: tuple[int, int]) -> None:
+        u, b = place
+        if u > 0:  # the embedding's inputs are token ids
+            e.activations.prefetch([of(u, b)], batch[b].tokens)
+
+    return [look_ahead(product(units, range(len(batch))), min(e.plan.swap_slots, len(batch)) - 1, fetch)]
 
 
 def _forward_embedding(e: Engine, w: OnGpu, mb: Inputs, out: OnGpu) -> Task:
-    def forward():
-        head.embed_forward(_weights(e, 0, w), mb.ids, mb.rows, _rows(e, out.buffer, mb))
+    def forward() -> None:
+        head.embed_forward(_weights(e, 0, w), mb.on_device.ids, mb.on_device.rows, _rows(e, out, mb))
 
-    return e.run("forward embed", forward, (*w.ready, *out.ready), flops=0)
+    return e.compute("forward", 0, forward, (*w.ready, *out.ready))
 
 
 def _forward_block(e: Engine, u: int, b: int, w: OnGpu, mb: Inputs, out: OnGpu, train: bool) -> Task:
-    swap = e.activations
-    x = swap.get(u, b, "x")
-    spans = {part: swap.open(u, b, part) for part in swap.parts(u)} if train else {}
+    swap, source = e.activations, e.activations.x(u, b)
+    x = swap.get(source)
+    spans = {saved: swap.open(saved) for saved in swap.saved(u, b)} if train else {}
 
-    def forward():
-        saved = swap.saved(u, mb.tokens, spans)
-        model.forward(e.cfg, u, _weights(e, u, w), _rows(e, x.buffer, mb), mb.rows, saved, _rows(e, out.buffer, mb))
+    def forward() -> None:
+        saved, rows = swap.tensors(spans, mb.tokens), mb.on_device.rows
+        model.forward(e.cfg, u, _weights(e, u, w), _rows(e, x, mb), rows, saved, _rows(e, out, mb))
 
-    before = [t for span in (x, out, *spans.values()) for t in span.ready]
-    flops = shapes.forward_flops(e.cfg, u, mb.tokens, mb.pairs)
-    done = e.run(f"forward {e.geo.names[u]}", forward, (*w.ready, *before), flops)
-    for part in spans:
-        swap.send(u, b, part, mb.tokens, done)
-        if part != "gpu":
-            swap.release(u, b, part, done)
-    if not train or e.plan.units[u].x != "gpu":
-        swap.release(u, b, "x", done)
+    ready = [t for span in (w, x, out, *spans.values()) for t in span.ready]
+    done = e.compute("forward", u, forward, ready, shapes.forward_flops(e.cfg, u, mb.tokens, mb.pairs))
+    for saved in spans:
+        swap.send(saved, mb.tokens, done)
+    if not train or source.tier != "gpu":
+        swap.release(source, done)
     return done
 
 
 # ---------------------------------------------------------------- the head
 
 
-def _head(e: Engine, batch: Sequence[Inputs], scale: float | None) -> list[Tensor]:
+def _head(e: Engine, route: Route, scale: float | None) -> list[Tensor]:
     """Each micro-batch's losses and, unless `scale` is None, the head's gradients of scale * the sum of the losses."""
-    u, tied, train = e.geo.head, e.cfg.tied, scale is not None
+    read = (e.geo.head, 0) if e.cfg.tied else (e.geo.head,)  # units whose weights the loss reads
+    w = {v: e.weights.get(v) for v in read}
+    g = {v: e.gradients.get(v) for v in read} if scale is not None else {}
     losses: list[Tensor] = []
-    held = {v: e.weights.get(v) for v in ((u, 0) if tied else (u,))}
-    grads = {v: e.gradients.get(v) for v in held} if train else {}
-    for b, mb in enumerate(batch):
-        _prefetch_between(e, batch, "x", u, b)
-        x = e.activations.get(u, b, "x")
-        dx = e.activations.open(u, b, "dx") if train else None
-        before = [t for span in (*held.values(), x) for t in span.ready] + [zeroed for _, zeroed in grads.values()]
-
-        def loss(mb=mb, x=x, dx=dx):
-            w = {v: _weights(e, v, h) for v, h in held.items()}
-            g = {v: model.weights(e.cfg, v, tensors) for v, (tensors, _) in grads.items()}
-            w_out = model.output_matrix(e.cfg, w.get(0), w[u])
-            g_out = model.output_matrix(e.cfg, g.get(0), g[u]) if train else None
-            out = _rows(e, dx.buffer, mb) if train else None
-            args = (mb.labels, mb.loss_rows, scale or 1.0, g.get(u), g_out, out)
-            losses.append(head.head_loss(e.cfg, w[u], w_out, _rows(e, x.buffer, mb), *args))
-
-        flops = (3 if train else 1) * shapes.forward_flops(e.cfg, u, mb.trained, mb.pairs)
-        done = e.run("loss", loss, (*before, *(dx.ready if dx else ())), flops)
-        e.activations.release(u, b, "x", done)
-        if train:
-            e.activations.send(u, b, "dx", mb.tokens, done)
-    for v in held:
+    for b, mb in route.micro_batches():
+        done = _loss(e, b, w, g, mb, scale or 1.0, losses)
+    for v in read:
         e.weights.release(v, done)
-    if train:
-        e.optimizer.finish(u, done)
+    if g:
+        e.optimizer.finish(e.geo.head, done)
     return losses
+
+
+def _loss(
+    e: Engine,
+    b: int,
+    w: Mapping[int, OnGpu],
+    g: Mapping[int, Gradient],
+    mb: Inputs,
+    scale: float,
+    losses: list[Tensor],
+) -> Task:
+    """Micro-batch b's losses, appended to `losses`; with `g` also the gradients of scale * their sum."""
+    u, swap = e.geo.head, e.activations
+    source, target = swap.x(u, b), swap.dx(u, b)
+    x = swap.get(source)
+    dx = swap.open(target) if g else None
+
+    def loss() -> None:
+        tops = {v: _weights(e, v, held) for v, held in w.items()}
+        grads = {v: model.weights(e.cfg, v, gradient.tensors) for v, gradient in g.items()}
+        w_out = model.output_matrix(e.cfg, tops.get(0), tops[u])
+        g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
+        labels, rows, out = mb.on_device.labels, mb.on_device.loss_rows, _rows(e, dx, mb) if dx else None
+        given = (tops[u], w_out, _rows(e, x, mb), labels, rows)
+        losses.append(head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out))
+
+    ready = [t for span in (*w.values(), x) for t in span.ready] + [gradient.zeroed for gradient in g.values()]
+    flops = (3 if g else 1) * shapes.forward_flops(e.cfg, u, mb.trained, mb.pairs)
+    done = e.compute("loss", u, loss, (*ready, *(dx.ready if dx else ())), flops)
+    swap.release(source, done)
+    if g:
+        swap.send(target, mb.tokens, done)
+    return done
 
 
 # ---------------------------------------------------------------- backward
@@ -209,75 +275,71 @@ def _head(e: Engine, batch: Sequence[Inputs], scale: float | None) -> list[Tenso
 
 def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     """Backward through the blocks and the embedding; each gradient goes to the optimizer when its unit is through."""
-    order = [(u, b) for u in range(e.geo.head - 1, 0, -1) for b in range(len(batch))]
-    ahead = e.plan.ahead
-    reach = e.plan.swap_slots - 1  # micro-batches whose activations are fetched ahead
-    for u, b in order[:reach]:
-        _prefetch_saved(e, u, b, batch[b])
-    for i, (u, b) in enumerate(order):
-        if b == 0:
-            for v in range(u, max(0, u - ahead - 1), -1):
-                e.weights.prefetch(v)
-            w, (grads, zeroed) = e.weights.get(u), e.gradients.get(u)
-        if i + reach < len(order):
-            _prefetch_saved(e, *order[i + reach], batch[order[i + reach][1]])
-        _prefetch_between(e, batch, "dx", u + 1, b)
-        done = _backward_block(e, u, b, w, grads, zeroed, batch[b])
-        if b == len(batch) - 1:
-            e.weights.release(u, done)
-            e.optimizer.finish(u, done)
-    _backward_embedding(e, batch)
+    swap, blocks = e.activations, range(e.geo.head - 1, 0, -1)
+
+    def fetch(place: tuple[int, int]) -> None:
+        u, b = place
+        if u > 0:
+            swap.prefetch([swap.x(u, b), *swap.saved(u, b)], batch[b].tokens)
+
+    saved = look_ahead(product((*blocks, 0), range(len(batch))), e.plan.swap_slots - 1, fetch)
+    fetched = (saved, *_outputs(e, batch, swap.dx, (e.geo.head, *blocks)))
+    route = Route(batch, look_ahead(blocks, e.plan.ahead, e.weights.prefetch), fetched)
+    for u in route.units:
+        w, gradient = e.weights.get(u), e.gradients.get(u)
+        for b, mb in route.micro_batches():
+            done = _backward_block(e, u, b, w, gradient, mb)
+        e.weights.release(u, done)
+        e.optimizer.finish(u, done)
+    _backward_embedding(e, route)
 
 
-def _prefetch_saved(e: Engine, u: int, b: int, mb: Inputs) -> None:
-    for part in ("x", *e.activations.parts(u)):
-        e.activations.prefetch(u, b, part, mb.tokens)
+def _backward_block(e: Engine, u: int, b: int, w: OnGpu, gradient: Gradient, mb: Inputs) -> Task:
+    swap, above = e.activations, e.activations.dx(u + 1, b)
+    source, target = swap.x(u, b), swap.dx(u, b)
+    x, dy = swap.get(source), swap.get(above)
+    spans = {saved: swap.get(saved) for saved in swap.saved(u, b)}
+    dx = swap.open(target)
 
-
-def _backward_block(e: Engine, u: int, b: int, w: OnGpu, grads, zeroed: Task, mb: Inputs) -> Task:
-    swap = e.activations
-    x, dy = swap.get(u, b, "x"), swap.get(u + 1, b, "dx")
-    spans = {part: swap.get(u, b, part) for part in swap.parts(u)}
-    dx = swap.open(u, b, "dx")
-
-    def backward():
-        saved = swap.saved(u, mb.tokens, spans)
-        g = model.weights(e.cfg, u, grads)
-        tensors = (_rows(e, x.buffer, mb), saved, _rows(e, dy.buffer, mb), mb.rows, _rows(e, dx.buffer, mb))
+    def backward() -> None:
+        saved, g, rows = swap.tensors(spans, mb.tokens), model.weights(e.cfg, u, gradient.tensors), mb.on_device.rows
+        tensors = (_rows(e, x, mb), saved, _rows(e, dy, mb), rows, _rows(e, dx, mb))
         model.backward(e.cfg, u, _weights(e, u, w), g, *tensors)
 
-    before = [t for span in (w, x, dy, *spans.values(), dx) for t in span.ready] + [zeroed]
+    ready = [t for span in (w, x, dy, *spans.values(), dx) for t in span.ready] + [gradient.zeroed]
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
     flops = shapes.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
     flops += shapes.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
-    done = e.run(f"backward {e.geo.names[u]}", backward, before, flops)
-    for part in ("x", *spans):
-        swap.release(u, b, part, done)
-    swap.release(u + 1, b, "dx", done)
-    swap.send(u, b, "dx", mb.tokens, done)
+    done = e.compute("backward", u, backward, ready, flops)
+    for used in (source, *spans, above):
+        swap.release(used, done)
+    swap.send(target, mb.tokens, done)
     return done
 
 
-def _backward_embedding(e: Engine, batch: Sequence[Inputs]) -> None:
-    grads, zeroed = e.gradients.get(0)
-    for b, mb in enumerate(batch):
-        _prefetch_between(e, batch, "dx", 1, b)
-        dy = e.activations.get(1, b, "dx")
+def _backward_embedding(e: Engine, route: Route) -> None:
+    gradient = e.gradients.get(0)
+    for b, mb in route.micro_batches():
+        above = e.activations.dx(1, b)
+        dy = e.activations.get(above)
 
-        def backward(mb=mb, dy=dy):
-            g = model.weights(e.cfg, 0, grads)
-            head.embed_backward(g, _rows(e, dy.buffer, mb), mb.ids, mb.rows)
+        def backward(mb: Inputs = mb, dy: OnGpu = dy) -> None:
+            g = model.weights(e.cfg, 0, gradient.tensors)
+            head.embed_backward(g, _rows(e, dy, mb), mb.on_device.ids, mb.on_device.rows)
 
-        done = e.run("backward embed", backward, (zeroed, *dy.ready), flops=0)
-        e.activations.release(1, b, "dx", done)
+        done = e.compute("backward", 0, backward, (gradient.zeroed, *dy.ready))
+        e.activations.release(above, done)
     e.optimizer.finish(0, done)
 
 
-def _weights(e: Engine, u: int, held: OnGpu):
+# ---------------------------------------------------------------- tensors
+
+
+def _weights(e: Engine, u: int, held: OnGpu) -> Any:
     """Unit u's weights by the names that its block uses."""
     return model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
 
 
-def _rows(e: Engine, buffer: Tensor, mb: Inputs) -> Tensor:
+def _rows(e: Engine, span: OnGpu, mb: Inputs) -> Tensor:
     """The first N rows of a span of activations, (N, D)."""
-    return flat(buffer, e.plan.dtype, mb.tokens * e.cfg.width).view(mb.tokens, e.cfg.width)
+    return flat(span.buffer, e.plan.dtype, mb.tokens * e.cfg.width).view(mb.tokens, e.cfg.width)

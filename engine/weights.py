@@ -7,34 +7,25 @@ is known, so this is Belady's choice too).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import InlineLanes, Task
-from trireme.engine.memory import OnGpu, Ring, Slot
+from trireme.engine.lanes import Lanes, Task
+from trireme.engine.memory import OnGpu, Slot
 from trireme.engine.plan import Plan
 
 
-@dataclass
 class WeightStream:
     """Brings each unit's weights to the GPU. After the task `updated[u]` the home of u holds current weights."""
 
-    geo: Geometry
-    plan: Plan
-    homes: Homes
-    lanes: InlineLanes  # or what has its methods: RealLanes, SimulatedLanes
-    gpu_rings: dict[str, Ring]  # by size class
-    host_rings: dict[str, Ring]
-    updated: dict[int, Task] = field(default_factory=dict)
-    fresh: dict[int, tuple[Slot, Task]] = field(default_factory=dict)  # SSD-home weights still in a host slot
-    stale: set[int] = field(default_factory=set)  # resident copies older than their home
-    held: dict[int, OnGpu] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.stale = {u for u, unit in enumerate(self.plan.units) if unit.resident}
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
+        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
+        self.gpu_rings, self.host_rings = homes.rings("gpu", "weight ring"), homes.rings("host", "weight ring")
+        self.updated: dict[int, Task] = {}
+        self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
+        self.stale = {u for u, unit in enumerate(plan.units) if unit.resident}  # copies older than their home
+        self.held: dict[int, OnGpu] = {}
 
     def prefetch(self, u: int) -> None:
         """Starts unit u on its way to the GPU; nothing where it is there or on its way already."""
@@ -44,11 +35,10 @@ class WeightStream:
         if unit.weights == "gpu":
             self.held[u] = OnGpu(self.homes.weights[u], self._ready(u))
         elif unit.resident:
-            buffer, ready = self.homes.resident[u], ()
+            held = self.held[u] = OnGpu(self.homes.resident[u], ())
             if u in self.stale:
-                ready = (self._copy_up(u, buffer, ()),)
+                held.ready = (self._copy_up(u, held.buffer, ()),)
                 self.stale.discard(u)
-            self.held[u] = OnGpu(buffer, ready)
         else:
             slot = self.gpu_rings[self.geo.size_class(u)].acquire(self.geo.names[u])
             self.held[u] = OnGpu(slot.buffer, (self._copy_up(u, slot.buffer, slot.ready),), slot)
@@ -72,37 +62,55 @@ class WeightStream:
         """Whether unit u, released in forward, stays: for backward, or a tied embedding for the head."""
         if u == 0 or not train:
             return u == 0 and self.geo.cfg.tied
-        if self.plan.units[u].weights == "gpu" or self.plan.units[u].resident:
+        if not self._streams(u):
             return True
         kind = self.geo.size_class(u)
-        later = sum(
-            1
-            for v in range(u + 1, self.geo.n_units)
-            if self.geo.size_class(v) == kind
-            and self.plan.units[v].weights != "gpu"
-            and not self.plan.units[v].resident
-        )
-        return later < len(self.gpu_rings[kind].slots)
+        later = (v for v in range(u + 1, self.geo.n_units) if self.geo.size_class(v) == kind and self._streams(v))
+        return sum(1 for _ in later) < len(self.gpu_rings[kind].slots)
 
-    def publish(self, u: int, task: Task, slot: Slot | None = None, written: Task | None = None) -> None:
-        """The optimizer's word: after `task` the home of u (or, with `slot`, this host slot) holds new weights."""
+    def _streams(self, u: int) -> bool:
+        """Whether unit u's weights pass through a ring of slots."""
+        return self.plan.units[u].weights != "gpu" and not self.plan.units[u].resident
+
+    # ------------------------------------------------ updates
+
+    def for_update(self, u: int) -> tuple[Tensor, Slot | None, tuple[Task, ...]]:
+        """(unit u's weights in RAM, the slot that they pass through where their home is the SSD, tasks to wait for)."""
+        if self.plan.units[u].weights == "host":
+            return self.homes.weights[u], None, self._ready(u)
+        slot = self.host_rings[self.geo.size_class(u)].acquire(f"{self.geo.names[u]} update")
+        return slot.buffer, slot, (self.homes.read_weights(u, slot.buffer, (*slot.ready, *self._ready(u))),)
+
+    def updated_in_ram(self, u: int, done: Task, slot: Slot | None) -> None:
+        """`done` updates the weights that `for_update` gave: they are written home, and prefetched from there."""
+        self.publish(u, done)
+        if slot is not None:
+            self.updated[u] = self.homes.write_weights(u, slot.buffer, (done,))
+            self.fresh[u] = slot, done
+
+    def publish(self, u: int, done: Task) -> None:
+        """After `done` the home of u holds new weights."""
         assert u not in self.held or self.plan.units[u].weights == "gpu", "a unit in use was updated"
         self.held.pop(u, None)
-        self.updated[u] = written or task
-        if slot is not None:
-            self.fresh[u] = (slot, task)
+        self.updated[u] = done
         if self.plan.units[u].resident:
             self.stale.add(u)
 
-    def refreshed(self, u: int, ready: Task, home: Task) -> None:
-        """Unit u was updated where it lies on the GPU, by the task `ready`; `home` brings its home up to date."""
-        self.held[u].ready = (ready,)
-        self.updated[u] = home
+    def write_back(self, u: int, done: Task) -> None:
+        """`done` updates unit u in its slot on the GPU: copies it home."""
+        held, home, nbytes = self.held[u], self.homes.weights[u], self.geo.weights[u].span
+
+        def down() -> None:
+            home[:nbytes].copy_(held.buffer[:nbytes], non_blocking=True)
+
+        held.ready = (done,)
+        self.updated[u] = self.lanes.run("d2h", "weights", self.geo.names[u], down, (done,), nbytes=nbytes)
 
     def drop(self, u: int) -> None:
-        """Lets go of a unit that was brought to the GPU for its update alone."""
-        held = self.held.pop(u)
-        held.slot.ring.release(held.slot, (*held.ready, self.updated[u]))
+        """Lets go of a unit that is on the GPU for its update alone."""
+        held = self.held.pop(u, None)
+        if held is not None and held.slot is not None:
+            held.slot.ring.release(held.slot, (*held.ready, self.updated[u]))
 
     def settle(self) -> None:
         """Lets go of the host slots that still hold fresh SSD-home weights; they are read back when next needed."""
@@ -113,7 +121,7 @@ class WeightStream:
     def _ready(self, u: int) -> tuple[Task, ...]:
         return (self.updated[u],) if u in self.updated else ()
 
-    def _copy_up(self, u: int, target: Tensor | None, ready: tuple[Task, ...]) -> Task:
+    def _copy_up(self, u: int, target: Tensor, ready: tuple[Task, ...]) -> Task:
         """Copies unit u from its home to `target` on the GPU; through a host slot where the home is the SSD."""
         name, nbytes = self.geo.names[u], self.geo.weights[u].span
         slot = None
@@ -127,10 +135,10 @@ class WeightStream:
             source = slot.buffer
             come = (self.homes.read_weights(u, source, (*slot.ready, *self._ready(u))),)
 
-        def copy():
+        def copy() -> None:
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
 
-        task = self.lanes.run("h2d", f"weights {name}", copy, after=(*ready, *come), nbytes=nbytes)
+        task = self.lanes.run("h2d", "weights", name, copy, (*ready, *come), nbytes=nbytes)
         if slot is not None:
             slot.ring.release(slot, (task, *self._ready(u)))
         return task

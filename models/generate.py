@@ -6,8 +6,7 @@ Legend: B prompts, N tokens of a pass, T cached positions, H query heads, K key/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from trireme.models.attention import Attend
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Rows, make_rows, rope_tables
 
-Fetch = Callable[[int], AbstractContextManager[Any]]
+Units = Callable[[], Iterator[tuple[int, Any]]]
 
 
 def generate(
     cfg: ModelConfig,
-    fetch: Fetch,
+    units: Units,
     prompts: Sequence[Sequence[int]],
     max_new: int,
     *,
@@ -36,9 +35,9 @@ def generate(
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt: up to max_new tokens, ending with the first of `eos`.
 
-    `with fetch(u) as w` gives unit u's weights (as model.weights) in `dtype` on `device`. Units are asked for in order,
-    once a token; a tied embedding again inside the head. `enough()` is asked after each token, and ends all.
-    InputError where a prompt fills the model's learned positions.
+    `units()` is one pass over the model, asked for once a token: (u, weights as model.weights) in order, in `dtype` on
+    `device`. A unit's weights are read before the next is asked for, a tied embedding's again with the head's.
+    `enough()` is asked after each token, and ends all. InputError where a prompt fills the model's learned positions.
     """
     assert max_new >= 1
     assert all(prompts)
@@ -54,7 +53,7 @@ def generate(
     ids, rows = [token for p in prompts for token in p], make_rows(lengths, tables, device)
     single = make_rows([1] * len(prompts), tables, device)
     while True:
-        logits = _logits(cfg, fetch, torch.tensor(ids, device=device), rows, cache)
+        logits = _logits(cfg, units, torch.tensor(ids, device=device), rows, cache)
         for i, token in enumerate(logits.argmax(-1).tolist()):
             if not done(i):
                 new[i].append(token)
@@ -90,20 +89,22 @@ def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
     return min(max_new, cfg.max_positions - length)
 
 
-def _logits(cfg: ModelConfig, fetch: Fetch, ids: Tensor, rows: Rows, cache: _Cache) -> Tensor:
+def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Rows, cache: _Cache) -> Tensor:
     """(B, V) fp32: what follows the last token of each document of ids (N,)."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
-    with fetch(0) as w:
-        head.embed_forward(w, ids, rows, x)
     place = cache.place(rows.docs)
-    for u in range(1, cfg.n_units - 1):
-        with fetch(u) as w:
+    for u, w in units():
+        if u == 0:
+            embed = w
+            head.embed_forward(w, ids, rows, x)
+        elif u < cfg.n_units - 1:
             model.forward(cfg, u, w, x, rows, {}, out, cache.attention(shapes.layer(cfg, u), place))
-        x, out = out, x
-    last = x[rows.docs.cu_seqlens[1:].long() - 1]
-    with fetch(cfg.n_units - 1) as w, fetch(0) if cfg.tied else nullcontext() as embed:
-        y = head.final_norm(cfg, w, last)[0]
-        return torch.mm(y, model.output_matrix(cfg, embed, w).T).float()
+            x, out = out, x
+        else:
+            last = x[rows.docs.cu_seqlens[1:].long() - 1]
+            y = head.final_norm(cfg, w, last)[0]
+            logits = torch.mm(y, model.output_matrix(cfg, embed, w).T).float()
+    return logits
 
 
 class _Cache:

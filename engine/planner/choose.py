@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from trireme.engine.buffers import fits
-from trireme.engine.geometry import PARTS, Geometry
+from trireme.engine.geometry import PART_BYTES, Geometry
 from trireme.engine.plan import DoesNotFit, Plan
 from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.planner.rates import Rates
@@ -257,7 +257,7 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
     backward; where updates wait for the norm, all of them run in forward.
     """
     seconds = unit_seconds(geo.cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))
-    forward = plan.n_micro * sum(s for name, s in seconds.items() if name.startswith("forward"))
+    forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward")
     compute = plan.n_micro * sum(seconds.values())
     up, down = Counter(), Counter()  # bytes of each lane in forward and in backward
     updates, read, written = down if plan.mode == "backward" else up, 0, 0
@@ -278,8 +278,8 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float
             up["h2d"] += state + weights
             up["d2h"] += state + weights
         elif unit.state != "gpu":
-            updates["cpu"] += geo.numel[u] * PARTS["weights" if late else "all"][1]
-            down["cpu"] += geo.numel[u] * PARTS["moments"][1] * late
+            updates["cpu"] += geo.numel[u] * PART_BYTES["weights" if late else "all"]
+            down["cpu"] += geo.numel[u] * PART_BYTES["moments"] * late
         moved = (state if unit.state == "ssd" else 0) + (weights if unit.weights == "ssd" else 0)
         scratch = plan.n_micro * geo.saved_layout(unit.names("ssd"), plan.tokens).span + x * (unit.x == "ssd")
         scratch += weights * plan.spilled(u)

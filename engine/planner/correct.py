@@ -7,7 +7,7 @@ as predicted, the lane's rates are halved. The step that is measured trains, as 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,10 +29,10 @@ SHARE = 0.05  # of a step: a lane that works less than that says nothing
 
 def measured(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds that each of TIMED_BY was at work. The drive is, while any request to it is in flight."""
-    found, end = Counter(busy(spans)), 0.0
+    found, end = defaultdict[str, float](float, busy(spans)), 0.0
     for span in spans:
         if span.lane == "compute":
-            found[span.name.split()[0]] += span.end - span.start
+            found[span.kind] += span.end - span.start
     for span in sorted((s for s in spans if s.lane in READS + WRITES), key=lambda s: s.start):
         found["ssd"] += max(0.0, span.end - max(end, span.start))
         end = max(end, span.end)
@@ -58,14 +58,14 @@ def until_its_end(spans: Sequence[Span]) -> list[Span]:
     Lanes are drained before a trace is read. What they do then, last updates and reading ahead for the next step, is
     another matter.
     """
-    end, cut = max((s.end for s in spans if s.lane == "compute"), default=float("inf")), []
+    end, done = max((s.end for s in spans if s.lane == "compute"), default=float("inf")), []
     for span in spans:
         if span.end <= end:
-            cut.append(span)
+            done.append(span)
         elif span.start < end:
             share = (end - span.start) / (span.end - span.start)
-            cut.append(replace(span, end=end, nbytes=share * span.nbytes, flops=share * span.flops))
-    return cut
+            done.append(replace(span, end=end, nbytes=share * span.nbytes, flops=share * span.flops))
+    return done
 
 
 def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
@@ -74,7 +74,8 @@ def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: f
     A first step may have moved more or less than a usual one: what was measured is compared byte by byte.
     """
     spans = until_its_end(spans)
-    took, said, here, there = measured(spans), measured(found.spans), Counter(), Counter()
+    took, said = measured(spans), measured(found.spans)
+    here, there = defaultdict[str, float](float), defaultdict[str, float](float)
     for moved, traced in ((here, spans), (there, found.spans)):
         for span in traced:
             moved[span.lane] += span.nbytes

@@ -140,7 +140,7 @@ class Forecast:
             where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
             return f"   homes: {_counted(u.state for u in plan.units)}; {plan.adam_bits}-bit moments{where}"
         if row == "gradients":
-            when = {"forward": "under the next forward", "backward": "under backward", "serial": "after backward"}
+            when = {"forward": "under the next forward", "backward": "under backward"}
             return f"   consumed {when[plan.mode]}"
         if row == "activations":
             kept = sum(bool(u.saved) for u in plan.units)

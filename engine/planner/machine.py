@@ -147,13 +147,13 @@ def as_planned(machine: Machine, cfg: ModelConfig, plan: Plan, batch: Batch, dev
     known = unit_seconds(cfg, plan, machine.rates, batch)
     n = min(TRIED_GRADIENT, max(shapes.parameters(cfg, u) for u in range(cfg.n_units)))
     finish = 3 * 4 * n * PASSES["finish"] / machine.rates.copy
-    said = {"forward": 0.0, "backward": 0.0, "loss": known["loss"], "finish": finish}
+    said = {"forward": 0.0, "backward": 0.0, "loss": known["loss", names[-1]], "finish": finish}
     took = said | {"loss": probe.loss_seconds(cfg, plan.dtype, device, batch.tokens, batch.learned),
                    "finish": probe.finish_seconds(device, n)}  # fmt: skip
     for (_, kept), units in _alike(cfg, plan).items():
         each = probe.block_seconds(cfg, plan.dtype, device, batch.lengths, kept, units[0])
         for kind, seconds in zip(("forward", "backward"), each, strict=True):
-            said[kind] += len(units) * known[f"{kind} {names[units[0]]}"]
+            said[kind] += len(units) * known[kind, names[units[0]]]
             took[kind] += len(units) * seconds
     shares = {kind: getattr(machine.rates, kind) * said[kind] / took[kind] for kind in said}
     return replace(machine, rates=replace(machine.rates, **shares))
@@ -163,7 +163,7 @@ def _tried(cfg: ModelConfig, plan: Plan, machine: Machine, batch: Batch) -> Batc
     """A micro-batch, or as much of it as a block should be through with in TRIED_SECONDS."""
     seconds = unit_seconds(cfg, plan, machine.rates, batch)
     name = shapes.unit_names(cfg)[1]
-    share = TRIED_SECONDS / (seconds[f"forward {name}"] + seconds[f"backward {name}"])
+    share = TRIED_SECONDS / (seconds["forward", name] + seconds["backward", name])
     tokens = min(batch.tokens, max(TRIED_TOKENS, int(share * batch.tokens)))
     return replace(batch, tokens=tokens, seq_len=min(batch.seq_len, tokens))
 

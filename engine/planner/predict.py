@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
-from trireme.engine.lanes import Span
+from trireme.engine.lanes import Kind, Span, Task
 from trireme.engine.plan import Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds
@@ -19,8 +19,8 @@ from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
 
 # Passes over memory at the device's copy rate, for one byte that a task is said to move.
-PASSES = {"finish": 1.9, "zero": 1.3}
-KERNELS = {"forward": 12, "backward": 40, "finish": 2, "statistics": 10}  # others start one
+PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3}
+KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 2, "statistics": 10}  # others start one
 LOSS_KERNELS = 12, 6  # and for each chunk of logits
 FEW = 8  # micro-batches that are told apart, at least
 PIECES = 16  # of the largest gradient that are told apart, if `roughly` will do
@@ -66,7 +66,7 @@ class Batch:
 
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
         pairs = shapes.attended_pairs(self.lengths, cfg.window)
-        return [Inputs(None, None, None, None, self.tokens, self.learned, pairs)] * self.n_micro
+        return [Inputs(self.tokens, self.learned, pairs)] * self.n_micro
 
 
 def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False) -> Prediction:
@@ -83,27 +83,29 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     k = together(batch.n_micro) if roughly or plan.between == "gpu" else 1
     lanes = SimulatedLanes(durations(cfg, plan, rates, batch, k), rates)
     if k > 1:
-        plan, batch = (replace(p, tokens=k * p.tokens, n_micro=batch.n_micro // k) for p in (plan, batch))
+        plan = replace(plan, tokens=k * plan.tokens, n_micro=batch.n_micro // k)
+        batch = replace(batch, tokens=k * batch.tokens, n_micro=batch.n_micro // k)
     if roughly:
         plan = replace(plan, piece=max(plan.piece, max(Geometry.of(cfg, plan).numel) // PIECES))
     with _no_collection():
-        seconds = _steady(build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes), batch.inputs(cfg))
+        e = build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes)
+        seconds = _steady(e, lanes, batch.inputs(cfg))
         found = _prediction(seconds, lanes, () if roughly else tuple(lanes.trace()))
         lanes.close()
     return found
 
 
-def _steady(e: Engine, inputs: Sequence[Inputs]) -> float:
-    """Seconds of a step in the steady state; `e.lanes` then holds its tasks."""
+def _steady(e: Engine, lanes: SimulatedLanes, inputs: Sequence[Inputs]) -> float:
+    """Seconds of a step of `e` in the steady state; `lanes` then hold its tasks."""
     for step, part in enumerate((inputs[:1], inputs), 1):  # the first brings gradients, for the second to update by
-        e.lanes.begin()
+        lanes.begin()
         train_step(e, part, step, 0.0)
-        seconds = e.lanes.time()
-    e.lanes.repeat()
-    now = [seconds, *e.lanes.behind()]
+        seconds = lanes.time()
+    lanes.repeat()
+    now = [seconds, *lanes.behind()]
     for _ in range(STEPS):
-        before, seconds = now, e.lanes.time()
-        now = [seconds, *e.lanes.behind()]
+        before, seconds = now, lanes.time()
+        now = [seconds, *lanes.behind()]
         grown = [a - b for a, b in zip(now, before, strict=True)]
         if all(abs(more) < STEADY * seconds for more in grown):
             return seconds
@@ -134,28 +136,30 @@ def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) 
             moved[DRIVE[t.lane]] += int(t.nbytes)
         else:
             busy[t.lane] += t.end - t.start
-    busy["ssd"] = drive_seconds(*moved.values(), lanes.rates)  # spans are longer where both queues wait for the drive
-    bound = max(busy, key=busy.get)
+    busy["ssd"] = drive_seconds(
+        moved["ssd_read"], moved["ssd_write"], lanes.rates
+    )  # spans are longer where both queues wait for the drive
+    bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
 
 
 # ---------------------------------------------------------------- how long a task takes
 
 
-def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[..., float]:
-    """(lane, name, bytes) of a task -> seconds with its resources to itself; k micro-batches pass as one."""
+def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
+    """A task's seconds with its resources to itself; k micro-batches pass as one."""
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
-    passes = PASSES | {"finish": PASSES["finish"] / rates.finish}
+    passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {lane: getattr(rates, DRIVE.get(lane, lane)) for lane in ("h2d", "d2h", *DRIVE)}
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
 
-    def duration(lane: str, name: str, nbytes: float) -> float:
-        if lane in speed:
-            return latency + nbytes / speed[lane]
-        if name in known:
-            return k * known[name]
-        kind = name.split()[0]
-        return _launched(KERNELS.get(kind, 1), nbytes * passes.get(kind, 1.0) / rates.copy, rates)
+    def duration(task: Task) -> float:
+        if task.lane in speed:
+            return latency + task.nbytes / speed[task.lane]
+        if (task.kind, task.of) in known:
+            return k * known[task.kind, task.of]
+        kernels, passed = KERNELS.get(task.kind, 1), passes.get(task.kind, 1.0)
+        return _launched(kernels, task.nbytes * passed / rates.copy, rates)
 
     return duration
 
@@ -165,8 +169,8 @@ def _launched(kernels: float, seconds: float, rates: Rates) -> float:
     return max(seconds + kernels * rates.launch, kernels * rates.host)
 
 
-def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
-    """name -> seconds of every forward, backward and loss, for one micro-batch."""
+def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[tuple[Kind, str], float]:
+    """(kind, unit) -> seconds of every forward, backward and loss, for one micro-batch."""
     cfg = plan.cut(cfg)
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs
@@ -181,11 +185,14 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     features["mlp"] = 4.5 * cfg.width + (3 if cfg.gated else 2) * cfg.ffn
     features["block"] = features["attention"] + features["mlp"]
     parts = len(shapes.inner_kinds(cfg))  # that a block is cut into
-    launched = lambda kind, seconds: _launched(KERNELS[kind] / parts, seconds, rates)
-    known = {
-        f"forward {names[0]}": _launched(1, 2 * row * cfg.width / rates.copy, rates),
-        f"backward {names[0]}": _launched(4, 7 * row * cfg.width / rates.copy, rates),  # sorts the ids, adds in place
-        "loss": _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
+
+    def launched(kind: Kind, seconds: float) -> float:
+        return _launched(KERNELS[kind] / parts, seconds, rates)
+
+    known: dict[tuple[Kind, str], float] = {
+        ("forward", names[0]): _launched(1, 2 * row * cfg.width / rates.copy, rates),
+        ("backward", names[0]): _launched(4, 7 * row * cfg.width / rates.copy, rates),  # sorts ids, adds in place
+        ("loss", names[-1]): _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
     }
     # A weight's gradient is read, added to and written once for each micro-batch, in fp32 where there are several.
     wide = 8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]
@@ -207,8 +214,8 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             + small * (3 if missing else 2)
             + summed
         )
-        known[f"forward {names[u]}"] = launched("forward", forward) / rates.forward
-        known[f"backward {names[u]}"] = launched("backward", backward) / rates.backward
+        known["forward", names[u]] = launched("forward", forward) / rates.forward
+        known["backward", names[u]] = launched("backward", backward) / rates.backward
     return known
 
 

@@ -18,54 +18,62 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from trireme.engine.geometry import ADAM_BYTES, PARTS
-from trireme.engine.lanes import LANES, READS, WRITES, Span
+from trireme.engine.geometry import ADAM_BYTES
+from trireme.engine.lanes import LANES, READS, WRITES, Kind, Span, Task
 from trireme.engine.planner.rates import Rates
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lanes to and from it -> their rate
-TURN = ("loss", PARTS["moments"][0])  # how the names of the tasks begin with which backward does
+TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks with which backward begins
 
 
-class Noted:
+class Noted(Task):
     """A task as it was handed over: what it waits for, its seconds when alone; then, when it would start and end."""
 
-    __slots__ = ("lane", "name", "nbytes", "flops", "after", "seconds", "start", "end")
+    __slots__ = ("after", "seconds")
 
-    def __init__(self, lane: str, name: str, nbytes: float, flops: float, after: Sequence[Noted], seconds: float):
-        self.lane, self.name, self.nbytes, self.flops = lane, name, nbytes, flops
-        self.after, self.seconds = after, seconds
-        self.start = self.end = 0.0
+    def __init__(self, lane: str, kind: Kind, of: str, nbytes: float, flops: float, after: Sequence[Task]):
+        super().__init__(lane, kind, of, nbytes, flops)
+        self.after, self.seconds = after, 0.0
 
 
 class SimulatedLanes:
     """Notes the tasks of a step as they are handed over, and times them when all are known.
 
     In the steady state all steps hand over the same tasks. So those of one step are timed again for the next, and the
-    next, which is ten times as fast as the step's code. `duration(lane, name, bytes)`: seconds of a task alone.
+    next, which is ten times as fast as the step's code. `duration(task)`: its seconds alone.
     """
 
     simulated = True
 
-    def __init__(self, duration: Callable[[str, str, float], float], rates: Rates):
+    def __init__(self, duration: Callable[[Task], float], rates: Rates):
         self.duration, self.rates, self.device = duration, rates, torch.device("cpu")
         self.tasks: list[Noted] = []  # of a step, in the order of the program
-        self.levels: list[int] = []  # how many of them are to be over before the next begins
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, how much slower each lane is
         self.free = dict.fromkeys(LANES, 0.0)
         self.drive = Intervals()
         self.waited = 0.0  # when the last statistics were known
 
-    def run(self, lane, name, fn, after=(), nbytes=0, flops=0) -> Noted:
-        task = Noted(lane, name, nbytes, flops, after, self.duration(lane, name, nbytes))
+    def run(
+        self,
+        lane: str,
+        kind: Kind,
+        of: str,
+        fn: Callable[[], Any],  # noqa: ARG002 (nothing runs)
+        after: Sequence[Task] = (),
+        nbytes: float = 0,
+        flops: float = 0,
+    ) -> Noted:
+        task = Noted(lane, kind, of, nbytes, flops, after)
+        task.seconds = self.duration(task)
         self.tasks.append(task)
         return task
 
     def drain(self) -> None:
-        """All lanes are level again, as after a real drain."""
-        self.levels.append(len(self.tasks))
+        """Nothing runs."""
 
     def close(self) -> None:
         """Forgets the noted tasks at once, without the help of the garbage collector, to which they are many."""
@@ -75,22 +83,22 @@ class SimulatedLanes:
 
     def begin(self) -> None:
         """Forgets the noted tasks: those of the next step are handed over."""
-        self.tasks, self.levels, self.parts = [], [], []
+        self.tasks, self.parts = [], []
 
     def trace(self) -> list[Span]:
         """The spans of the noted tasks as they were timed last."""
-        return [Span(t.lane, t.name, t.start, t.end, t.nbytes, t.flops) for t in self.tasks]
+        return [Span.over(t) for t in self.tasks]
 
     def repeat(self) -> None:
         """Makes the noted step one that follows itself: what waits for a task of the step before, waits for its own.
 
         That is the last one of the same name. It is handed over later; one that is not has been over for long.
         """
-        last = {(task.lane, task.name): i for i, task in enumerate(self.tasks)}
+        last = {(task.lane, task.kind, task.of): i for i, task in enumerate(self.tasks)}
         mine = set(self.tasks)
         for i, task in enumerate(self.tasks):
             if not mine.issuperset(task.after):
-                before = [last.get((t.lane, t.name), -1) for t in task.after if t not in mine]
+                before = [last.get((t.lane, t.kind, t.of), -1) for t in task.after if t not in mine]
                 task.after = [t for t in task.after if t in mine] + [self.tasks[j] for j in before if j >= i]
 
     def time(self) -> float:
@@ -98,12 +106,10 @@ class SimulatedLanes:
 
         A task that waits for one handed over later waits for that of the step before.
         """
-        begun, self.parts = self.waited, self.parts or self._cut()
+        begun, self.parts = self.waited, self.parts or self._halves()
         for a, b, slow in self.parts:
-            if a in self.levels:
-                self.free = dict.fromkeys(LANES, max(self.free.values()))
             self._time(self.tasks[a:b], slow)
-            if self.tasks[b - 1].name == "statistics":
+            if self.tasks[b - 1].kind == "statistics":
                 self.waited = self.tasks[b - 1].end
                 self.free = {lane: max(t, self.waited) for lane, t in self.free.items()}
         return self.waited - begun
@@ -112,13 +118,13 @@ class SimulatedLanes:
         """Seconds that each lane still works when a step is over: where they grow, steps will take longer yet."""
         return [end - self.waited for end in self.free.values()]
 
-    def _cut(self) -> list[tuple[int, int, dict[str, float]]]:
+    def _halves(self) -> list[tuple[int, int, dict[str, float]]]:
         """The noted tasks in parts: forward, backward until the statistics, and what belongs to the next forward."""
         n = len(self.tasks)
-        turn = next(i for i, task in enumerate(self.tasks) if task.name.startswith(TURN))
-        end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].name == "statistics")
+        turn = next(i for i, task in enumerate(self.tasks) if task.kind in TURN)
+        end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].kind == "statistics")
         up, down = _slowness((self.tasks[:turn] + self.tasks[end:], self.tasks[turn:end]), self.rates)
-        places = pairwise(sorted({0, turn, end, n, *self.levels}))
+        places = pairwise(sorted({0, turn, end, n}))
         return [(a, b, down if turn <= a < end else up) for a, b in places]
 
     def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
@@ -141,7 +147,7 @@ class SimulatedLanes:
 class Intervals:
     """When a device that does one thing at a time is busy: sorted intervals that neither overlap nor touch."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.starts: list[float] = []
         self.ends: list[float] = []
 

@@ -223,9 +223,7 @@ class Options:
     )
     gpu_memory: int | None = _option(PLACEMENT, "hard limit, as 24GiB [what is free]", parse=size, metavar="SIZE")
     ram: int | None = _option(PLACEMENT, "hard limit [85 % of what this process may use]", parse=size, metavar="SIZE")
-    optimizer_mode: str = _option(
-        PLACEMENT, "when units are updated", "auto", choices=("auto", "backward", "forward", "serial")
-    )
+    optimizer_mode: str = _option(PLACEMENT, "when units are updated", "auto", choices=("auto", "backward", "forward"))
     plan: str | None = _option(PLACEMENT, "a hand-written plan", metavar="FILE")
 
     config: str | None = _option(INSTEAD, "options from a YAML file; flags win", metavar="FILE")

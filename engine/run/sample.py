@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.memory import DTYPE, views
 from trireme.engine.planner.rule import largest
-from trireme.engine.step import Engine, update_and_prefetch
+from trireme.engine.step import Engine, forward_units
 from trireme.models import model
 from trireme.models.generate import generate, needs
 
@@ -75,10 +74,10 @@ def sample(
     none = [Sample(prompt, NO_ROOM, True) for prompt in shown]
     if not all(given):
         return none
-    fetch, eos = _fetcher(e), frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset()
-    options = dict(eos=eos, device=e.memory.device, dtype=DTYPE[e.plan.dtype], enough=enough)
+    eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset()
+    device, dtype = e.memory.device, DTYPE[e.plan.dtype]
     try:
-        out = generate(e.cfg, fetch, given, max_new, **options)
+        out = generate(e.cfg, lambda: _one_pass(e), given, max_new, eos=eos, device=device, dtype=dtype, enough=enough)
     except torch.OutOfMemoryError:
         _let_go(e)
         return none
@@ -86,26 +85,21 @@ def sample(
     return [Sample(*each) for each in zip(shown, map(codec.decode, out), ended, strict=True)]
 
 
+def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
+    """Every unit in order with its weights, as generate reads them; the next ones are on their way meanwhile."""
+    for u in forward_units(e):
+        held = e.weights.get(u)
+        e.lanes.run("compute", "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
+        yield u, model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
+        done = e.lanes.run("compute", "other", f"read {e.geo.names[u]}", lambda: None)
+        e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train=False))
+    if e.cfg.tied:
+        e.weights.release(0, done)
+
+
 def _let_go(e: Engine) -> None:
     """Releases the units that a pass held or had on their way when it broke off."""
     on_their_way = [task for held in e.weights.held.values() for task in held.ready]
-    done = e.lanes.run("compute", "break off the sample", lambda: None, on_their_way)
+    done = e.lanes.run("compute", "other", "break off the sample", lambda: None, on_their_way)
     for u in list(e.weights.held):
         e.weights.release(u, done)
-
-
-def _fetcher(e: Engine):
-    """What generate asks unit u's weights of: get, read, release; the next unit is on its way meanwhile."""
-
-    @contextmanager
-    def fetch(u: int) -> Iterator:
-        update_and_prefetch(e, u)
-        held = e.weights.get(u)
-        if e.plan.window > 1 and e.geo.head not in e.weights.held:  # a tied head is the last, and asks for unit 0
-            update_and_prefetch(e, u + 1)
-        e.lanes.run("compute", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
-        yield model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
-        done = e.lanes.run("compute", f"read {e.geo.names[u]}", lambda: None)
-        e.weights.release(u, done)
-
-    return fetch

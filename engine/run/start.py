@@ -12,7 +12,7 @@ from trireme.engine.amounts import gib
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.lanes import RealLanes
-from trireme.engine.optimizer import AdamW
+from trireme.engine.updates import AdamW
 from trireme.engine.run.job import Job
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
@@ -97,8 +97,8 @@ def fill_engine(
     if resumed:
         _load_snapshot(e, store, log, asked, everything=not moved)
         return
-    for name, layout in e.homes.shards():
-        store.add(name, layout, weights=name.startswith("weights"))
+    for shard in e.homes.shards():
+        store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
     if job.plan.homes_on_ssd:
         store.reserve()
     with _loading(log, "loading", e.homes.nbytes(), asked) as more:
@@ -107,7 +107,9 @@ def fill_engine(
 
 def _load_snapshot(e: Engine, store: Store, log: RunLog, asked: Sequence[int], everything: bool) -> None:
     """Fills the homes from the last snapshot; what is read is compared with its checksums. Raises StoreError."""
-    if {name: shard.layout for name, shard in store.shards.items()} != dict(e.homes.shards()):
+    if {name: shard.layout for name, shard in store.shards.items()} != {
+        shard.name: shard.layout for shard in e.homes.shards()
+    }:
         folder = os.path.join(store.devices[0].path, store.snapshots[-1].folder)
         raise StoreError(errno.EINVAL, "is the state of another model, or cut otherwise", folder)
     try:

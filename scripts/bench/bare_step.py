@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trireme.engine.activations import Activation
 from trireme.engine.memory import flat, views
 from trireme.engine.optimizer import StepStats
 from trireme.engine.step import Engine
@@ -16,18 +17,20 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
     cfg, geo, homes = e.cfg, e.geo, e.homes
     w = [model.weights(cfg, u, views(geo.weights[u], homes.weights[u])) for u in range(geo.n_units)]
     fixed = e.activations.fixed
-    x = lambda u, b: flat(fixed[u, b, "x"], geo.dtype, batch[b].tokens * cfg.width).view(-1, cfg.width)
+    x = lambda u, b: flat(fixed[Activation(u, b, "x", "gpu")], geo.dtype, batch[b].tokens * cfg.width).view(
+        -1, cfg.width
+    )
     saved = lambda u, b: (
-        views(geo.saved_layout(e.plan.units[u].names("gpu"), batch[b].tokens), fixed[u, b, "gpu"])
+        views(geo.saved_layout(e.plan.units[u].names("gpu"), batch[b].tokens), fixed[Activation(u, b, "saved", "gpu")])
         if e.plan.units[u].saved
         else {}
     )
     wide = e.gradients.wide
     for b, mb in enumerate(batch):
-        head.embed_forward(w[0], mb.ids, mb.rows, x(1, b))
+        head.embed_forward(w[0], mb.on_device.ids, mb.on_device.rows, x(1, b))
     for u in range(1, geo.head):
         for b, mb in enumerate(batch):
-            model.forward(cfg, u, w[u], x(u, b), mb.rows, saved(u, b), x(u + 1, b))
+            model.forward(cfg, u, w[u], x(u, b), mb.on_device.rows, saved(u, b), x(u + 1, b))
 
     sums = torch.zeros(geo.first_stretch[-1], device=e.memory.device)
 
@@ -47,7 +50,16 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
     dx = [torch.empty_like(x(1, b)) for b in range(len(batch))]
     losses = [
         head.head_loss(
-            cfg, w[-1], w[-1].output, x(geo.head, b), mb.labels, mb.loss_rows, 1 / trained, g, g.output, dx[b]
+            cfg,
+            w[-1],
+            w[-1].output,
+            x(geo.head, b),
+            mb.on_device.labels,
+            mb.on_device.loss_rows,
+            1 / trained,
+            g,
+            g.output,
+            dx[b],
         )
         for b, mb in enumerate(batch)
     ]
@@ -56,12 +68,12 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
     for u in range(geo.head - 1, 0, -1):
         buffer, g = gradient(u)
         for b, mb in enumerate(batch):
-            model.backward(cfg, u, w[u], g, x(u, b), saved(u, b), dx[b], mb.rows, other)
+            model.backward(cfg, u, w[u], g, x(u, b), saved(u, b), dx[b], mb.on_device.rows, other)
             dx[b], other = other, dx[b]
         finish(u, buffer)
     buffer, g = gradient(0)
     for b, mb in enumerate(batch):
-        head.embed_backward(g, dx[b], mb.ids, mb.rows)
+        head.embed_backward(g, dx[b], mb.on_device.ids, mb.on_device.rows)
     finish(0, buffer)
     norm = sums.double().sum().sqrt()
     clip = torch.clamp(1.0 / (norm + 1e-6), max=1.0).float().reshape(1)

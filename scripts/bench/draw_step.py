@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from model_shapes import MODELS
 
-from trireme.engine.lanes import Span
+from trireme.engine.lanes import Kind, Span
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import Rates
@@ -27,9 +27,11 @@ ROWS = {
     "ssd_read": "SSD to RAM", "state_read": "records to RAM",
     "ssd_write": "RAM to SSD", "state_write": "records to SSD",
 }  # fmt: skip
-KINDS = {  # of tasks: colour
-    "forward": "#4f8fcf", "loss": "#12365f", "backward": "#1f5fa8", "weights": "#79b98a", "activations": "#e3a33b",
-    "gradients": "#c4563f", "update": "#8a63b0", "optimizer state": "#b49bd0",
+KINDS: dict[str, tuple[str, tuple[Kind, ...]]] = {  # label: colour, kinds of tasks; the others are too small to be seen
+    "forward": ("#4f8fcf", ("forward",)), "loss": ("#12365f", ("loss",)), "backward": ("#1f5fa8", ("backward",)),
+    "weights": ("#79b98a", ("weights",)), "activations": ("#e3a33b", ("activations",)),
+    "gradients": ("#c4563f", ("gradient",)), "update": ("#8a63b0", ("adamw", "adamw weights", "adamw moments")),
+    "optimizer state": ("#b49bd0", ("state",)),
 }  # fmt: skip
 WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 980, 118, 16, 50, 30, 20
 
@@ -50,24 +52,11 @@ def plan() -> Plan:
     return Plan(tuple(units), BATCH.tokens, BATCH.n_micro, late_moments=late, window=3, state_slots=8, record=1 << 25)
 
 
-def kind(span: Span) -> str:
-    """Which of KINDS a task is of; nothing for those too small to be seen."""
-    first = span.name.split()[0]
-    if first in KINDS:
-        return first
-    if span.lane == "cpu":
-        return "update"
-    if span.lane.startswith("state"):
-        return "optimizer state"
-    if first in ("swap", "fetch"):
-        return "activations"
-    return {"gradient": "gradients"}.get(first, "weights" if first.startswith("weights") else "")
-
-
 def picture(found: Prediction) -> str:
     """The spans of the last simulated step as SVG."""
     begin = min(s.start for s in found.spans if s.lane == "compute")
-    end = max(s.end for s in found.spans if s.name == "statistics")
+    end = max(s.end for s in found.spans if s.kind == "statistics")
+    colour = {kind: colour for colour, kinds in KINDS.values() for kind in kinds}
     to_x = lambda seconds: LEFT + (seconds - begin) / (end - begin) * (WIDTH - LEFT - RIGHT)
     height = TOP + len(ROWS) * ROW + 26
     parts = [_legend()]
@@ -75,19 +64,19 @@ def picture(found: Prediction) -> str:
         y = TOP + i * ROW
         parts.append(f'<text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">{label}</text>')
         parts.append(f'<path d="M{LEFT} {y + BAR}H{WIDTH - RIGHT}" stroke="#e3e3e3"/>')
-        for s in _joined([s for s in found.spans if s.lane == lane and kind(s)]):
+        for s in _joined([s for s in found.spans if s.lane == lane and s.kind in colour]):
             a, b = to_x(max(s.start, begin)), to_x(min(s.end, end))
             if b - a < 0.4:
                 continue
             parts.append(
-                f'<rect x="{a:.1f}" y="{y}" width="{b - a - 0.3:.1f}" height="{BAR}" fill="{KINDS[kind(s)]}"/>'
+                f'<rect x="{a:.1f}" y="{y}" width="{b - a - 0.3:.1f}" height="{BAR}" fill="{colour[s.kind]}"/>'
             )
-            if s.name.startswith(("forward block", "backward block")) and b - a > 12:
+            if s.kind in ("forward", "backward") and s.of.startswith("block") and b - a > 12:
                 parts.append(
                     f'<text x="{(a + b) / 2:.1f}" y="{y + 14}" text-anchor="middle" fill="white" font-size="10">'
-                    f"{int(s.name.split('block')[1])}</text>"
+                    f"{int(s.of[len('block') :])}</text>"
                 )
-    head = to_x(next(s.start for s in found.spans if s.name == "loss"))
+    head = to_x(next(s.start for s in found.spans if s.kind == "loss"))
     for x, anchor, text in ((LEFT, "start", "a step begins"), (head, "middle", "the head"),
                             (WIDTH - RIGHT, "end", "the next begins")):  # fmt: skip
         parts.append(f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}">{text}</text>')
@@ -102,7 +91,7 @@ def _joined(spans: list[Span]) -> list[Span]:
     """Tasks of the same name that follow each other, the micro-batches of a block, as one."""
     joined: list[Span] = []
     for s in sorted(spans, key=lambda s: s.start):
-        if joined and joined[-1].name == s.name and s.start - joined[-1].end < 1e-3:
+        if joined and (joined[-1].kind, joined[-1].of) == (s.kind, s.of) and s.start - joined[-1].end < 1e-3:
             joined[-1] = replace(joined[-1], end=s.end)
         else:
             joined.append(s)
@@ -111,7 +100,7 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 def _legend() -> str:
     parts, x = [], LEFT
-    for name, colour in KINDS.items():
+    for name, (colour, _) in KINDS.items():
         parts.append(f'<rect x="{x}" y="15" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 17}" y="26">{name}</text>')
         x += 34 + 7 * len(name)

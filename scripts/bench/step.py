@@ -31,10 +31,10 @@ from trireme.engine.buffers import usage
 from trireme.engine.build import build, inputs
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.geometry import Geometry
-from trireme.engine.homes import Homes, Staged
+from trireme.engine.homes import Entry, Homes, Writer
 from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, Span, busy, write_perfetto
 from trireme.engine.memory import DTYPE, flat, views
-from trireme.engine.optimizer import AdamW
+from trireme.engine.updates import AdamW
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.correct import corrected, measured
@@ -117,7 +117,7 @@ def random_homes(homes: Homes) -> None:
     """Random weights straight into their homes, moments zero: no checkpoint, no second copy."""
     tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
     for u, layout in enumerate(homes.geo.weights):
-        with Staged(homes, "weights", u) as buffer:
+        with Writer(homes, Entry("weights", u)) as buffer:
             values = flat(buffer, homes.geo.dtype, homes.geo.numel[u])
             for a in range(0, len(values), len(tile)):
                 part = values[a : a + len(tile)]
@@ -126,7 +126,7 @@ def random_homes(homes: Homes) -> None:
                 if tensor.dim() == 1:
                     tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         for r in range(len(homes.state[u])):
-            with Staged(homes, "state", u, r) as buffer:
+            with Writer(homes, Entry("state", u, r)) as buffer:
                 buffer.zero_()
 
 
@@ -154,7 +154,7 @@ def rule_of(a, cfg: ModelConfig, dtype: str, limits: dict[str, int]) -> dict:
     return dict(
         batch_tokens=[(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows],
         dtype=dtype,
-        mode="serial" if "overlap" in a.off else "forward" if a.clip else "backward",
+        mode="forward" if a.clip else "backward",
         record=a.record or record_size(shapes.parameters(cfg), limits["host"]),
         adam_bits=a.adam_bits,
         on_cuda=dtype == "BF16",
@@ -290,10 +290,9 @@ def measure(
     for line in e.memory.describe():
         print(line)
     if store is not None:
-        for name, layout in e.homes.shards():
-            unit = plan.units[int(name.split("-")[1])]
-            if (unit.weights if name.startswith("weights") else unit.state) == "ssd":
-                store.add(name, layout)
+        for shard in e.homes.shards():
+            if e.homes.tier(shard.entry) == "ssd":
+                store.add(shard.name, shard.layout)
         e.claim_scratch(store.devices)
     random_homes(e.homes)
     print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens; "

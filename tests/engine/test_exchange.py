@@ -1,8 +1,8 @@
 """From a checkpoint into the homes and back: exact in every dtype and tier, tied weights checked, the old one safe."""
 
-import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, bring_back
+from trireme.engine.homes import Entry
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.memory import views
 from trireme.engine.plan import UnitPlan
@@ -81,8 +82,8 @@ def test_the_older_checkpoint_goes_when_the_name_of_the_new_one_is_on_the_drive(
     x, done = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA)), []
     x.load()
     x.replace(tmp_path / "best")
-    rename, rmtree = os.rename, shutil.rmtree
-    monkeypatch.setattr(os, "rename", lambda *names: (rename(*names), done.append(names[1].name)))
+    rename, rmtree = Path.rename, shutil.rmtree
+    monkeypatch.setattr(Path, "rename", lambda old, new: (rename(old, new), done.append(new.name)))
     monkeypatch.setattr(
         shutil, "rmtree", lambda folder, **how: (rmtree(folder, **how), done.append(f"no {folder.name}"))
     )
@@ -115,5 +116,5 @@ def test_a_master_is_split_as_the_kernels_split_it(tmp_path):
     hi, lo = split_master(torch.from_numpy(values).flatten())
     bits = x.homes.weights[head][layout.offset : layout.offset + layout.nbytes].view(torch.bfloat16)
     assert torch.equal(bits.view(torch.int16), hi.view(torch.int16))
-    records = [views(x.homes.record_layout(head, r), b)["lo"] for r, b in enumerate(x.homes.state[head])]
+    records = [views(x.homes.layout(Entry("state", head, r)), b)["lo"] for r, b in enumerate(x.homes.state[head])]
     assert torch.equal(torch.cat(records)[: layout.numel], lo)

@@ -10,7 +10,7 @@ import pytest
 from engines import LIMITS, LLAMA, gpu_plan
 
 from trireme.engine.build import build
-from trireme.engine.homes import READ_AHEAD
+from trireme.engine.homes import READ_AHEAD, Entry
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.storage.aio import address_of
@@ -45,7 +45,7 @@ def test_after_an_error_nothing_of_the_buffer_is_in_flight(way, how):
     store = SickStore(*how)
     homes = build(LLAMA, plan, LIMITS, InlineLanes(), store=store).homes
     with pytest.raises(StoreError, match="Input/output error"):
-        homes.move(way, homes.shards_of("state", 1), homes.state[1][0])
+        homes.move(getattr(store, way), homes.shards_of(Entry("state", 1)), homes.state[1][0])
     assert all(future.done() for future in store.slow)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import queue
+import sys
 import threading
 
 import pytest
@@ -29,8 +30,8 @@ def lanes():
 
 def test_a_task_runs_after_what_it_waits_for(lanes):
     gate, seen = threading.Event(), []
-    first = lanes.run("ssd_read", "first", lambda: gate.wait() and seen.append(1))
-    second = lanes.run("cpu", "second", lambda: seen.append(2), after=(first,))
+    first = lanes.run("ssd_read", "other", "first", lambda: gate.wait() and seen.append(1))
+    second = lanes.run("cpu", "other", "second", lambda: seen.append(2), after=(first,))
     assert seen == []
     gate.set()
     second.wait()
@@ -40,7 +41,7 @@ def test_a_task_runs_after_what_it_waits_for(lanes):
 def test_a_lane_is_first_in_first_out(lanes):
     seen = []
     for i in range(100):
-        lanes.run("cpu", str(i), lambda i=i: seen.append(i))
+        lanes.run("cpu", "other", str(i), lambda i=i: seen.append(i))
     lanes.drain()
     assert seen == list(range(100))
 
@@ -49,15 +50,15 @@ def test_an_error_reaches_whoever_waits_and_stops_the_lanes(lanes):
     def fail():
         raise OSError(28, "No space left on device", "shard")
 
-    bad = lanes.run("ssd_write", "bad", fail)
-    after = lanes.run("cpu", "after", lambda: pytest.fail("ran after an error"), after=(bad,))
+    bad = lanes.run("ssd_write", "other", "bad", fail)
+    after = lanes.run("cpu", "other", "after", lambda: pytest.fail("ran after an error"), after=(bad,))
     for task in (bad, after):
         with pytest.raises(OSError, match="No space left"):
             task.wait()
     with pytest.raises(OSError, match="No space left"):
         lanes.drain()
     with pytest.raises(OSError, match="No space left"):
-        lanes.run("cpu", "later", lambda: None)
+        lanes.run("cpu", "other", "later", lambda: None)
 
 
 def test_a_lane_whose_stream_is_refused_fails_its_tasks(lanes, monkeypatch):
@@ -68,11 +69,19 @@ def test_a_lane_whose_stream_is_refused_fails_its_tasks(lanes, monkeypatch):
 
     monkeypatch.setattr("torch.cuda.set_device", refuse)
     lanes.streams["late"], lanes.queues["late"] = object(), queue.SimpleQueue()
-    task = lanes.run("late", "copy", lambda: None)
+    task = lanes.run("late", "other", "copy", lambda: None)
     lanes.queues["late"].put(None)
     lanes._serve("late")
     with pytest.raises(RuntimeError, match="no such device"):
         task.wait()
+
+
+def test_the_interpreter_switches_threads_as_before_once_lanes_are_closed():
+    before = sys.getswitchinterval()
+    lanes = RealLanes()
+    assert sys.getswitchinterval() < before
+    lanes.close()
+    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.parametrize("lane", [lane for lane in LANES if lane != "update"])
@@ -80,11 +89,10 @@ def test_an_error_in_any_lane_ends_the_step_with_that_error(lane):
     class Failing(RealLanes):
         count = 0
 
-        def run(self, where, name, fn, after=(), nbytes=0, flops=0):
+        def run(self, where, kind, of, fn, after=(), nbytes=0, flops=0):
             self.count += where == lane
-            return super().run(
-                where, name, self.broken if where == lane and self.count == 5 else fn, after, nbytes, flops
-            )
+            fn = self.broken if where == lane and self.count == 5 else fn
+            return super().run(where, kind, of, fn, after, nbytes, flops)
 
         def broken(self):
             raise OSError(5, "Input/output error", lane)
@@ -103,16 +111,16 @@ def test_an_error_in_any_lane_ends_the_step_with_that_error(lane):
 
 def simulate(plan, rates):
     """Seconds of the second of two simulated steps, and its spans."""
-    lanes = SimulatedLanes(lambda lane, name, nbytes: nbytes / rates.get(lane, 1e12), ALONE)
+    lanes = SimulatedLanes(lambda task: task.nbytes / rates.get(task.lane, 1e12), ALONE)
     e = build(LLAMA, plan, LIMITS, lanes)
-    batch = [Inputs(None, None, None, None, 24, 20, 300) for _ in range(plan.n_micro)]
+    batch = [Inputs(24, 20, 300) for _ in range(plan.n_micro)]
     for step in (1, 2):
         lanes.begin()
         train_step(e, batch, step, 0.0)
         seconds = lanes.time()
     spans = lanes.trace()
     e.optimizer.flush()
-    assert e.memory.owned() == len(e.optimizer.ahead)
+    assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
     return seconds, spans
 
 
@@ -126,7 +134,7 @@ def test_a_simulated_step_is_as_long_as_its_slowest_lane():
 
 def test_the_trace_opens_as_json(tmp_path, lanes):
     lanes.tracing = True
-    lanes.run("cpu", "work", lambda: None, nbytes=1e6)
+    lanes.run("cpu", "other", "work", lambda: None, nbytes=1e6)
     lanes.drain()
     write_perfetto(tmp_path / "trace.json", lanes.trace())
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -59,8 +59,8 @@ def a_run(cfg: ModelConfig, limits: dict[str, int], folder: Path) -> list[str]:
     plan = simple_plan(cfg, limits, batch_tokens=[(64, 2)], dtype="F32", record=1 << 18, on_cuda=False)
     with Store.create([open_device(folder, 0)]) as store:
         e = build(cfg, plan, limits, RealLanes(), store=store)
-        for name, layout in e.homes.shards():
-            store.add(name, layout)
+        for shard in e.homes.shards():
+            store.add(shard.name, shard.layout)
         fill(e.homes, random_pieces)
         tables = rope_tables(cfg, 64, "cpu")
         for i, step in enumerate(batches(cfg, 3, 2, 64), 1):

@@ -51,8 +51,8 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_reserved()
         e = build(cfg, plan, limits, RealLanes("cuda"), store=store)
-        for name, layout in e.homes.shards():
-            store.add(name, layout)
+        for shard in e.homes.shards():
+            store.add(shard.name, shard.layout)
         e.claim_scratch(store.devices)
         fill(e.homes, lambda name, a, b: [0.02 * torch.randn(b - a).numpy()])
         tables = rope_tables(cfg, seq, "cuda")

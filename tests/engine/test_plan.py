@@ -101,7 +101,7 @@ def test_a_plan_survives_its_file(tmp_path):
         {"units": [{"weights": "host", "state": "host", "update": "tpu"}]},
         {"units": [{"weights": "host", "state": "host", "update": "gpu"}], "mode": "backward"},
         {"mode": "backward", "gradients": "ssd"},
-        {"mode": "serial", "late_moments": ["host"]},
+        {"mode": "serial"},
         {"mode": "sideways"},
         {"color": "blue"},
         {"units": 3},

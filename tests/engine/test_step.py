@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from trireme.engine.build import build, inputs
 from trireme.engine.lanes import InlineLanes, RealLanes
-from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.run.sample import sample
 from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.updates import AdamW
 from trireme.models import shapes
 from trireme.models.rows import rope_tables
 
@@ -85,18 +85,17 @@ def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
             assert value == all_told[i, name]
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
-    assert e.memory.owned() == len(e.optimizer.ahead)  # what is held is only what was read ahead
+    assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)  # what is held is only what was read ahead
     e.lanes.close()
     e.close()
 
 
 @pytest.mark.parametrize("model", LLAMAS)
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("mode", ["forward", "serial"])
 @pytest.mark.parametrize("tier", ["host", "ssd"])
-def test_everything_in_one_tier(model, dtype, mode, tier):
+def test_everything_in_one_tier(model, dtype, tier):
     unit = UnitPlan(weights=tier, state=tier, x="host", saved=tuple((n, tier) for n in NAMES))
-    check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, mode=mode, record=700), InlineLanes(), model)
+    check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, record=700), InlineLanes(), model)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -144,16 +143,12 @@ def test_updates_streamed_through_the_gpu(window):
         check(plan, LateLanes(late))
 
 
-@pytest.mark.parametrize("mode", ["forward", "serial"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 @pytest.mark.parametrize("late", [(), ("host", "ssd")])
-def test_gradients_may_wait_on_the_ssd(mode, dtype, late):
+def test_gradients_may_wait_on_the_ssd(dtype, late):
     far = UnitPlan("ssd", "ssd", x="ssd")
     units = (far, replace(far, weights="host"), UnitPlan("host", "host"), UnitPlan(), far)
-    late = late if mode == "forward" else ()
-    plan = gpu_plan(
-        LLAMA, units=units, dtype=dtype, mode=mode, record=700, late_moments=late, gradients="ssd", piece=1000
-    )
+    plan = gpu_plan(LLAMA, units=units, dtype=dtype, record=700, late_moments=late, gradients="ssd", piece=1000)
     check(plan, RealLanes("cpu", extra=("poison",)))
     for late in LAGS:
         check(plan, LateLanes(late), "tied")
@@ -191,7 +186,7 @@ def plans(draw):
         update = "gpu" if streamed else "cpu"
         return UnitPlan(weights, state, update, resident, draw(st.sampled_from(TIERS)), saved)
 
-    mode = draw(st.sampled_from(("forward", "backward", "serial")))
+    mode = draw(st.sampled_from(("forward", "backward")))
     bits = draw(st.sampled_from((32, 16, 8)))
     return model, gpu_plan(
         cfg,
@@ -239,10 +234,13 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations):
     model, plan = drawn
     cfg, real = MODELS[model], RealLanes("cpu")
     drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
-    simulated = SimulatedLanes(lambda lane, name, nbytes: 1.0, drive)
+    simulated = SimulatedLanes(lambda task: 1.0, drive)
     adamw = AdamW(max_grad_norm=0.0 if plan.mode == "backward" else 1.0)
     runs, thought = make(cfg, plan, real, adamw, poison=False), build(cfg, plan, LIMITS, simulated, adamw=adamw)
-    tables, tasks = rope_tables(cfg, 64, "cpu"), lambda spans: [(s.lane, s.name, s.nbytes, s.flops) for s in spans]
+    tables, tasks = (
+        rope_tables(cfg, 64, "cpu"),
+        lambda spans: [(s.lane, s.kind, s.of, s.nbytes, s.flops) for s in spans],
+    )
     real.tracing = True
     for i, step in enumerate(batches(cfg, 3, plan.n_micro, 24), 1):
         micro = [inputs(runs.cfg, mb, tables, "cpu") for mb in step]
@@ -260,18 +258,18 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations):
 
 
 def _without_tensors(mb: Inputs) -> Inputs:
-    return replace(mb, ids=None, labels=None, loss_rows=None, rows=None)
+    return replace(mb, packed=None)
 
 
-def handed_over(plan) -> list[str]:
-    """Names of a step's tasks in the order of the program."""
+def handed_over(plan) -> list[tuple[str, str, str]]:
+    """(lane, kind, of) of a step's tasks in the order of the program."""
     cfg, drive = replace(LLAMA, n_layers=len(plan.units) - 2), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-    lanes = SimulatedLanes(lambda lane, name, nbytes: 1.0, drive)
-    e, batch = build(cfg, plan, LIMITS, lanes), [Inputs(None, None, None, None, 24, 20, 100)] * plan.n_micro
+    lanes = SimulatedLanes(lambda task: 1.0, drive)
+    e, batch = build(cfg, plan, LIMITS, lanes), [Inputs(24, 20, 100)] * plan.n_micro
     for step in (1, 2):
         lanes.begin()
         train_step(e, batch, step, 1e-3)
-    return [task.name for task in lanes.tasks]
+    return [(task.lane, task.kind, task.of) for task in lanes.tasks]
 
 
 @pytest.mark.parametrize("between", ["gpu", "host"])
@@ -279,15 +277,19 @@ def handed_over(plan) -> list[str]:
 def test_what_is_needed_next_is_on_its_way_before(between, slots):
     """As early as there are slots for it. Of the weights, those that forward used last are not brought again."""
     unit = UnitPlan("host", "host", x="host", saved=(("qkv", "host"),))
-    names = handed_over(gpu_plan(LLAMA, units=(unit,) * 8, between=between, window=slots, swap_slots=slots, n_micro=4))
-    turn, fetched = names.index("loss"), {"forward": ("x",) * (between == "host"), "backward": ("x", "host")}
-    for way, tasks, order in (("forward", names[:turn], range(6)), ("backward", names[turn:], range(5, -1, -1))):
-        at = [i for i, name in enumerate(tasks) if name.startswith(f"{way} block")]
-        assert [tasks[i] for i in at] == [f"{way} block{u:03d}" for u in order for _ in range(4)]
-        brought = [u for u in order if f"weights block{u:03d}" in tasks]
+    done = handed_over(gpu_plan(LLAMA, units=(unit,) * 8, between=between, window=slots, swap_slots=slots, n_micro=4))
+    turn, fetched = (
+        done.index(("compute", "loss", "head")),
+        {"forward": ("x",) * (between == "host"), "backward": ("x", "host")},
+    )
+    weights = lambda u: ("h2d", "weights", f"block{u:03d}")
+    for way, tasks, order in (("forward", done[:turn], range(6)), ("backward", done[turn:], range(5, -1, -1))):
+        at = [i for i, (_, kind, of) in enumerate(tasks) if kind == way and of.startswith("block")]
+        assert [tasks[i][2] for i in at] == [f"block{u:03d}" for u in order for _ in range(4)]
+        brought = [u for u in order if weights(u) in tasks]
         assert brought == list(order[0 if way == "forward" else slots :])
         for u in brought:
-            assert tasks.index(f"weights block{u:03d}") < at[max(0, 4 * (order.index(u) - slots + 1))]
+            assert tasks.index(weights(u)) < at[max(0, 4 * (order.index(u) - slots + 1))]
         for i, (u, b) in enumerate((u, b) for u in order for b in range(4)):
-            for part in fetched[way]:
-                assert tasks.index(f"fetch block{u:03d} {part} {b}") < at[max(0, i - slots + 1)]
+            for what in fetched[way]:
+                assert tasks.index(("h2d", "activations", f"block{u:03d} {what} {b}")) < at[max(0, i - slots + 1)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, train
 
-from trireme.engine.optimizer import AdamW
 from trireme.engine.plan import UnitPlan
+from trireme.engine.updates import AdamW
 from trireme.models import shapes
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,6 @@ def on_the_gpu(n_micro: int, clip: float):
         (3, "forward", "gpu"),
         (3, "forward", "host"),
         (2, "backward", "gpu"),
-        (2, "serial", "gpu"),
     ],
 )
 def test_placement_never_changes_the_numbers(units, n_micro, mode, between):

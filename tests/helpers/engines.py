@@ -18,10 +18,11 @@ import torch
 from trireme.engine import geometry
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fetch, fill
-from trireme.engine.lanes import LANES, InlineLanes, RealLanes, Task
-from trireme.engine.optimizer import AdamW
+from trireme.engine.homes import Reader
+from trireme.engine.lanes import LANES, InlineLanes, RealLanes, RealTask, execute
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.step import Engine, train_step
+from trireme.engine.updates import AdamW
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
 
@@ -88,17 +89,17 @@ class JitterLanes(RealLanes):
         super().__init__("cpu", extra=("poison",))
         self.random, self.most = np.random.default_rng(seed), most
 
-    def run(self, lane, name, fn, after=(), nbytes=0, flops=0):
+    def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
         delay = float(self.random.random()) * self.most
 
         def late():
             time.sleep(delay)
             return fn()
 
-        return super().run(lane, name, late, after, nbytes, flops)
+        return super().run(lane, kind, of, late, after, nbytes, flops)
 
 
-class LateTask(Task):
+class LateTask(RealTask):
     """A task of LateLanes, which runs at the latest when it is waited for."""
 
     __slots__ = ("lanes",)
@@ -120,8 +121,8 @@ class LateLanes(InlineLanes):
         super().__init__("cpu")
         self.late, self.queues = late, {lane: deque() for lane in ("compute", *BESIDE)}
 
-    def run(self, lane, name, fn, after=(), nbytes=0, flops=0):
-        task = LateTask(lane, name, nbytes, flops)
+    def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
+        task = LateTask(lane, kind, of, nbytes, flops)
         task.lanes = self
         self.queues[lane].append((task, fn, tuple(after)))
         if lane == "compute" and lane not in self.late:
@@ -141,7 +142,7 @@ class LateLanes(InlineLanes):
             for other in queue[0][2]:
                 self.reach(other)
             first, fn, _ = queue.popleft()
-            self._execute(first, fn, (), None)
+            execute(first, fn, (), None, self.zero)
             if first.error is not None:
                 raise first.error
 
@@ -229,8 +230,9 @@ def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda 
 
 def final_weights(e: Engine) -> dict[str, torch.Tensor]:
     """Every tensor's fp32 master by name."""
+    reader = Reader(e.homes)
     return {
-        t.name: torch.from_numpy(np.concatenate([piece.copy() for piece in fetch(e.homes, u, t.name, exact=True)]))
+        t.name: torch.from_numpy(np.concatenate([piece.copy() for piece in fetch(reader, u, t.name, exact=True)]))
         for u, layout in enumerate(e.geo.weights)
         for t in layout.tensors
     }

@@ -300,7 +300,7 @@ def test_documents_and_labels_are_predicted_as_they_are(tmp_path, monkeypatch):
     on_disk = sum(file.stat().st_size for file in Path(out).glob("tokens/*/tokens"))
     assert f.disk_parts()["tokens"] == f.held == on_disk > 0
     assert ", tokens " in f.disk_line()
-    forward = [s.end - s.start for s in f.predict().spans if s.name.startswith("forward block")]
+    forward = [s.end - s.start for s in f.predict().spans if s.kind == "forward" and s.of.startswith("block")]
     assert forward == pytest.approx([1.0] * 4, rel=0.01)
 
 

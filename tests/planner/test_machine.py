@@ -12,6 +12,7 @@ from plans import SMALL
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.lanes import Task
 from trireme.engine.planner import machine, probe
 from trireme.engine.planner.machine import as_planned, this_machine, with_drives
 from trireme.engine.planner.predict import Batch, durations, unit_seconds
@@ -169,14 +170,12 @@ def test_what_is_timed_is_what_is_predicted(monkeypatch):
     rates = as_planned(known(), SMALL, p, batch, CPU).rates
     assert asked == [("F32", [100] * 5 + [12])] * 2
     found = unit_seconds(SMALL, p, rates, batch)
-    sums = {
-        kind: sum(s for name, s in found.items() if name.startswith(f"{kind} block"))
-        for kind in ("forward", "backward")
-    }
+    blocks = [(kind, s) for (kind, unit), s in found.items() if unit.startswith("block")]
+    sums = {kind: sum(s for k, s in blocks if k == kind) for kind in ("forward", "backward")}
     assert sums == pytest.approx({"forward": 2 * 2.0 + 4 * 1.0, "backward": 2 * 3.0 + 4 * 5.0})
-    assert found["loss"] == 7.0
+    assert found["loss", "head"] == 7.0
     n = max(shapes.parameters(SMALL, u) for u in range(SMALL.n_units))
-    finish = durations(SMALL, p, rates, batch)("compute", "finish x", 3 * 4 * n)
+    finish = durations(SMALL, p, rates, batch)(Task("compute", "finish", "x", 3 * 4 * n))
     assert finish == pytest.approx(0.5, rel=1e-3)
     assert as_planned(known(), SMALL, p, batch, torch.device("cuda")) == known()
 
@@ -190,7 +189,7 @@ def test_long_micro_batches_are_timed_in_part(monkeypatch):
     part = unit_seconds(SMALL, p, as_planned(slow, SMALL, p, batch, CPU).rates, batch)
     assert asked[0] == 4096
     assert 512 <= asked[1] < 2048
-    assert part["forward block000"] > 2 * whole["forward block000"] == pytest.approx(2.0)
+    assert part["forward", "block000"] > 2 * whole["forward", "block000"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("cfg", [LLAMA, GPT])

@@ -42,7 +42,7 @@ def test_a_drive_fills_its_gaps():
 def plans(draw) -> Plan:
     """Plans of all kinds, with few slots and with many."""
     pick = lambda *of: draw(st.sampled_from(of))
-    mode, between, halves = pick("forward", "forward", "backward", "serial"), pick("gpu", "host"), pick(False, True)
+    mode, between, halves = pick("forward", "forward", "backward"), pick("gpu", "host"), pick(False, True)
     cfg, units = replace(SMALL, halves=halves), []
     for u in range(cfg.n_units):
         weights, state = pick(("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))

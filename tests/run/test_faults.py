@@ -52,8 +52,8 @@ class Faults:
     def install(self) -> None:
         run, finish = RealLanes.run, IO._finish
 
-        def run_or_fail(lanes, lane, name, fn, after=(), nbytes=0, flops=0):
-            return run(lanes, lane, name, self.fail if self.due(lane) else fn, after, nbytes, flops)
+        def run_or_fail(lanes, lane, kind, of, fn, after=(), nbytes=0, flops=0):
+            return run(lanes, lane, kind, of, self.fail if self.due(lane) else fn, after, nbytes, flops)
 
         def finish_or_fail(io, piece, result):
             finish(io, piece, -errno.EIO if self.due("write" if piece.write else "read") else result)

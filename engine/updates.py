@@ -1,0 +1,347 @@
+"""How a unit is updated: on the GPU, streamed through it, or on the CPU, whole or in two parts.
+
+Each kind hands its tasks to the lanes and returns at once. An update is bound to the hyper-parameters of the step that
+hands it over; by the time it runs the next step may have begun.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Geometry, Part
+from trireme.engine.gradients import Gradients
+from trireme.engine.homes import Homes
+from trireme.engine.lanes import Kind, Lanes, Task
+from trireme.engine.memory import OnGpu, Slot, flat, views
+from trireme.engine.plan import Plan
+from trireme.engine.weights import WeightStream
+from trireme.kernels import ops
+from trireme.kernels.host_adamw import Workers
+from trireme.storage.layout import ITEMSIZE
+
+KIND: dict[Part, Kind] = {"all": "adamw", "weights": "adamw weights", "moments": "adamw moments"}
+
+Kernel = Callable[[Tensor, Mapping[str, Tensor], Tensor], None]  # (weights, state by name, gradient), all flat
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Hyper-parameters of the update. `max_grad_norm` 0 means no clipping."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+
+class Clip:
+    """The factor that a step's gradients are multiplied by, on the device and in RAM; 1 until a norm is known."""
+
+    def __init__(self, lanes: Lanes):
+        self.known: tuple[Task, ...] = ()  # the task that sets it, which clipped updates come after
+        if not lanes.simulated:
+            self.on_device = torch.ones(1, dtype=torch.float32, device=lanes.device)
+            self.in_ram = torch.ones(1, dtype=torch.float32)
+
+    def set_in_ram(self, factor: float) -> None:
+        """A new tensor: updates of the step before may still read the last one."""
+        self.in_ram = torch.tensor([factor], dtype=torch.float32)
+
+
+class Kernels:
+    """AdamW of a range of a unit's elements, bound to the current step's hyper-parameters."""
+
+    def __init__(self, geo: Geometry, plan: Plan, lanes: Lanes, adamw: AdamW):
+        self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(lanes)
+        self.on_cuda = lanes.device.type == "cuda"
+        self.step, self.lr = 0, 0.0
+        self.workers = None if lanes.simulated else Workers()
+
+    def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
+        """The update of elements a..b of unit u, or a `part` of it."""
+        h = self.adamw
+        hyper = dict(lr=self.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, step=self.step)
+        hyper["n_decay"] = min(max(self.geo.n_decay[u] - a, 0), b - a)
+        if self.plan.adam_bits < 32:
+            hyper |= dict(seed=u, first=a)
+        more = {} if part == "all" else {"part": part}
+        on_cuda = on_gpu and self.on_cuda
+        if self.workers is None:
+            return _nothing
+        narrow = {32: self.workers.adamw_, 16: self.workers.adamw16_, 8: self.workers.adamw8_}
+        kernel = ops.adamw_ if on_cuda else narrow[self.plan.adam_bits]
+        clip = self.clip.on_device if on_cuda else self.clip.in_ram
+
+        def adamw(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
+            moments = [state[name] for name in ("m", "m_floor", "v", "v_floor") if name in state]
+            kernel(w, state.get("lo"), *moments, grad, clip, **hyper, **more)
+
+        return adamw
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
+
+
+def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
+    """Stands for a kernel in a simulation."""
+
+
+# ---------------------------------------------------------------- on the GPU
+
+
+class OnGpuUpdates:
+    """Updates of units whose weights and state are on the GPU, on its compute stream."""
+
+    def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
+        self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
+        self.homes, self.weights, self.lanes = homes, weights, lanes
+
+    def hand_over(self, u: int, landed: Task) -> None:
+        hi, grad, states, dtype = self.homes.weights[u], self.homes.gradients[u], self.homes.state[u], self.geo.dtype
+        records = [(a, b, self.kernels.bind(u, a, b, on_gpu=True)) for a, b in self.geo.records(u, self.plan.record)]
+
+        def update() -> None:
+            for (a, b, adamw), state in zip(records, states, strict=True):
+                layout = self.geo.state_layout(b - a)
+                adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad, dtype, b)[a:])
+
+        nbytes = GPU_BYTES * self.geo.numel[u]
+        task = self.lanes.run("compute", "adamw", self.geo.names[u], update, (landed,), nbytes=nbytes)
+        self.weights.publish(u, task)
+
+
+class StreamedUpdates:
+    """Updates on the GPU of units whose state is in RAM: record by record there and back, as the weights go up."""
+
+    def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
+        self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
+        self.homes, self.weights, self.lanes = homes, weights, lanes
+        self.ring = homes.ring("gpu", "stream ring")
+        self.written: dict[tuple[int, int], Task] = {}  # last copy of each record back to RAM
+
+    def hand_over(self, u: int, landing: Slot, landed: Task) -> None:
+        held, read = self.weights.get(u), []
+        for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
+            up, done = self._record(u, r, a, b, held, landing, landed)
+            read.append(up)
+        landing.ring.release(landing, read)
+        self.weights.write_back(u, done)
+
+    def _record(self, u: int, r: int, a: int, b: int, held: OnGpu, landing: Slot, landed: Task) -> tuple[Task, Task]:
+        """(the copy of state and gradient to the GPU, the update) of one record; its state is on its way back."""
+        dtype, layout, home = self.geo.dtype, self.geo.state_layout(b - a), self.homes.state[u][r]
+        of, adamw = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True)
+        slot = self.ring.acquire(of)
+
+        def up() -> None:
+            slot.buffer[: layout.span].copy_(home, non_blocking=True)
+            gradient = flat(slot.buffer[layout.span :], dtype, b - a)
+            gradient.copy_(flat(landing.buffer, dtype, b)[a:], non_blocking=True)
+
+        def update() -> None:
+            gradient = flat(slot.buffer[layout.span :], dtype, b - a)
+            adamw(flat(held.buffer, dtype, b)[a:], views(layout, slot.buffer), gradient)
+
+        def down() -> None:
+            home.copy_(slot.buffer[: layout.span], non_blocking=True)
+
+        last = (self.written[u, r],) if (u, r) in self.written else ()
+        before = (*slot.ready, landed, *self.kernels.clip.known, *last)
+        nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
+        gone = self.lanes.run("h2d", "state", of, up, before, nbytes=nbytes)
+        ready = (gone, *held.ready)
+        done = self.lanes.run("update", "adamw", of, update, ready, nbytes=GPU_BYTES * (b - a))
+        back = self.written[u, r] = self.lanes.run("d2h", "state", of, down, (done,), nbytes=layout.span)
+        self.ring.release(slot, (back,))
+        return gone, done
+
+
+# ---------------------------------------------------------------- on the CPU
+
+
+class CpuWork:
+    """One unit's update on the CPU, or a part of it, ready to be queued whole or record by record."""
+
+    def __init__(self, kernels: Kernels, lanes: Lanes, u: int, hi: Tensor, gradient: Tensor | None, part: Part):
+        """`hi`: the unit's weights. `gradient`: all of its gradient in RAM; None where records bring their own."""
+        self.kernels, self.geo, self.lanes = kernels, kernels.geo, lanes
+        self.u, self.hi, self.gradient, self.part = u, hi, gradient, part
+        self.ranges = self.geo.records(u, kernels.plan.record)
+        self.updates = [kernels.bind(u, a, b, part=part) for a, b in self.ranges]
+
+    def whole(self, states: Sequence[Tensor], after: Sequence[Task]) -> Task:
+        """Queues the update of all records where their states lie in RAM."""
+
+        def update() -> None:
+            with self._workers().together():
+                for r, state in enumerate(states):
+                    self._update(r, state, self._gradient_of(r))
+
+        n = self.ranges[-1][1]
+        return self._run(self.geo.names[self.u], update, after, n)
+
+    def record(self, r: int, state: Tensor, after: Sequence[Task], gradient: Tensor | None = None) -> Task:
+        """Queues the update of record r; `gradient`: that of the record alone, from its first byte on."""
+
+        def update() -> None:
+            with self._workers().together():
+                self._update(r, state, self._gradient_of(r) if gradient is None else gradient)
+
+        a, b = self.ranges[r]
+        return self._run(f"{self.geo.names[self.u]} {r}", update, after, b - a)
+
+    def _run(self, of: str, update: Callable[[], None], after: Sequence[Task], n: int) -> Task:
+        return self.lanes.run("cpu", KIND[self.part], of, update, after, nbytes=PART_BYTES[self.part] * n)
+
+    def _workers(self) -> Workers:
+        assert self.kernels.workers is not None, "simulated work is never run"
+        return self.kernels.workers
+
+    def _gradient_of(self, r: int) -> Tensor:
+        assert self.gradient is not None
+        a, b = self.ranges[r]
+        return self.gradient[a * ITEMSIZE[self.geo.dtype] : b * ITEMSIZE[self.geo.dtype]]
+
+    def _update(self, r: int, state: Tensor, gradient: Tensor) -> None:
+        a, b = self.ranges[r]
+        dtype, layout = self.geo.dtype, self.geo.state_layout(b - a)
+        self.updates[r](flat(self.hi, dtype, b)[a:], views(layout, state), flat(gradient, dtype, b - a))
+
+
+class Read(NamedTuple):
+    """A record of state on its way from the SSD."""
+
+    u: int
+    r: int
+    slot: Slot
+    task: Task
+
+
+class Records:
+    """Optimizer records at home on the SSD: read ahead in the order of their updates, as far as the ring has slots."""
+
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes):
+        self.geo, self.plan, self.homes = geo, plan, homes
+        self.ring = homes.ring("host", "state ring")
+        units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
+        on_ssd = (u for u in units if plan.units[u].state == "ssd")
+        self.order = [(u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
+        self.next = 0  # place in `order` of the next record to be read
+        self.readable = len(self.order)  # records that may be read by now: one with late moments, once they are written
+        self.ahead: deque[Read] = deque()
+        self.written: dict[tuple[int, int], Task] = {}  # last write of each record
+
+    def read_ahead(self) -> None:
+        """Starts reading the next records for as long as the ring has free slots."""
+        while self.readable and self.ring.free and len(self.ahead) < len(self.order):
+            self._read()
+
+    def _read(self) -> None:
+        u, r = self.order[self.next]
+        self.next = (self.next + 1) % len(self.order)
+        self.readable -= 1
+        self.ahead.append(self._start(u, r))
+
+    def _start(self, u: int, r: int, *parts: str) -> Read:
+        slot = self.ring.acquire(f"{self.geo.names[u]} state {r}")
+        last = (self.written[u, r],) if (u, r) in self.written else ()
+        return Read(u, r, slot, self.homes.read_state(u, r, slot.buffer, (*slot.ready, *last), *parts))
+
+    def take(self, u: int, r: int) -> Read:
+        """Record r of unit u, the next in order, from its read on."""
+        if not self.ahead:
+            self._read()
+        read = self.ahead.popleft()
+        assert (read.u, read.r) == (u, r), "optimizer records are read in the order of their updates"
+        return read
+
+    def take_moments(self, u: int, r: int) -> Read:
+        """The moments alone of a record whose weights have been updated."""
+        return self._start(u, r, "moments")
+
+    def put_back(self, read: Read, done: Task, *parts: str) -> None:
+        """Writes the record, or `parts` of it, once `done` is over, and gives its slot back; without parts, all."""
+        write = self.homes.write_state(read.u, read.r, read.slot.buffer, (done,), *parts)
+        self.written[read.u, read.r] = write
+        self.ring.release(read.slot, (write,))
+
+
+class CpuUpdates:
+    """Updates on the CPU, of units whose state is in RAM or passes through it from the SSD and back.
+
+    Where the unit's moments are late, an update is in two parts: `hand_over` queues the weights, `moments` the rest.
+    """
+
+    def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, gradients: Gradients, lanes: Lanes):
+        self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
+        self.homes, self.weights, self.gradients, self.lanes = homes, weights, gradients, lanes
+        self.records = Records(self.geo, self.plan, homes)
+        self.late: list[tuple[int, Slot | None, CpuWork, Task]] = []  # moments due: unit, gradient, work, weights
+
+    def hand_over(self, u: int, gradient: Slot | None, landed: Task) -> None:
+        """Queues unit u's update. `gradient`: its slot in RAM, or None where it waits on the SSD."""
+        unit = self.plan.units[u]
+        hi, slot, come = self.weights.for_update(u)
+        after = (*come, landed, *self.kernels.clip.known)
+        late = unit.state in self.plan.late_moments
+        in_ram = gradient.buffer if gradient else None
+        work = CpuWork(self.kernels, self.lanes, u, hi, in_ram, "weights" if late else "all")
+        if unit.state == "ssd":
+            for r in range(len(work.ranges)):  # one lane, first in first out: the last comes after the others
+                done = self._record(work, r, after, late)
+        else:
+            done = work.whole(self.homes.state[u], after)
+        if late:
+            # Updating the moments reads no weights: any buffer of the right size does, as SSD-home weights have gone.
+            stand_in = in_ram if in_ram is not None else hi
+            moments = CpuWork(self.kernels, self.lanes, u, stand_in, in_ram, "moments")
+            self.late.append((u, gradient, moments, done))
+        elif gradient:
+            gradient.ring.release(gradient, (done,))
+        self.weights.updated_in_ram(u, done, slot)
+
+    def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
+        """Updates one record; its state comes from the SSD and goes back, of late moments the low halves alone."""
+        read = self.records.take(work.u, r)
+        done = self._with_gradient(work, r, read, (*after, read.task))
+        if not late:
+            self.records.put_back(read, done)
+            self.records.readable += 1
+        elif self.geo.dtype == "BF16":
+            self.records.put_back(read, done, "low")
+        else:  # fp32 weights are the master: nothing of the record has changed
+            self.records.ring.release(read.slot, (done,))
+        self.records.read_ahead()
+        return done
+
+    def _with_gradient(self, work: CpuWork, r: int, read: Read, after: Sequence[Task]) -> Task:
+        """Queues work on a record, whose part of the gradient is fetched where it waits on the SSD."""
+        if not self.plan.spilled(work.u):
+            return work.record(r, read.slot.buffer, after)
+        back, first = self.gradients.fetch(work.u, *work.ranges[r])
+        task = work.record(r, read.slot.buffer, (*after, *back.ready), back.buffer[first:])
+        back.ring.release(back, (task,))
+        return task
+
+    def moments(self, first: int) -> None:
+        """Queues the moments that are due, the last unit's first, down to unit `first`: as backward comes by."""
+        while self.late and self.late[-1][0] >= first:
+            u, gradient, work, weights = self.late.pop()
+            if self.plan.units[u].state == "ssd":
+                for r in range(len(work.ranges)):
+                    read = self.records.take_moments(u, r)
+                    done = self._with_gradient(work, r, read, (weights, read.task))
+                    self.records.put_back(read, done, "moments")
+                self.records.readable += len(work.ranges)
+            else:
+                done = work.whole(self.homes.state[u], (weights,))
+            if gradient:
+                gradient.ring.release(gradient, (done,))
