@@ -12,13 +12,13 @@ from trireme.engine.amounts import gib
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.lanes import RealLanes
-from trireme.engine.updates import AdamW
 from trireme.engine.run.job import Job
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import tell
 from trireme.engine.run.verify import has_begun, tidy
 from trireme.engine.step import Engine
+from trireme.engine.updates import AdamW
 from trireme.models.config import InputError
 from trireme.storage.files import NoSnapshot, StoreError
 from trireme.storage.folders import FINISHED, IDENTITY, remove_finished

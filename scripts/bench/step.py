@@ -34,7 +34,6 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes, Writer
 from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, Span, busy, write_perfetto
 from trireme.engine.memory import DTYPE, flat, views
-from trireme.engine.updates import AdamW
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.correct import corrected, measured
@@ -45,6 +44,7 @@ from trireme.engine.planner.rates import CODE, Machine, Rates, rates_of
 from trireme.engine.planner.rule import simple_plan
 from trireme.engine.run.settle import record_size
 from trireme.engine.step import Engine, train_step
+from trireme.engine.updates import AdamW
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import rope_tables

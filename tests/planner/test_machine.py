@@ -11,8 +11,8 @@ from engines import LLAMA
 from plans import SMALL
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.lanes import Task
+from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner import machine, probe
 from trireme.engine.planner.machine import as_planned, this_machine, with_drives
 from trireme.engine.planner.predict import Batch, durations, unit_seconds

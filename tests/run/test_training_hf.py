@@ -9,10 +9,10 @@ from transformers import get_linear_schedule_with_warmup
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill
 from trireme.engine.lanes import InlineLanes, RealLanes
-from trireme.engine.updates import AdamW
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.schedule import learning_rate
 from trireme.engine.step import train_step
+from trireme.engine.updates import AdamW
 from trireme.models import hf
 from trireme.models.rows import rope_tables
 
