@@ -12,7 +12,7 @@ MOST = 1e12  # more than anybody means by a number, and few enough to compute wi
 # ---------------------------------------------------------------- read: a parser raises ValueError with what is wrong
 
 
-def number(low: float, high: float = MOST, kind: type = float) -> Callable[[str], Any]:
+def number(low: float, high: float = MOST, kind: Callable[[str], float] = float) -> Callable[[str], Any]:
     """A parser of numbers of `kind` in [low, high]."""
 
     def parse(text: str) -> Any:

@@ -10,15 +10,16 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from trireme.engine.amounts import size
-from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Every, Options
+from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Every, Options, Parser
 from trireme.models.config import InputError
+from trireme.storage.untrusted import shown
 
 _FIELDS = {f.name: f for f in fields(Options)}
 _ALIASES = {alias: f.name for f in fields(Options) for alias in f.metadata.get("also", "").split()}
@@ -64,15 +65,15 @@ def _resolve(name: str, where: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         """One line, in the shape of every other error."""
         raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
 
 
-def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _typed(parse: Parser) -> Parser:
     """`parse` in the form whose message argparse passes on."""
 
-    def typed(text: str):
+    def typed(text: str) -> Any:
         try:
             return parse(text)
         except ValueError as error:
@@ -98,23 +99,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _help(f) -> str:
+def _help(f: Field[Any]) -> str:
     """The field's help, with its default unless the text gives it in brackets."""
     if f.name == "model":
         return argparse.SUPPRESS  # the page calls it CHECKPOINT
     text = f.metadata["help"].replace("%", "%%")
-    plain = "[" in text or f.default is None or f.default is False or f.default == ()
+    plain = "[" in text or f.default is False or f.default in (None, "", ())
     default = ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
     return text if plain else f"{text} [{default}]"
 
 
-def _kind(f) -> dict[str, Any]:
+def _kind(f: Field[Any]) -> dict[str, Any]:
     """What argparse needs to read the field."""
     meta = f.metadata
     if meta["parse"] is bool:
         return {"action": "store_true"}
-    if "choices" in meta:
-        return {"choices": meta["choices"]}
     more: dict[str, Any] = {"metavar": meta["metavar"], "type": _typed(meta["parse"])}
     if meta.get("repeat"):
         more["action"] = "append"
@@ -123,15 +122,17 @@ def _kind(f) -> dict[str, Any]:
     return more
 
 
+def _spelled(word: str) -> str:
+    """A word of a command line; where it is a flag, with the name that it has here."""
+    match = re.match(r"--([\w-]+)(?==|$)", word)
+    if not match or match[1] == "help":
+        return word
+    return _flag(_resolve(match[1], "unknown option")) + word[match.end() :]
+
+
 def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
     """What the command line says, by field; only what it says."""
-    words = []
-    for word in argv:
-        match = re.match(r"--([\w-]+)(?==|$)", word)
-        if match and match[1] != "help":
-            word = _flag(_resolve(match[1], "unknown option")) + word[match.end() :]
-        words.append(word)
-    space, rest = _parser().parse_known_args(words)
+    space, rest = _parser().parse_known_args([_spelled(word) for word in argv])
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(space).items()}
     for word in rest:
         if word.startswith("-"):
@@ -153,8 +154,8 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise InputError(f"{path} holds a {type(content).__name__}, expected lines like 'batch-size: 16'.")
     given = {}
-    for key, value in content.items():
-        key = _written(key, f"{path}: a key")
+    for word, value in content.items():
+        key = _written(word, f"{path}: a key")
         name = _resolve(key, f"{path}: unknown option")
         if name in ("resume", "config") and value is not None:
             raise InputError(f"{path}: {key} belongs on the command line. Leave it out here.")
@@ -176,14 +177,12 @@ def _written(value: Any, where: str) -> str:
         raise InputError(f"{where} is a number of thousands of digits.") from None
 
 
-def _convert(f, value: Any, where: str) -> Any:
-    parse, choices = f.metadata["parse"], f.metadata.get("choices")
+def _convert(f: Field[Any], value: Any, where: str) -> Any:
+    parse = f.metadata["parse"]
     if parse is bool or isinstance(value, bool):
         if not (parse is bool and isinstance(value, bool)):
             raise InputError(f"{where}: {value!r} is not {'true or false' if parse is bool else 'a plain value'}.")
         return value
-    if choices and value not in choices:
-        raise InputError(f"{where}: {value!r} is not one of {', '.join(choices)}.")
     try:
         if f.default == ():
             values = tuple(str(v) for v in (value if isinstance(value, list) else [value]))
@@ -211,7 +210,7 @@ def parse(argv: Sequence[str]) -> Options:
                 f"--resume {run}: there is no run in that folder (no config.yaml). Begin one there: "
                 f"finetune.py CHECKPOINT --data FILE --out {run}."
             )
-        if os.path.abspath(given.get("out", run)) != os.path.abspath(run):
+        if _full(given.get("out", run)) != _full(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
         given = {**_from_yaml(run / "config.yaml"), **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
@@ -222,7 +221,7 @@ def parse(argv: Sequence[str]) -> Options:
         if own:
             raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
-    if options.model is None:
+    if not options.model:
         raise InputError("no checkpoint given. Try: finetune.py CHECKPOINT --data FILE, or --demo, or --help.")
     if not options.data:
         raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
@@ -255,7 +254,7 @@ def kept(options: Options) -> dict[str, Any]:
         if value is None:
             pass
         elif f.name in ("model", "tokenizer", "store", "plan"):
-            value = [os.path.abspath(v) for v in value] if isinstance(value, tuple) else os.path.abspath(value)
+            value = [_full(v) for v in value] if isinstance(value, tuple) else _full(value)
         elif f.name in ("data", "val", "chat_template"):
             value = [_absolute(v) for v in value] if isinstance(value, tuple) else _absolute(value)
         elif f.metadata["parse"] is size:
@@ -272,12 +271,17 @@ def config_yaml(options: Options) -> bytes:
 
 def changes(options: Options, before: Mapping[str, Any]) -> list[str]:
     """What the options say otherwise than `before`, the `kept` ones of a run at an earlier time; a line for each."""
-    shown = lambda value: "not given" if value in (None, []) else repr(value)
-    lines = [(name, value, before[name]) for name, value in kept(options).items() if name in before]
-    return [f"{_flag(name)} {shown(value, 500)}, was {shown(was, 500)}" for name, value, was in lines if value != was]
+    said = lambda value: "not given" if value in (None, []) else shown(repr(value), 500)
+    both = [(name, value, before[name]) for name, value in kept(options).items() if name in before]
+    return [f"{_flag(name)} {said(value)}, was {said(was)}" for name, value, was in both if value != was]
+
+
+def _full(path: str | Path) -> str:
+    """The absolute path, its links as they were written."""
+    return os.path.abspath(path)  # noqa: PTH100, which would follow links
 
 
 def _absolute(data: str) -> str:
     """The path of FILE or FILE:WEIGHT made absolute; a share (0.02), standard input (-) and `plain` stay."""
     word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
-    return os.path.abspath(data) if os.path.exists(re.sub(r":[\d.]+$", "", data)) and not word else data
+    return _full(data) if Path(re.sub(r":[\d.]+$", "", data)).exists() and not word else data

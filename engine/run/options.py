@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from trireme.engine.amounts import MOST, number, positive, size, whole
 
+BELOW_ONE = 0.999999
+Parser = Callable[[str], Any]
 DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
     "model and data",
     "output",
@@ -49,56 +52,74 @@ class Every:
         return str(self.seconds / 60 if whole else self.seconds).removesuffix(".0") + ("min" if whole else "s")
 
 
-# ---------------------------------------------------------------- what a value may look like
+# ---------------------------------------------------------------- parsers: each raises ValueError with what is wrong
 
 
 def every(text: str) -> Every:
     """`500` steps, `0.1` of the run, `30min` (s, min, h), `never`."""
     match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?) ?(s|min|h)?", text.strip())
-    number = float(match[1]) if match else 0.0
     if text.strip() in ("never", "0"):
         return Every()
-    if 0 < number <= MOST and match[2]:
-        return Every(seconds=number * {"s": 1, "min": 60, "h": 3600}[match[2]])
-    if 0 < number < 1:
-        return Every(share=number)
-    if 1 <= number <= MOST and number == int(number):
-        return Every(steps=int(number))
+    if match:
+        value, unit = float(match[1]), match[2]
+        if 0 < value <= MOST and unit:
+            return Every(seconds=value * {"s": 1, "min": 60, "h": 3600}[unit])
+        if 0 < value < 1:
+            return Every(share=value)
+        if 1 <= value <= MOST and value == int(value):
+            return Every(steps=int(value))
     raise ValueError(f"{text!r} is not an interval; write 500 (steps), 0.1 (of the run), 30min or never")
 
 
-def warmup(text: str) -> float:
-    value = number(0)(text)
-    if value >= 1 and value != int(value):
-        raise ValueError(f"{text!r} is neither a share of the run (below 1) nor a number of steps")
-    return value
+def integral(text: str) -> int:
+    """A whole number, also one that is written as 100.0 or 1e2."""
+    if not float(text).is_integer():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(float(text))
 
 
-def micro_batch(text: str) -> str | int:
-    return text if text == "auto" else whole(text)
+def one_of(*values: Any) -> Parser:
+    """A parser of one of these values, as they are printed."""
+
+    def parse(text: str) -> Any:
+        for value in values:
+            if text == str(value):
+                return value
+        raise ValueError(f"{text!r} is not one of {', '.join(map(str, values))}")
+
+    return parse
 
 
-def adam_bits(text: str) -> int:
-    if text not in ("32", "16", "8"):
-        raise ValueError(f"{text!r} is not 32, 16 or 8")
-    return int(text)
+def either(*parsers: Parser, expected: str) -> Parser:
+    """A parser of what the first of these parsers takes that takes it; `expected` says what they take together."""
+
+    def parse(text: str) -> Any:
+        for parser in parsers:
+            with suppress(ValueError):
+                return parser(text)
+        raise ValueError(f"{text!r} is not {expected}")
+
+    return parse
 
 
-def pair(text: str) -> tuple[float, float]:
-    """The two decay rates of AdamW."""
-    first, comma, second = text.strip("()[] ").partition(",")
-    if not comma:
-        raise ValueError(f"{text!r} is not two numbers like 0.9,0.95")
-    below_one = number(0, 0.999999)
-    return below_one(first), below_one(second)
+def listed(parser: Parser, like: str = "") -> Parser:
+    """A parser of values with commas between them; as many as in the example `like`, where one is given."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        values = [part for part in text.strip("()[] ").split(",") if part] if like else text.split(",")
+        if like and len(values) != len(like.split(",")):
+            raise ValueError(f"{text!r} does not have the form {like}")
+        return tuple(parser(value) for value in values if value)
+
+    return parse
 
 
-def words(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
-
-
-def _option(group: str, text: str, default: Any = None, parse: Callable[[str], Any] = str, **more: Any) -> Any:
-    """A field of Options. `more`: metavar; choices; also (other names, one string); repeat (each use adds one)."""
+def _option(group: str, text: str, default: Any = None, parse: Parser = str, **more: Any) -> Any:
+    """A field of Options. `more`: metavar; choices, in place of both; also (the names that others have for it, in one
+    string); repeat (whether each use adds a value).
+    """
+    if choices := more.pop("choices", ()):
+        parse, more["metavar"] = one_of(*choices), "{" + ",".join(choices) + "}"
     return field(default=default, metadata={"group": group, "help": text, "parse": parse, **more})
 
 
@@ -107,9 +128,9 @@ def _option(group: str, text: str, default: Any = None, parse: Callable[[str], A
 
 @dataclass(frozen=True)
 class Options:
-    """One run, as asked for. None means that the run chooses: from the data, the model's size, or the machine."""
+    """One run, as asked for. None, or no name, means that the run chooses: by the data, the model or the machine."""
 
-    model: str | None = _option(DATA, "Hugging Face checkpoint", metavar="DIR", also="model-name-or-path base-model")
+    model: str = _option(DATA, "Hugging Face checkpoint", "", metavar="DIR", also="model-name-or-path base-model")
     data: tuple[str, ...] = _option(
         DATA, "what to train on; repeat it to mix files", (), metavar="FILE[:WEIGHT]", also="dataset", repeat=True
     )
@@ -137,9 +158,11 @@ class Options:
     )
     chat_template: str | None = _option(DATA, "another chat template: a .jinja file, or plain", metavar="FILE")
 
-    out: str | None = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", metavar="DIR", also="output-dir")
+    out: str = _option(
+        OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir"
+    )
     store: tuple[str, ...] = _option(
-        OUTPUT, "where training state lives; one folder per drive [OUT]", (), parse=words, metavar="DIR[,DIR]"
+        OUTPUT, "where training state lives; one folder per drive [OUT]", (), parse=listed(str), metavar="DIR[,DIR]"
     )
     save_every: Every = _option(
         OUTPUT,
@@ -157,7 +180,7 @@ class Options:
         OUTPUT,
         "also: tensorboard, wandb, trace (a timeline of the run)",
         (),
-        parse=words,
+        parse=listed(str),
         metavar="NAME[,NAME]",
         also="report-to",
     )
@@ -178,7 +201,7 @@ class Options:
         TRAINING,
         "sequences the device computes at once",
         "auto",
-        parse=micro_batch,
+        parse=either(one_of("auto"), whole, expected="auto or a whole number of at least 1"),
         metavar="N",
         also="micro-batch-size",
     )
@@ -200,13 +223,13 @@ class Options:
         TRAINING,
         "share of the run (below 1), or steps",
         0.03,
-        parse=warmup,
+        parse=either(number(0, BELOW_ONE), number(1, kind=integral), expected="a share (below 1) or a number of steps"),
         metavar="X",
         also="warmup-steps warmup-ratio",
     )
     weight_decay: float = _option(TRAINING, "never on norms and biases", 0.01, parse=number(0), metavar="X")
-    betas: tuple[float, float] = _option(TRAINING, "AdamW", (0.9, 0.95), parse=pair, metavar="X,X", also="adam-betas")
-    adam_bits: int = _option(TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=adam_bits, metavar="N")
+    betas: tuple[float, float] = _option(TRAINING, "AdamW", (0.9, 0.95), parse=listed(number(0, BELOW_ONE), "0.9,0.95"), metavar="X,X", also="adam-betas")
+    adam_bits: int = _option(TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=one_of(32, 16, 8), metavar="N")
     max_grad_norm: float = _option(
         TRAINING,
         "clip the global gradient norm; 0: do not",
