@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_float, c_int64, c_uint32, c_void_p
@@ -90,9 +89,19 @@ def _build(compiler: str) -> ctypes.CDLL:
         return _load(Path(own) / name)  # stays mapped after the file is gone
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None (after one warning) where they cannot be built."""
+    """The compiled kernels, or None where they cannot be built."""
+    return _built()[0]
+
+
+def why_slow() -> str:
+    """Why AdamW runs in torch on the CPU, several times slower; "" where it does not."""
+    return _built()[1]
+
+
+@cache
+def _built() -> tuple[ctypes.CDLL | None, str]:
+    """(the compiled kernels, ""), or (None, why they cannot be built)."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     try:
         if compiler is None:
@@ -100,14 +109,13 @@ def library() -> ctypes.CDLL | None:
         lib = _build(compiler)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
-        warnings.warn(f"CPU AdamW runs in torch, several times slower: {reason}", stacklevel=2)
-        return None
+        return None, str(reason)
     for work in (lib.trireme_adamw, lib.trireme_scale, lib.trireme_list):
         work.argtypes, work.restype = [c_void_p, POINTER(c_int64)], None
     lib.trireme_team_open.argtypes, lib.trireme_team_open.restype = [c_int64], c_void_p
     lib.trireme_team_run.argtypes, lib.trireme_team_run.restype = [c_void_p, c_void_p, c_void_p], None
     lib.trireme_team_close.argtypes, lib.trireme_team_close.restype = [c_void_p], None
-    return lib
+    return lib, ""
 
 
 # ---------------------------------------------------------------- calling

@@ -129,6 +129,20 @@ def check_folder(path: Path) -> None:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
 
 
+def lock(fd: int) -> bool:
+    """Takes an open file or folder for this process until it is closed; whether nobody else has it.
+
+    On a filesystem without locks nobody ever has.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
     """Makes the folder and takes it for this process, until `stack` closes or the process ends, however it ends.
 
@@ -142,11 +156,9 @@ def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
         remove_folders(made)
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
     stack.callback(os.close, fd)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
+    if not lock(fd):
         owner = os.pread(fd, 20, 0).decode(errors="replace")
-        raise StoreError(e.errno, f"is in use by process {owner}", str(path)) from e
+        raise StoreError(errno.EWOULDBLOCK, f"is in use by process {owner}", str(path))
     if os.fstat(fd).st_nlink == 0:  # whoever comes next would lock another file
         raise StoreError(errno.EAGAIN, "was in use until this moment, by a run that has ended. Start again", str(path))
     with suppress(OSError):  # a full disk: only whom it names is lost

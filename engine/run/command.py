@@ -9,7 +9,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn

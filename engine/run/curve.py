@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 WIDTH, HEIGHT = 820, 440
@@ -14,6 +14,7 @@ MOST = 4096  # points of a curve that are kept, an even number
 ABSURD = 1e30  # a loss that no scale could show
 
 Point = tuple[float, float]  # step, loss
+Scale = Callable[[float], float]  # a value -> its place in the picture
 
 
 class Curve:
@@ -21,7 +22,7 @@ class Curve:
     neighbours.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._points: list[Point] = []  # each the mean of `_each` that were added
         self._each = 1
         self._steps = self._losses = 0.0  # sums over those that are not in `_points` yet
@@ -99,7 +100,7 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _axes(first: float, last: float, low: float, high: float, to_x, to_y) -> list[str]:
+def _axes(first: float, last: float, low: float, high: float, to_x: Scale, to_y: Scale) -> list[str]:
     base = HEIGHT - BOTTOM
     parts = []
     for v in _ticks(low, high, 6):

@@ -7,20 +7,20 @@ on two CPU cores, and anyone can see whether training works.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trireme.engine.run.options import Options, every
-from trireme.engine.run.screen import tell
+from trireme.engine.run.screen import Screen
 from trireme.storage.temporary import Temporary
 
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 4, 128, 4, 2, 384, 512, 512
@@ -71,10 +71,10 @@ def story(dice: random.Random) -> str:
 
 
 @contextmanager
-def prepared(options: Options) -> Iterator[Options]:
-    """Makes everything in a temporary folder, and gives `options` with what it takes to train there.
+def prepared(options: Options, screen: Screen) -> Iterator[Options]:
+    """Makes a checkpoint and stories in a temporary folder, and gives `options` completed to train on them there.
 
-    The folder stays where a run is left that needs it, or is in it.
+    The folder stays where a run is left in it, or needs it to be resumed.
     """
     temporary = Temporary("trireme-demo-")
     folder = temporary.path
@@ -82,7 +82,9 @@ def prepared(options: Options) -> Iterator[Options]:
     if options.out:
         temporary.keep()  # also for a run that is killed
     try:
-        tell(f"demo     made a LLaMA with 0.85 M random weights, a tokenizer and {STORIES:,} small stories in {folder}")
+        screen.say(
+            f"demo     made a LLaMA with 0.85 M random weights, a tokenizer and {STORIES:,} small stories in {folder}"
+        )
         make_text(folder / "stories.txt", STORIES, options.seed)
         make_checkpoint(folder / "checkpoint", folder / "stories.txt", options.seed)
         yield replace(
@@ -97,7 +99,7 @@ def prepared(options: Options) -> Iterator[Options]:
             eval_every=every("0.25") if options.eval_every == Options.eval_every else options.eval_every,
         )
     finally:
-        if os.path.exists(os.path.join(out, "config.yaml")):
+        if Path(out, "config.yaml").exists():
             temporary.keep()
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -137,7 +139,7 @@ def make_checkpoint(folder: Path, text: Path, seed: int) -> None:
     save_file(_random_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_json(path: Path, content: dict) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -157,8 +159,11 @@ def _make_tokenizer(text: Path) -> Tokenizer:
 
 def _random_weights(seed: int) -> dict[str, np.ndarray]:
     """Hugging Face's names; normal, deviation 0.02, and less where a branch joins the residual stream, as in GPT-2."""
-    random_numbers = np.random.default_rng(seed)
-    normal = lambda *shape, std=0.02: random_numbers.normal(0, std, shape).astype(np.float32)
+    dice = np.random.default_rng(seed)
+
+    def normal(*shape: int, std: float = 0.02) -> np.ndarray:
+        return dice.normal(0, std, shape).astype(np.float32)
+
     joining = 0.02 / (2 * LAYERS) ** 0.5
     kv = WIDTH // HEADS * KV_HEADS
     weights = {"model.embed_tokens.weight": normal(VOCAB, WIDTH), "model.norm.weight": np.ones(WIDTH, np.float32)}

@@ -1,21 +1,18 @@
-"""What a run says while it trains: log.jsonl and log.csv, the line on the terminal, loss.svg, and trackers by request.
+"""The log of a run: log.jsonl and log.csv, the line on the terminal, loss.svg, and trackers by request.
 
 log.jsonl is the record: one object a line, Hugging Face's names. log.csv and loss.svg follow from it. Nothing here can
-stop a run: a disk that is full delays the lines and is reported once, a terminal that has gone is forgotten.
+stop a run: a full disk delays the lines and is reported once, a tracker that fails is left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 from trireme.engine.amounts import compact, duration
 from trireme.engine.run.curve import Curve, draw
@@ -25,13 +22,10 @@ from trireme.engine.run.screen import Screen, progress
 from trireme.models.config import InputError
 from trireme.storage.files import partial_of
 
-# ---------------------------------------------------------------- trackers
-
-
 Tracker = tuple[Callable[[Record], None], Callable[[], None]]  # (add, close)
 
 
-def _tensorboard(out: Path, options: Options) -> Tracker:
+def _tensorboard(out: Path, _: Options) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(out / "tensorboard"))
@@ -52,7 +46,7 @@ def _wandb(out: Path, options: Options) -> Tracker:
 
 
 def _trackers(out: Path, options: Options) -> list[Tracker]:
-    """The trackers in --log, imported by request: nobody else needs them, and nothing phones home."""
+    """The trackers in --log, imported by request. Raises InputError where one is not installed."""
     made = []
     for name, start in (("tensorboard", _tensorboard), ("wandb", _wandb)):
         if name in options.log:
@@ -63,12 +57,9 @@ def _trackers(out: Path, options: Options) -> list[Tracker]:
     return made
 
 
-# ---------------------------------------------------------------- the log of a run
-
-
 @dataclass
 class Totals:
-    """What the steps and evaluations of a run come to, however many they are."""
+    """Sums over the steps and evaluations of a run."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -76,7 +67,7 @@ class Totals:
     trained: float = 0.0
     losses: tuple[float, float] | None = None  # of the first and the last step
     evals: tuple[float, float] | None = None
-    best: tuple[float, int] | None = None  # the least of an evaluation, and its step
+    best: tuple[float, int] | None = None  # the least eval_loss, and its step
     evaluated: int | None = None  # the step of the last evaluation
 
     def add(self, record: Record) -> None:
@@ -93,7 +84,7 @@ class Totals:
             self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
 
     def line(self) -> str:
-        """The line at the end of a run: steps, time, how the losses went, tokens."""
+        """The line at the end of a run: steps, time, losses, tokens."""
         parts = [f"done     {self.steps:,} steps"]
         if self.seconds:
             parts.append(duration(self.seconds))
@@ -109,13 +100,11 @@ class Totals:
 
 
 class RunLog:
-    """Everything a run reports, in one place. One thread at a time."""
+    """The log files, the live line, the picture and the trackers of a run. One thread at a time."""
 
-    def __init__(
-        self, out: Path, options: Options, total_steps: int, since: Mark | None = None, stream: TextIO | None = None
-    ):
-        """Opens OUT's logs. `since`: where they stood at the snapshot of a run that is resumed: what was added later
-        is dropped, and what has been changed is said. Raises StoreError.
+    def __init__(self, out: Path, options: Options, total_steps: int, screen: Screen, since: Mark | None = None):
+        """Opens OUT's logs. `since`: where they stood at the snapshot of a run that is resumed; later lines are
+        dropped, and a log that was changed is reported. Raises InputError, StoreError.
         """
         self._out, self._total = out, total_steps
         self._trackers = _trackers(out, options)
@@ -125,14 +114,14 @@ class RunLog:
         lines = read_log(path, since.step, since.nbytes if whole else math.inf) if since else ()
         self._jsonl = Appender(path, (line for line, _ in lines))
         self._csv = Appender(out / "log.csv", self._taken_over(path))
-        self.screen = Screen(stream or sys.stdout)
-        self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps: what lies between counts too
+        self._screen = screen
+        self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps: evaluations between them count too
         self._warned = False
         if since and not whole:
-            self.say(f"warning: {path} is not as it was at step {since.step:,}: lines were lost or changed")
+            screen.warn(f"{path} is not as it was at step {since.step:,}: lines were lost or changed")
 
     def _taken_over(self, path: Path) -> Iterator[bytes]:
-        """The lines of log.csv for those of log.jsonl, which count from here on."""
+        """The lines of log.csv for those of log.jsonl, which are counted on the way."""
         yield ",".join(COLUMNS).encode() + b"\n"
         for _, record in read_log(path):
             self._count(record)
@@ -144,15 +133,12 @@ class RunLog:
             if key in record:
                 curve.add(record["step"], record[key])
 
-    def say(self, line: str) -> None:
-        self.screen.say(line)
-
     def step(self, record: Record) -> None:
-        """One optimizer step: `step`, `loss`, and whatever else of COLUMNS is known."""
+        """One optimizer step: `step`, `loss`, and any other of COLUMNS."""
         self._add(record)
         self._ends.append(time.monotonic())
         final = record["step"] >= self._total
-        self.screen.show(progress(record, self._total, None if final else self._eta(record)), final)
+        self._screen.show(progress(record, self._total, None if final else self._eta(record)), final)
 
     def eval(self, record: Record) -> None:
         """An evaluation: `step` (0 before training), `eval_loss`, `epoch`; `sample`, a text, when there is one."""
@@ -161,7 +147,7 @@ class RunLog:
         loss = record["eval_loss"]
         note = "(before training)" if record["step"] == 0 else "(best)" if loss < best else f"(best {best:.4f})"
         sample = f"  sample: {json.dumps(record['sample'], ensure_ascii=False)}" if record.get("sample") else ""
-        self.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {_perplexity(loss)} {note}{sample}")
+        self._screen.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {_perplexity(loss)} {note}{sample}")
         self.draw()
 
     def summary(self) -> str:
@@ -181,13 +167,13 @@ class RunLog:
         scratch = partial_of(self._out / "loss.svg")
         try:
             scratch.write_text(draw(self._losses.points, self._evals.points), encoding="utf-8")
-            os.replace(scratch, self._out / "loss.svg")
+            scratch.replace(self._out / "loss.svg")
         except OSError as error:
             scratch.unlink(missing_ok=True)
             self._warn(error)
 
     def close(self) -> None:
-        self.screen.clear()
+        self._screen.clear()
         self.draw()
         for file in (self._jsonl, self._csv):
             file.close()
@@ -210,12 +196,12 @@ class RunLog:
                 self._warn_of_tracker(error)
 
     def _warn_of_tracker(self, error: Exception) -> None:
-        """Somebody else's code, perhaps over a network: never worth a run."""
-        self.say(f"warning: a tracker of --log has failed and is left out from here on ({error!r})")
+        """A tracker is somebody else's code, perhaps over a network: never worth a run."""
+        self._screen.warn(f"a tracker of --log has failed and is left out from here on ({error!r})")
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            self.say(f"warning: the log in {self._out} cannot be written ({error.strerror}); training goes on")
+            self._screen.warn(f"the log in {self._out} cannot be written ({error.strerror}); training goes on")
             self._warned = True
 
     def _eta(self, record: Record) -> float | None:

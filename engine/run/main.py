@@ -4,19 +4,24 @@ Exit codes: 0 done; 1 a bug; 2 wrong input; 3 the model does not fit; 4 a disk f
 """
 
 import errno
+import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
+from pathlib import Path
 
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options
-from trireme.engine.run.screen import OUTPUT
+from trireme.engine.run.screen import OUTPUT, Screen
 from trireme.engine.run.signals import stop_signals
 from trireme.models.config import InputError
 from trireme.storage.checkpoint import CheckpointError
 from trireme.storage.untrusted import shown
+
+LONGEST = 2000  # characters of an error
 
 
 def command() -> int:
@@ -27,32 +32,41 @@ def command() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`; returns the exit code. Every foreseen failure is one line on stderr."""
-    options = Options()
+    options, screen = Options(), Screen()
+
+    def fail(message: str, code: int) -> int:
+        screen.urgent(f"error: {shown(' '.join(message.split()), LONGEST)}")
+        return code
+
     try:
         options = parse(argv)
-        return run(options)
+        return run(options, screen)
     except (InputError, CheckpointError) as error:
         return fail(str(error), 2)
     except DoesNotFit as error:
         return fail(str(error), 3)
-    except BrokenPipeError:  # whoever read our output has gone
+    except BrokenPipeError:  # the reader of our output has gone
         return 141
     except OSError as error:
         return fail(about_disk(error, options), 4)
     except MemoryError as error:
         return fail(f"there is not enough memory for that{f': {error}' if str(error) else ''}. Free some", 3)
     except KeyboardInterrupt:
-        if options.out and os.path.exists(os.path.join(options.out, "config.yaml")):
+        if is_resumable(options):
             return fail(f"interrupted. To go on: --resume {options.out}", 130)
         return fail("interrupted before there was anything to save", 130)
     finally:
         give_up_output()
 
 
+def is_resumable(options: Options) -> bool:
+    return bool(options.out) and Path(options.out, "config.yaml").exists()
+
+
 def about_disk(error: OSError, options: Options) -> str:
     """Where the disk failed, how, and what to do: whether the run can go on."""
     where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
-    if options.out and os.path.exists(os.path.join(options.out, "config.yaml")):
+    if is_resumable(options):
         return f"{where}: {what}. When that is mended: --resume {options.out}"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and where != OUTPUT
     return f"{where}: {what}." + " Make room there, or name another folder." * full
@@ -60,13 +74,15 @@ def about_disk(error: OSError, options: Options) -> str:
 
 def open_streams() -> None:
     """Output that is closed goes nowhere, and a character that the terminal's encoding lacks becomes `?`."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    nowhere = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
+    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def give_up_output() -> None:
-    """What an output that cannot be written still holds goes nowhere."""
+    """Text that is still waiting for an output that cannot be written goes nowhere."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -74,27 +90,22 @@ def give_up_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def run(options: Options) -> int:
+def run(options: Options, screen: Screen) -> int:
     """Trains; 130 when interrupted with everything saved."""
     # Threads of torch that wait should sleep: spinning ones make a step ten times slower when the CPU has other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.showwarning = lambda message, *_, **__: screen.urgent(f"warning: {message}")
 
-    def leave(number: int) -> str:
+    def leave(_: int) -> None:
         raise KeyboardInterrupt
 
-    with stop_signals(leave, lambda: "left at once"):  # until the steps begin, which a run that is to stop saves
+    with stop_signals(leave, lambda: screen.urgent("left at once")):  # until the steps begin: see train.Run
         # late: torch takes seconds, and a mistyped option or --help should not
         from trireme.engine.run import demo, train
 
         try:
-            with demo.prepared(options) if options.demo else nullcontext(options) as given:
-                train.finetune(given)
+            with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
+                train.finetune(given, screen)
         except train.Interrupted:
             return 130
     return 0
-
-
-def fail(message: str, code: int) -> int:
-    with suppress(OSError):  # nobody can be told
-        print("error:", shown(" ".join(message.split()), 2000), file=sys.stderr)
-    return code

@@ -158,9 +158,7 @@ class Options:
     )
     chat_template: str | None = _option(DATA, "another chat template: a .jinja file, or plain", metavar="FILE")
 
-    out: str = _option(
-        OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir"
-    )
+    out: str = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir")
     store: tuple[str, ...] = _option(
         OUTPUT, "where training state lives; one folder per drive [OUT]", (), parse=listed(str), metavar="DIR[,DIR]"
     )
@@ -201,7 +199,7 @@ class Options:
         TRAINING,
         "sequences the device computes at once",
         "auto",
-        parse=either(one_of("auto"), whole, expected="auto or a whole number of at least 1"),
+        parse=either(one_of("auto"), whole, expected="auto, or a whole number of at least 1"),
         metavar="N",
         also="micro-batch-size",
     )
@@ -228,8 +226,12 @@ class Options:
         also="warmup-steps warmup-ratio",
     )
     weight_decay: float = _option(TRAINING, "never on norms and biases", 0.01, parse=number(0), metavar="X")
-    betas: tuple[float, float] = _option(TRAINING, "AdamW", (0.9, 0.95), parse=listed(number(0, BELOW_ONE), "0.9,0.95"), metavar="X,X", also="adam-betas")
-    adam_bits: int = _option(TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=one_of(32, 16, 8), metavar="N")
+    betas: tuple[float, float] = _option(
+        TRAINING, "AdamW", (0.9, 0.95), parse=listed(number(0, BELOW_ONE), "0.9,0.95"), metavar="X,X", also="adam-betas"
+    )
+    adam_bits: int = _option(
+        TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=one_of(32, 16, 8), metavar="N"
+    )
     max_grad_norm: float = _option(
         TRAINING,
         "clip the global gradient norm; 0: do not",

@@ -55,7 +55,7 @@ class Appender:
         """Replaces the file, in one step, by `lines`, each with its end, and opens it for more. Raises StoreError."""
         self.path, self.nbytes, self.crc32 = path, 0, 0
         write_synced(partial_of(path), map(self._counted, lines))
-        os.replace(partial_of(path), path)
+        partial_of(path).replace(path)
         sync_folder(path.parent)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._size = os.fstat(self._fd).st_size

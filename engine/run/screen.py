@@ -1,12 +1,16 @@
-"""What a person sees while a run trains: one live line on a terminal, plain lines in a pipe."""
+"""What a run says to a person, through one object: lines that stay, a live line on a terminal, and what is urgent.
+
+In a pipe there is a plain line now and then in place of the live line.
+"""
 
 from __future__ import annotations
 
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from trireme.engine.amounts import compact, duration
@@ -17,19 +21,6 @@ OUTPUT = "standard output"
 PLAIN_SECONDS = 10.0  # a pipe or a file gets a line at most this often; log.jsonl has every step
 LIVE_SECONDS = 0.1
 PATIENCE = 3.0  # seconds after which work outside the steps says how far it has come
-
-
-# Controls of C0 and C1, halves of surrogate pairs, and what turns the direction of writing, ends lines or is invisible.
-
-
-def tell(line: str) -> None:
-    """A line on standard output before the steps begin. Raises StoreError where it cannot be written."""
-    try:
-        print(shown(line, LINE), flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise StoreError(error.errno, error.strerror, OUTPUT) from error
 
 
 def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> dict[str, str]:
@@ -70,35 +61,55 @@ def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
 
 
 class Screen:
-    """The terminal, or the pipe that stands in for it: a live line that is redrawn, and lines that stay."""
+    """Standard output and standard error of a run. One thread at a time, but for `urgent`."""
 
-    def __init__(self, stream: TextIO):
-        self._stream: TextIO | None = stream
-        self._live = stream.isatty()
+    def __init__(self, stream: TextIO | None = None):
+        """`stream`: in place of standard output."""
+        self._stream: TextIO | None = stream or sys.stdout
+        self._live = self._stream.isatty()
         self._parts: Mapping[str, str] = {}  # of the live line, when there is one
         self._last = -math.inf
+        self._may_fail = True
+
+    def forgive(self) -> None:
+        """From now on a terminal or a pipe that cannot be written to is forgotten: the log has it all."""
+        self._may_fail = False
 
     def _write(self, text: str) -> None:
         try:
             if self._stream:
                 self._stream.write(text)
                 self._stream.flush()
-        except OSError:  # a closed terminal or pipe: the run goes on, the log has it all
+        except OSError as error:
+            if self._may_fail and isinstance(error, BrokenPipeError):
+                raise
+            if self._may_fail:
+                raise StoreError(error.errno, error.strerror, OUTPUT) from error
             self._stream = None
 
     def say(self, line: str) -> None:
-        """A line that stays; the live line moves below it."""
+        """A line that stays; the live line moves below it. Raises StoreError, BrokenPipeError until `forgive`."""
         line = shown(line, LINE)
         self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
+
+    def warn(self, line: str) -> None:
+        """A line about what is worse than it could be."""
+        self.say(f"warning: {line}")
+
+    def urgent(self, line: str) -> None:
+        """A line on standard error, at once: also from a signal handler, in the middle of another line."""
+        with suppress(OSError, RuntimeError):  # nobody is there any more; or standard error is being written to
+            print(line, file=sys.stderr, flush=True)
 
     def show(self, parts: Mapping[str, str], final: bool) -> None:
         """The state of the run: drawn over the last one on a terminal; every few seconds, and at the end, to a pipe."""
         now = time.monotonic()
         if not final and now - self._last < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
-            return None
+            return
         self._last = now
         if not self._live:
-            return self._write(one_line(parts) + "\n")
+            self._write(one_line(parts) + "\n")
+            return
         self._parts = parts
         self._write("\r\x1b[K" + self._drawn())
         if final:

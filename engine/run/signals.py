@@ -1,4 +1,4 @@
-"""Asking a run to stop: by Ctrl-C, SIGTERM or a hang-up, once to end well, twice to end at once.
+"""Requests to stop: by Ctrl-C, SIGTERM or a hang-up, once to end well, twice to end at once.
 
 A hang-up never insists: where a session ends, the system sends it together with SIGTERM.
 """
@@ -7,28 +7,60 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from types import FrameType
+
+from trireme.engine.run.screen import Screen
 
 LEFT = 130  # exit code of a run that was asked to stop
 
 
+class Stop:
+    """Whether a run is to stop before its end. A signal lets the step that has begun finish."""
+
+    def __init__(self, total: int, screen: Screen, last_snapshot: Callable[[], str]):
+        """`total`: steps of the whole run."""
+        self.total, self.screen, self.last_snapshot = total, screen, last_snapshot
+        self.last = total  # the last step that is done
+        self.begun = 0
+        self.how = ""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the run stops before its last step."""
+        return self.last < self.total
+
+    def begins(self, step: int) -> None:
+        """A signal from here on lets `step` finish."""
+        self.begun = min(step, self.total)
+
+    def ask(self, number: int) -> None:
+        """Signal `number`: the run stops after the step that has begun."""
+        self.how = "^C " if number == signal.SIGINT else "asked to stop:"
+        self.last = self.begun
+        self.screen.urgent(f"\n  finishing step {self.begun} and saving; again: leave at once")
+
+    def insist(self) -> None:
+        """The last words of a process that leaves at once."""
+        self.screen.urgent(f"\nleft at once. {self.last_snapshot()}")
+
+
 @contextmanager
-def stop_signals(first: Callable[[int], str], second: Callable[[], str]) -> Iterator[None]:
-    """Within it the first signal calls first(number) and the run goes on; the second one that is no hang-up ends the
-    process. What each returns is told on stderr before.
+def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> Iterator[None]:
+    """Within it the first signal calls first(number), and the process goes on; the second one that is no hang-up calls
+    second(), and ends it.
     """
     caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     asked: list[int] = []
 
-    def ask(number, frame):
+    def ask(number: int, _: FrameType | None) -> None:
         asked.append(number)
         if sum(n != signal.SIGHUP for n in asked) > 1 and number != signal.SIGHUP:
-            _tell(second())
+            second()
             os._exit(LEFT)
         if len(asked) == 1:
-            _tell(first(number))
+            first(number)
 
     before = {n: signal.signal(n, ask) for n in caught}
     try:
@@ -36,8 +68,3 @@ def stop_signals(first: Callable[[int], str], second: Callable[[], str]) -> Iter
     finally:
         for n, handler in before.items():
             signal.signal(n, handler)
-
-
-def _tell(line: str) -> None:
-    with suppress(OSError, RuntimeError):  # after a hang-up there is nobody to tell; or a line is being written
-        print(line, file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 from trireme.storage import snapshots, temporary
 from trireme.storage.checkpoint import INDEX, Source, companions, open_source
-from trireme.storage.files import StoreError, existing, make_folder, partial_of, remove_folders, replace_synced
+from trireme.storage.files import StoreError, existing, lock, make_folder, partial_of, remove_folders, replace_synced
 from trireme.storage.store import Store
 
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
@@ -94,12 +93,8 @@ def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
         made = make_folder(out)
         fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(otherwise) from None
-        except OSError:
-            pass  # a filesystem without locks
+        if not lock(fd):
+            raise InputError(otherwise)
         yield made
     finally:
         os.close(fd)
@@ -123,7 +118,7 @@ def check_free(options: Options) -> bool:
     """
     out, source = Path(options.out), Path(options.model)
     if out.is_symlink() and not out.exists():
-        raise InputError(f"--out {out} is a link to {os.readlink(out)}, which is not there. Name another folder.")
+        raise InputError(f"--out {out} is a link to {out.readlink()}, which is not there. Name another folder.")
     if out.exists() and source.exists() and out.samefile(source):
         raise InputError(f"--out {out} is the checkpoint itself. Name another folder.")
     if not existing(out).is_dir():
@@ -177,12 +172,15 @@ def reopen(source: Source, out: Path) -> list[str]:
     ]
 
 
-def _signature(source: Source) -> dict[str, tuple]:
-    """Name -> (dtype, shape, file): a tied weight that is stored once, or twice, must be stored so again."""
+Entry = tuple[str, tuple[int, ...], str]  # dtype, shape, file
+
+
+def _signature(source: Source) -> dict[str, Entry]:
+    """Every tensor's entry: a tied weight that is stored once, or twice, must be stored so again."""
     return {name: (t.dtype, t.shape, t.file) for name, t in source.tensors.items()}
 
 
-def _show(entry: tuple | None) -> str:
+def _show(entry: Entry | None) -> str:
     return "missing" if entry is None else f"{entry[0]} {list(entry[1])} in {entry[2]}"
 
 

@@ -19,7 +19,7 @@ from trireme.engine.exchange import fill
 from trireme.engine.lanes import RealLanes
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.rule import simple_plan
-from trireme.engine.run import demo, start
+from trireme.engine.run import demo, live
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.engine.step import train_step
@@ -123,8 +123,8 @@ def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
 
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
-    real = start.build
-    monkeypatch.setattr(start, "build", build)
+    real = live.build
+    monkeypatch.setattr(live, "build", build)
     where = dict(model=str(tmp_path / "model"), data=(str(tmp_path / "stories.txt"),), out=str(tmp_path / "out"))
     limits = dict(gpu_memory=16 * MIB, ram=64 * MIB, device="cpu", seq_len=64, batch_size=4, max_steps=1)
     finetune(Options(**where, **limits))

@@ -18,7 +18,9 @@ def fails(capsys, here: Path, *argv: str, code: int = 2) -> str:
     before = tree(here)
     assert finetune.main(list(argv)) == code
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and len(err) < 500, err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert len(err) < 500, err
     assert tree(here) == before
     return err
 

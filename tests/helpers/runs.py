@@ -30,9 +30,9 @@ def options(folder: Path, out: Path, where: str, **more) -> Options:
 def child(opts: Options) -> int:
     """Starts a run in a process of its own; exit code 0 when done, 130 when interrupted and saved."""
     pid = fork()
-    if pid:
-        return pid
-    go(opts)
+    if not pid:
+        go(opts)
+    return pid
 
 
 def go(opts: Options) -> NoReturn:

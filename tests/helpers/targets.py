@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import uuid
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ from trireme.engine.run import demo
 from trireme.engine.run.command import parse
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
+from trireme.engine.run.records import Mark
+from trireme.engine.run.screen import Screen
 from trireme.engine.run.settle import check_memory, check_step, given_plan
 from trireme.engine.run.verify import has_begun
 from trireme.models import hf
@@ -119,7 +122,8 @@ def _store(folder: Path, name: str) -> Target:
             with Store.open([Device(here, IO(), False)]) as store:  # nothing is read or written
                 store.remove()
         finally:
-            assert victim.read_text() == "untouched" and victim.stat().st_nlink == 1, "touched what is not the store's"
+            assert victim.read_text() == "untouched", "wrote to what is not the store's"
+            assert victim.stat().st_nlink == 1, "linked what is not the store's"
 
     return Target([json.loads((good / path).read_text())], as_json, read, (StoreError,), ("../victim",))
 
@@ -142,9 +146,8 @@ def tokens_meta(folder: Path) -> Target:
     def read(content: bytes) -> None:
         path.write_bytes(content)
         loaded = load()
-        assert loaded.fingerprint == expected.fingerprint and loaded.report.lines() == expected.report.lines(), (
-            "other data"
-        )
+        assert loaded.fingerprint == expected.fingerprint, "other data"
+        assert loaded.report.lines() == expected.report.lines(), "another report"
 
     return Target([json.loads(path.read_text())], as_json, read, (InputError,))
 
@@ -157,7 +160,8 @@ def log(folder: Path) -> Target:
     def read(content: bytes) -> None:
         (folder / "log.jsonl").write_bytes(content)
         has_begun(folder)
-        log = RunLog(folder, Options(out=str(folder)), 9, 3, stream=io.StringIO())
+        since = Mark(3, len(content), zlib.crc32(content))
+        log = RunLog(folder, Options(out=str(folder)), 9, Screen(io.StringIO()), since)
         log.step(step | {"step": 4})
         log.eval({"step": 4, "eval_loss": 2.5})
         log.summary()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.engine.run import demo
 from trireme.engine.run.options import Options, every
+from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune
 from trireme.models.config import read_config
 from trireme.models.hf import canonical_names
@@ -46,7 +47,7 @@ def test_it_is_the_same_every_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = []
     for _ in range(2):
-        with demo.prepared(Options(demo=True, lr=0.5, eval_every=every("5"))) as options:
+        with demo.prepared(Options(demo=True, lr=0.5, eval_every=every("5")), Screen()) as options:
             folder = Path(options.out).parent
             assert options.lr == 0.5
             assert options.eval_every == every("5")
@@ -66,18 +67,18 @@ def test_what_it_makes_stays_as_long_as_a_run_needs_it(tmp_path, monkeypatch, ow
     given = Options(demo=True, out=str(tmp_path / "out") if own_out else None)
     if left == "killed":
         if not (pid := fork()):
-            with demo.prepared(given):
+            with demo.prepared(given, Screen()):
                 os._exit(0)
         os.waitpid(pid, 0)
     else:
-        with pytest.raises(ZeroDivisionError), demo.prepared(given) as options:
+        with pytest.raises(ZeroDivisionError), demo.prepared(given, Screen()) as options:
             if left == "a run":
                 Path(options.out).mkdir()
                 (Path(options.out) / "config.yaml").write_text("")
             1 / 0  # noqa: B018
     before = set(tmp_path.glob("trireme-demo-*"))
     assert len(before) == (left != "nothing")
-    with demo.prepared(Options(demo=True)):
+    with demo.prepared(Options(demo=True), Screen()):
         assert before <= set(tmp_path.iterdir()) or (left == "killed" and not own_out)
         assert len(list(tmp_path.glob("trireme-demo-*"))) == 1 + (left == "a run" or (left == "killed" and own_out))
 
@@ -97,7 +98,7 @@ def test_it_learns(tmp_path, capsys, monkeypatch):
     """A short demo from end to end: the loss falls, and the folder opens."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     options = Options(demo=True, seq_len=128, batch_size=8, max_steps=25, lr=8e-3, out=str(tmp_path / "out"))
-    with demo.prepared(options) as given:
+    with demo.prepared(options, Screen()) as given:
         finetune(given)
     said = capsys.readouterr().out
     losses = [float(x) for x in re.findall(r"eval_loss (\d+\.\d+)", said)]

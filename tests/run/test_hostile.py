@@ -102,7 +102,9 @@ def test_errors_show_controls(here, capsys, place):
     data = next((str(p) for p in sorted(Path().glob("x*.*"))), "stories.txt")
     assert finetune.main(["model", "--data", data, "--out", "out"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and not FORBIDDEN.search(err), err[:3000]
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err[:3000]
+    assert not FORBIDDEN.search(err), err[:3000]
     assert len(err) < 2200
 
 
@@ -537,7 +539,8 @@ def test_a_long_row_takes_little_memory(here):
     command = [sys.executable, "-c", PEAK, sys.executable, str(ROOT / "scripts" / "finetune.py"), *argv]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     status, peak = map(int, done.stdout.split())
-    assert status == 0 and peak < 700 << 10, (done.stderr, peak)
+    assert status == 0, done.stderr
+    assert peak < 700 << 10
 
 
 # ---------------------------------------------------------------- long texts are tokenized in windows

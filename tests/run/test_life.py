@@ -150,7 +150,7 @@ def test_killed_in_its_last_clean_up_it_leaves_a_checkpoint_and_nothing_else(che
 @pytest.mark.parametrize("fails", ["its store is in use", "a bad row", "Ctrl-C", "a full disk"])
 def test_a_run_that_fails_takes_nothing_from_one_that_trains(checkpoint, uninterrupted, fails, monkeypatch):
     """Both are given the same --store. The second one begins first, and fails when the other one trains."""
-    weights, seen, _ = uninterrupted
+    weights, seen = uninterrupted
     drive = checkpoint / f"of both {fails}"
     first = options(checkpoint, checkpoint / f"trains {fails}", "ssd", store=(str(drive),))
     second = replace(first, out=str(checkpoint / f"fails {fails}"))
@@ -192,10 +192,10 @@ def test_two_processes_are_not_at_one_run(checkpoint, monkeypatch):
     stopped(run, 3, monkeypatch)
     again, real = replace(run, resume=run.out), train.open_snapshot
 
-    def twice(given):
+    def twice(*given):
         with pytest.raises(InputError, match="another process is at that run"):
             finetune(again)
-        return real(given)
+        return real(*given)
 
     monkeypatch.setattr(train, "open_snapshot", twice)
     stopped(again, 5, monkeypatch)

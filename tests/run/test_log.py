@@ -1,5 +1,6 @@
 """The run's log: files survive a resume and a full disk, the line fits the terminal, the picture shows the losses."""
 
+import ast
 import csv
 import errno
 import functools
@@ -7,8 +8,10 @@ import io
 import json
 import os
 import re
+import shutil
 import tracemalloc
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +25,13 @@ from trireme.engine.run.curve import MOST, Curve, draw
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import COLUMNS
-from trireme.engine.run.screen import one_line, progress
+from trireme.engine.run.screen import Screen, one_line, progress
+from trireme.engine.run.train import finetune
+from trireme.kernels import host_adamw
 from trireme.models.config import InputError
+from trireme.storage import devices
+
+ROOT = Path(__file__).parents[2]
 
 FULL = dict(
     step=7, epoch=0.5, loss=2.18712, learning_rate=1.4e-7, grad_norm=3.14, tokens_per_second=11700.0,
@@ -40,8 +48,15 @@ def table(path) -> list[dict]:
     return list(csv.DictReader(io.StringIO(path.read_text())))
 
 
+def screen(stream) -> Screen:
+    """As a run has it after its report."""
+    made = Screen(stream)
+    made.forgive()
+    return made
+
+
 def run(out, steps, total=10, since=None, stream=None, options=None):
-    log = RunLog(out, options or Options(), total, since, stream or io.StringIO())
+    log = RunLog(out, options or Options(), total, screen(stream or io.StringIO()), since)
     for step in steps:
         log.step({"step": step, "loss": 5.0 / step, "learning_rate": 0.1})
     return log
@@ -244,11 +259,11 @@ def test_a_terminal_has_one_live_line_and_lines_that_stay(tmp_path, monkeypatch)
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
     log = run(tmp_path, [1, 2], stream=stream)
-    log.say("saved")
+    log._screen.say("saved")
     assert [line[:25] for line in on_screen(stream.getvalue())] == ["saved", "step  2/10  loss 2.5000  "]
     assert max(len(line) for line in on_screen(stream.getvalue())) < 30
     log.step({"step": 10, "loss": 0.5, "learning_rate": 0.1})
-    log.say("done")
+    log._screen.say("done")
     log.close()
     assert on_screen(stream.getvalue()) == ["saved", "step 10/10  loss 0.5000", "done", ""], "the last step stays"
 
@@ -256,9 +271,51 @@ def test_a_terminal_has_one_live_line_and_lines_that_stay(tmp_path, monkeypatch)
 def test_a_run_that_stops_takes_its_live_line_away(tmp_path, monkeypatch):
     stream = Terminal()
     log = run(tmp_path, [1], stream=stream)
-    log.say("saved")
+    log._screen.say("saved")
     log.close()
     assert on_screen(stream.getvalue()) == ["saved", ""]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError()])
+def test_an_output_that_cannot_be_written_counts_until_the_run_has_its_log(error):
+    class Bad(io.StringIO):
+        def write(self, text):
+            raise error
+
+    bad = Screen(Bad())
+    with pytest.raises(type(error)):
+        bad.say("the plan")
+    bad.forgive()
+    bad.say("a step")
+    bad.warn("a step")
+
+
+def test_only_the_screen_speaks():
+    """One channel: nothing else in the package prints, warns or logs."""
+    voices = re.compile(r"print|warnings\.warn|logging\.\w+|(log|logger)\.(info|warning|error)|sys\.std(out|err)\.write")
+    for room in ("kernels", "models", "storage", "engine"):
+        for path in {*(ROOT / room).rglob("*.py")} - {ROOT / "engine" / "run" / "screen.py"}:
+            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            spoken = [node.lineno for node in calls if voices.fullmatch(ast.unparse(node.func))]
+            assert not spoken, f"{path} speaks for itself"
+
+
+def test_what_is_slow_here_is_said_at_the_start(made, tmp_path, monkeypatch, capsys):
+    """A drive without O_DIRECT, no compiler, files that do not travel: each is a line of the run."""
+    shutil.copytree(made / "model", tmp_path / "model")
+    (tmp_path / "model" / "more.json").symlink_to("/proc/version")
+    monkeypatch.setattr(devices, "is_direct", lambda folder: False)
+    monkeypatch.setattr(host_adamw, "_built", lambda: (None, "no C++ compiler"))
+    data = (str(made / "stories.txt"),)
+    finetune(Options(model=str(tmp_path / "model"), data=data, out=str(tmp_path / "out"), seq_len=64, max_steps=1))
+    said = capsys.readouterr()
+    assert said.err == ""
+    warnings = [line.removeprefix("warning: ") for line in said.out.splitlines() if line.startswith("warning: ")]
+    assert warnings == [
+        f"{tmp_path}/model: not copied with the weights: more.json is a link out of the folder",
+        f"{tmp_path}/out/store: no O_DIRECT; slower, and through the page cache",
+        "AdamW runs in torch on the CPU, several times slower: no C++ compiler",
+    ]
 
 
 def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_path, monkeypatch):
@@ -266,7 +323,7 @@ def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_pat
     monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
     log = run(tmp_path, [1], stream=stream)
     before = on_screen(stream.getvalue())
-    with log.screen.working("saving", 4 * 10**9) as more:
+    with log._screen.working("saving", 4 * 10**9) as more:
         more(10**9)
         assert on_screen(stream.getvalue()) == before, "what is done in a moment is not worth a line"
         monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
@@ -274,7 +331,7 @@ def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_pat
         last = on_screen(stream.getvalue())[-1]
         assert last.startswith("saving  2 of 4 GB  ")
         assert " eta 0s" in last
-    with log.screen.working("reading stories.txt", 1_090_000) as more:
+    with log._screen.working("reading stories.txt", 1_090_000) as more:
         more(287_000)
         assert re.match(r"reading stories.txt  0.287 of 1.09 MB  \S+ MB/s", on_screen(stream.getvalue())[-1])
     assert on_screen(stream.getvalue()) == before
@@ -332,7 +389,7 @@ def test_a_curve_keeps_its_shape_in_bounded_memory(steps):
 def test_a_tracker_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch, name):
     monkeypatch.setitem(__import__("sys").modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
     with pytest.raises(InputError, match=f"--log {name}: it is not installed. pip install {name}"):
-        RunLog(tmp_path, Options(log=(name,)), 10, None, io.StringIO())
+        RunLog(tmp_path, Options(log=(name,)), 10, screen(io.StringIO()))
     assert list(tmp_path.iterdir()) == []
 
 

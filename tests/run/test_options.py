@@ -1,14 +1,17 @@
 """The command line and the configuration file: names, types, what is refused and how."""
 
 import dataclasses
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hostile import LAUGHS
+from script_files import script
 
 from trireme.engine.amounts import size
 from trireme.engine.run.command import changes, config_yaml, kept, latest_run, parse
@@ -31,6 +34,12 @@ def test_defaults():
     assert options == dataclasses.replace(Options(), model="ckpt", data=("a.jsonl",), out="runs/ckpt")
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.lr = 1.0
+
+
+def test_the_installed_command_and_the_script_are_one():
+    root = Path(__file__).parents[2]
+    entry = re.search(r'^trireme = "(.*):(.*)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    assert getattr(importlib.import_module(entry[1]), entry[2]) is script("finetune").command
 
 
 def test_help_is_one_page_of_less_than_forty_options():

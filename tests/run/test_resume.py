@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kills import stopped
-from runs import STEPS, child, ended, losses, options
+from runs import STEPS, child, ended, losses, options, stopped
 
 from trireme.engine.homes import READ_AHEAD, Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
@@ -25,8 +24,8 @@ from trireme.storage.files import StoreError
 def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsys):
     """Asked to stop in step 3, or in the evaluation after it."""
     run = options(checkpoint, checkpoint / where.replace(" ", "-"), "gpu", val="0.1", eval_every=every("3"))
-    at = {"in a step": (train, "train_step", 3), "in an evaluation": (train.Run, "_evaluate", 2)}
-    of, name, due = at.get(where, (train.Run, "_evaluate", 1))
+    at = {"in a step": (train, "train_step", 3), "in an evaluation": (train.Evaluation, "_run", 2)}
+    of, name, due = at.get(where, (train.Evaluation, "_run", 1))
     real, made = getattr(of, name), []
 
     def asked(*args):
@@ -60,21 +59,24 @@ def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
     assert min(evaluations(before), key=evaluations(before).get) == 4
 
     out, made = checkpoint / f"best-{stop}", []
-    name = {"before an evaluation": "_evaluate_if_due", "in an evaluation": "_evaluate"}.get(stop, "_save")
-    real = getattr(train.Run, name)
+    of, name = {
+        "before an evaluation": (train.Evaluation, "run_if_due"),
+        "in an evaluation": (train.Evaluation, "_run"),
+    }.get(stop, (train.Live, "save"))
+    real = getattr(of, name)
 
     def asked(self, *args):
-        made.append(name)
+        made.append(getattr(self, "live", self).progress.step)
         if stop == "after a snapshot":
             real(self, *args)
-        if self.step == 4 and len(made) > 1 and not self.stop:
+        if made[-1] == 4 and made.count(4) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, *args)
 
-    monkeypatch.setattr(train.Run, name, asked)
+    monkeypatch.setattr(of, name, asked)
     with pytest.raises(Interrupted):
         finetune(replace(run, out=str(out)))
-    monkeypatch.setattr(train.Run, name, real)
+    monkeypatch.setattr(of, name, real)
     finetune(replace(run, out=str(out), resume=str(out)))
     assert evaluations(out) == evaluations(before)
     assert losses(out) == losses(before)

@@ -14,7 +14,8 @@ from trireme.engine.run.signals import stop_signals
 numbers, together = eval(sys.argv[1]), sys.argv[2] == "together"
 for n in numbers:
     signal.signal(n, signal.SIG_DFL)  # the tests may have been started without a terminal
-with stop_signals(lambda n: f"first {n}", lambda: "second"):
+tell = lambda line: print(line, file=sys.stderr)
+with stop_signals(lambda n: tell(f"first {n}"), lambda: tell("second")):
     if together:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for n in numbers:

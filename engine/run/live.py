@@ -1,0 +1,284 @@
+"""A run between its steps: its store opened, its engine filled, all of it saved, and given back."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trireme.engine.amounts import gib
+from trireme.engine.build import build
+from trireme.engine.exchange import Exchange
+from trireme.engine.lanes import WRITES, RealLanes
+from trireme.engine.run.command import kept
+from trireme.engine.run.job import Job, cut
+from trireme.engine.run.log import RunLog
+from trireme.engine.run.options import Options
+from trireme.engine.run.records import Mark
+from trireme.engine.run.screen import Screen
+from trireme.engine.run.verify import has_begun, tidy
+from trireme.engine.step import Engine
+from trireme.engine.updates import AdamW
+from trireme.kernels import host_adamw
+from trireme.models.config import InputError
+from trireme.storage.files import NoSnapshot, StoreError
+from trireme.storage.folders import FINISHED, IDENTITY, remove_finished
+from trireme.storage.shards import DAMAGED, Damaged
+from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
+from trireme.storage.store import Store
+
+TRIAL = 256 << 20  # most bytes written to find out how a drive is best driven
+
+Snapshot = dict[str, Any]  # what a snapshot says beside its shards: see Live.save
+
+
+def new_store(job: Job) -> Store:
+    """An empty store. Raises StoreError."""
+    return Store.create(job.store_dirs, job.options.keep, job.source.folder, min(TRIAL, 4 * job.parameters))
+
+
+def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snapshot | None]:
+    """The store of an interrupted run and what its last snapshot says; (None, None) before there is one.
+
+    Raises InputError where the run is finished or its store is elsewhere, StoreError.
+    """
+    out = Path(options.out)
+    dirs = [Path(d) for d in options.store] or [out / "store"]
+    finished = any((d / FINISHED).exists() for d in dirs)
+    lost = [d for d in dirs if not (d / IDENTITY).exists()]
+    ours = not options.store or all(d.is_dir() for d in dirs)  # an empty folder may be a drive that is not mounted
+    exported = any(out.glob("*.safetensors"))
+    if (finished and (exported or has_begun(out))) or (lost and ours and exported):
+        remove_finished(dirs)
+        tidy(out)
+        raise InputError(
+            f"--resume {out}: that run is finished. To train its result further, name the folder as the checkpoint, "
+            "and another --out."
+        )
+    if lost and has_begun(out):
+        raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
+    try:
+        store = Store.open(dirs, options.keep, trial=0)
+    except NoSnapshot:
+        screen.say("no snapshot yet: starts from the beginning")
+        return None, None
+    return store, store.restore()
+
+
+def check_continues(job: Job, snapshot: Snapshot) -> None:
+    """Raises InputError unless the job goes on where the snapshot of its run ended: same data, steps left."""
+    if snapshot["data"] != job.data.fingerprint:
+        raise InputError(f"--resume {job.out}: the data is not what the run was started with. Restore it.")
+    if job.total_steps < snapshot["step"]:
+        raise InputError(
+            f"--resume {job.out}: the run stands at step {snapshot['step']}, and {job.total_steps} are asked for. "
+            "Ask for more: --max-steps or --epochs."
+        )
+
+
+@dataclass
+class Progress:
+    """How far a run has come, as its snapshots say it."""
+
+    step: int = 0  # steps done
+    best: float | None = None  # the least eval_loss
+    best_step: int | None = None  # None before the first step
+    evaluated: int = -1  # step of the last evaluation
+    written: int = 0  # bytes written to the SSD by earlier processes
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Progress:
+        """What the last snapshot of a run says."""
+        best, best_step = snapshot["best"]
+        return cls(snapshot["step"], best, best_step, snapshot["evaluated"], snapshot["written"])
+
+
+class Live:
+    """A job in progress: its engine, its store and its log."""
+
+    def __init__(self, job: Job, store: Store, snapshot: Snapshot | None, screen: Screen):
+        """`snapshot`: of a run that is resumed. Raises InputError, StoreError."""
+        self.job, self.store, self.screen = job, store, screen
+        self.resumed = snapshot is not None
+        self.progress = Progress.of(snapshot) if snapshot else Progress()
+        self.log = RunLog(job.out, job.options, job.total_steps, screen, Mark(*snapshot["log"]) if snapshot else None)
+        self.lanes = RealLanes(job.device)
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "no engine between `give_back` and `load`"
+        return self._engine
+
+    @property
+    def written(self) -> int:
+        """Bytes written to the SSD since the run's first step."""
+        return self.progress.written + sum(self.lanes.moved[lane] for lane in WRITES)
+
+    def load(self, asked: Sequence[int] = ()) -> None:
+        """Makes the engine, and fills it from the checkpoint, or from the snapshot of a run that is resumed.
+
+        Raises KeyboardInterrupt between two pieces once anything is in `asked`; DoesNotFit, InputError, StoreError.
+        """
+        self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
+        for note in (self.job.source.note, *(note for device in self.store.devices for note in device.notes)):
+            if note:
+                self.screen.warn(note)
+        if reason := host_adamw.why_slow():
+            self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
+        fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked)
+
+    def move(self, job: Job) -> None:
+        """Goes on by the plan of `job`, through a snapshot: memory does not hold everything twice."""
+        self.save()
+        self.give_back()
+        self.job = job
+        self._engine = make_engine(job, self.lanes, self.store, self.screen)
+        fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)
+
+    def settle(self) -> None:
+        """All updates are applied and all lanes are idle then."""
+        self.engine.optimizer.flush()
+        self.lanes.drain()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last snapshot is of this step."""
+        return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
+
+    def save(self) -> None:
+        """A snapshot of this step. Files on the SSD are linked, not copied."""
+        if self.is_saved:
+            return
+        self.settle()
+        homes, done = self.engine.homes, self.progress
+        with self.screen.working("saving", homes.nbytes(everything=False)) as more:
+            homes.save_to_store(more)
+        says = {
+            "step": done.step,
+            "options": kept(self.job.options),
+            "cut": cut(self.job),
+            "data": self.job.data.fingerprint,
+            "best": [done.best, done.best_step],
+            "evaluated": done.evaluated,
+            "written": self.written,
+            "log": self.log.sync(done.step),
+        }
+        self.store.commit(done.step, says)
+
+    def last_snapshot(self) -> str:
+        snapshots = self.store.snapshots
+        return f"Last snapshot: step {snapshots[-1].step}" if snapshots else "There is no snapshot yet"
+
+    def export(self, best: bool = False) -> None:
+        """Writes the checkpoint to OUT, or over the one in OUT/best; then reads it back."""
+        exchange = Exchange(self.job.cfg, self.job.source, self.engine.homes)
+        with self.screen.working("writing the checkpoint", 2 * self.job.source.nbytes) as more:
+            if best:
+                exchange.replace(self.job.out / "best", more)
+            else:
+                exchange.save(self.job.out, more)
+
+    def give_back(self) -> None:
+        """Frees the engine's memory; once more it does nothing."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            gc.collect()
+            if self.job.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Ends the lanes and frees the engine's memory; once more it does nothing."""
+        self.lanes.close()
+        self.give_back()
+
+
+# ---------------------------------------------------------------- the engine, made and filled
+
+
+def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen) -> Engine:
+    """An engine by the job's plan, with nothing in its homes yet. Raises DoesNotFit."""
+    o = job.options
+    adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
+    e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store)
+    if e.memory.refused:
+        screen.warn(
+            f"CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
+            f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
+        )
+    return e
+
+
+def fill_engine(
+    e: Engine,
+    job: Job,
+    store: Store,
+    screen: Screen,
+    resumed: bool,
+    asked: Sequence[int] = (),
+    everything: bool = True,
+) -> None:
+    """Claims the room that the engine needs on the drives, and loads the snapshot if `resumed`, or the checkpoint.
+
+    Not `everything`: what stays on the SSD is not read. Raises KeyboardInterrupt between two pieces once anything is in
+    `asked`; InputError, StoreError.
+    """
+    e.claim_scratch(store.devices)
+    if resumed:
+        _load_snapshot(e, store, screen, asked, everything)
+        return
+    for shard in e.homes.shards():
+        store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
+    if job.plan.homes_on_ssd:
+        store.reserve()
+    with _loading(screen, "loading", e.homes.nbytes(), asked) as more:
+        Exchange(job.cfg, job.source, e.homes).load(more)
+
+
+def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:
+    """Fills the homes from the last snapshot, and compares checksums. Raises StoreError."""
+    expected = {shard.name: shard.layout for shard in e.homes.shards()}
+    if {name: shard.layout for name, shard in store.shards.items()} != expected:
+        folder = Path(store.devices[0].path) / store.snapshots[-1].folder
+        raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(folder))
+    try:
+        with _loading(screen, "loading", e.homes.nbytes(everything), asked) as more:
+            e.homes.load_from_store(more, everything)
+    except Damaged as damage:
+        back = _way_back(e, store, screen, asked)
+        raise StoreError(damage.errno, f"{DAMAGED}. {back}", damage.filename) from damage
+
+
+def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> str:
+    """What to do where the last snapshot is damaged: those before it are read until one is whole."""
+    *older, last = store.snapshots
+    newer = [last.folder]
+    for snapshot in reversed(older):
+        store.restore(snapshot.step)
+        try:
+            with _loading(screen, f"checking step {snapshot.step}", e.homes.nbytes(), asked) as more:
+                e.homes.load_from_store(more)
+        except Damaged:
+            newer.append(snapshot.folder)
+        else:
+            return f"The last whole snapshot is of step {snapshot.step}: to go back to it, remove {', '.join(newer)}"
+    return f"{'No snapshot is whole' if older else NONE_OLDER}: {NO_WAY_BACK}"
+
+
+@contextmanager
+def _loading(screen: Screen, what: str, nbytes: int, asked: Sequence[int]) -> Iterator[Callable[[int], None]]:
+    with screen.working(what, nbytes) as more:
+
+        def more_or_leave(nbytes: int) -> None:
+            more(nbytes)
+            if asked:
+                raise KeyboardInterrupt
+
+        yield more_or_leave
