@@ -1,6 +1,6 @@
-"""A command line, a YAML file or an interrupted run -> Options, and back.
+"""Options from a command line, a YAML file or an interrupted run, and back to YAML.
 
-Dashes and underscores mean the same, and the names that other trainers use are understood.
+Dashes and underscores mean the same; names of other trainers are understood.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _flag(name: str) -> str:
 
 
 def _resolve(name: str, where: str) -> str:
-    """The field that `name` (without its dashes, an alias perhaps) stands for."""
+    """The field of an option's name or alias, given without its dashes. Raises InputError."""
     key = name.replace("_", "-")
     found = _ALIASES.get(key, key.replace("-", "_"))
     if found in _FIELDS:
@@ -66,12 +66,12 @@ def _resolve(name: str, where: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, in the shape of every other error."""
+        """Raises InputError, as every other error of input."""
         raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
 
 
 def _typed(parse: Parser) -> Parser:
-    """`parse` in the form whose message argparse passes on."""
+    """`parse`, with errors whose text argparse passes on."""
 
     def typed(text: str) -> Any:
         try:
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _help(f: Field[Any]) -> str:
-    """The field's help, with its default unless the text gives it in brackets."""
+    """The field's help and default."""
     if f.name == "model":
         return argparse.SUPPRESS  # the page calls it CHECKPOINT
     text = f.metadata["help"].replace("%", "%%")
@@ -110,7 +110,7 @@ def _help(f: Field[Any]) -> str:
 
 
 def _kind(f: Field[Any]) -> dict[str, Any]:
-    """What argparse needs to read the field."""
+    """The field's arguments for add_argument."""
     meta = f.metadata
     if meta["parse"] is bool:
         return {"action": "store_true"}
@@ -123,7 +123,7 @@ def _kind(f: Field[Any]) -> dict[str, Any]:
 
 
 def _spelled(word: str) -> str:
-    """A word of a command line; where it is a flag, with the name that it has here."""
+    """A word of a command line, a flag by its own name here."""
     match = re.match(r"--([\w-]+)(?==|$)", word)
     if not match or match[1] == "help":
         return word
@@ -131,7 +131,7 @@ def _spelled(word: str) -> str:
 
 
 def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """What the command line says, by field; only what it says."""
+    """The values on a command line, by field."""
     space, rest = _parser().parse_known_args([_spelled(word) for word in argv])
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(space).items()}
     for word in rest:
@@ -144,7 +144,7 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
-    """What a configuration file says, by field, parsed as the flags are."""
+    """The values in a configuration file, by field."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -168,7 +168,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
 
 
 def _written(value: Any, where: str) -> str:
-    """A plain value of YAML as text; a list in a list may be small in the file, and endless written out."""
+    """A plain YAML value as text. Nested lists are refused: a few bytes of aliases expand to gigabytes."""
     if isinstance(value, (list, Mapping, Set)):
         raise InputError(f"{where}: a {type(value).__name__} is not a plain value.")
     try:
@@ -193,7 +193,7 @@ def _convert(f: Field[Any], value: Any, where: str) -> Any:
 
 
 def latest_run(folder: Path) -> Path:
-    """The run in `folder` that was written to last."""
+    """The run in `folder` that was written last."""
     runs = [path.parent for path in folder.glob("*/config.yaml")]
     if not runs:
         raise InputError(f"--resume: no run in {folder}/. Name the run: --resume RUN.")
@@ -201,7 +201,7 @@ def latest_run(folder: Path) -> Path:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Options from a command line (without the program's name). InputError where it makes no sense; --help exits."""
+    """Options from a command line, without the program's name. Raises InputError; --help exits."""
     given = _from_flags(argv)
     if "resume" in given:
         run = Path(given["resume"] or latest_run(Path("runs")))
@@ -239,13 +239,11 @@ def parse(argv: Sequence[str]) -> Options:
 
 # ---------------------------------------------------------------- writing them
 
-_NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # about one command, not about the run
+_NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # of one command, not of the run
 
 
 def kept(options: Options) -> dict[str, Any]:
-    """What a run keeps of its options, as JSON and YAML can hold it, by field. Paths are absolute, so that they are
-    understood in any folder.
-    """
+    """The options that belong to a run, by field, as JSON and YAML values; paths absolute."""
     content: dict[str, Any] = {}
     for f in fields(Options):
         value = getattr(options, f.name)
@@ -264,24 +262,24 @@ def kept(options: Options) -> dict[str, Any]:
 
 
 def config_yaml(options: Options) -> bytes:
-    """The config.yaml of a run with these options, for --config and --resume."""
+    """The config.yaml of a run, for --config and --resume."""
     content = {name: value for name, value in kept(options).items() if value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
 
 
 def changes(options: Options, before: Mapping[str, Any]) -> list[str]:
-    """What the options say otherwise than `before`, the `kept` ones of a run at an earlier time; a line for each."""
+    """A line for each option that differs from `before`, the `kept` options of an earlier time."""
     said = lambda value: "not given" if value in (None, []) else shown(repr(value), 500)
     both = [(name, value, before[name]) for name, value in kept(options).items() if name in before]
     return [f"{_flag(name)} {said(value)}, was {said(was)}" for name, value, was in both if value != was]
 
 
 def _full(path: str | Path) -> str:
-    """The absolute path, its links as they were written."""
+    """The absolute path, links kept."""
     return os.path.abspath(path)  # noqa: PTH100, which would follow links
 
 
 def _absolute(data: str) -> str:
-    """The path of FILE or FILE:WEIGHT made absolute; a share (0.02), standard input (-) and `plain` stay."""
+    """FILE or FILE:WEIGHT with an absolute path; a share (0.02), standard input (-) and `plain` as they are."""
     word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
     return _full(data) if Path(re.sub(r":[\d.]+$", "", data)).exists() and not word else data

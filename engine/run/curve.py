@@ -1,4 +1,4 @@
-"""loss.svg: training and evaluation loss over steps, as a picture that any browser opens. Standard library only."""
+"""loss.svg: training and evaluation loss over steps. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ Scale = Callable[[float], float]  # a value -> its place in the picture
 
 
 class Curve:
-    """The points of a run of any length in bounded memory: each of them while they are fewer than MOST, then means of
-    neighbours.
-    """
+    """The points of a curve in bounded memory: all while they are fewer than MOST, then means of neighbours."""
 
     def __init__(self) -> None:
-        self._points: list[Point] = []  # each the mean of `_each` that were added
+        self._points: list[Point] = []  # each the mean of `_each` added ones
         self._each = 1
-        self._steps = self._losses = 0.0  # sums over those that are not in `_points` yet
+        self._steps = self._losses = 0.0  # sums over the `_waiting` points not in `_points` yet
         self._waiting = 0
 
     def add(self, step: float, loss: float) -> None:
-        """The next point; one that is not finite is left out."""
+        """Adds a point, unless it is not finite."""
         if not abs(loss) < ABSURD:
             return
         self._steps, self._losses, self._waiting = self._steps + step, self._losses + loss, self._waiting + 1
@@ -87,7 +85,7 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def _thinned(points: Sequence[Point], most: int = 1000) -> list[Point]:
-    """At most about `most` points, so that the file stays small; the last one is always there."""
+    """About `most` points, the last among them, to keep the file small."""
     stride = -(-len(points) // most) or 1
     return [*points[::stride], *points[-1:]]
 

@@ -1,8 +1,4 @@
-"""--demo: a small LLaMA checkpoint, a tokenizer and stories, made on the spot, and the options to train on them.
-
-The stories come from a small grammar, so a model of 0.85 million random weights learns to tell them within a minute
-on two CPU cores, and anyone can see whether training works.
-"""
+"""--demo: a small random LLaMA checkpoint, a tokenizer and stories of a small grammar, learned in a minute on a CPU."""
 
 from __future__ import annotations
 
@@ -72,15 +68,15 @@ def story(dice: random.Random) -> str:
 
 @contextmanager
 def prepared(options: Options, screen: Screen) -> Iterator[Options]:
-    """Makes a checkpoint and stories in a temporary folder, and gives `options` completed to train on them there.
+    """Makes a checkpoint and stories in a temporary folder; gives `options` to train on them.
 
-    The folder stays where a run is left in it, or needs it to be resumed.
+    The folder stays if it holds a run, or if a run needs it to be resumed.
     """
     temporary = Temporary("trireme-demo-")
     folder = temporary.path
     out = options.out or str(folder / "out")
     if options.out:
-        temporary.keep()  # also for a run that is killed
+        temporary.keep()  # also if the run is killed
     try:
         screen.say(
             f"demo     made a LLaMA with 0.85 M random weights, a tokenizer and {STORIES:,} small stories in {folder}"
@@ -158,7 +154,7 @@ def _make_tokenizer(text: Path) -> Tokenizer:
 
 
 def _random_weights(seed: int) -> dict[str, np.ndarray]:
-    """Hugging Face's names; normal, deviation 0.02, and less where a branch joins the residual stream, as in GPT-2."""
+    """By Hugging Face's names; deviation 0.02, less where a branch joins the residual stream, as in GPT-2."""
     dice = np.random.default_rng(seed)
 
     def normal(*shape: int, std: float = 0.02) -> np.ndarray:

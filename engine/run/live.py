@@ -1,4 +1,4 @@
-"""A run between its steps: its store opened, its engine filled, all of it saved, and given back."""
+"""The state of a run: its store opened, its engine filled, saved as a snapshot, exported and freed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
 from trireme.storage.store import Store
 
-TRIAL = 256 << 20  # most bytes written to find out how a drive is best driven
+TRIAL = 256 << 20  # most bytes written to measure a drive
 
-Snapshot = dict[str, Any]  # what a snapshot says beside its shards: see Live.save
+Snapshot = dict[str, Any]  # written by Live.save
 
 
 def new_store(job: Job) -> Store:
@@ -44,7 +44,7 @@ def new_store(job: Job) -> Store:
 
 
 def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snapshot | None]:
-    """The store of an interrupted run and what its last snapshot says; (None, None) before there is one.
+    """The store of an interrupted run and its last snapshot; (None, None) before the first.
 
     Raises InputError where the run is finished or its store is elsewhere, StoreError.
     """
@@ -52,7 +52,7 @@ def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snaps
     dirs = [Path(d) for d in options.store] or [out / "store"]
     finished = any((d / FINISHED).exists() for d in dirs)
     lost = [d for d in dirs if not (d / IDENTITY).exists()]
-    ours = not options.store or all(d.is_dir() for d in dirs)  # an empty folder may be a drive that is not mounted
+    ours = not options.store or all(d.is_dir() for d in dirs)  # an empty one may be a drive that is not mounted
     exported = any(out.glob("*.safetensors"))
     if (finished and (exported or has_begun(out))) or (lost and ours and exported):
         remove_finished(dirs)
@@ -72,7 +72,7 @@ def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snaps
 
 
 def check_continues(job: Job, snapshot: Snapshot) -> None:
-    """Raises InputError unless the job goes on where the snapshot of its run ended: same data, steps left."""
+    """Raises InputError unless the job has the data of the snapshot, and no fewer steps."""
     if snapshot["data"] != job.data.fingerprint:
         raise InputError(f"--resume {job.out}: the data is not what the run was started with. Restore it.")
     if job.total_steps < snapshot["step"]:
@@ -122,9 +122,9 @@ class Live:
         return self.progress.written + sum(self.lanes.moved[lane] for lane in WRITES)
 
     def load(self, asked: Sequence[int] = ()) -> None:
-        """Makes the engine, and fills it from the checkpoint, or from the snapshot of a run that is resumed.
+        """Makes the engine and fills it, from the checkpoint or, if resumed, from the snapshot.
 
-        Raises KeyboardInterrupt between two pieces once anything is in `asked`; DoesNotFit, InputError, StoreError.
+        Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces once `asked` holds anything.
         """
         self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
         for note in (self.job.source.note, *(note for device in self.store.devices for note in device.notes)):
@@ -135,7 +135,7 @@ class Live:
         fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked)
 
     def move(self, job: Job) -> None:
-        """Goes on by the plan of `job`, through a snapshot: memory does not hold everything twice."""
+        """Continues with the plan of `job`, through a snapshot: memory does not hold everything twice."""
         self.save()
         self.give_back()
         self.job = job
@@ -143,7 +143,7 @@ class Live:
         fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)
 
     def settle(self) -> None:
-        """All updates are applied and all lanes are idle then."""
+        """Applies all updates and waits for all lanes."""
         self.engine.optimizer.flush()
         self.lanes.drain()
 
@@ -153,7 +153,7 @@ class Live:
         return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
 
     def save(self) -> None:
-        """A snapshot of this step. Files on the SSD are linked, not copied."""
+        """Makes a snapshot of this step. Files on the SSD are linked, not copied."""
         if self.is_saved:
             return
         self.settle()
@@ -177,7 +177,7 @@ class Live:
         return f"Last snapshot: step {snapshots[-1].step}" if snapshots else "There is no snapshot yet"
 
     def export(self, best: bool = False) -> None:
-        """Writes the checkpoint to OUT, or over the one in OUT/best; then reads it back."""
+        """Writes the checkpoint to OUT, or replaces OUT/best, and reads it back."""
         exchange = Exchange(self.job.cfg, self.job.source, self.engine.homes)
         with self.screen.working("writing the checkpoint", 2 * self.job.source.nbytes) as more:
             if best:
@@ -186,7 +186,7 @@ class Live:
                 exchange.save(self.job.out, more)
 
     def give_back(self) -> None:
-        """Frees the engine's memory; once more it does nothing."""
+        """Frees the engine's memory; a second call does nothing."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -195,7 +195,7 @@ class Live:
                 torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Ends the lanes and frees the engine's memory; once more it does nothing."""
+        """Ends the lanes and frees the engine's memory; a second call does nothing."""
         self.lanes.close()
         self.give_back()
 
@@ -204,7 +204,7 @@ class Live:
 
 
 def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen) -> Engine:
-    """An engine by the job's plan, with nothing in its homes yet. Raises DoesNotFit."""
+    """An engine of the job's plan, its homes empty. Raises DoesNotFit."""
     o = job.options
     adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
     e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store)
@@ -225,10 +225,9 @@ def fill_engine(
     asked: Sequence[int] = (),
     everything: bool = True,
 ) -> None:
-    """Claims the room that the engine needs on the drives, and loads the snapshot if `resumed`, or the checkpoint.
+    """Reserves the engine's room on the drives; loads the snapshot if `resumed`, else the checkpoint.
 
-    Not `everything`: what stays on the SSD is not read. Raises KeyboardInterrupt between two pieces once anything is in
-    `asked`; InputError, StoreError.
+    Without `everything`, homes on the SSD are not read. Raises as Live.load.
     """
     e.claim_scratch(store.devices)
     if resumed:
@@ -243,7 +242,7 @@ def fill_engine(
 
 
 def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:
-    """Fills the homes from the last snapshot, and compares checksums. Raises StoreError."""
+    """Fills the homes from the last snapshot and compares checksums. Raises StoreError."""
     expected = {shard.name: shard.layout for shard in e.homes.shards()}
     if {name: shard.layout for name, shard in store.shards.items()} != expected:
         folder = Path(store.devices[0].path) / store.snapshots[-1].folder
@@ -257,7 +256,7 @@ def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int]
 
 
 def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> str:
-    """What to do where the last snapshot is damaged: those before it are read until one is whole."""
+    """The advice for a damaged last snapshot; reads older ones until one is whole."""
     *older, last = store.snapshots
     newer = [last.folder]
     for snapshot in reversed(older):

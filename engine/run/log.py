@@ -84,7 +84,7 @@ class Totals:
             self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
 
     def line(self) -> str:
-        """The line at the end of a run: steps, time, losses, tokens."""
+        """The last line of a run: steps, time, losses, tokens."""
         parts = [f"done     {self.steps:,} steps"]
         if self.seconds:
             parts.append(duration(self.seconds))
@@ -103,8 +103,8 @@ class RunLog:
     """The log files, the live line, the picture and the trackers of a run. One thread at a time."""
 
     def __init__(self, out: Path, options: Options, total_steps: int, screen: Screen, since: Mark | None = None):
-        """Opens OUT's logs. `since`: where they stood at the snapshot of a run that is resumed; later lines are
-        dropped, and a log that was changed is reported. Raises InputError, StoreError.
+        """Opens OUT's logs. `since`: how far they had come at a resumed run's snapshot; later lines are dropped, and a
+        changed log is reported. Raises InputError, StoreError.
         """
         self._out, self._total = out, total_steps
         self._trackers = _trackers(out, options)
@@ -121,7 +121,7 @@ class RunLog:
             screen.warn(f"{path} is not as it was at step {since.step:,}: lines were lost or changed")
 
     def _taken_over(self, path: Path) -> Iterator[bytes]:
-        """The lines of log.csv for those of log.jsonl, which are counted on the way."""
+        """The lines of log.csv from those of log.jsonl; counts them."""
         yield ",".join(COLUMNS).encode() + b"\n"
         for _, record in read_log(path):
             self._count(record)
@@ -141,7 +141,7 @@ class RunLog:
         self._screen.show(progress(record, self._total, None if final else self._eta(record)), final)
 
     def eval(self, record: Record) -> None:
-        """An evaluation: `step` (0 before training), `eval_loss`, `epoch`; `sample`, a text, when there is one."""
+        """An evaluation: `step` (0 before training), `eval_loss`, `epoch`, perhaps `sample`, a text."""
         best = self._totals.best[0] if self._totals.best else math.inf
         self._add({key: value for key, value in record.items() if key != "sample"})
         loss = record["eval_loss"]
@@ -151,19 +151,19 @@ class RunLog:
         self.draw()
 
     def summary(self) -> str:
-        """Draws the picture and returns the line at the end of a run."""
+        """Draws the picture; returns the last line of a run."""
         self.draw()
         return self._totals.line()
 
     def sync(self, step: int) -> Mark:
-        """Brings the log to the drive. Returns where it stands, after `step`."""
+        """Makes the log durable; returns how far it has come, after `step`."""
         for file in (self._jsonl, self._csv):
             if error := file.sync():
                 self._warn(error)
         return Mark(step, self._jsonl.nbytes, self._jsonl.crc32)
 
     def draw(self) -> None:
-        """Writes loss.svg from what has been logged so far."""
+        """Writes loss.svg."""
         scratch = partial_of(self._out / "loss.svg")
         try:
             scratch.write_text(draw(self._losses.points, self._evals.points), encoding="utf-8")
@@ -196,7 +196,7 @@ class RunLog:
                 self._warn_of_tracker(error)
 
     def _warn_of_tracker(self, error: Exception) -> None:
-        """A tracker is somebody else's code, perhaps over a network: never worth a run."""
+        """A failing tracker ends no run."""
         self._screen.warn(f"a tracker of --log has failed and is left out from here on ({error!r})")
 
     def _warn(self, error: OSError) -> None:
@@ -205,7 +205,7 @@ class RunLog:
             self._warned = True
 
     def _eta(self, record: Record) -> float | None:
-        """Seconds to go, at the pace of the last steps."""
+        """Seconds to go at the pace of the last steps."""
         left = self._total - record["step"]
         if len(self._ends) > 1:
             return left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

@@ -1,4 +1,4 @@
-"""The command: options, a run, and every foreseen failure as one line and an exit code.
+"""The command: options, a run, and each foreseen failure as one line and an exit code.
 
 Exit codes: 0 done; 1 a bug; 2 wrong input; 3 the model does not fit; 4 a disk failed or is full; 130 interrupted.
 """
@@ -64,7 +64,7 @@ def is_resumable(options: Options) -> bool:
 
 
 def about_disk(error: OSError, options: Options) -> str:
-    """Where the disk failed, how, and what to do: whether the run can go on."""
+    """What failed on the disk, and what to do."""
     where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
     if is_resumable(options):
         return f"{where}: {what}. When that is mended: --resume {options.out}"
@@ -73,7 +73,7 @@ def about_disk(error: OSError, options: Options) -> str:
 
 
 def open_streams() -> None:
-    """Output that is closed goes nowhere, and a character that the terminal's encoding lacks becomes `?`."""
+    """Sends closed output nowhere; replaces characters that the terminal's encoding lacks."""
     nowhere = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
     sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
@@ -82,7 +82,7 @@ def open_streams() -> None:
 
 
 def give_up_output() -> None:
-    """Text that is still waiting for an output that cannot be written goes nowhere."""
+    """Drops the text waiting for an output that cannot be written."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -92,7 +92,7 @@ def give_up_output() -> None:
 
 def run(options: Options, screen: Screen) -> int:
     """Trains; 130 when interrupted with everything saved."""
-    # Threads of torch that wait should sleep: spinning ones make a step ten times slower when the CPU has other work.
+    # Waiting threads of torch should sleep: spinning ones make a step ten times slower on a busy CPU.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.showwarning = lambda message, *_, **__: screen.urgent(f"warning: {message}")
 

@@ -1,8 +1,4 @@
-"""Everything a user can ask for, as the frozen Options.
-
-An option is one field below, and nowhere else: its flag, its name in a configuration file, its help, its parser and the
-names that other trainers have for it all stand in the field. `command.py` reads them.
-"""
+"""Options: one field each, with its help, its parser and the names that other trainers have for it."""
 
 from __future__ import annotations
 
@@ -27,14 +23,14 @@ DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
 
 @dataclass(frozen=True)
 class Every:
-    """How often something happens: every so many steps, seconds, or shares of the run; never where all are None."""
+    """An interval: steps, seconds, or a share of the run; never where all are None."""
 
     steps: int | None = None
     seconds: float | None = None
     share: float | None = None
 
     def due(self, step: int, total_steps: int, seconds: float) -> bool:
-        """Whether it is time after `step` (counted from 1) of `total_steps`, `seconds` after the last time."""
+        """Whether it is time after `step` (from 1) of `total_steps`, `seconds` after the last time."""
         if self.steps:
             return step % self.steps == 0
         if self.seconds:
@@ -45,7 +41,7 @@ class Every:
         return False
 
     def __str__(self) -> str:
-        """As `every` reads it back, exactly."""
+        """The text of which `every` makes the same."""
         if not self.seconds:
             return str(self.steps or self.share or "never")
         whole = self.seconds % 60 == 0
@@ -72,14 +68,14 @@ def every(text: str) -> Every:
 
 
 def integral(text: str) -> int:
-    """A whole number, also one that is written as 100.0 or 1e2."""
+    """A whole number, also written as 100.0 or 1e2."""
     if not float(text).is_integer():
         raise ValueError(f"{text!r} is not a whole number")
     return int(float(text))
 
 
 def one_of(*values: Any) -> Parser:
-    """A parser of one of these values, as they are printed."""
+    """A parser of one of these values."""
 
     def parse(text: str) -> Any:
         for value in values:
@@ -91,7 +87,7 @@ def one_of(*values: Any) -> Parser:
 
 
 def either(*parsers: Parser, expected: str) -> Parser:
-    """A parser of what the first of these parsers takes that takes it; `expected` says what they take together."""
+    """The first of these parsers that takes the text; `expected` is what they take together."""
 
     def parse(text: str) -> Any:
         for parser in parsers:
@@ -103,7 +99,7 @@ def either(*parsers: Parser, expected: str) -> Parser:
 
 
 def listed(parser: Parser, like: str = "") -> Parser:
-    """A parser of values with commas between them; as many as in the example `like`, where one is given."""
+    """A parser of values separated by commas; as many as in the example `like`, if given."""
 
     def parse(text: str) -> tuple[Any, ...]:
         values = [part for part in text.strip("()[] ").split(",") if part] if like else text.split(",")
@@ -115,9 +111,7 @@ def listed(parser: Parser, like: str = "") -> Parser:
 
 
 def _option(group: str, text: str, default: Any = None, parse: Parser = str, **more: Any) -> Any:
-    """A field of Options. `more`: metavar; choices, in place of both; also (the names that others have for it, in one
-    string); repeat (whether each use adds a value).
-    """
+    """A field of Options. `more`: metavar, or choices; also (names elsewhere); repeat (each use adds a value)."""
     if choices := more.pop("choices", ()):
         parse, more["metavar"] = one_of(*choices), "{" + ",".join(choices) + "}"
     return field(default=default, metadata={"group": group, "help": text, "parse": parse, **more})
@@ -128,7 +122,7 @@ def _option(group: str, text: str, default: Any = None, parse: Parser = str, **m
 
 @dataclass(frozen=True)
 class Options:
-    """One run, as asked for. None, or no name, means that the run chooses: by the data, the model or the machine."""
+    """What a user asks for. None, or an empty name: chosen from the data, the model or the machine."""
 
     model: str = _option(DATA, "Hugging Face checkpoint", "", metavar="DIR", also="model-name-or-path base-model")
     data: tuple[str, ...] = _option(
@@ -146,12 +140,12 @@ class Options:
         also="max-length cutoff-len max-seq-length sequence-len max-seq-len",
     )
     long: str | None = _option(
-        DATA, "rows that are longer [text: split, else cut]", choices=("cut", "drop", "split", "error")
+        DATA, "what happens to longer rows [text: split, else cut]", choices=("cut", "drop", "split", "error")
     )
     no_pack: bool = _option(DATA, "one row a sequence", False, parse=bool)
     skip_bad: bool = _option(DATA, "drop and count rows that cannot be read, instead of stopping", False, parse=bool)
     show_example: int = _option(
-        DATA, "examples printed with what is trained on", 1, parse=number(0, kind=int), metavar="N"
+        DATA, "examples printed, the trained part in [..]", 1, parse=number(0, kind=int), metavar="N"
     )
     tokenizer: str | None = _option(
         DATA, "a folder with another tokenizer", metavar="DIR", also="tokenizer-name-or-path"
@@ -160,7 +154,11 @@ class Options:
 
     out: str = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir")
     store: tuple[str, ...] = _option(
-        OUTPUT, "where training state lives; one folder per drive [OUT]", (), parse=listed(str), metavar="DIR[,DIR]"
+        OUTPUT,
+        "weights, moments and snapshots: a folder on each drive [OUT/store]",
+        (),
+        parse=listed(str),
+        metavar="DIR[,DIR]",
     )
     save_every: Every = _option(
         OUTPUT,
@@ -225,9 +223,16 @@ class Options:
         metavar="X",
         also="warmup-steps warmup-ratio",
     )
-    weight_decay: float = _option(TRAINING, "never on norms and biases", 0.01, parse=number(0), metavar="X")
+    weight_decay: float = _option(
+        TRAINING, "decay of the weights; never of norms and biases", 0.01, parse=number(0), metavar="X"
+    )
     betas: tuple[float, float] = _option(
-        TRAINING, "AdamW", (0.9, 0.95), parse=listed(number(0, BELOW_ONE), "0.9,0.95"), metavar="X,X", also="adam-betas"
+        TRAINING,
+        "decay rates of AdamW's moments",
+        (0.9, 0.95),
+        parse=listed(number(0, BELOW_ONE), "0.9,0.95"),
+        metavar="X,X",
+        also="adam-betas",
     )
     adam_bits: int = _option(
         TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=one_of(32, 16, 8), metavar="N"
@@ -244,14 +249,22 @@ class Options:
 
     device: str = _option(PLACEMENT, "where to compute", "auto", choices=("auto", "cuda", "cpu"))
     dtype: str = _option(
-        PLACEMENT, "of the computation [bf16 on a GPU, else fp32]", "auto", choices=("auto", "bf16", "fp32")
+        PLACEMENT,
+        "number format of the computation [bf16 on a GPU, else fp32]",
+        "auto",
+        choices=("auto", "bf16", "fp32"),
     )
     gpu_memory: int | None = _option(PLACEMENT, "hard limit, as 24GiB [what is free]", parse=size, metavar="SIZE")
     ram: int | None = _option(PLACEMENT, "hard limit [85 % of what this process may use]", parse=size, metavar="SIZE")
-    optimizer_mode: str = _option(PLACEMENT, "when units are updated", "auto", choices=("auto", "backward", "forward"))
-    plan: str | None = _option(PLACEMENT, "a hand-written plan", metavar="FILE")
+    optimizer_mode: str = _option(
+        PLACEMENT,
+        "when AdamW runs: under backward, or under the next forward",
+        "auto",
+        choices=("auto", "backward", "forward"),
+    )
+    plan: str | None = _option(PLACEMENT, "a plan of your own, as JSON", metavar="FILE")
 
-    config: str | None = _option(INSTEAD, "options from a YAML file; flags win", metavar="FILE")
+    config: str | None = _option(INSTEAD, "options from a YAML file; flags win over them", metavar="FILE")
     dry_run: bool = _option(INSTEAD, "report and plan, then stop; writes nothing", False, parse=bool)
     assume: str | None = _option(
         INSTEAD, "--dry-run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5", metavar="PARTS"
@@ -270,7 +283,7 @@ class Options:
 
     @property
     def trace(self) -> bool:
-        """Whether a timeline of the run is asked for."""
+        """Whether to write a timeline of the run."""
         return "trace" in self.log
 
     def warmup_steps(self, total_steps: int) -> int:

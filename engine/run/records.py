@@ -1,4 +1,4 @@
-"""log.jsonl and log.csv: they grow by whole lines, reach the drive with each snapshot, and are read without trust."""
+"""log.jsonl and log.csv: appended in whole lines, synced with each snapshot, read without trust."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ COLUMNS = [
     "ssd_written_tb",
     "bound",
 ]
-DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be anything, also no number
-HUGE = 1e15  # more than any of the others
+DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be NaN or infinite
+HUGE = 1e15  # the other columns are smaller
 Record = dict[str, Any]  # of a step or an evaluation, by column
 
 
 class Mark(NamedTuple):
-    """Where the log of a run stood when its snapshot was made."""
+    """How far log.jsonl had come at a snapshot."""
 
     step: int
     nbytes: int
@@ -46,13 +46,10 @@ class Mark(NamedTuple):
 
 
 class Appender:
-    """A text file that grows by whole lines only, even when the disk is full: what does not fit waits in memory.
-
-    `nbytes` and `crc32` are those of all lines, also of those that wait.
-    """
+    """A text file that grows by whole lines. On a full disk, lines wait in memory; `nbytes` and `crc32` count them."""
 
     def __init__(self, path: Path, lines: Iterable[bytes]):
-        """Replaces the file, in one step, by `lines`, each with its end, and opens it for more. Raises StoreError."""
+        """Replaces the file atomically by `lines`, each with its newline, and opens it for more. Raises StoreError."""
         self.path, self.nbytes, self.crc32 = path, 0, 0
         write_synced(partial_of(path), map(self._counted, lines))
         partial_of(path).replace(path)
@@ -66,7 +63,7 @@ class Appender:
         return line
 
     def append(self, line: bytes) -> OSError | None:
-        """Adds a line, after those that could not be written before. Returns the error when they have to wait again."""
+        """Adds a line after those that wait. Returns the error where they could not be written."""
         self._waiting += self._counted(line)
         return self._flush()
 
@@ -76,7 +73,7 @@ class Appender:
                 written = os.write(self._fd, self._waiting)
                 end = self._waiting.rfind(b"\n", 0, written) + 1
                 if end < written:
-                    os.ftruncate(self._fd, self._size + end)  # no torn line stays behind
+                    os.ftruncate(self._fd, self._size + end)  # removes a torn line
                 self._size += end
                 self._waiting = self._waiting[end:]
                 if not end:
@@ -86,7 +83,7 @@ class Appender:
         return None
 
     def sync(self) -> OSError | None:
-        """Brings what was appended to the drive. Returns the error when it is not there."""
+        """Makes the file durable. Returns the error where that failed."""
         error = self._flush()
         try:
             os.fdatasync(self._fd)
@@ -100,10 +97,7 @@ class Appender:
 
 
 def read_log(path: Path, last: float = math.inf, nbytes: float = math.inf) -> Iterator[tuple[bytes, Record]]:
-    """The lines of a log.jsonl and what they say: of steps up to `last`, and within the first `nbytes`.
-
-    What is no record is passed over: a line torn by a crash, or damaged.
-    """
+    """The lines of a log.jsonl and their records, up to step `last` and byte `nbytes`, without torn or damaged ones."""
     at = 0
     with path.open("rb") if path.exists() else nullcontext(()) as lines:
         for line in lines:
@@ -114,7 +108,7 @@ def read_log(path: Path, last: float = math.inf, nbytes: float = math.inf) -> It
 
 
 def is_whole(path: Path, mark: Mark) -> bool:
-    """Whether a log.jsonl begins with what it held when the snapshot was made."""
+    """Whether a log.jsonl begins with its content at the snapshot."""
     value, left = 0, mark.nbytes
     with path.open("rb") if path.exists() else nullcontext(io.BytesIO()) as file:
         while left and (block := file.read(min(left, 1 << 20))):
@@ -123,7 +117,7 @@ def is_whole(path: Path, mark: Mark) -> bool:
 
 
 def _record(line: bytes) -> Record | None:
-    """What a line of log.jsonl says; None where that is no record of a step."""
+    """The record in a line of log.jsonl, None if there is none."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -135,14 +129,14 @@ def _record(line: bytes) -> Record | None:
 
 
 def _is_sound(column: str, value: Any) -> bool:
-    """Whether it may be calculated with."""
+    """Whether a value is of its column's type and size."""
     if column == "bound" or (column in DIVERGING and type(value) is float):
         return True
     return type(value) in (int, float) and abs(value) <= HUGE
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for NaN and infinity; they are written as text."""
+    """The value for JSON, NaN and infinity as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

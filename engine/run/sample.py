@@ -25,7 +25,7 @@ NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
 
 
 class Sample(NamedTuple):
-    """A prompt as the model saw it, what the model said after it, and whether it came to an end by itself."""
+    """A prompt as the model saw it, its continuation, and whether the model ended it."""
 
     prompt: str
     text: str
@@ -33,8 +33,9 @@ class Sample(NamedTuple):
 
 
 def prompts(data: Dataset, count: int) -> list[list[int]]:
-    """Different beginnings of the first documents: what comes before the first trained token, or a few words of running
-    text. Fewer where not so many of the first FIRST sequences differ."""
+    """Up to `count` different beginnings of documents among the first FIRST sequences: the tokens before the first
+    trained one, or LEAD tokens of running text.
+    """
     found: list[list[int]] = []
     for mb in islice(data.batches(1), FIRST):
         for ids, labels in zip(*(np.split(a, np.cumsum(mb.lengths)[:-1]) for a in (mb.ids, mb.labels)), strict=True):
@@ -48,7 +49,7 @@ def prompts(data: Dataset, count: int) -> list[list[int]]:
 
 
 def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[list[int]]:
-    """The ends of the prompts, as long as there is memory for: what a step works in is free between steps."""
+    """The ends of the prompts, as long as memory allows: a step's workspace is free between steps."""
     room = e.memory.gpu_limit - e.memory.used("gpu") + workspace(e.geo, e.plan)
     most = max(map(len, given), default=0)
     most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None else most
@@ -64,10 +65,9 @@ def sample(
     max_new: int = MAX_NEW,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Sample]:
-    """What greedily follows each prompt (token ids), `fitted`. Applies updates that are due.
+    """The greedy continuation of each prompt (token ids), `fitted`. Applies updates that are due.
 
-    No further token is begun once `enough()`. Where memory does not do after all, the text says so: no run ends for a
-    sample.
+    Stops before the next token once `enough()`. If memory runs out, the text says so.
     """
     given = fitted(e, given, max_new)
     shown = [codec.decode(ids) for ids in given]

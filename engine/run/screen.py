@@ -1,7 +1,4 @@
-"""What a run says to a person, through one object: lines that stay, a live line on a terminal, and what is urgent.
-
-In a pipe there is a plain line now and then in place of the live line.
-"""
+"""The one channel of a run to a person: lines that stay, a live line on a terminal (plain lines in a pipe), errors."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from trireme.storage.files import StoreError
 from trireme.storage.untrusted import LINE, shown
 
 OUTPUT = "standard output"
-PLAIN_SECONDS = 10.0  # a pipe or a file gets a line at most this often; log.jsonl has every step
+PLAIN_SECONDS = 10.0  # between lines in a pipe; log.jsonl has every step
 LIVE_SECONDS = 0.1
-PATIENCE = 3.0  # seconds after which work outside the steps says how far it has come
+PATIENCE = 3.0  # seconds before long work shows its progress
 
 
 def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> dict[str, str]:
-    """What there is to say about a step, in the order of the line. What is not in the record is not mentioned."""
+    """The parts of a step's line by name, in order, as far as the record has them."""
     r = {key: value for key, value in record.items() if value is not None}
     parts = {"step": f"step {r['step']:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {r['loss']:.4f}"}
     if "learning_rate" in r:
@@ -50,7 +47,7 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
 
 
 def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
-    """The parts as a line of less than `width` characters: the least telling ones go first, the rest is cut."""
+    """The parts as a line shorter than `width`: the least telling ones go, then the end."""
     parts = {name: shown(part, LINE) for name, part in parts.items()}
     for name in ("memory", "mfu", "time", "norm", "lr", "bound", "speed"):
         if len("  ".join(parts.values())) < width:
@@ -72,7 +69,7 @@ class Screen:
         self._may_fail = True
 
     def forgive(self) -> None:
-        """From now on a terminal or a pipe that cannot be written to is forgotten: the log has it all."""
+        """From now on an output that cannot be written is forgotten: the log has it all."""
         self._may_fail = False
 
     def _write(self, text: str) -> None:
@@ -88,21 +85,21 @@ class Screen:
             self._stream = None
 
     def say(self, line: str) -> None:
-        """A line that stays; the live line moves below it. Raises StoreError, BrokenPipeError until `forgive`."""
+        """Prints a line above the live line. Raises StoreError, BrokenPipeError until `forgive`."""
         line = shown(line, LINE)
         self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
 
     def warn(self, line: str) -> None:
-        """A line about what is worse than it could be."""
+        """Prints a warning."""
         self.say(f"warning: {line}")
 
     def urgent(self, line: str) -> None:
-        """A line on standard error, at once: also from a signal handler, in the middle of another line."""
-        with suppress(OSError, RuntimeError):  # nobody is there any more; or standard error is being written to
+        """Prints a line on standard error; safe in a signal handler."""
+        with suppress(OSError, RuntimeError):  # a closed terminal, or in the middle of another line
             print(line, file=sys.stderr, flush=True)
 
     def show(self, parts: Mapping[str, str], final: bool) -> None:
-        """The state of the run: drawn over the last one on a terminal; every few seconds, and at the end, to a pipe."""
+        """Redraws the live line; in a pipe, prints a line every few seconds and at the end."""
         now = time.monotonic()
         if not final and now - self._last < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
             return
@@ -117,17 +114,17 @@ class Screen:
             self._parts = {}
 
     def _drawn(self) -> str:
-        """The live line, within the terminal's width: a wrapped line could not be drawn over."""
+        """The live line in the terminal's width: a wrapped one could not be redrawn."""
         return one_line(self._parts, shutil.get_terminal_size().columns)
 
     def clear(self) -> None:
-        """Takes the live line away."""
+        """Erases the live line."""
         if self._parts:
             self._write("\r\x1b[K")
             self._parts = {}
 
     def far(self, what: str, done: int, total: int, begun: float) -> None:
-        """How many bytes of long work are done that began at the moment `begun` (time.monotonic)."""
+        """Shows how much of long work in bytes is done, `begun` by time.monotonic."""
         seconds = time.monotonic() - begun
         if seconds > PATIENCE and 0 < done < total:
             size, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if total >= s)
@@ -137,7 +134,7 @@ class Screen:
 
     @contextmanager
     def working(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Long work on `total` bytes: gives what is to be told of each part that is done. Then all is as before."""
+        """Gives a function to call with the bytes of each part of long work; restores the live line at the end."""
         begun, done, before = time.monotonic(), 0, self._parts
 
         def more(nbytes: int) -> None:

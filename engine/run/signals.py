@@ -1,6 +1,6 @@
-"""Requests to stop: by Ctrl-C, SIGTERM or a hang-up, once to end well, twice to end at once.
+"""Requests to stop: Ctrl-C, SIGTERM or a hang-up, once to save and end, twice to end at once.
 
-A hang-up never insists: where a session ends, the system sends it together with SIGTERM.
+A hang-up does not count as the second: at the end of a session the system sends it together with SIGTERM.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class Stop:
 
 @contextmanager
 def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> Iterator[None]:
-    """Within it the first signal calls first(number), and the process goes on; the second one that is no hang-up calls
-    second(), and ends it.
-    """
+    """Within it the first signal calls first(number), and the second that is no hang-up calls second() and exits."""
     caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     asked: list[int] = []
 

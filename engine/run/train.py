@@ -1,4 +1,4 @@
-"""Training: the loop around the step, with evaluations, snapshots, a change of plan, and the folder that is left."""
+"""Training: the loop around the step, evaluations, a change of plan, and the finished checkpoint."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from trireme.storage.files import replace_synced
 from trireme.storage.store import Store
 
 BOUND_EVERY = 50  # steps between those whose lanes are timed
-SAMPLING = 60.0  # seconds after which a sample ends: a token takes a whole pass over the weights
+SAMPLING = 60.0  # seconds that a sample may take: each token is a pass over all weights
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has saved itself. Exit code 130."""
+    """The run was asked to stop, and is saved. Exit code 130."""
 
 
 class Diverged(InputError):
-    """The loss or the gradient is no longer a number."""
+    """The loss or the gradient norm is not finite."""
 
 
 def finetune(options: Options, screen: Screen | None = None) -> None:
@@ -76,7 +76,7 @@ def _resume(options: Options, screen: Screen) -> None:
         job = _prepared(options, screen, snapshot)
         if options.dry_run:
             return
-        replace_synced(job.out / "config.yaml", config_yaml(options))  # what was changed holds from now on
+        replace_synced(job.out / "config.yaml", config_yaml(options))  # changed options hold from now on
         store = store or new_store(job)
         _train(job, store, snapshot, screen)
     finally:
@@ -85,7 +85,7 @@ def _resume(options: Options, screen: Screen) -> None:
 
 
 def _prepared(options: Options, screen: Screen, snapshot: Snapshot | None = None) -> Job:
-    """The job, reported to the user. `snapshot`: the last one of a run that is resumed."""
+    """The job, after its report. `snapshot`: of a run that is resumed."""
     begun = time.monotonic()
     far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)
     try:
@@ -104,7 +104,7 @@ def _prepared(options: Options, screen: Screen, snapshot: Snapshot | None = None
 
 
 def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen) -> None:
-    screen.forgive()  # the log has it all from here on
+    screen.forgive()
     bring_back(job.out / "best")
     live = Live(job, store, snapshot, screen)
     with closing(live.log), closing(live):
@@ -113,7 +113,7 @@ def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen) ->
 
 
 def _load(live: Live) -> None:
-    """A signal while loading is acted on between two pieces, so that no request is left in flight."""
+    """Loads the run. A signal meanwhile is acted on between two pieces, with no drive request in flight."""
     asked: list[int] = []
 
     def ask(number: int) -> None:
@@ -129,7 +129,7 @@ def _load(live: Live) -> None:
 
 
 class Evaluation:
-    """The loss on the held-out data, and a sample; the best checkpoint so far is kept in OUT/best."""
+    """Evaluations: the loss on the held-out data, a sample, the best checkpoint in OUT/best."""
 
     def __init__(self, live: Live, stop: Stop):
         self.live, self.stop = live, stop
@@ -140,7 +140,7 @@ class Evaluation:
         return inputs(self.live.job.cfg, mb, self.tables, self.live.job.device)
 
     def run_if_due(self, final: bool = False) -> None:
-        """Evaluates before training, as often as asked for, and at the end. A run that is to stop does so later."""
+        """Evaluates before training, every --eval-every, and at the end; a run that stops does so when resumed."""
         job, done = self.live.job, self.live.progress
         seconds = time.monotonic() - self.ended
         due = final or done.step == 0 or job.options.eval_every.due(done.step, job.total_steps, seconds)
@@ -148,7 +148,7 @@ class Evaluation:
             self._run(job.data.held_out)
 
     def _run(self, held_out: Dataset) -> None:
-        """Nothing of it counts where the run is asked to stop meanwhile: it is made when the run is resumed."""
+        """Evaluates; if asked to stop meanwhile, nothing counts, and a resumed run evaluates anew."""
         live, done = self.live, self.live.progress
         loss, samples = self._loss(held_out), self.samples(1)
         if self.stop.leaving:
@@ -163,7 +163,7 @@ class Evaluation:
         self.ended, done.evaluated = time.monotonic(), done.step
 
     def _loss(self, held_out: Dataset) -> float:
-        """Mean loss of a label of the held-out data, or of those before the run was asked to stop."""
+        """Mean loss over the labels of the held-out data, up to a request to stop."""
         job, total, count = self.live.job, 0.0, 0
         batches = held_out.batches(job.micro_rows)
         while (group := list(islice(batches, job.plan.n_micro))) and not self.stop.leaving:
@@ -174,7 +174,7 @@ class Evaluation:
         return total / max(1, count)
 
     def samples(self, count: int) -> list[Sample]:
-        """Continuations of the beginnings of documents of the held-out data."""
+        """Greedy continuations of held-out documents' beginnings."""
         job = self.live.job
         if job.codec is None or self.stop.leaving:
             return []
@@ -184,21 +184,21 @@ class Evaluation:
 
 
 class Run:
-    """The loop: steps, and what is due between them."""
+    """The loop: steps, with evaluations and snapshots between them."""
 
     def __init__(self, live: Live):
         self.live = live
         self.stop = Stop(live.job.total_steps, live.screen, live.last_snapshot)
         self.evaluation = Evaluation(live, self.stop)
-        self.first = live.progress.step  # steps done before this process
+        self.first = live.progress.step  # steps before this process
         self.stop.begins(self.first)
         self.saved = time.monotonic()  # when, or when it began
         self.peak = live.job.machine.rates.matmul  # FLOPs a second, for mfu
-        self.bound: str | None = None  # the lane, or the drive, that was busiest when last traced
+        self.bound: str | None = None  # the busiest lane of the last traced step
         self.moved = live.lanes.moved.copy()  # bytes of each lane by the end of the last step
 
     def go(self) -> None:
-        """Trains to the end. Raises Interrupted where the run was asked to stop and is saved, Diverged, StoreError."""
+        """Trains to the end. Raises Interrupted, Diverged, StoreError."""
         live, done = self.live, self.live.progress
         with stop_signals(self.stop.ask, self.stop.insist):
             self.evaluation.run_if_due()
@@ -217,7 +217,7 @@ class Run:
             self._finish()
 
     def _step(self) -> None:
-        """A step, and the evaluation and the snapshot that are due after it."""
+        """A step, then the evaluation and the snapshot due after it."""
         live, job, o = self.live, self.live.job, self.live.job.options
         done, total = live.progress, job.total_steps
         began = time.perf_counter()
@@ -235,13 +235,13 @@ class Run:
         live.log.step(self._record(stats, rate, micro, seconds))
         if warm:
             self._correct(spans, micro, seconds)
-        self.evaluation.run_if_due()  # before a snapshot, which then knows the best so far
+        self.evaluation.run_if_due()  # before a snapshot, which records the best so far
         if o.save_every.due(done.step, total, time.monotonic() - self.saved):
             live.save()
             self.saved = time.monotonic()
 
     def _record(self, stats: StepStats, rate: float, micro: Sequence[Inputs], seconds: float) -> Record:
-        """What the log says of the step that has ended."""
+        """The log's record of the step that has ended."""
         live, job = self.live, self.live.job
         tokens, trained = sum(mb.tokens for mb in micro), sum(mb.trained for mb in micro)
         flops = sum(shapes.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
@@ -266,7 +266,7 @@ class Run:
         return record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {})
 
     def _diverged(self, stats: StepStats) -> None:
-        """A step that is not a number is not applied; with updates that run under backward only a snapshot helps."""
+        """Drops the gradients. Updates made under backward are undone only by a snapshot."""
         self.live.engine.gradients.discard()
         raise Diverged(
             f"step {self.live.progress.step + 1}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of "
@@ -274,7 +274,7 @@ class Run:
         )
 
     def _trace(self) -> list[Span]:
-        """The tasks of the step that has ended; finds its busiest lane, and writes the timeline where asked for."""
+        """The tasks of the last step. Notes its busiest lane; writes its timeline if asked for."""
         live = self.live
         live.lanes.drain()
         spans = live.lanes.trace()
@@ -286,7 +286,7 @@ class Run:
         return spans
 
     def _correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
-        """Says how a traced step compares with its prediction; goes on by another plan where that is worth a move."""
+        """Compares a traced step with its prediction; moves to another plan if that pays."""
         live, job = self.live, self.live.job
         left = job.total_steps - live.progress.step
         found = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
@@ -303,7 +303,7 @@ class Run:
             self.saved = time.monotonic()
 
     def _finish(self) -> None:
-        """The last evaluation, the checkpoint folder, and the end of the training state."""
+        """The last evaluation, the checkpoint, and the end of the store."""
         live, job, done = self.live, self.live.job, self.live.progress
         live.settle()
         self.evaluation.run_if_due(final=True)
@@ -318,10 +318,10 @@ class Run:
             live.screen.say(f"best     {job.out / 'best'}: eval_loss {done.best:.4f} at step {done.best_step}")
         live.close()
         live.log.sync(done.step)
-        live.store.remove()  # a run that is over goes on no more
+        live.store.remove()  # a finished run is not resumed
         tidy(job.out)
 
 
 def epoch(live: Live) -> float:
-    """Passes over the data that are done."""
+    """Passes over the data so far."""
     return round(live.progress.step / live.job.data.steps_per_epoch(live.job.options.batch_size), 4)

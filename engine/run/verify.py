@@ -1,4 +1,4 @@
-"""The output folder, before the run and after it: may it be written, and is it what was promised? No torch."""
+"""The output folder: free before a run, as promised after it. No torch."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ from trireme.storage.files import StoreError, existing, lock, make_folder, parti
 from trireme.storage.store import Store
 
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
-# What a run makes in its folder before its first step, beside its store. config.yaml is made first and removed last, so
-# that the folder of a run that was killed is known as one.
+# What a run makes in its folder before its first step, beside its store. config.yaml is made first and removed last: it
+# marks the folder of a killed run.
 OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
 UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
 
 @dataclass
 class NewRun:
-    """What belongs to a new run beside its folder."""
+    """What a new run has made beside its folder."""
 
     store: Store | None = None
 
 
 @contextmanager
 def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
-    """Takes the folder of a new run for this process, writes config.yaml to it, and closes the run's store at the end.
+    """Locks the folder of a new run, writes config.yaml, and closes the run's store at the end.
 
-    What it made is removed when it fails before its first step is done: when nothing of a step is in its log, which a
-    full disk may have delayed, nor in a snapshot. `saved`: the exception of a run that has stopped and saved itself,
-    which keeps everything. Where the same command was killed before its first step it begins anew, and what lies there
-    stays. Raises InputError where the folder is not free, StoreError.
+    If the run fails before a step is in its log or in a snapshot, its files are removed; not after `saved`, the
+    exception of a run that saved itself. If the same command was killed before its first step, it begins anew and keeps
+    the files there. Raises InputError where the folder is not free, StoreError.
     """
     out, run = Path(options.out), NewRun()
     with _writable(out):
         check_free(options)
     with taken(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
-        again = check_free(options)  # nobody was faster
+        again = check_free(options)  # another process may have been faster
         try:
             for stale in (out / "tokens").glob("stdin*"):
-                stale.unlink()  # what is piped into this command is read anew
+                stale.unlink()  # standard input is read anew
             with _writable(out):
                 replace_synced(out / "config.yaml", config_yaml(options))
             yield run
@@ -56,7 +55,7 @@ def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
             raise
         except BaseException:
             if not has_begun(out) and not (run.store and run.store.snapshots):
-                with suppress(OSError):  # what went wrong before is what to say
+                with suppress(OSError):  # the first error is the one to report
                     _undo(run, made, () if again else [out / name for name in OURS])
             raise
         finally:
@@ -65,7 +64,7 @@ def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
 
 
 def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
-    """Removes what a run has made."""
+    """Removes the files of a run."""
     if run.store:
         run.store.remove()
         remove_folders(run.store.made)
@@ -75,7 +74,7 @@ def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
 
 
 def tidy(out: Path) -> None:
-    """Removes what the folder of a finished run holds beside its result, once its store is removed."""
+    """Removes the leftovers in a finished run's folder, after its store."""
     for name in ("tokens", "best.new", "best.old"):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in LOGS:
@@ -85,9 +84,9 @@ def tidy(out: Path) -> None:
 
 @contextmanager
 def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
-    """Makes the folder and holds it by a lock that leaves no file behind; gives the folders that it made.
+    """Makes the folder and locks it, leaving no lock file; gives the folders made.
 
-    Raises InputError where it cannot be made, and, in the words `otherwise`, where another process has it.
+    Raises InputError where it cannot be made or, with the text `otherwise`, where another process has it.
     """
     with _writable(out):
         made = make_folder(out)
@@ -102,7 +101,7 @@ def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
 
 @contextmanager
 def _writable(out: Path) -> Iterator[None]:
-    """Tells a folder that cannot be used from a drive that fails or is full."""
+    """Turns errors of an unusable folder, not those of a failing drive, into InputError."""
     try:
         yield
     except OSError as error:
@@ -112,9 +111,9 @@ def _writable(out: Path) -> Iterator[None]:
 
 
 def check_free(options: Options) -> bool:
-    """Raises InputError unless a new run may write to its folder: empty or not there, and not the source.
+    """Raises InputError unless the folder of a new run is empty or missing, and not the source.
 
-    Returns whether the same command was killed there before its first step. Leaves nothing.
+    Returns whether the same command was killed there before its first step.
     """
     out, source = Path(options.out), Path(options.model)
     if out.is_symlink() and not out.exists():
@@ -132,7 +131,7 @@ def check_free(options: Options) -> bool:
 
 
 def _is_same(options: Options, held: set[str]) -> bool:
-    """Whether a folder that holds these names was left by the same command, killed before its first step."""
+    """Whether these names were left by the same command, killed before its first step."""
     out = Path(options.out)
     if not (out / "config.yaml").is_file():
         return held == {partial_of(out / "config.yaml").name}
@@ -143,15 +142,15 @@ def _is_same(options: Options, held: set[str]) -> bool:
 
 
 def has_begun(out: Path) -> bool:
-    """Whether a run in the folder has said anything of a step."""
+    """Whether the log in the folder has a line."""
     log = out / "log.jsonl"
     return log.exists() and log.stat().st_size > 0
 
 
 def reopen(source: Source, out: Path) -> list[str]:
-    """Opens the exported checkpoint in `out` as a stranger would and compares it with its source.
+    """Opens the exported checkpoint and compares it with its source; returns the lines to print.
 
-    Returns the lines to print. Raises StoreError where anything but the values differs.
+    Raises StoreError where anything but the values differs.
     """
     written = open_source(out)
     ours, theirs = _signature(written), _signature(source)
@@ -176,7 +175,7 @@ Entry = tuple[str, tuple[int, ...], str]  # dtype, shape, file
 
 
 def _signature(source: Source) -> dict[str, Entry]:
-    """Every tensor's entry: a tied weight that is stored once, or twice, must be stored so again."""
+    """Every tensor's entry; a tied weight stored once, or twice, must stay so."""
     return {name: (t.dtype, t.shape, t.file) for name, t in source.tensors.items()}
 
 

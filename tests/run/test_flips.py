@@ -174,7 +174,7 @@ def test_a_manifest_without_a_span_of_the_model_is_refused(run, job, tmp_path, n
     del content["shards"][name]
     path.unlink()
     path.write_bytes(seal(FORMAT, content))
-    with pytest.raises(StoreError, match="is the state of another model, or cut otherwise"):
+    with pytest.raises(StoreError, match="is the state of another model, or in other shards"):
         resumed(job, ours)
 
 
