@@ -24,7 +24,7 @@ from trireme.engine.schedule import learning_rate
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
-from trireme.storage.files import existing
+from trireme.storage.files import Say, existing, to_stderr
 from trireme.storage.versions import version_files
 
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
@@ -63,7 +63,7 @@ class Job:
         return shapes.parameters(self.cfg)
 
 
-def prepare(options: Options, like: dict | None = None, progress: Progress | None = None) -> Job:
+def prepare(options: Options, like: dict | None = None, progress: Progress | None = None, say: Say = to_stderr) -> Job:
     """Reads and checks everything that the options name, and plans.
 
     `like`: the cut of a run that is resumed (see `cut`). `progress(name, position, size)` hears of data files as they
@@ -73,7 +73,7 @@ def prepare(options: Options, like: dict | None = None, progress: Progress | Non
         check_resumed(options, like)
     folder = Path(options.model)
     cfg = read_config(folder)
-    source = open_source(folder)
+    source = open_source(folder, say)
     if like is not None:
         check_model(options, like, cfg, source)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})

@@ -38,9 +38,10 @@ TRIAL = 256 << 20  # most bytes written to measure a drive
 Snapshot = dict[str, Any]  # written by Live.save
 
 
-def new_store(job: Job) -> Store:
+def new_store(job: Job, screen: Screen) -> Store:
     """An empty store. Raises StoreError."""
-    return Store.create(job.store_dirs, job.options.keep, job.source.folder, min(TRIAL, 4 * job.parameters))
+    trial = min(TRIAL, 4 * job.parameters)
+    return Store.create(job.store_dirs, job.options.keep, job.source.folder, trial, screen.warn)
 
 
 def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snapshot | None]:
@@ -64,7 +65,7 @@ def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snaps
     if lost and has_begun(out):
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
-        store = Store.open(dirs, options.keep, trial=0)
+        store = Store.open(dirs, options.keep, trial=0, say=screen.warn)
     except NoSnapshot:
         screen.say("no snapshot yet: starts from the beginning")
         return None, None
@@ -127,9 +128,6 @@ class Live:
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces once `asked` holds anything.
         """
         self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
-        for note in (self.job.source.note, *(note for device in self.store.devices for note in device.notes)):
-            if note:
-                self.screen.warn(note)
         if reason := host_adamw.why_slow():
             self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
         fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked)

@@ -63,7 +63,7 @@ def finetune(options: Options, screen: Screen | None = None) -> None:
     else:
         with new_run(options, Interrupted) as run:
             job = _prepared(options, screen)
-            run.store = new_store(job)
+            run.store = new_store(job, screen)
             _train(job, run.store, None, screen)
 
 
@@ -77,7 +77,7 @@ def _resume(options: Options, screen: Screen) -> None:
         if options.dry_run:
             return
         replace_synced(job.out / "config.yaml", config_yaml(options))  # changed options hold from now on
-        store = store or new_store(job)
+        store = store or new_store(job, screen)
         _train(job, store, snapshot, screen)
     finally:
         if store is not None:
@@ -89,7 +89,7 @@ def _prepared(options: Options, screen: Screen, snapshot: Snapshot | None = None
     begun = time.monotonic()
     far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)
     try:
-        job = jobs.prepare(options, like=snapshot and snapshot["cut"], progress=far)
+        job = jobs.prepare(options, like=snapshot and snapshot["cut"], progress=far, say=screen.warn)
     finally:
         screen.clear()
     for line in jobs.report(job):
