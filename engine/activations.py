@@ -1,9 +1,8 @@
 """Activations from forward to backward: kept on the GPU, swapped to RAM or the SSD, or recomputed, as the plan says.
 
 A block saves its input `x` and the tensors that the plan names; those of one tier are one span, so a hop is one copy.
-A unit's output (`x` of the next unit in forward, `dx` in backward) stays on the GPU until the next unit has used it. In
-a step of very many micro-batches there is no room for all of them (`plan.between` is "host"): then `x` goes to the tier
-where backward will want it, and `dx` to RAM.
+A unit's output (`x` of the next unit in forward, `dx` in backward) stays on the GPU until the next unit has used it.
+With too many micro-batches for that (`plan.between` is "host") `x` goes to its tier for backward, and `dx` to RAM.
 """
 
 from __future__ import annotations

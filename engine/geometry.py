@@ -33,7 +33,7 @@ class Stretch(NamedTuple):
 
 
 class Geometry:
-    """Sizes that follow from a model, how it is cut and a compute dtype, for every unit: layouts, spans, records."""
+    """Sizes that follow from a model, its units and a compute dtype: layouts, records, stretches."""
 
     @staticmethod
     def of(cfg: ModelConfig, plan: Plan) -> Geometry:
@@ -73,8 +73,8 @@ class Geometry:
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
-        """A unit's stretches in the order of its weights. Sizes and places, and so the bits of the gradients' norm,
-        follow from the model and its dtype alone: matrices and vectors of each half of a block are cut by themselves.
+        """A unit's stretches in the order of its weights. They follow from the model and its dtype alone, so that the
+        bits of the gradients' norm do: matrices and vectors of each half block have their own.
         """
         kind = self.kinds[u]
         if kind not in self._cut:
@@ -110,7 +110,7 @@ class Geometry:
         return self._pieces[kind, most]
 
     def half_piece(self) -> int:
-        """Elements of a piece of which the largest unit between the ends has two."""
+        """The piece size that cuts the largest block's gradient in two."""
         u = max(range(1, self.head), key=self.numel.__getitem__)
         return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
 

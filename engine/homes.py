@@ -216,10 +216,9 @@ class Homes:
             progress(self.layout(entry).span)
 
     def load_from_store(self, progress: Progress = silent, everything: bool = True) -> None:
-        """Reads every entry whose home is the GPU or RAM from its shards: the way back of save_to_store. All bytes are
-        compared with their checksums; with `everything` also those that stay on the SSD.
+        """Reads and verifies every entry whose home is the GPU or RAM; with `everything` verifies the others too.
 
-        Raises StoreError, Damaged among them. After that, and where `progress` raises, nothing is in flight.
+        Raises StoreError, Damaged among them. After an error, of `progress` too, nothing is in flight.
         """
         coming: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
 
@@ -263,10 +262,8 @@ def _finish(moving: Iterable[Future[None]]) -> None:
 
 
 class Reader:
-    """Reads entries into RAM between steps, when all lanes are idle.
-
-    What is not at home in RAM comes through the staging buffer. That keeps what was read last, for many tensors of an
-    entry in a row; so a reader is for a time in which nothing is trained or written.
+    """Reads entries into RAM between steps. Nothing may be trained or written while it is in use: the staging buffer
+    keeps the last entry that is not at home in RAM, for many tensors of it in a row.
     """
 
     def __init__(self, homes: Homes):
@@ -294,9 +291,7 @@ class Reader:
 
 
 class Writer:
-    """An entry to be written whole, for the time of a `with`: on entry its home in RAM, or the staging buffer, which
-    is in its home on exit. Between steps, when all lanes are idle.
-    """
+    """A `with` that gives the buffer for a whole entry, between steps: its home in RAM, or one copied home on exit."""
 
     def __init__(self, homes: Homes, entry: Entry):
         self.homes, self.entry, self.home = homes, entry, homes.home(entry)

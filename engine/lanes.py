@@ -1,8 +1,8 @@
 """Lanes: resources that run tasks one after another, and the trace of what they did.
 
-A step is straight-line code that hands tasks to named lanes. A task may wait only for tasks handed over before it,
-and each lane is first in, first out; so the order of the program is itself a legal schedule, and no set of tasks can
-wait for each other in a circle. Three kinds of lanes run the same step:
+A step is straight-line code that hands tasks to named lanes. A task waits only for tasks handed over before it, and
+each lane is first in, first out; so program order is a legal schedule, and tasks never wait in a circle. Three kinds of
+lanes run the same step:
 
 - `InlineLanes`: every task at once, in program order;
 - `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; hand-over by CUDA event or future;

@@ -1,8 +1,8 @@
 """The only allocator of the step: exact buffers made before the first step, rings of equal slots, hard limits.
 
-Host buffers are anonymous mappings of exactly the bytes asked for, on 2 MiB pages where the system grants them, and
-registered with CUDA so that copies run at the full rate of the bus. (torch's own pinned allocator rounds up to powers
-of two and never gives back.) The same memory is handed to O_DIRECT, so nothing is copied on the way to the SSD.
+Host buffers are anonymous mappings on 2 MiB pages where the system grants them, registered with CUDA for copies at the
+full rate of the bus, and handed to O_DIRECT as they are. (torch's pinned allocator rounds up to powers of two and never
+gives back.)
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def flat(buffer: Tensor, dtype: str, numel: int) -> Tensor:
 
 
 def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
-    """The first `nbytes` of a host buffer as a writable memoryview, for the store: while it has it the memory stays."""
+    """The first `nbytes` of a host buffer as a writable memoryview, which keeps the memory alive."""
     return memoryview(buffer[:nbytes].numpy().data)
 
 
 class Slot:
-    """One buffer of a ring, owned from acquire to release. `ready`: the tasks to be over before it is written."""
+    """One buffer of a ring, owned from acquire to release. `ready`: tasks that its next writer comes after."""
 
     __slots__ = ("ring", "buffer", "owner", "ready")
 
@@ -79,9 +79,9 @@ class OnGpu:
 class Ring:
     """Equal slots, handed out first released first.
 
-    Acquire and release happen in program order on one thread, so neither ever blocks: an acquired slot carries the
-    tasks that its last owner still had in flight, and its first writer is ordered after them. No free slot in program
-    order means that the plan is wrong, and is an error at once, in a simulation too, rather than a hang.
+    Acquire and release happen in program order on one thread and never block: an acquired slot carries the tasks that
+    its last owner had in flight, and its first writer comes after them. No free slot means a wrong plan: an error at
+    once, in a simulation too, instead of a hang.
     """
 
     def __init__(self, name: str, buffers: Sequence[Tensor], poison: Poison | None = None):
@@ -116,7 +116,7 @@ class Ring:
 class Memory:
     """Allocates named buffers in the gpu and host tiers under hard limits in bytes. On the CPU both tiers are RAM.
 
-    `simulated` counts and returns no memory. `poison(slot) -> Task` is called with every released slot (tests).
+    `simulated`: counts alone. `poison` is called with every released slot.
     """
 
     device: torch.device

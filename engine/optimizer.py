@@ -1,19 +1,15 @@
 """Out-of-core AdamW, hidden under the GPU's work (Fuyou, section 4.3), with exact global-norm clipping: when it runs.
 
-How a unit is updated is in updates.py. On the CPU the gradient waits in RAM and state comes record by record: read i+1,
-update i, write i-1 follow from three lanes that each work first in, first out. Units whose state is on the GPU are
-updated there; so are some whose state is in RAM, streamed there and back, since PCIe and the CPU's memory together are
-faster than either. An update is due
+updates.py says how a unit is updated. An update is due
 
-- in mode `forward` when backward has ended and the global norm is known; each runs just ahead of its unit's next
-  forward. Clipping is exact, and nothing is serial. But forward is a quarter of a step, and in it the updates of few
-  tokens take longer, by the bandwidth of RAM or SSD. So an update may be cut in two (`late_moments`): under forward
-  the new weights alone are written (18 of 26 bytes of RAM a parameter are moved; on the SSD 10 read and 2 written of 10
-  each way), and the moments follow under backward, computed once more from the same gradient (18; 8 and 8) before the
-  next gradient lands in its place. The bits are those of one update.
+- in mode `forward` when backward has ended and the global norm is known; it runs just ahead of the unit's next forward,
+  so clipping is exact. Forward is a quarter of a step; with few tokens the updates take longer, for want of bandwidth.
+  So an update may come in two parts (`late_moments`): under forward the new weights (18 of 26 bytes of RAM a parameter
+  are moved; on the SSD 10 read and 2 written of 10 each way); under backward the moments, computed once more from the
+  same gradient (18; 8 and 8), before the next one takes its place. The bits are those of one update.
 - in mode `backward` when the unit's gradient has landed, under the rest of backward. No clipping is possible.
 
-In both modes each forward uses weights that hold the update of the step before: nothing is ever stale.
+In both modes each forward uses weights updated by the step before: nothing is ever stale.
 """
 
 from __future__ import annotations
@@ -111,8 +107,7 @@ class Optimizer:
     def run_ahead(self) -> None:
         """Hands over, in forward order, the updates on the CPU that need no slot of the weights' rings.
 
-        The CPU and the SSD then run as far ahead of the GPU as they can. Weights whose home is the SSD pass through a
-        host slot on their way, so what lies behind such a unit waits for its turn.
+        So CPU and SSD run ahead of the GPU, up to the first unit whose weights pass through a host slot.
         """
         for u, unit in enumerate(self.plan.units):
             if u in self.gradients.landed and unit.weights == "ssd":

@@ -21,7 +21,7 @@ COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record",
 class DoesNotFit(Exception):
     """The run cannot fit in the given limits; the message has the numbers and the way out. Exit code 3.
 
-    `need`: bytes of gpu and host that the smallest plan takes, where that is what does not fit.
+    `need`: bytes of gpu and host that the smallest plan takes, if known.
     """
 
     def __init__(self, message: str, need: dict[str, int] | None = None):

@@ -1,10 +1,9 @@
 """One training step, top to bottom. Read this file first.
 
 Vertical order: for each unit all micro-batches, then the next unit; so weights, gradients and optimizer state cross
-each link once a step, whatever the number of micro-batches. Units move by three verbs: prefetch, get, release. Whatever
-takes time is a task on a lane; nothing here waits, but for the loss and the gradient norm when backward has ended.
-The same code runs for real, inline and in simulation: only the functions given to `run` touch data. Transfers begin
-ahead of their use by one rule, `look_ahead`; no index is computed for them.
+each link once a step, whatever the number of micro-batches. Units move by three verbs: prefetch, get, release. All work
+is tasks on lanes; the only wait is for the loss and the gradient norm after backward. The same code runs for real,
+inline and in simulation: only functions given to `run` touch data. `look_ahead` starts transfers ahead of their use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How a unit is updated: on the GPU, streamed through it, or on the CPU, whole or in two parts.
 
-Each kind hands its tasks to the lanes and returns at once. An update is bound to the hyper-parameters of the step that
-hands it over; by the time it runs the next step may have begun.
+Each kind queues its tasks and returns at once. An update is bound to the hyper-parameters of its step: when it runs,
+the next step may have begun. On the CPU state comes record by record: read i+1, update i, write i-1 follow from three
+lanes. State in RAM may be streamed through the GPU: PCIe and the CPU's memory together are faster than either.
 """
 
 from __future__ import annotations

@@ -72,9 +72,8 @@ class Batch:
 def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False) -> Prediction:
     """The steady state of training by `plan` on a machine of these rates. The plan is taken to fit.
 
-    Of very many micro-batches some pass as one that takes as long: that is quicker, and says the same within 2 %. Where
-    what units leave for each other waits outside the GPU, each is a wait of its own: there only if `roughly` will do.
-    So do very many pieces of a gradient.
+    With many micro-batches, several are simulated as one (within 2 %). Where `between` is not "gpu" that is less exact,
+    as is merging a gradient's pieces; both only with `roughly`.
     Raises ValueError where the plan uses a drive and the rates have none.
     """
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
@@ -114,7 +113,7 @@ def _steady(e: Engine, lanes: SimulatedLanes, inputs: Sequence[Inputs]) -> float
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python does not look for garbage meanwhile: among tasks by the ten thousands, that takes as long as all else."""
+    """No garbage collection: among tens of thousands of tasks it takes as long as all else."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,15 +1,13 @@
 """Lanes on which nothing runs: when each task of a step would start and end, and what lanes take from each other.
 
-The step's own code hands over exactly the tasks that a run hands over. How long each takes alone is given; beside that
+The step's own code hands over the tasks of a run. The seconds of each alone are given; beside that
 
-- **one drive**: all lanes to and from the SSD are queues of one half-duplex device. A request uses whatever moments of
-  the device are left by those handed over before it, in pieces if need be; but what the step itself waits for shares
-  the drive with the optimizer's records, rather than wait behind them. Several drives are one of their summed rate.
-- **one memory**: all that is copied in the same half of a step as CPU AdamW, forward or backward, takes from it
-  the time that the memory needs for it, and copies to the GPU run beside updates, slower, for as long as both can; what
-  both directions of the bus carry in a half, they carry beside each other. All are bytes of a half, not moments: a
-  faster part never makes another one slower.
-- **one wait**: the step's statistics are waited for, so nothing handed over after them begins before they are known.
+- **one drive**: all lanes to and from the SSD are queues of one half-duplex device. A request takes the moments that
+  requests before it left free; those of the step share the drive with the optimizer's records instead of waiting for
+  them. Several drives are one of their summed rate.
+- **one memory**: copies take memory bandwidth from CPU AdamW and are slowed by it, and by copies the other way.
+  Slow-downs follow from the bytes of a whole pass, not moment by moment, so that a faster lane never slows another.
+- **one wait**: nothing handed over after the step's statistics begins before they are known.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks with which backward 
 
 
 class Noted(Task):
-    """A task as it was handed over: what it waits for, its seconds when alone; then, when it would start and end."""
+    """A task as it was handed over: the tasks it waits for, and its seconds when alone."""
 
     __slots__ = ("after", "seconds")
 
@@ -41,10 +39,10 @@ class Noted(Task):
 
 
 class SimulatedLanes:
-    """Notes the tasks of a step as they are handed over, and times them when all are known.
+    """Notes the tasks of a step, and times them when all are known.
 
-    In the steady state all steps hand over the same tasks. So those of one step are timed again for the next, and the
-    next, which is ten times as fast as the step's code. `duration(task)`: its seconds alone.
+    In the steady state all steps hand over the same tasks, so those of one step are timed again for the next: ten times
+    as fast as running the step's code. `duration(task)`: seconds of a task alone.
     """
 
     simulated = True
@@ -76,13 +74,13 @@ class SimulatedLanes:
         """Nothing runs."""
 
     def close(self) -> None:
-        """Forgets the noted tasks at once, without the help of the garbage collector, to which they are many."""
+        """Forgets the noted tasks without the garbage collector, for which they are many."""
         for task in self.tasks:
             task.after = ()
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the noted tasks: those of the next step are handed over."""
+        """Forgets the noted tasks: a step begins."""
         self.tasks, self.parts = [], []
 
     def trace(self) -> list[Span]:
@@ -90,9 +88,9 @@ class SimulatedLanes:
         return [Span.over(t) for t in self.tasks]
 
     def repeat(self) -> None:
-        """Makes the noted step one that follows itself: what waits for a task of the step before, waits for its own.
+        """Makes the noted step follow itself: instead of a task of the step before, wait for the last one alike here.
 
-        That is the last one of the same name. It is handed over later; one that is not has been over for long.
+        One that is handed over earlier than its waiter has long been over.
         """
         last = {(task.lane, task.kind, task.of): i for i, task in enumerate(self.tasks)}
         mine = set(self.tasks)
@@ -102,7 +100,7 @@ class SimulatedLanes:
                 task.after = [t for t in task.after if t in mine] + [self.tasks[j] for j in before if j >= i]
 
     def time(self) -> float:
-        """Times the noted tasks, as those of the step that comes after what was timed last. Returns the step's seconds.
+        """Times the noted tasks as those of the next step. Returns the step's seconds.
 
         A task that waits for one handed over later waits for that of the step before.
         """
@@ -115,11 +113,11 @@ class SimulatedLanes:
         return self.waited - begun
 
     def behind(self) -> list[float]:
-        """Seconds that each lane still works when a step is over: where they grow, steps will take longer yet."""
+        """Seconds that each lane still works when a step is over: while they grow, steps get slower."""
         return [end - self.waited for end in self.free.values()]
 
     def _halves(self) -> list[tuple[int, int, dict[str, float]]]:
-        """The noted tasks in parts: forward, backward until the statistics, and what belongs to the next forward."""
+        """The noted tasks as forward, backward until the statistics, and the beginning of the next forward."""
         n = len(self.tasks)
         turn = next(i for i, task in enumerate(self.tasks) if task.kind in TURN)
         end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].kind == "statistics")
@@ -168,7 +166,7 @@ class Intervals:
 
 
 def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates) -> list[dict[str, float]]:
-    """For each half of a step, how many times longer each lane's tasks take for what the others move."""
+    """For each pass, how many times longer each lane's tasks take beside the others."""
     moved = [dict.fromkeys(LANES, 0.0) for _ in halves]
     for half, tasks in zip(moved, halves, strict=True):
         for task in tasks:
@@ -180,7 +178,7 @@ def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates) -> list[dict[str,
 
 
 def drive_seconds(read: float, written: float, rates: Rates) -> float:
-    """Seconds that drives need for so many bytes of a step, as if the shorter of both ran beside the other."""
+    """Seconds that drives need for so many bytes of a step, reads beside writes."""
     if not (read or written):
         return 0.0
     up, down = read / rates.ssd_read, written / rates.ssd_write
@@ -188,7 +186,7 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """How many times longer each lane's tasks take for what the others move, from the bytes that each lane moves."""
+    """How many times longer each lane's tasks take beside the others, from the bytes that each lane moves."""
     beside = sum(moved[lane] for lane in ("h2d", "d2h", *DRIVE))
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
     lost = dict.fromkeys(("h2d", "d2h"), (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"]))
@@ -197,7 +195,7 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
 
 
 def lane_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """Seconds that the bus and the CPU need for the bytes that each lane moves in a half of a step, all at once."""
+    """Seconds that the bus and the CPU need for the bytes that each lane moves in a pass, all at once."""
     slow = _sharing(moved, rates)
     alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.beside}
     return {lane: moved[lane] / rate * slow[lane] for lane, rate in alone.items()}
