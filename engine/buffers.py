@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import TIERS, Plan, Tier
+from trireme.engine.plan import TIERS, Limits, Plan, Tier
 from trireme.models import shapes
 from trireme.storage.layout import ITEMSIZE, round_up
 
@@ -159,6 +159,5 @@ def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
     return total
 
 
-def fits(geo: Geometry, plan: Plan, limits: dict[str, int]) -> bool:
-    total = usage(geo, plan)
-    return all(total[tier] <= limits[tier] for tier in ("gpu", "host"))
+def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
+    return not limits.lacking(usage(geo, plan))

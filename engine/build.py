@@ -16,7 +16,7 @@ from trireme.engine.homes import Homes, Scratch, Store
 from trireme.engine.lanes import Lanes, Task
 from trireme.engine.memory import Memory, Slot
 from trireme.engine.optimizer import Optimizer
-from trireme.engine.plan import Plan
+from trireme.engine.plan import Limits, Plan
 from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
 from trireme.engine.weights import WeightStream
@@ -28,7 +28,7 @@ from trireme.models.rows import Tables, make_rows
 def build(
     cfg: ModelConfig,
     plan: Plan,
-    limits: dict[str, int],
+    limits: Limits,
     lanes: Lanes,
     *,
     adamw: AdamW | None = None,
@@ -39,11 +39,11 @@ def build(
 ) -> Engine:
     """An engine with every buffer made and nothing in its homes yet: Exchange.load or Homes.load_from_store fills them.
 
-    `limits`: bytes of gpu and host. `poison` fills released slots with NaN (tests). `pinned`: register RAM
+    `poison` fills released slots with NaN (tests). `pinned`: register RAM
     with CUDA, without which copies are several times slower. Raises DoesNotFit.
     """
     geo = Geometry.of(cfg, plan)
-    memory = Memory(lanes.device, limits["gpu"], limits["host"], lanes.simulated, pinned=pinned)
+    memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned)
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)
     memory.reserve("gpu", "workspace", workspace(geo, plan))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +27,23 @@ class DoesNotFit(Exception):
     def __init__(self, message: str, need: dict[str, int] | None = None):
         super().__init__(message)
         self.need = need or {}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that a plan may use of GPU memory and of RAM. On the CPU both tiers are RAM."""
+
+    gpu: int
+    host: int
+
+    @property
+    def both(self) -> int:
+        return self.gpu + self.host
+
+    def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
+        """Bytes that are needed above a limit, of each tier (gpu, host) in which any are."""
+        lacks = {"gpu": need["gpu"] - self.gpu, "host": need["host"] - self.host}
+        return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
 
 
 @dataclass(frozen=True)

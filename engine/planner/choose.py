@@ -1,47 +1,35 @@
 """The fastest plan that a short search around the plain rule finds, and why.
 
-The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it does not keep. What it cannot weigh is
-time: whether activations should rather travel to RAM or the SSD and back than be computed again, whether GPU memory
-serves better as a home of states, of weights, of inputs or of what blocks save, where updates run, how wide the window
-of weights and how large a micro-batch should be. Here variants that fit are made without a look at the rates, ranked by
-a floor in closed form, and simulated for as long as one could still be faster than the best so far; then the window of
-weights, the slots that activations travel through, and when and where updates run are varied around the best. The
-rule's plan is the first of them, so the choice is never predicted to be slower. Of all that a plan decides, only where
-updates run and the size of a micro-batch can change a rounding.
+The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it does not keep. It cannot weigh time:
+whether activations are better swapped to RAM or the SSD than recomputed; whether GPU memory serves better as a home of
+state, weights, inputs or saved tensors; where updates run; how wide the window of weights and how large a micro-batch
+should be. Variants that fit (variants.py) are ranked by a floor in closed form and simulated while one could still be
+faster than the best so far; then windows, slots and updates are varied around the best. The rule's plan is the first of
+them, so the choice is never predicted to be slower. Of all decisions only where updates run and the size of a
+micro-batch can change a rounding.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
+from trireme.engine.amounts import gib
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import PART_BYTES, Geometry
-from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.lanes import LANES
+from trireme.engine.plan import DoesNotFit, Limits, Plan
+from trireme.engine.planner import variants
 from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import Lean, fill_ram, largest, longer_pieces, share_updates, simple_plan, spread
+from trireme.engine.planner.rule import Lean, Wanted, longer_pieces, simple_plan
 from trireme.engine.planner.simulate import drive_seconds, lane_seconds
-from trireme.models import shapes
+from trireme.engine.planner.variants import LEANS, updated_alike
 from trireme.models.config import ModelConfig
 
-MICRO_BATCHES = 2  # sizes tried, from the rule's down
-SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations there is room for outside the GPU
-DRIVE_LEAN, DRIVE_RAM = Lean("host", 0.0, updates=0.0), 0.85  # where the SSD takes them; RAM has slots on their way
-LEANS = (
-    *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
-    *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
-    *(Lean(x, resident=True, updates=0.0) for x in ("gpu", "host")),
-)
-UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
-WINDOWS = (2, 3, 4)
-SLOTS = (2, 3, 4)  # that activations on their way pass through: bursts of them are waited for less where there are more
-LATE = ((), ("host",), ("host", "ssd"))  # tiers whose moments are written under backward
-WEAR = 1.05  # how many times faster a plan has to be that sends activations to the SSD, which wears it
-WORTH = 0.995  # of the best so far: what cannot fall below it is not simulated
+WEAR = 1.05  # how many times faster a plan has to be that swaps activations to the SSD, which wears it
+HOPEFUL = 0.995  # of the best so far: a plan whose floor is above that is not simulated
 REFINED = 4  # of the best plans, around which others are tried
 # Units times micro-batches of all simulations together, so that planning takes seconds whatever the model; at least so
 # many simulations.
@@ -59,234 +47,196 @@ class Choice:
 
 def choose(
     cfg: ModelConfig,
-    limits: dict[str, int],
+    limits: Limits,
     rates: Rates,
-    seq_len: int,
-    like: Plan | None = None,
+    wanted: Wanted,
+    begun: Plan | None = None,
     leans: Sequence[Lean] = LEANS,
-    trained: float = 1.0,
-    **rule,
 ) -> Choice:
-    """The fastest of the variants of simple_plan(cfg, limits, **rule). Deterministic. Raises DoesNotFit.
+    """The fastest of the variants of simple_plan(cfg, limits, wanted). Deterministic. Raises DoesNotFit.
 
-    `seq_len`: tokens of a usual document. `like`: the plan of a run that has begun. Where updates run then stays as it
-    is, if that fits. `leans`: fewer of them are quicker. `trained`: share of the tokens whose label counts.
+    `begun`: the plan of a run that has begun; where updates run then stays as it is, if that fits. `leans`: fewer of
+    them are quicker.
     """
-    first, drive = simple_plan(cfg, limits, **rule), rates.ssd_read and rates.ssd_write
-    if first.uses("ssd") and not drive:
+    first = simple_plan(cfg, limits, wanted)
+    if first.uses("ssd") and not has_drive(rates):
         raise DoesNotFit(
-            f"RAM of {limits['host'] / 2**30:.1f} GiB and GPU memory of {limits['gpu'] / 2**30:.1f} GiB do not hold "
-            "everything, and there is no drive for the rest."
+            f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
+            "no drive for the rest."
         )
-    geo, rule = Geometry.of(cfg, first), rule | {"halves": first.halves}
-    batch = lambda plan: Batch(plan.tokens, seq_len, plan.n_micro, trained)
-    simulate = lambda plan: predict(cfg, plan, rates, batch(plan), roughly=True)
-    before = simulate(first)
-    plans = dict.fromkeys(_variants(geo, limits, first, rule, seq_len, leans))
-    if first.uses("ssd") and not like:  # a run that has begun has set aside what it needs of the drive
-        plans |= dict.fromkeys(_through_the_drive(geo, limits, first, rule, seq_len))
-    plans, simulated = [plan for plan in plans if drive or not plan.uses("ssd")], {first: before}
-    if like and (alike := [p for p in (like, *(pinned(p, like) for p in plans)) if p and fits(geo, p, limits)]):
-        plans, simulated = alike, {alike[0]: simulate(alike[0])}
-    wear = lambda plan: WEAR if any(unit.names("ssd") for unit in plan.units) else 1.0
-    per_token = lambda plan, seconds: wear(plan) * seconds / (plan.tokens * plan.n_micro)
-    floor = lambda plan: per_token(plan, max(floors(geo, plan, rates, seq_len, trained).values()))
-    taken = lambda plan: per_token(plan, simulated[plan].step_s)
-    most = max(LEAST, WORK // (geo.n_units * max(FEW, first.n_micro // together(first.n_micro))))
-    # By their floors, for as long as the next could still be faster than the best so far.
-    for least, i in sorted((floor(plan), i) for i, plan in enumerate(plans))[: most + 1]:
-        if least >= WORTH * min(map(taken, simulated)):
-            break
-        if (plan := longer_pieces(geo, plans[i], limits)) not in simulated and len(simulated) <= most:
-            simulated[plan] = simulate(plan)
-    # Around the best of them: one decision after another, each from the best that the one before has led to.
-    for rank, base in enumerate(sorted(simulated, key=taken)[:REFINED]):
-        for vary in (_windows, _slots, _late, *(() if like else (_updates,))):
-            for plan in vary(geo, base, limits, first.piece):
-                if plan not in simulated and (rank == 0 or len(simulated) < most):
-                    simulated[plan] = simulate(plan)
-                base = min((p for p in (base, plan) if p in simulated), key=taken)
-    best = min(simulated, key=taken)
-    because = reasons(geo, first, before, best, simulated[best])
-    if like and pinned(best, like) != best:
+    wanted = replace(wanted, halves=first.halves)
+    trials = Trials(Geometry.of(cfg, first), rates, wanted)
+    before = trials.simulate(first)
+    plans = _candidates(trials.geo, limits, rates, first, wanted, begun, leans)
+    if begun and (alike := _as_begun(trials.geo, limits, plans, begun)):
+        plans = alike
+        trials.found.clear()  # `first` may update units elsewhere
+        trials.simulate(plans[0])
+    most = max(LEAST, WORK // (trials.geo.n_units * max(FEW, first.n_micro // together(first.n_micro))))
+    _by_floors(trials, limits, plans, most)
+    _around_the_best(trials, limits, first.piece, most, updates=begun is None)
+    best = trials.best()
+    because = reasons(trials.geo, first, before, best, trials.found[best])
+    if begun and updated_alike(best, begun) != best:
         because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
-    return Choice(best, simulated[best], because)
+    return Choice(best, trials.found[best], because)
 
 
-def _variants(
-    geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int, leans: Sequence[Lean]
-) -> Iterable[Plan]:
-    """Plans that fit, the rule's first: its micro-batch and others, each way to lean, activations in RAM."""
-    for size in _sizes(first, rule):
-        for lean in leans:
-            try:
-                plan = simple_plan(geo.cfg, limits, **{**rule, "batch_tokens": [size]}, lean=lean)
-            except DoesNotFit:
-                continue
-            yield plan
-            yield from _swapping(geo, plan, limits, seq_len)
+def has_drive(rates: Rates) -> bool:
+    """Whether there is a drive to read and to write."""
+    return bool(rates.ssd_read and rates.ssd_write)
 
 
-def _sizes(first: Plan, rule: dict) -> list[tuple[int, int]]:
-    """The micro-batches that are tried: the rule's, smaller ones, and a larger one, for which fewer slots may do."""
-    sizes = rule["batch_tokens"]
-    at = next(i for i, (tokens, _) in enumerate(sizes) if tokens <= first.tokens)
-    return sizes[max(0, at - 1) : at + MICRO_BATCHES]
+# ---------------------------------------------------------------- the search
 
 
-# ---------------------------------------------------------------- plans around a plan
+@dataclass
+class Trials:
+    """The plans simulated so far, and what each costs."""
 
-# What needs room takes it from pieces of gradients that are longer than `piece`, which then grow again.
+    geo: Geometry
+    rates: Rates
+    wanted: Wanted
+    found: dict[Plan, Prediction] = field(default_factory=dict)
 
+    def simulate(self, plan: Plan) -> Prediction:
+        self.found[plan] = predict(self.geo.cfg, plan, self.rates, self._batch(plan), roughly=True)
+        return self.found[plan]
 
-def _windows(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
-    """Other windows of weights."""
-    for window in WINDOWS:
-        wider = replace(plan, window=window, piece=min(plan.piece, piece))
-        if window != plan.window and fits(geo, wider, limits):
-            yield longer_pieces(geo, wider, limits)
+    def cost(self, plan: Plan) -> float:
+        """Seconds a token of a simulated plan, with a charge for wear."""
+        return self._per_token(plan, self.found[plan].step_s)
 
+    def floor(self, plan: Plan) -> float:
+        """What a plan costs at least."""
+        return self._per_token(plan, max(floors(self.geo, plan, self.rates, self._batch(plan)).values()))
 
-def _slots(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
-    """Other numbers of slots for activations that travel; where need be with fewer blocks kept on the GPU."""
-    away = any(unit.x != "gpu" or unit.names("host") or unit.names("ssd") for unit in plan.units)
-    kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
-    for slots in SLOTS if away or plan.between == "host" else ():
-        deeper = replace(plan, swap_slots=slots, piece=min(plan.piece, piece))
-        some = lambda k, deeper=deeper: deeper.changed(kept[: len(kept) - k], saved=())
-        deeper = some(largest(len(kept), lambda k: fits(geo, some(k), limits)))  # noqa: B023
-        if slots != plan.swap_slots and fits(geo, deeper, limits):
-            yield longer_pieces(geo, deeper, limits)
+    def best(self) -> Plan:
+        return min(self.found, key=self.cost)
 
+    def _batch(self, plan: Plan) -> Batch:
+        return Batch(plan.tokens, self.wanted.document, plan.n_micro, self.wanted.trained)
 
-def _late(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
-    """Moments written under backward, or not."""
-    tiers = {unit.state for unit in plan.units if unit.update == "cpu"}
-    tried = [tiers.intersection(plan.late_moments)]
-    for late in LATE if plan.mode == "forward" and plan.adam_bits == 32 else ():
-        if tiers.intersection(late) not in tried:
-            tried.append(tiers.intersection(late))
-            yield replace(plan, late_moments=late)
+    def _per_token(self, plan: Plan, seconds: float) -> float:
+        wear = WEAR if any(unit.names("ssd") for unit in plan.units) else 1.0
+        return wear * seconds / (plan.tokens * plan.n_micro)
 
 
-def _updates(geo: Geometry, plan: Plan, limits: dict[str, int], piece: int) -> Iterable[Plan]:
-    """Other shares of the updates on the GPU."""
-    if any(unit.update == "gpu" for unit in plan.units):
-        short = replace(plan, piece=min(plan.piece, piece))
-        for other in dict.fromkeys(share_updates(geo, short, limits, share) for share in UPDATES):
-            yield longer_pieces(geo, other, limits)
+def _candidates(
+    geo: Geometry,
+    limits: Limits,
+    rates: Rates,
+    first: Plan,
+    wanted: Wanted,
+    begun: Plan | None,
+    leans: Sequence[Lean],
+) -> list[Plan]:
+    """The plans that may be simulated, each once."""
+    plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, leans))
+    if first.uses("ssd") and not begun:  # a run that has begun has set aside what it needs of the drive
+        plans |= dict.fromkeys(variants.through_the_drive(geo, limits, first, wanted))
+    return [plan for plan in plans if has_drive(rates) or not plan.uses("ssd")]
 
 
-def pinned(plan: Plan, like: Plan) -> Plan | None:
-    """`plan` with every unit updated by the processor that updates it in `like`; None where its homes forbid that."""
-    units = []
-    for unit, other in zip(plan.units, like.units, strict=True):
-        on_gpu = other.state == "gpu" or other.update == "gpu"
-        streamed = on_gpu and unit.state != "gpu"
-        if unit.state == "gpu" and not on_gpu:
-            return None
-        if streamed and ((unit.weights, unit.state) != ("host", "host") or plan.mode == "backward"):
-            return None
-        units.append(replace(unit, update="gpu" if streamed else "cpu", resident=unit.resident and not streamed))
-    return replace(plan, units=tuple(units))
+def _as_begun(geo: Geometry, limits: Limits, plans: Iterable[Plan], begun: Plan) -> list[Plan]:
+    """`begun` and each of `plans` with updates where they are in `begun`, those that fit."""
+    alike = [begun, *(updated_alike(plan, begun) for plan in plans)]
+    return [plan for plan in alike if plan is not None and fits(geo, plan, limits)]
 
 
-# ---------------------------------------------------------------- activations
+def _by_floors(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int) -> None:
+    """Simulates plans in the order of their floors, while the next could still be faster than the best so far."""
+    for floor, i in sorted((trials.floor(plan), i) for i, plan in enumerate(plans))[: most + 1]:
+        if floor >= HOPEFUL * trials.cost(trials.best()):
+            break
+        plan = longer_pieces(trials.geo, plans[i], limits)
+        if plan not in trials.found and len(trials.found) <= most:
+            trials.simulate(plan)
 
 
-def front(cfg: ModelConfig, seq_len: int) -> list[tuple[str, ...]]:
-    """Sets of a block's saved tensors that no other set beats in both bytes and recomputation, thinned to two."""
-    pairs, kinds = shapes.attended_pairs([seq_len], cfg.window), shapes.inner_kinds(cfg)
-    nbytes = {name: size for kind in kinds for name, size in shapes.saved_bytes(cfg, seq_len, 2, kind).items()}
-    rebuilt = lambda names: sum(shapes.recompute_flops(cfg, frozenset(names), seq_len, pairs, kind) for kind in kinds)
-    found = []
-    for size in range(1, len(nbytes) + 1):
-        for names in combinations(nbytes, size):
-            found.append((sum(nbytes[n] for n in names), rebuilt(names), names))
-    kept, least = [], rebuilt(())
-    for _, again, names in sorted(found):
-        if again < least:
-            kept.append(names)
-            least = again
-    return [kept[len(kept) // 2], kept[-1]] if len(kept) > 2 else kept
-
-
-def _swapping(geo: Geometry, plan: Plan, limits: dict[str, int], seq_len: int, tier: str = "host") -> Iterable[Plan]:
-    """Variants that send saved tensors of some blocks to `tier`; as many of the last as fit stay on the GPU."""
-    n = geo.cfg.n_layers
-    plain = plan.changed(range(geo.n_units), saved=())
-    for names in front(geo.cfg, seq_len):
-        with_ = lambda k, j, names=names: swapped(geo, plain, names, k, j, tier)
-        room = largest(n, lambda k: fits(geo, with_(k, 0), limits))  # noqa: B023
-        for k in dict.fromkeys(int(room * share) for share in SHARES):
-            if k:
-                yield with_(k, largest(n, lambda j: fits(geo, with_(k, j), limits)))  # noqa: B023
-
-
-def _through_the_drive(geo: Geometry, limits: dict[str, int], first: Plan, rule: dict, seq_len: int) -> Iterable[Plan]:
-    """Variants that send saved tensors of some blocks to the SSD (Fuyou, section 4.4): worth it where it is fast."""
-    less = limits | {"host": int(DRIVE_RAM * limits["host"])}
-    for size in _sizes(first, rule):
-        try:
-            plan = simple_plan(geo.cfg, less, **{**rule, "batch_tokens": [size]}, lean=DRIVE_LEAN)
-        except DoesNotFit:
-            continue
-        for swapping in _swapping(geo, plan, limits, seq_len, "ssd"):
-            yield fill_ram(geo, swapping, limits) if rule.get("homes", "auto") == "auto" else swapping
-
-
-def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, tier: str = "host") -> Plan:
-    """`plan` with `names` of k evenly spread blocks in `tier`, everything of the last `keep` blocks on the GPU."""
-    n = geo.cfg.n_layers
-    away = spread(max(n - keep, 0), min(k, n - keep))
-    for kind in shapes.inner_kinds(geo.cfg):
-        layers = [(u, shapes.layer(geo.cfg, u)) for u in range(1, geo.head) if geo.kinds[u] == kind]
-        everything, some = geo.saved_names(kind), [name for name in geo.saved_names(kind) if name in names]
-        plan = plan.changed({u for u, i in layers if i >= n - keep}, saved=tuple((name, "gpu") for name in everything))
-        plan = plan.changed({u for u, i in layers if i in away}, saved=tuple((name, tier) for name in some))
-    return plan
+def _around_the_best(trials: Trials, limits: Limits, piece: int, most: int, updates: bool) -> None:
+    """Varies one decision after another of the best plans, each time from the best that the one before has led to."""
+    geo = trials.geo
+    decisions: list[Callable[[Plan], Iterable[Plan]]] = [
+        lambda plan: variants.windows(geo, plan, limits, piece),
+        lambda plan: variants.swap_slots(geo, plan, limits, piece),
+        variants.late_moments,
+    ]
+    if updates:
+        decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
+    for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):
+        best = base
+        for decide in decisions:
+            for plan in decide(best):
+                if plan not in trials.found and (rank == 0 or len(trials.found) < most):
+                    trials.simulate(plan)
+                if plan in trials.found:
+                    best = min(best, plan, key=trials.cost)
 
 
 # ---------------------------------------------------------------- a floor in closed form
 
 
-def floors(geo: Geometry, plan: Plan, rates: Rates, seq_len: int, trained: float = 1.0) -> dict[str, float]:
+@dataclass
+class Traffic:
+    """Bytes that each lane moves in forward and in backward, and that drives read and write."""
+
+    forward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    backward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    read: int = 0
+    written: int = 0
+
+
+def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
     """Seconds that each resource needs at least for a step of this plan, if it were never kept waiting.
 
-    `halves`: each half of a step waits for the slowest of its own. What is swapped leaves in forward and comes back in
-    backward; where updates wait for the norm, all of them run in forward.
+    "passes" is the sum of both passes, each as long as the slowest lane in it. What is swapped leaves in forward and
+    comes back in backward; updates that wait for the norm all run in forward.
     """
-    seconds = unit_seconds(geo.cfg, plan, rates, Batch(plan.tokens, seq_len, plan.n_micro, trained))
+    seconds = unit_seconds(geo.cfg, plan, rates, batch)
     forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward")
     compute = plan.n_micro * sum(seconds.values())
-    up, down = Counter(), Counter()  # bytes of each lane in forward and in backward
-    updates, read, written = down if plan.mode == "backward" else up, 0, 0
-    for u, unit in enumerate(plan.units):
-        weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
-        saved = plan.n_micro * geo.saved_layout(unit.names("host") + unit.names("ssd"), plan.tokens).span
-        x, away = plan.n_micro * geo.x_bytes(plan.tokens) * (u > 0), unit.x != "gpu"
-        up["d2h"] += saved + x * away
-        down["h2d"] += saved + x * away
-        if plan.between == "host":  # inputs come back for forward too; gradients leave and come back
-            up["h2d"] += x * away
-            down["d2h"] += x
-            down["h2d"] += x
-        up["h2d"] += weights * (unit.weights != "gpu")
-        down["d2h"] += weights * (unit.state != "gpu")
-        late = unit.state in plan.late_moments
-        if unit.update == "gpu":
-            up["h2d"] += state + weights
-            up["d2h"] += state + weights
-        elif unit.state != "gpu":
-            updates["cpu"] += geo.numel[u] * PART_BYTES["weights" if late else "all"]
-            down["cpu"] += geo.numel[u] * PART_BYTES["moments"] * late
-        moved = (state if unit.state == "ssd" else 0) + (weights if unit.weights == "ssd" else 0)
-        scratch = plan.n_micro * geo.saved_layout(unit.names("ssd"), plan.tokens).span + x * (unit.x == "ssd")
-        scratch += weights * plan.spilled(u)
-        again = 8 * geo.numel[u] + weights * plan.spilled(u) if unit.state == "ssd" and late else 0  # under backward
-        read += moved + again + scratch + x * (unit.x == "ssd" and plan.between == "host")
-        written += moved + scratch
-    first, second = lane_seconds(up, rates), lane_seconds(down, rates)
-    halves = max(forward, *first.values()) + max(compute - forward, second["h2d"], second["d2h"])
-    lanes = {lane: first[lane] + second[lane] for lane in first}
-    return {"compute": compute, "ssd": drive_seconds(read, written, rates), "halves": halves, **lanes}
+    moved = Traffic()
+    for u in range(geo.n_units):
+        _activations(geo, plan, u, moved)
+        _weights_and_state(geo, plan, u, moved)
+    up, down = lane_seconds(moved.forward, rates), lane_seconds(moved.backward, rates)
+    passes = max(forward, *up.values()) + max(compute - forward, down["h2d"], down["d2h"])
+    lanes = {lane: up[lane] + down[lane] for lane in up}
+    return {"compute": compute, "ssd": drive_seconds(moved.read, moved.written, rates), "passes": passes, **lanes}
+
+
+def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
+    """Adds unit u's saved tensors and its input, of all micro-batches."""
+    unit, n = plan.units[u], plan.n_micro
+    saved = n * geo.saved_layout(unit.names("host") + unit.names("ssd"), plan.tokens).span
+    x, away = n * geo.x_bytes(plan.tokens) * (u > 0), unit.x != "gpu"
+    moved.forward["d2h"] += saved + x * away
+    moved.backward["h2d"] += saved + x * away
+    if plan.between == "host":  # inputs come back for forward too; gradients leave and come back
+        moved.forward["h2d"] += x * away
+        moved.backward["d2h"] += x
+        moved.backward["h2d"] += x
+    swapped = n * geo.saved_layout(unit.names("ssd"), plan.tokens).span + x * (unit.x == "ssd")
+    moved.read += swapped + x * (unit.x == "ssd" and plan.between == "host")
+    moved.written += swapped
+
+
+def _weights_and_state(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
+    """Adds unit u's weights, gradient and optimizer state."""
+    unit, numel = plan.units[u], geo.numel[u]
+    weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
+    spilled, late = weights * plan.spilled(u), unit.state in plan.late_moments
+    moved.forward["h2d"] += weights * (unit.weights != "gpu")
+    moved.backward["d2h"] += weights * (unit.state != "gpu")
+    if unit.update == "gpu":
+        moved.forward["h2d"] += state + weights
+        moved.forward["d2h"] += state + weights
+    elif unit.state != "gpu":
+        updates = moved.backward if plan.mode == "backward" else moved.forward
+        updates["cpu"] += numel * PART_BYTES["weights" if late else "all"]
+        moved.backward["cpu"] += numel * PART_BYTES["moments"] * late
+    on_ssd = state * (unit.state == "ssd") + weights * (unit.weights == "ssd") + spilled
+    again = 8 * numel + spilled if unit.state == "ssd" and late else 0  # the moments' own turn, under backward
+    moved.read += on_ssd + again
+    moved.written += on_ssd

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.lanes import Kind, Span, Task
-from trireme.engine.plan import Plan
+from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds
 from trireme.engine.step import Engine, Inputs, train_step
@@ -87,7 +87,7 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     if roughly:
         plan = replace(plan, piece=max(plan.piece, max(Geometry.of(cfg, plan).numel) // PIECES))
     with _no_collection():
-        e = build(cfg, plan, {"gpu": 1 << 60, "host": 1 << 60}, lanes)
+        e = build(cfg, plan, Limits(1 << 60, 1 << 60), lanes)
         seconds = _steady(e, lanes, batch.inputs(cfg))
         found = _prediction(seconds, lanes, () if roughly else tuple(lanes.trace()))
         lanes.close()

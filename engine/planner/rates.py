@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 from trireme.engine.amounts import gib, positive, size, whole
 from trireme.engine.geometry import ADAM_BYTES
+from trireme.engine.plan import Limits
 from trireme.models.config import InputError
 
 GB, TB = 10**9, 10**12
@@ -124,7 +125,7 @@ SHARED = 1.05
 HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CODE = 600 << 20  # bytes of RAM that code loaded and compiled during the first steps on a GPU takes
-RESERVE = {"gpu": 5 << 28, "host": 0.85}  # bytes for the driver's context and late kernels; share of RAM to be used
+GPU_RESERVE, RAM_SHARE = 5 << 28, 0.85  # bytes for the driver's context and late kernels; share of RAM to be used
 
 
 def rates_of(measured: Mapping[str, float]) -> Rates:
@@ -154,9 +155,9 @@ class Machine:
     how: str = ""  # its rates are known
 
     @property
-    def limits(self) -> dict[str, int]:
-        """Bytes that a plan may use in each tier, as memory_limits gives them for a real machine."""
-        return {"gpu": self.gpu - RESERVE["gpu"], "host": int(self.ram * RESERVE["host"])}
+    def limits(self) -> Limits:
+        """Bytes that a plan may use, as memory_limits gives them for a real machine."""
+        return Limits(self.gpu - GPU_RESERVE, int(self.ram * RAM_SHARE))
 
     def describe(self) -> str:
         r = self.rates

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import fits, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
-from trireme.engine.plan import TIERS, DoesNotFit, Plan, UnitPlan
+from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Tier, UnitPlan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
@@ -18,12 +19,55 @@ GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a paramete
 MARGIN = {"gpu": 1.0, "host": 1.25}  # of memory to ask for: the more RAM, the larger records of state are
 LATE_TOKENS = 12_000  # from here on a step has time to write the moments apart from the weights
 
+Between = Literal["gpu", "host"]  # tier of x and dx, of a plan
+Waiting = Literal["host", "ssd"]  # tier of gradients that wait for their norm
+Homes = Literal["auto", "gpu", "host", "ssd", "state-ssd"]
+LOWEST: dict[Homes, tuple[Tier, Tier]] = {  # the lowest tiers of weights and of state
+    "auto": ("ssd", "ssd"),
+    "gpu": ("gpu", "gpu"),
+    "host": ("host", "host"),
+    "ssd": ("ssd", "ssd"),
+    "state-ssd": ("host", "ssd"),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is asked for."""
+
+    sizes: tuple[tuple[int, int], ...]  # candidates (tokens of a micro-batch, micro-batches a step), the largest first
+    dtype: str = "BF16"
+    mode: Mode = "forward"
+    record: int = 1 << 24
+    adam_bits: int = 32
+    homes: Homes = "auto"  # or the tier of all weights and state, or "state-ssd": weights in RAM, the rest on the SSD
+    halves: bool | None = None  # whether units are half blocks; None: if no plan of whole blocks fits
+    on_cuda: bool = True
+    document: int = 1024  # tokens of a usual document
+    trained: float = 1.0  # share of the tokens whose label counts
+
+    @classmethod
+    def like(cls, plan: Plan, document: int, trained: float) -> Wanted:
+        """Another plan for a GPU that computes the same step and stores state in the same records."""
+        sizes = ((plan.tokens, plan.n_micro),)
+        return cls(sizes, plan.dtype, plan.mode, plan.record, plan.adam_bits, document=document, trained=trained)
+
+    @property
+    def free(self) -> bool:
+        """Whether the plan chooses the homes."""
+        return self.homes == "auto"
+
+    @property
+    def gpu_updates(self) -> bool:
+        """Whether the device can update units: there is no CUDA kernel for narrow moments."""
+        return not self.on_cuda or self.adam_bits == 32
+
 
 @dataclass(frozen=True)
 class Lean:
-    """Which way the rule leans where only time can tell what is better. The default is the plain rule."""
+    """Preferences of the rule where only time can tell what is better. The default is the plain rule."""
 
-    x: str = "gpu"  # the first tier tried as the home of blocks' inputs
+    x: Tier = "gpu"  # the first tier tried as the home of blocks' inputs
     states: float | None = None  # share of units whose state the GPU holds before activations; None: by tokens a step
     resident: bool = False  # weights whose home is RAM stay on the GPU before activations do
     updates: float = GPU_UPDATES
@@ -43,132 +87,150 @@ def largest(n: int, good: Callable[[int], bool]) -> int:
     return low
 
 
-def simple_plan(
-    cfg: ModelConfig,
-    limits: dict[str, int],
-    *,
-    batch_tokens: tuple[int, ...] | list[int],
-    dtype: str,
-    mode: str = "forward",
-    homes: str = "auto",
-    record: int = 1 << 24,
-    adam_bits: int = 32,
-    on_cuda: bool = True,
-    halves: bool | None = None,
-    lean: Lean = Lean(),
-) -> Plan:
+def furthest(geo: Geometry, limits: Limits, n: int, plan: Callable[[int], Plan]) -> Plan:
+    """plan(k) for the largest k in 0..n that fits; plan(0) is taken to fit."""
+    return plan(largest(n, lambda k: fits(geo, plan(k), limits)))
+
+
+def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = Lean()) -> Plan:
     """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
 
-    `limits`: bytes of gpu and host. `batch_tokens`: candidates (tokens of a micro-batch, number of them), largest
-    first; the first that fits is taken. `homes`: "auto", or the tier that all weights and states are to live in, or
-    "state-ssd": weights in RAM, the rest on the SSD. `halves`: whether units are halves of blocks; None: where no plan
-    of whole blocks fits. `lean`: where the rule has a choice. Raises DoesNotFit with the numbers and the way out.
+    The first of `wanted.sizes` that fits is taken. Raises DoesNotFit with the numbers and the way out.
     """
     refused = []
-    for cut in (False, True) if halves is None else (halves,):
-        geo = geometry(replace(cfg, halves=cut), dtype, adam_bits)
-        plan, found = _smallest(geo, limits, batch_tokens, mode, homes, record, on_cuda, lean)
-        if found:
-            gpu_updates = not on_cuda or adam_bits == 32  # there is no GPU kernel for narrow moments
-            return _fill(geo, plan, limits, homes == "auto", gpu_updates, on_cuda and gpu_updates, lean)
+    for halves in (False, True) if wanted.halves is None else (wanted.halves,):
+        geo = geometry(replace(cfg, halves=halves), wanted.dtype, wanted.adam_bits)
+        plan = _smallest(geo, limits, wanted, lean)
+        if fits(geo, plan, limits):
+            return _fill(geo, plan, limits, wanted, lean)
         refused.append((geo, plan))
-    geo, plan = min(refused, key=lambda r: _excess(*r, limits))
+    geo, plan = min(refused, key=lambda r: _excess(r[0], r[1], limits))
     raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan))
 
 
-def _smallest(
-    geo: Geometry,
-    limits: dict[str, int],
-    batch_tokens: Iterable[tuple[int, int]],
-    mode: str,
-    homes: str,
-    record: int,
-    on_cuda: bool,
-    lean: Lean,
-) -> tuple[Plan, bool]:
-    """The first plan that fits with everything as low as `homes` lets it be, or what lacks least; if it fits."""
-    weights, state = {"auto": ("ssd", "ssd"), "state-ssd": ("host", "ssd")}.get(homes, (homes, homes))
+# ---------------------------------------------------------------- the smallest plan
+
+
+def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
+    """The first plan that fits with everything as low as `homes` lets it be; if none does, the one that lacks least."""
+    refused = []
+    for plan in _low_plans(geo, wanted, lean):
+        if fits(geo, plan, limits):
+            return plan
+        refused.append(plan)
+    return min(refused, key=lambda plan: _excess(geo, plan, limits))
+
+
+def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
+    """Plans with everything in the lowest tier, from the roomiest to the smallest."""
+    weights, state = LOWEST[wanted.homes]
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
-    # Slots for weights, what leaves of a gradient at once, and slots in RAM: where units are large one waits, but fits.
+    # (weight slots on the GPU, gradient piece, weight slots in RAM): fewer slots overlap less, but fit.
     half = geo.half_piece()
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
-    refused = []
-    waiting = ("host", "ssd") if state == "ssd" and mode != "backward" else ("host",)
-    for gradients, between, (window, piece, host_window), (tokens, n_micro) in product(
-        waiting, ("gpu", "host"), slots, batch_tokens
-    ):
-        apart = on_cuda and mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
-        late = ("host",) if apart else ()
+    gradients: tuple[Waiting, ...] = ("host", "ssd") if state == "ssd" and wanted.mode != "backward" else ("host",)
+    betweens: tuple[Between, ...] = ("gpu", "host")
+    for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
+        apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
             low = UnitPlan(weights, state, x=x)
-            units = (low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),)
-            rings = dict(window=window, host_window=host_window, record=record, piece=piece)
-            more = dict(rings, between=between, gradients=gradients, halves=geo.cfg.halves)
-            plan = Plan(units, tokens, n_micro, geo.dtype, mode, geo.adam_bits, late, **more)
-            if fits(geo, plan, limits):
-                return plan, True
-            refused.append(plan)
-    return min(refused, key=lambda plan: _excess(geo, plan, limits)), False
+            yield Plan(
+                units=(low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),),
+                tokens=tokens,
+                n_micro=n_micro,
+                dtype=geo.dtype,
+                mode=wanted.mode,
+                adam_bits=geo.adam_bits,
+                late_moments=("host",) if apart else (),
+                window=rings[0],
+                piece=rings[1],
+                host_window=rings[2],
+                record=wanted.record,
+                between=between,
+                gradients=waiting,
+                halves=geo.cfg.halves,
+            )
 
 
-def _excess(geo: Geometry, plan: Plan, limits: dict[str, int]) -> int:
+def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
     """Bytes that a plan needs above its limits, of both tiers together."""
-    return sum(max(0, need - limits[tier]) for tier, need in usage(geo, plan).items())
+    return sum(limits.lacking(usage(geo, plan)).values())
 
 
-def _fill(
-    geo: Geometry, plan: Plan, limits: dict[str, int], move: bool, gpu_updates: bool, stream: bool, lean: Lean
-) -> Plan:
-    """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits; homes only if `move`."""
-    n = geo.n_units
+# ---------------------------------------------------------------- moved up, as far as there is room
+
+
+def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
+    """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits."""
+    n, to_gpu = geo.n_units, wanted.free and wanted.gpu_updates
     everything = plan.changed(range(n), weights="gpu", state="gpu")
-    if move and gpu_updates and fits(geo, everything, limits):
+    if to_gpu and fits(geo, everything, limits):
         return _keep_activations(geo, everything, limits)
-
-    def upgrade(base: Plan, pick: Callable[[int], Iterable[int]], most: int = n, **change) -> Plan:
-        raised = lambda k: base.changed(frozenset(pick(k)), **change)
-        return raised(largest(most, lambda k: fits(geo, raised(k), limits)))
-
-    if move:
-        plan = upgrade(plan, lambda k: spread(n, k), weights="host")
-        if all(u.weights == "host" for u in plan.units):
-            plan = upgrade(plan, lambda k: spread(n, k), state="host")
-    on_gpu = dict(weights="gpu", state="gpu", update="cpu", resident=False)
-    if stream and plan.mode == "forward":
+    if wanted.free:
+        plan = _to_ram(geo, plan, limits)
+    if wanted.on_cuda and wanted.gpu_updates and plan.mode == "forward":
         plan = share_updates(geo, plan, limits, lean.updates)
     if lean.resident:
-        stay = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
-        plan = upgrade(plan, lambda k: stay[:k], len(stay), resident=True)
-    if move and gpu_updates:
-        wanted = _wanted_on_gpu(geo, plan) if lean.states is None else round(lean.states * n)
-        plan = upgrade(plan, range, wanted, **on_gpu)
-    slots = sum(len(geo.records(u, plan.record)) for u in range(n) if plan.units[u].state == "ssd")
-    deeper = lambda k: replace(plan, state_slots=plan.state_slots + k)
-    plan = deeper(largest(max(0, slots - plan.state_slots), lambda k: fits(geo, deeper(k), limits)))
+        plan = _stay(geo, plan, limits)
+    if to_gpu:
+        plan = _states_to_gpu(geo, plan, limits, _useful(geo, plan) if lean.states is None else round(lean.states * n))
+    plan = _deeper(geo, plan, limits)
     plan = _keep_activations(geo, plan, limits)
-    if move and gpu_updates:
-        plan = upgrade(plan, range, **on_gpu)
-    if move:  # what went to the GPU has left room in RAM
+    if to_gpu:
+        plan = _states_to_gpu(geo, plan, limits, n)
+    if wanted.free:  # what went to the GPU has left room in RAM
         plan = fill_ram(geo, plan, limits)
-    wider = lambda k: replace(plan, window=plan.window + k)
-    return wider(largest(2, lambda k: fits(geo, wider(k), limits)))
+    return furthest(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
 
 
-def fill_ram(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Brings weights and, if all of them have room, state to RAM."""
+    n = geo.n_units
+    plan = furthest(geo, limits, n, lambda k: plan.changed(spread(n, k), weights="host"))
+    if any(unit.weights != "host" for unit in plan.units):
+        return plan
+    return furthest(geo, limits, n, lambda k: plan.changed(spread(n, k), state="host"))
+
+
+def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan:
+    """Makes the GPU the home of the first units, `most` at most."""
+
+    def raised(k: int) -> Plan:
+        return plan.changed(range(k), weights="gpu", state="gpu", update="cpu", resident=False)
+
+    return furthest(geo, limits, most, raised)
+
+
+def _stay(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Lets weights from RAM stay on the GPU, of units that the CPU updates."""
+    units = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
+    return furthest(geo, limits, len(units), lambda k: plan.changed(units[:k], resident=True))
+
+
+def _deeper(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Adds host slots for records of state from the SSD, up to one for each."""
+    records = sum(len(geo.records(u, plan.record)) for u, unit in enumerate(plan.units) if unit.state == "ssd")
+    more = max(0, records - plan.state_slots)
+    return furthest(geo, limits, more, lambda k: replace(plan, state_slots=plan.state_slots + k))
+
+
+def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Brings state from the SSD to RAM, of as many units as there is room for."""
     left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
-    some = lambda k: plan.changed({left[i] for i in spread(len(left), k)}, weights="host", state="host")
-    return some(largest(len(left), lambda k: fits(geo, some(k), limits)))
+
+    def raised(k: int) -> Plan:
+        return plan.changed({left[i] for i in spread(len(left), k)}, weights="host", state="host")
+
+    return furthest(geo, limits, len(left), raised)
 
 
-def longer_pieces(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
-    """Lets gradients leave in pieces as long as there is room for: the next waits for the last but one to be gone."""
+def longer_pieces(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Lengthens the pieces of gradients, of which two are on their way, as far as there is room."""
     most = max((n for unit, n in zip(plan.units, geo.numel, strict=True) if unit.state != "gpu"), default=0)
-    longer = lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))
-    return longer(largest(-(-most // STRETCH), lambda k: fits(geo, longer(k), limits)))
+    return furthest(geo, limits, -(-most // STRETCH), lambda k: replace(plan, piece=max(plan.piece, k * STRETCH)))
 
 
-def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:
+def _useful(geo: Geometry, plan: Plan) -> int:
     """How many units, from the first, should have their state on the GPU so that updates hide under forward.
 
     The first are needed first, when the CPU has had no time to run ahead. With few tokens a step forward is short and
@@ -176,14 +238,14 @@ def _wanted_on_gpu(geo: Geometry, plan: Plan) -> int:
     """
     if plan.mode == "backward":
         return 0
-    excess, count = sum(geo.numel) * (1 - plan.tokens * plan.n_micro / UPDATE_TOKENS), 0
+    excess, units = sum(geo.numel) * (1 - plan.tokens * plan.n_micro / UPDATE_TOKENS), 0
     while excess > 0:
-        excess -= geo.numel[count]
-        count += 1
-    return count
+        excess -= geo.numel[units]
+        units += 1
+    return units
 
 
-def share_updates(geo: Geometry, plan: Plan, limits: dict[str, int], share: float = GPU_UPDATES) -> Plan:
+def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float = GPU_UPDATES) -> Plan:
     """Lets GPU and CPU share the updates of RAM-home units, where they would else make forward wait.
 
     Under `forward` all updates run under the forward pass alone, which is shorter than what one of them needs.
@@ -195,7 +257,7 @@ def share_updates(geo: Geometry, plan: Plan, limits: dict[str, int], share: floa
     return shared if fits(geo, shared, limits) else plan
 
 
-def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan:
+def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Keeps every saved tensor of the last blocks on the GPU, as many blocks as fit: they live shortest."""
 
     def kept(k: int) -> Plan:
@@ -205,26 +267,47 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: dict[str, int]) -> Plan
             base = base.changed(chosen, saved=tuple((name, "gpu") for name in geo.saved_names(kind)))
         return base
 
-    return kept(largest(geo.n_units - 2, lambda k: fits(geo, kept(k), limits)))
+    return furthest(geo, limits, geo.n_units - 2, kept)
 
 
-def _why_not(geo: Geometry, plan: Plan, limits: dict[str, int]) -> str:
-    need, named = usage(geo, plan), {"gpu": ("GPU memory", "--gpu-memory"), "host": ("RAM", "--ram")}
-    short = [tier for tier in named if need[tier] > limits[tier]]
-    assert short, "a plan that fits was refused"
-    numbers = [f"{rounded_up(need[t])} of {named[t][0]}, the limit is {rounded_up(limits[t])}" for t in short]
-    lacks = {t: MARGIN[t] * (need[t] - limits[t]) for t in short}  # the limit is what a reserve leaves
-    raises = [f"{named[t][1]} by {rounded_up(lacks[t])}" for t in short]
+# ---------------------------------------------------------------- a refusal
+
+
+def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
+    """What the smallest plan needs, and each way out that leads out."""
+    need, lacks = usage(geo, plan), limits.lacking(usage(geo, plan))
+    assert lacks, "a plan that fits was refused"
+    raises = [
+        f"{flag} by {rounded_up(MARGIN[tier] * lacks[tier])}"  # the limit is what a reserve leaves
+        for tier, flag in (("gpu", "--gpu-memory"), ("host", "--ram"))
+        if tier in lacks
+    ]
     out = [f"Raise {' and '.join(raises)}"]
-    if "gpu" in short:
-        shorter = lambda k: usage(geo, replace(plan, tokens=1 + k))["gpu"] <= limits["gpu"]
-        if shorter(0):
-            most = 1 + largest(plan.tokens - 1, shorter)
-            out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {most:,} fit)")
-    with_ = lambda k: replace(plan, n_micro=1 + k)
-    if fits(geo, with_(0), limits):
-        most = 1 + largest(plan.n_micro - 1, lambda k: fits(geo, with_(k), limits))
-        out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {most:,} fit)")
-    if short == ["host"] and plan.mode != "backward" and plan.gradients == "host":
+    shorter = lambda k: usage(geo, replace(plan, tokens=k))["gpu"] <= limits.gpu
+    if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):
+        out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
+    if n_micro := _most(plan.n_micro, lambda k: fits(geo, replace(plan, n_micro=k), limits)):
+        out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
+    if list(lacks) == ["host"] and plan.mode != "backward" and plan.gradients == "host":
         out.append("--max-grad-norm 0, which needs no room for all gradients")
-    return f"even the smallest plan needs {' and '.join(numbers)}. {', or '.join(out)}."
+    return f"even the smallest plan needs {shortage(need, limits)}. {', or '.join(out)}."
+
+
+def shortage(need: dict[str, int], limits: Limits) -> str:
+    """What is needed of each tier that is too small, beside its limit."""
+    tiers = ("gpu", "GPU memory", limits.gpu), ("host", "RAM", limits.host)
+    return " and ".join(
+        f"{rounded_up(need[tier])} of {name}, the limit is {rounded_up(limit)}"
+        for tier, name, limit in tiers
+        if need[tier] > limit
+    )
+
+
+def _most(most: int, good: Callable[[int], bool]) -> int:
+    """The largest k in 1..most with good(k); 0 if there is none."""
+    return 1 + largest(most - 1, lambda k: good(1 + k)) if good(1) else 0
+
+
+def sizes_of(rows: Sequence[int], sequences: int, seq_len: int) -> tuple[tuple[int, int], ...]:
+    """Micro-batches of so many sequences: (tokens of each, how many a step of `sequences` has), as Wanted has them."""
+    return tuple((r * seq_len, -(-sequences // r)) for r in rows)

@@ -16,8 +16,9 @@ from trireme.engine.amounts import gib
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.lanes import WRITES, RealLanes
+from trireme.engine.planner.host import hold_to
 from trireme.engine.run.command import kept
-from trireme.engine.run.job import Job, cut
+from trireme.engine.run.job import Job
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark
@@ -161,7 +162,7 @@ class Live:
         says = {
             "step": done.step,
             "options": kept(self.job.options),
-            "cut": cut(self.job),
+            "cut": self.job.pinned.json(),
             "data": self.job.data.fingerprint,
             "best": [done.best, done.best_step],
             "evaluated": done.evaluated,
@@ -205,6 +206,7 @@ def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen) -> Eng
     """An engine of the job's plan, its homes empty. Raises DoesNotFit."""
     o = job.options
     adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
+    hold_to(job.limits, job.device)
     e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store)
     if e.memory.refused:
         screen.warn(

@@ -19,15 +19,15 @@ from trireme.engine.exchange import bring_back
 from trireme.engine.lanes import READS, Span, write_perfetto
 from trireme.engine.optimizer import StepStats
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
-from trireme.engine.planner.machine import memory_in_use
+from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.predict import predict
-from trireme.engine.run import job as jobs
 from trireme.engine.run.command import changes, config_yaml
-from trireme.engine.run.job import Job
+from trireme.engine.run.job import Job, check_room, prepare
 from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, open_snapshot
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Record
 from trireme.engine.run.replan import better
+from trireme.engine.run.report import report
 from trireme.engine.run.sample import Sample, prompts, sample
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import Stop, stop_signals
@@ -89,15 +89,15 @@ def _prepared(options: Options, screen: Screen, snapshot: Snapshot | None = None
     begun = time.monotonic()
     far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)
     try:
-        job = jobs.prepare(options, like=snapshot and snapshot["cut"], progress=far, say=screen.warn)
+        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn)
     finally:
         screen.clear()
-    for line in jobs.report(job):
+    for line in report(job):
         screen.say(line)
     if snapshot:
         check_continues(job, snapshot)
     elif not options.assume:
-        jobs.check_room(job)
+        check_room(job)
     if options.dry_run:
         screen.say("Dry run: nothing written.")
     return job
@@ -292,9 +292,10 @@ class Run:
         found = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
         rates = corrected(job.machine.rates, found, spans, seconds)
         live.job = replace(job, machine=replace(job.machine, rates=rates))
-        then = jobs.forecast(live.job).predict().step_s  # not every step is as large as this one
+        then = live.job.forecast.step.step_s  # not every step is as large as this one
+        said = f"predicted {found.step_s:.3g} s a step, " if job.device.type == "cuda" else ""
         live.screen.say(
-            f"warm-up  predicted {found.step_s:.3g} s a step, measured {seconds:.3g} s; by the times of its tasks "
+            f"warm-up  {said}measured {seconds:.3g} s; by the times of its tasks "
             f"{then:.3g} s, and {left:,} more steps {duration(left * then)}"
         )
         if left and (choice := better(live.job, left)):

@@ -23,12 +23,13 @@ from plan import leave, results_folder, run_arguments
 
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Plan
-from trireme.engine.planner.choose import LEANS, choose, front, swapped
-from trireme.engine.planner.machine import choose_device, memory_limits
+from trireme.engine.plan import DoesNotFit, Limits, Plan
+from trireme.engine.planner.choose import choose
+from trireme.engine.planner.host import choose_device, memory_limits
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import Rates, assume
-from trireme.engine.planner.rule import largest, simple_plan
+from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.variants import LEANS, front, most_kept, swapped
 from trireme.engine.run.settle import record_size
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -44,28 +45,27 @@ BRUTE = (
 # ---------------------------------------------------------------- other plans than the choice
 
 
-def swaps(geo: Geometry, base: Plan, limits: dict[str, int], names: tuple[str, ...], steps: int) -> Iterator[Plan]:
+def swaps(geo: Geometry, base: Plan, limits: Limits, names: tuple[str, ...], steps: int) -> Iterator[Plan]:
     """Plans by which `names` of 0, 1, ... `steps` parts of the blocks travel to RAM, as far as they fit."""
     n = geo.cfg.n_layers
     plain = replace(base, units=tuple(replace(u, saved=()) for u in base.units))
     for k in dict.fromkeys(round(n * step / steps) for step in range(steps + 1)):
-        with_ = lambda j, k=k: swapped(geo, plain, names, k, j)
-        if fits(geo, with_(0), limits):
-            yield with_(largest(n, lambda j: fits(geo, with_(j), limits)))  # noqa: B023
+        if fits(geo, swapped(geo, plain, names, k, 0), limits):
+            yield most_kept(geo, plain, limits, names, k)
 
 
-def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict) -> Iterator[tuple[str, Plan]]:
+def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[tuple[str, Plan]]:
     """(kind, plan) over micro-batches, ways to lean, tensors that travel, and shares of blocks whose tensors do."""
-    for size in rule["batch_tokens"][:3]:
+    for size in wanted.sizes[:3]:
         for lean in LEANS:
             try:
-                base = simple_plan(cfg, limits, **rule | {"batch_tokens": [size]}, lean=lean)
+                base = simple_plan(cfg, limits, replace(wanted, sizes=(size,)), lean)
             except DoesNotFit:
                 continue
             kind = f"x {lean.x}, states {lean.states}, resident {lean.resident}, updates {lean.updates}"
             yield kind, base
             geo = Geometry.of(cfg, base)
-            for names in front(geo.cfg, seq):
+            for names in front(geo.cfg, wanted.document):
                 for plan in swaps(geo, base, limits, names, 4):
                     yield f"{kind}, {'+'.join(names) if away(geo, plan) else 'nothing'} away", plan
 
@@ -73,16 +73,16 @@ def alternatives(cfg: ModelConfig, limits: dict[str, int], seq: int, rule: dict)
 class Box:
     """This machine: its ceilings, measured once, and how long a step takes by one plan after another."""
 
-    def __init__(self, model: str, seq: int):
+    def __init__(self):
         self.device = choose_device("auto")
-        self.rates = bench_step.measure_rates(MODELS[model], self.device, "BF16", seq, None)
+        self.rates = bench_step.measure_rates(self.device, "BF16", None)
 
-    def limits(self, given: argparse.Namespace) -> dict[str, int]:
+    def limits(self, given: argparse.Namespace) -> Limits:
         """Bytes that a plan may use by the arguments of step.py."""
         bench_step.forget_peaks(self.device)
         return memory_limits(self.device, given.gpu_memory, given.ram)
 
-    def seconds(self, given: argparse.Namespace, plan: Plan, limits: dict[str, int], log: Path) -> float:
+    def seconds(self, given: argparse.Namespace, plan: Plan, limits: Limits, log: Path) -> float:
         """A step's median time within the limits that it was planned for; what step.py prints goes to `log`."""
         bench_step.forget_peaks(self.device)
         with log.open("w") as out, redirect_stdout(out):
@@ -91,16 +91,16 @@ class Box:
 
 def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
     """For each line the measured choice over the best that was measured, the choice among them."""
-    rows, ends, box = [], time.monotonic() + 60 * a.minutes, Box("llama-1.3b", 1024)
+    rows, ends, box = [], time.monotonic() + 60 * a.minutes, Box()
     for i, line in enumerate(BRUTE):
         if a.only and i not in a.only:
             continue
         given = bench_step.arguments(line.split())
         cfg, limits = MODELS[given.model], box.limits(given)
-        rule = bench_step.rule_of(given, cfg, "BF16", limits)
-        choice = choose(cfg, limits, box.rates, given.seq, **rule)
+        wanted = bench_step.wanted_of(given, cfg, "BF16", limits)
+        choice = choose(cfg, limits, box.rates, wanted)
         plans = [(choice.found.step_s, "the choice", choice.plan)]
-        plans += _best_of_each_kind(cfg, given, rule, limits, box.rates, choice.plan)[: a.best_of]
+        plans += _best_of_each_kind(cfg, wanted, limits, box.rates, choice.plan)[: a.best_of]
         print(line, flush=True)
         measured = []
         for predicted, kind, plan in plans:
@@ -115,12 +115,12 @@ def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
 
 
 def _best_of_each_kind(
-    cfg: ModelConfig, given: argparse.Namespace, rule: dict, limits: dict[str, int], rates: Rates, chosen: Plan
+    cfg: ModelConfig, wanted: Wanted, limits: Limits, rates: Rates, chosen: Plan
 ) -> list[tuple[float, str, Plan]]:
     """(predicted seconds, kind, plan) of the best alternative of each kind to the chosen plan, the best first."""
     best: dict[str, tuple[float, str, Plan]] = {}
-    for kind, plan in alternatives(cfg, limits, given.seq, rule):
-        seconds = predict(cfg, plan, rates, Batch(plan.tokens, given.seq, plan.n_micro)).step_s
+    for kind, plan in alternatives(cfg, limits, wanted):
+        seconds = predict(cfg, plan, rates, Batch(plan.tokens, wanted.document, plan.n_micro)).step_s
         if plan != chosen and seconds < best.get(kind, (math.inf,))[0]:
             best[kind] = (seconds, kind, plan)
     different = {plan: (seconds, kind, plan) for seconds, kind, plan in best.values()}
@@ -133,19 +133,18 @@ def _best_of_each_kind(
 def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
     """Step time over the share of activations that travel to RAM, for each of --sequences; the choice beside it."""
     cfg, rows = MODELS[a.model], []
-    box = Box(a.model, a.seq) if a.measure else None
+    box = Box() if a.measure else None
     for sequences in a.sequences:
         line = [a.model, "--tokens", str(sequences * a.seq), "--seq", str(a.seq), "--clip", "0", *a.box.split()]
         given = bench_step.arguments(line)
         m = assume(a.assume)
         rates, limits = (box.rates, box.limits(given)) if box else (m.rates, m.limits)
         tokens = min(sequences, 16384 // a.seq or 1) * a.seq
-        rule = dict(
-            batch_tokens=[(tokens >> k, math.ceil(sequences * a.seq / (tokens >> k))) for k in range(3)],
-            dtype="BF16", mode="backward", record=record_size(shapes.parameters(cfg), limits["host"]),
-        )  # fmt: skip
+        record = record_size(shapes.parameters(cfg), limits.host)
+        sizes = tuple((tokens >> k, math.ceil(sequences * a.seq / (tokens >> k))) for k in range(3))
+        wanted = Wanted(sizes, mode="backward", record=record, document=a.seq)
         try:
-            for i, point in enumerate(_points(a, cfg, rates, limits, sequences, rule)):
+            for i, point in enumerate(_points(a, cfg, rates, limits, sequences, wanted)):
                 plan = point.pop("plan")
                 if box:
                     point["measured_s"] = box.seconds(given, plan, limits, keep / f"sweep-{sequences}-{i}.log")
@@ -158,11 +157,11 @@ def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
     return rows
 
 
-def _points(a, cfg: ModelConfig, rates: Rates, limits: dict[str, int], sequences: int, rule: dict):
+def _points(a, cfg: ModelConfig, rates: Rates, limits: Limits, sequences: int, wanted: Wanted):
     """The curve of one size of a step, and the choice, each with its prediction and its plan."""
-    choice = choose(cfg, limits, rates, a.seq, **rule).plan
-    size = (choice.tokens, choice.n_micro)
-    base = simple_plan(cfg, limits, **rule | {"batch_tokens": [size]}, lean=LEANS[a.lean])
+    choice = choose(cfg, limits, rates, wanted).plan
+    alike = replace(wanted, sizes=((choice.tokens, choice.n_micro),))
+    base = simple_plan(cfg, limits, alike, LEANS[a.lean])
     geo = Geometry.of(cfg, base)
     points = list(
         {away(geo, p): p for p in swaps(geo, base, limits, tuple(shapes.saved_shapes(cfg, 1)), a.points)}.items()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +22,10 @@ from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.choose import choose
-from trireme.engine.planner.forecast import Forecast, check_drive
+from trireme.engine.planner.forecast import Forecast, Work, check_drive
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import DRIVES, GB, GPUS, Machine, machine
-from trireme.engine.planner.rule import simple_plan
+from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.run.settle import record_size
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
@@ -123,9 +122,9 @@ THROUGHPUT = (
 def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward", homes: str = "auto") -> Forecast:
     """Trireme's plan for a step of `sequences` of 1,024 tokens. Raises DoesNotFit."""
     rows = [k for k in (16, 8, 4, 2, 1) if k <= sequences]
-    keys = dict(dtype="BF16", mode=mode, homes=homes, record=record_size(shapes.parameters(cfg), m.limits["host"]))
-    candidates = [(k * SEQ, math.ceil(sequences / k)) for k in rows]
-    made = Forecast(cfg, simple_plan(cfg, m.limits, batch_tokens=candidates, **keys), m, m.limits, SEQ, sequences, 1)
+    record = record_size(shapes.parameters(cfg), m.limits.host)
+    wanted = Wanted(sizes_of(rows, sequences, SEQ), mode=mode, homes=homes, record=record)
+    made = Forecast(cfg, simple_plan(cfg, m.limits, wanted), m, m.limits, Work(SEQ, sequences, 1))
     check_drive(made)
     return made
 
@@ -135,8 +134,8 @@ def faster(made: Forecast, homes: str) -> Forecast:
     p = made.plan
     sizes = [(2 * p.tokens, p.n_micro // 2), (p.tokens, p.n_micro), (p.tokens // 2, 2 * p.n_micro)]
     sizes = sizes[p.n_micro % 2 : 2 + (p.tokens > SEQ)]
-    keys = dict(batch_tokens=sizes, dtype=p.dtype, mode=p.mode, homes=homes, record=p.record)
-    return replace(made, plan=choose(made.cfg, made.limits, made.machine.rates, SEQ, **keys).plan)
+    wanted = Wanted(tuple(sizes), p.dtype, p.mode, p.record, homes=homes, document=SEQ)
+    return replace(made, plan=choose(made.cfg, made.limits, made.machine.rates, wanted).plan)
 
 
 def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto") -> tuple[Forecast, float] | None:
@@ -144,7 +143,7 @@ def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto"
     while most:
         try:
             made = faster(forecast(cfg, m, most, mode, homes), homes)
-            return made, made.predict().step_s
+            return made, made.step.step_s
         except DoesNotFit:
             most //= 2
     return None
@@ -177,10 +176,10 @@ def throughput() -> list[dict]:
         rows.append({
             "system": p.system, "model": p.model, "gpu": p.gpu, "drives": p.drives, "sequences": p.sequences,
             "published": p.tflops, "simulated": simulated, "ratio": simulated / p.tflops, "why": p.why,
-            "trireme": ours[0].tflops(ours[0].predict()) if ours else 0.0,
-            "trireme_sequences": ours[0].sequences if ours else 0,
-            "trireme_ssd": alike[0].tflops(alike[0].predict()) if alike else 0.0,
-            "bound": ours[0].predict().bound if ours else "",
+            "trireme": ours[0].tflops if ours else 0.0,
+            "trireme_sequences": ours[0].work.sequences if ours else 0,
+            "trireme_ssd": alike[0].tflops if alike else 0.0,
+            "bound": ours[0].step.bound if ours else "",
         })  # fmt: skip
     return rows
 
@@ -211,8 +210,9 @@ def windows() -> list[dict]:
     """Throughput over the number of weight slots on the GPU, all state in RAM, on STRONGHOLD's V100 (its figure 9)."""
     m, rows = machine(GPUS["v100-32g"], 755 * 10**9, None, dram=SERVER_DRAM), []
     for name, cfg, sequences in (("1.7B", NARROW["1.7B"], 4), ("1.7B", NARROW["1.7B"], 16), ("40B", NARROW["40B"], 4)):
-        plan = simple_plan(cfg, m.limits, batch_tokens=[(sequences * SEQ, 1)], dtype="BF16", mode="backward",
-                           homes="host", record=record_size(shapes.parameters(cfg), m.limits["host"]))  # fmt: skip
+        record = record_size(shapes.parameters(cfg), m.limits.host)
+        wanted = Wanted(((sequences * SEQ, 1),), mode="backward", record=record, homes="host")
+        plan = simple_plan(cfg, m.limits, wanted)
         made = [replace(plan, window=n, units=tuple(replace(u, saved=()) for u in plan.units)) for n in WINDOWS]
         made = [p for p in made if fits(Geometry.of(cfg, p), p, m.limits)]
         seconds = [predict(cfg, p, m.rates, Batch(p.tokens, SEQ, 1)).step_s for p in made]
@@ -238,11 +238,10 @@ def buyers(rams: tuple[int, ...] = (64, 128, 256), drives: tuple[int, ...] = (1,
                 row = {"model": name, "ram_gib": ram, "drives": count, "short": _short(cfg, ram, count)}
                 if found:
                     f, seconds = found
-                    p = f.predict()
                     row |= {
-                        "sequences": f.sequences, "clipping": f.plan.mode == "forward", "step_s": seconds,
-                        "tokens_per_s": f.tokens / seconds, "tflops": f.tflops(p), "bound": p.bound,
-                        "written_tb_per_mtoken": p.ssd_written / f.tokens / 1e6, "disk_tb": f.disk() / 1e12,
+                        "sequences": f.work.sequences, "clipping": f.plan.mode == "forward", "step_s": seconds,
+                        "tokens_per_s": f.work.tokens / seconds, "tflops": f.tflops, "bound": f.step.bound,
+                        "written_tb_per_mtoken": f.step.ssd_written / f.work.tokens / 1e6, "disk_tb": f.disk() / 1e12,
                     }  # fmt: skip
                 rows.append(row)
     return rows

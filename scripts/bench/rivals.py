@@ -29,7 +29,7 @@ from step import forget_peaks, make_batch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.amounts import size
-from trireme.engine.planner.machine import choose_device, memory_in_use
+from trireme.engine.planner.host import choose_device, memory_in_use
 from trireme.models import shapes
 
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

@@ -34,14 +34,14 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes, Writer
 from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, Span, busy, write_perfetto
 from trireme.engine.memory import DTYPE, flat, views
-from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
+from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.correct import corrected, measured
-from trireme.engine.planner.machine import as_planned, choose_device, matmul_rate, memory_in_use, memory_limits
+from trireme.engine.planner.host import choose_device, hold_to, memory_in_use, memory_limits
 from trireme.engine.planner.predict import Batch, predict
-from trireme.engine.planner.probe import drive_rates, processor_rates
-from trireme.engine.planner.rates import CODE, Machine, Rates, rates_of
-from trireme.engine.planner.rule import simple_plan
+from trireme.engine.planner.probe import drive_rates, matmul_rate, processor_rates
+from trireme.engine.planner.rates import CODE, Rates, rates_of
+from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.run.settle import record_size
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
@@ -58,13 +58,12 @@ SWITCHES = ("overlap", "prefetch", "vertical", "split", "pinning")
 # ---------------------------------------------------------------- the machine's ceilings
 
 
-def measure_rates(cfg: ModelConfig, device: torch.device, dtype: str, seq: int, store: str | None) -> Rates:
+def measure_rates(device: torch.device, dtype: str, store: str | None) -> Rates:
     """The ceilings of this machine, each alone, as a run's own probe finds them, before the engine takes its memory."""
     found = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
     if store is not None:
         found |= drive_rates(Path(store))
-    plan = Plan((UnitPlan(),) * cfg.n_units, max(seq, 512), 1, dtype)  # for a CPU, where all depends on shapes
-    return as_planned(Machine("", 0, 0, rates_of(found)), cfg, plan, Batch(plan.tokens, seq, 1), device).rates
+    return rates_of(found)
 
 
 def forget_peaks(device: torch.device) -> None:
@@ -148,31 +147,33 @@ def make_batch(cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, t
     return batch
 
 
-def rule_of(a, cfg: ModelConfig, dtype: str, limits: dict[str, int]) -> dict:
-    """What simple_plan is told by the arguments."""
+def wanted_of(a, cfg: ModelConfig, dtype: str, limits: Limits) -> Wanted:
+    """What the arguments ask of a plan."""
     rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
-    return dict(
-        batch_tokens=[(r * a.seq, math.ceil(a.tokens / a.seq / r)) for r in rows],
+    return Wanted(
+        sizes_of(rows, math.ceil(a.tokens / a.seq), a.seq),
         dtype=dtype,
         mode="forward" if a.clip else "backward",
-        record=a.record or record_size(shapes.parameters(cfg), limits["host"]),
+        record=a.record or record_size(shapes.parameters(cfg), limits.host),
         adam_bits=a.adam_bits,
+        homes=a.homes,
         on_cuda=dtype == "BF16",
+        document=a.seq,
     )
 
 
-def make_plan(a, cfg: ModelConfig, dtype: str, limits: dict[str, int], rates: Rates) -> Plan:
+def make_plan(a, cfg: ModelConfig, dtype: str, limits: Limits, rates: Rates) -> Plan:
     """The plan of a file; with --homes or --rule the plain rule's; else what a run on such a machine would choose.
 
     Ideas that are switched off are taken out of that plan.
     """
-    rule = rule_of(a, cfg, dtype, limits)
+    wanted = wanted_of(a, cfg, dtype, limits)
     if a.plan:
         plan = Plan.load(Path(a.plan))
     elif a.rule or a.homes != "auto":
-        plan = simple_plan(cfg, limits, homes=a.homes, **rule)
+        plan = simple_plan(cfg, limits, wanted)
     else:
-        choice = choose(cfg, limits, rates, a.seq, **rule)
+        choice = choose(cfg, limits, rates, wanted)
         for line in choice.because:
             print(f"because {line}")
         plan = choice.plan
@@ -259,7 +260,7 @@ def main(argv: list[str]) -> int:
     at_start = memory_in_use(device)[1]
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
-    rates = measure_rates(cfg, device, dtype, a.seq, a.store)
+    rates = measure_rates(device, dtype, a.store)
     size_b = shapes.parameters(cfg) / 1e9
     print(f"{a.model}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
@@ -274,7 +275,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(
-    a, cfg: ModelConfig, plan: Plan, limits: dict[str, int], rates: Rates, device: torch.device, at_start: float
+    a, cfg: ModelConfig, plan: Plan, limits: Limits, rates: Rates, device: torch.device, at_start: float
 ) -> dict:
     """Trains by a plan as long as the arguments say, on random weights; prints and returns what it took.
 
@@ -285,6 +286,7 @@ def measure(
     store = Store.create([open_device(folder.name)]) if folder else None
     lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device)
     start = time.perf_counter()
+    hold_to(limits, device)
     adamw = AdamW(max_grad_norm=a.clip)
     e = build(cfg, plan, limits, lanes, adamw=adamw, store=store, pinned="pinning" not in a.off)
     for line in e.memory.describe():
@@ -299,7 +301,7 @@ def measure(
           f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)  # fmt: skip
     text = Path(a.text).read_bytes() if a.text else None
     run = run_steps(a, e, device, text)
-    result = summary(a, e, rates, at_start, run) | {"limits": limits}
+    result = summary(a, e, rates, at_start, run) | {"limits": asdict(limits)}
     if a.trace:
         write_perfetto(Path(a.trace), run.last)
     lanes.close()

@@ -17,8 +17,8 @@ from trireme.engine import memory
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill
 from trireme.engine.lanes import RealLanes
-from trireme.engine.plan import DoesNotFit
-from trireme.engine.planner.rule import simple_plan
+from trireme.engine.plan import DoesNotFit, Limits
+from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.run import demo, live
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
@@ -31,7 +31,7 @@ from trireme.storage.store import Store
 
 MIB = 1 << 20
 BIG = replace(LLAMA, width=512, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=64, ffn=1376, vocab=4096, rope=Rope(1e4))
-LIMITS = {"gpu": 112 * MIB, "host": 176 * MIB}
+LIMITS = Limits(112 * MIB, 176 * MIB)
 SLACK = 32 * MIB  # stacks of the lanes' threads, allocator arenas, code touched for the first time
 
 
@@ -48,15 +48,15 @@ def random_pieces(name: str, first: int, last: int) -> Iterator[np.ndarray]:
 
 def a_few_steps(folder: Path) -> dict:
     """Trains and returns the memory that it took: before, and at the highest."""
-    a_run(LLAMA, {"gpu": 8 * MIB, "host": 8 * MIB}, folder / "small")  # libraries load their code at first use
+    a_run(LLAMA, Limits(8 * MIB, 8 * MIB), folder / "small")  # libraries load their code at first use
     Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
     before = resident("VmRSS")
     return {"before": before, "homes": a_run(BIG, LIMITS, folder / "big"), "highest": resident("VmHWM")}
 
 
-def a_run(cfg: ModelConfig, limits: dict[str, int], folder: Path) -> list[str]:
+def a_run(cfg: ModelConfig, limits: Limits, folder: Path) -> list[str]:
     """Trains a few steps within the limits, with a store; returns the homes of states."""
-    plan = simple_plan(cfg, limits, batch_tokens=[(64, 2)], dtype="F32", record=1 << 18, on_cuda=False)
+    plan = simple_plan(cfg, limits, Wanted(((64, 2),), "F32", record=1 << 18, on_cuda=False))
     with Store.create([open_device(folder, 0)]) as store:
         e = build(cfg, plan, limits, RealLanes(), store=store)
         for shard in e.homes.shards():
@@ -87,15 +87,15 @@ def test_resident_memory_stays_within_the_limits(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     took = json.loads(answer.read_text())
     assert "ssd" in took["homes"]
-    assert shapes.parameters(BIG) * 16 > sum(LIMITS.values())  # it would not fit without the SSD
-    assert took["highest"] - took["before"] <= sum(LIMITS.values()) + SLACK
+    assert shapes.parameters(BIG) * 16 > LIMITS.both  # it would not fit without the SSD
+    assert took["highest"] - took["before"] <= LIMITS.both + SLACK
 
 
 def test_what_cannot_fit_is_refused_with_numbers_and_a_way_out():
     with pytest.raises(DoesNotFit, match=r"needs .* of RAM, the limit is .*--ram"):
-        simple_plan(BIG, {"gpu": 1 << 30, "host": 16 * MIB}, batch_tokens=[(64, 2)], dtype="F32")
+        simple_plan(BIG, Limits(1 << 30, 16 * MIB), Wanted(((64, 2),), "F32"))
     with pytest.raises(DoesNotFit, match=r"needs .* of GPU memory, the limit is .*--gpu-memory"):
-        simple_plan(BIG, {"gpu": 8 * MIB, "host": 1 << 30}, batch_tokens=[(64, 2)], dtype="F32")
+        simple_plan(BIG, Limits(8 * MIB, 1 << 30), Wanted(((64, 2),), "F32"))
 
 
 def test_ram_that_cuda_does_not_pin_is_counted(monkeypatch):

@@ -9,10 +9,11 @@ from engines import Batch
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill
 from trireme.engine.lanes import RealLanes
-from trireme.engine.plan import DoesNotFit
+from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.choose import choose
-from trireme.engine.planner.machine import GPU_RESERVE
+from trireme.engine.planner.host import GPU_RESERVE
 from trireme.engine.planner.rates import DRIVES, GPUS, machine
+from trireme.engine.planner.rule import Wanted
 from trireme.engine.step import train_step
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
@@ -31,7 +32,7 @@ def draw(seed: int):
     kv = r.choice([k for k in (1, 2, 4, heads) if heads % k == 0])
     cfg = ModelConfig("llama", r.randrange(500, 60_000), d * heads, r.randrange(2, 14), heads, kv, d,
                       8 * r.randrange(40, 500), 4096, 1e-5, r.random() < 0.3, rope=Rope(1e4))  # fmt: skip
-    limits = {"gpu": int(MIB * 2 ** r.uniform(7.5, 12)), "host": int(MIB * 2 ** r.uniform(6, 12))}
+    limits = Limits(int(MIB * 2 ** r.uniform(7.5, 12)), int(MIB * 2 ** r.uniform(6, 12)))
     return cfg, limits, 64 * r.randrange(1, 33), r.randrange(1, 13), r.choice((32, 32, 16, 8)), r.choice((0.0, 1.0))
 
 
@@ -39,11 +40,12 @@ def draw(seed: int):
 def test_refused_or_within_the_limits(seed, tmp_path):
     cfg, limits, seq, rows, bits, clip = draw(seed)
     rates = machine(GPUS["rtx4090"], 64 << 30, DRIVES["gen4"]).rates
-    cuts = [(k * seq, -(-rows // k)) for k in (8, 4, 2, 1) if k <= rows]
-    options = dict(batch_tokens=cuts, dtype="BF16", mode="forward" if clip else "backward", adam_bits=bits)
+    sizes = tuple((k * seq, -(-rows // k)) for k in (8, 4, 2, 1) if k <= rows)
+    mode = "forward" if clip else "backward"
+    wanted = Wanted(sizes, mode=mode, record=1 << 18, adam_bits=bits, document=seq)
     with Store.create([open_device(tmp_path, 0)]) as store:
         try:
-            plan = choose(cfg, limits, rates, seq, record=1 << 18, **options).plan
+            plan = choose(cfg, limits, rates, wanted).plan
         except DoesNotFit as error:
             assert "limit" in str(error)
             return
@@ -69,5 +71,5 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         e.optimizer.close()
         peak, in_ram = torch.cuda.max_memory_reserved() - before, e.memory.used("host")
         e.memory.close()
-    assert peak <= limits["gpu"] + GPU_RESERVE
-    assert in_ram <= limits["host"]
+    assert peak <= limits.gpu + GPU_RESERVE
+    assert in_ram <= limits.host

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from trireme.engine.buffers import fits, usage
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Plan
+from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.rule import MARGIN, largest, simple_plan, spread
+from trireme.engine.planner.rule import MARGIN, Wanted, largest, simple_plan, spread
 from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.models.config import InputError, Rope
 
@@ -25,8 +25,8 @@ MIB = 1 << 20
 
 
 def plan_for(gpu: int, host: int, **more) -> Plan:
-    keys = dict(batch_tokens=[(512, 2), (256, 4), (64, 16)], dtype="BF16", record=1 << 16) | more
-    return simple_plan(SMALL, {"gpu": gpu, "host": host}, **keys)
+    wanted = Wanted(((512, 2), (256, 4), (64, 16)), record=1 << 16)
+    return simple_plan(SMALL, Limits(gpu, host), replace(wanted, **more))
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,7 +34,7 @@ def plan_for(gpu: int, host: int, **more) -> Plan:
 def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
     limits = {"gpu": gpu * MIB, "host": host * MIB}
     try:
-        plan = plan_for(*limits.values(), mode=mode, adam_bits=bits)
+        plan = plan_for(**limits, mode=mode, adam_bits=bits)
     except DoesNotFit as refusal:
         way_out = re.findall(r"(--gpu-memory|--ram) by ([\d.]+) MiB", str(refusal))
         assert way_out
@@ -43,12 +43,12 @@ def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
             lack = refusal.need[tier] - limits[tier]
             assert 0 <= float(amount) * MIB - MARGIN[tier] * lack < 0.02 * MIB
             limits[tier] += int(float(amount) * MIB)
-        plan_for(*limits.values(), mode=mode, adam_bits=bits)
+        plan_for(**limits, mode=mode, adam_bits=bits)
         return
     geo = Geometry.of(SMALL, plan)
     promised = usage(geo, plan)
-    assert fits(geo, plan, limits)
-    e = build(SMALL, plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
+    assert fits(geo, plan, Limits(**limits))
+    e = build(SMALL, plan, Limits(**limits), SimulatedLanes(lambda *task: 0.0, RATES))
     for tier in limits:
         assert e.memory.used(tier) == pytest.approx(promised[tier], abs=4096 * 200)
         assert e.memory.used(tier) <= limits[tier]
@@ -154,9 +154,9 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, content):
 
 def test_a_step_may_have_any_number_of_micro_batches():
     """Room on the GPU for what all of them leave from unit to unit is not asked for where there is none."""
-    plans = [plan_for(24 * MIB, 300 * MIB, batch_tokens=[(256, n)], mode="backward") for n in (2, 40, 200)]
+    plans = [plan_for(24 * MIB, 300 * MIB, sizes=((256, n),), mode="backward") for n in (2, 40, 200)]
     assert [plan.between for plan in plans] == ["gpu", "host", "host"]
     geo = Geometry(SMALL, "BF16")
     with pytest.raises(DoesNotFit, match="GPU memory|RAM"):
-        plan_for(24 * MIB, 12 * MIB, batch_tokens=[(256, 200)], homes="host")
+        plan_for(24 * MIB, 12 * MIB, sizes=((256, 200),), homes="host")
     assert usage(geo, plans[2])["gpu"] - usage(geo, plans[1])["gpu"] < 4 * MIB

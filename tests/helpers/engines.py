@@ -20,13 +20,13 @@ from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fetch, fill
 from trireme.engine.homes import Reader
 from trireme.engine.lanes import LANES, InlineLanes, RealLanes, RealTask, execute
-from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
 
-LIMITS = {"gpu": 1 << 30, "host": 1 << 30}
+LIMITS = Limits(1 << 30, 1 << 30)
 LLAMA = ModelConfig("llama", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, ffn=24,
                     max_positions=64, eps=1e-5, tied=False, rope=Rope(1e4))  # fmt: skip
 

@@ -20,7 +20,7 @@ from trireme.engine.data import dataset as data
 from trireme.engine.data.chat import load_template
 from trireme.engine.data.rows import BadRow
 from trireme.engine.data.tokens import load_tokenizer
-from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
+from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.run import demo
 from trireme.engine.run.command import parse
 from trireme.engine.run.log import RunLog
@@ -202,7 +202,7 @@ def plan(folder: Path) -> Target:
     def read(content: bytes) -> None:
         path.write_bytes(content)
         plan = given_plan(options, cfg, 12, None, True)
-        check_memory(options, cfg, plan, {"gpu": 1 << 30, "host": 1 << 30})
+        check_memory(options, cfg, plan, Limits(1 << 30, 1 << 30))
         check_step(options, plan, 2, 12)
 
     return Target([json.loads(path.read_text())], as_json, read, (InputError, DoesNotFit))

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from trireme.engine.buffers import fits
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit
-from trireme.engine.planner.choose import choose, floors, front, pinned
+from trireme.engine.plan import DoesNotFit, Limits
+from trireme.engine.planner.choose import choose, floors
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import simple_plan
+from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.planner.variants import front, updated_alike
 from trireme.engine.run.settle import record_size
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
@@ -27,38 +28,38 @@ GPT3_13B = ModelConfig("gpt2", 50257, 5120, 40, 40, 40, 128, 20480, 8192, 1e-5, 
                        mlp_bias=True)  # fmt: skip
 LLAMA_405B = ModelConfig("llama", 128256, 16384, 126, 128, 8, 128, 53248, 1 << 17, 1e-5, False, rope=Rope(1e4))
 RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
-RULE = dict(batch_tokens=[(1024, 2), (512, 4), (256, 8)], dtype="BF16", record=1 << 20)
+WANTED = Wanted(((1024, 2), (512, 4), (256, 8)), record=1 << 20, document=256)
 MIB = 1 << 20
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(60, 600), st.integers(60, 2000), st.sampled_from(("forward", "backward")), st.floats(0.3, 30))
 def test_never_slower_than_the_rule_and_within_its_limits(gpu, host, mode, bus):
-    limits = {"gpu": gpu * MIB, "host": host * MIB}
-    rates = replace(RATES, h2d=2e10 * bus, d2h=2e10 * bus)
+    limits = Limits(gpu * MIB, host * MIB)
+    rates, wanted = replace(RATES, h2d=2e10 * bus, d2h=2e10 * bus), replace(WANTED, mode=mode)
     try:
-        first = simple_plan(SMALL, limits, mode=mode, **RULE)
+        first = simple_plan(SMALL, limits, wanted)
     except DoesNotFit:
         with pytest.raises(DoesNotFit):
-            choose(SMALL, limits, rates, 256, mode=mode, **RULE)
+            choose(SMALL, limits, rates, wanted)
         return
-    choice = choose(SMALL, limits, rates, 256, mode=mode, **RULE)
+    choice = choose(SMALL, limits, rates, wanted)
     batch = Batch(first.tokens, 256, first.n_micro)
     assert choice.found.step_s <= predict(SMALL, first, rates, batch).step_s
     assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
     build(SMALL, choice.plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
-    assert choice == choose(SMALL, limits, rates, 256, mode=mode, **RULE)
+    assert choice == choose(SMALL, limits, rates, wanted)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)  # a short search: rarely it misses by more, so drawn alike
 @given(st.integers(60, 600), st.integers(60, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "ssd_write")))
 def test_more_bandwidth_is_never_slower(gpu, host, resource):
-    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    limits = Limits(gpu * MIB, host * MIB)
     try:
-        slow = choose(SMALL, limits, RATES, 256, **RULE).found.step_s
+        slow = choose(SMALL, limits, RATES, WANTED).found.step_s
     except DoesNotFit:
         return
-    fast = choose(SMALL, limits, replace(RATES, **{resource: 2 * getattr(RATES, resource)}), 256, **RULE).found.step_s
+    fast = choose(SMALL, limits, replace(RATES, **{resource: 2 * getattr(RATES, resource)}), WANTED).found.step_s
     assert fast <= slow * 1.03
 
 
@@ -66,36 +67,37 @@ def test_more_bandwidth_is_never_slower(gpu, host, resource):
 @given(st.integers(80, 600), st.integers(80, 1500), st.sampled_from(("gpu", "host")), st.sampled_from((1.2, 1.5, 2)))
 def test_more_memory_is_hardly_ever_slower(gpu, host, tier, times):
     """What the rule fills it with comes in whole units, which costs three percent at times."""
-    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    limits = Limits(gpu * MIB, host * MIB)
     try:
-        less = choose(SMALL, limits, RATES, 256, **RULE).found.step_s
+        less = choose(SMALL, limits, RATES, WANTED).found.step_s
     except DoesNotFit:
         return
-    assert choose(SMALL, limits | {tier: int(limits[tier] * times)}, RATES, 256, **RULE).found.step_s <= less * 1.04
+    more = replace(limits, **{tier: int(getattr(limits, tier) * times)})
+    assert choose(SMALL, more, RATES, WANTED).found.step_s <= less * 1.04
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(80, 600), st.integers(60, 1500), st.floats(0.2, 5), st.sampled_from((0.7, 1.0, 1.5)))
 def test_a_run_that_has_begun_keeps_its_updates_where_they_are(gpu, host, faster, more):
     """Other rates and other limits move everything else; only where nothing else fits do updates move."""
-    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    limits = Limits(gpu * MIB, host * MIB)
     try:
-        begun = choose(SMALL, limits, RATES, 256, **RULE).plan
-        now = {"gpu": int(limits["gpu"] * more), "host": limits["host"]}
+        begun = choose(SMALL, limits, RATES, WANTED).plan
+        now = replace(limits, gpu=int(limits.gpu * more))
         rates = replace(RATES, adam=2e9 * faster, dram=6e10 * faster)
-        settled = {"batch_tokens": [(begun.tokens, begun.n_micro)], "halves": begun.halves}
-        again = choose(SMALL, now, rates, 256, like=begun, **RULE | settled)
+        settled = replace(WANTED, sizes=((begun.tokens, begun.n_micro),), halves=begun.halves)
+        again = choose(SMALL, now, rates, settled, begun)
     except DoesNotFit:
         return
     assert fits(Geometry.of(SMALL, again.plan), again.plan, now)
     if fits(Geometry.of(SMALL, begun), begun, now):
-        assert pinned(again.plan, begun) == again.plan
+        assert updated_alike(again.plan, begun) == again.plan
         assert again.found.step_s <= predict(SMALL, begun, rates, Batch(begun.tokens, 256, begun.n_micro)).step_s
 
 
 def test_without_a_drive_what_memory_does_not_hold_is_refused():
     with pytest.raises(DoesNotFit, match="no drive"):
-        choose(SMALL, {"gpu": 80 * MIB, "host": 120 * MIB}, replace(RATES, ssd_read=0.0, ssd_write=0.0), 256, **RULE)
+        choose(SMALL, Limits(80 * MIB, 120 * MIB), replace(RATES, ssd_read=0.0, ssd_write=0.0), WANTED)
 
 
 @settings(max_examples=15, deadline=None)
@@ -103,16 +105,16 @@ def test_without_a_drive_what_memory_does_not_hold_is_refused():
 def test_without_a_drive_nothing_is_put_on_one(gpu, host):
     rates = replace(RATES, ssd_read=0.0, ssd_write=0.0)
     try:
-        assert not choose(SMALL, {"gpu": gpu * MIB, "host": host * MIB}, rates, 256, **RULE).plan.uses("ssd")
+        assert not choose(SMALL, Limits(gpu * MIB, host * MIB), rates, WANTED).plan.uses("ssd")
     except DoesNotFit:
         return
 
 
 def test_fast_drives_take_activations_that_ram_does_not_hold():
     """Fuyou's own case (section 4.4): much to recompute, little RAM, many drives."""
-    limits, rule = {"gpu": 120 * MIB, "host": 140 * MIB}, RULE | dict(batch_tokens=[(1024, 8), (512, 16)])
+    limits, wanted = Limits(120 * MIB, 140 * MIB), replace(WANTED, sizes=((1024, 8), (512, 16)), mode="backward")
     rates = replace(RATES, matmul=2e12, ssd_read=8e10, ssd_write=4e10)
-    choice = choose(SMALL, limits, rates, 256, mode="backward", **rule)
+    choice = choose(SMALL, limits, rates, wanted)
     away = [unit for unit in choice.plan.units if unit.names("ssd")]
     assert len(away) >= SMALL.n_layers // 2
     assert any("blocks wait on the SSD" in line for line in choice.because)
@@ -122,20 +124,20 @@ def test_fast_drives_take_activations_that_ram_does_not_hold():
     computed = replace(choice.plan, units=tuple(replace(u, saved=()) for u in choice.plan.units))
     batch = Batch(choice.plan.tokens, 256, choice.plan.n_micro)
     assert choice.found.step_s < 0.95 * predict(SMALL, computed, rates, batch).step_s
-    slow = choose(SMALL, limits, replace(rates, ssd_write=2e8), 256, mode="backward", **rule)
+    slow = choose(SMALL, limits, replace(rates, ssd_write=2e8), wanted)
     assert not any(unit.names("ssd") for unit in slow.plan.units)
 
 
 def test_homes_that_are_forced_stay():
     m = machine(GPUS["rtx4090"], 768 * 10**9, DRIVES["p5510"], 1, 150e9)
-    rule = dict(batch_tokens=[(16384, 2), (8192, 4)], dtype="BF16", mode="backward", record=50 << 20)
-    plan = choose(GPT3_13B, m.limits, m.rates, 1024, homes="state-ssd", **rule).plan
+    wanted = Wanted(((16384, 2), (8192, 4)), mode="backward", record=50 << 20, homes="state-ssd")
+    plan = choose(GPT3_13B, m.limits, m.rates, wanted).plan
     assert {unit.state for unit in plan.units} == {"ssd"}
 
 
 def test_reasons_are_of_the_plan():
     """Which way the micro-batch changed; how many blocks' inputs wait, the head's not counted; what for, if for any."""
-    first = simple_plan(SMALL, {"gpu": 200 * MIB, "host": 400 * MIB}, **RULE)
+    first = simple_plan(SMALL, Limits(200 * MIB, 400 * MIB), WANTED)
     geo, n = Geometry.of(SMALL, first), SMALL.n_units
     found = predict(SMALL, first, RATES, Batch(first.tokens, 256, first.n_micro))
     say = lambda **change: "; ".join(reasons(geo, first, found, replace(first, **change), found))
@@ -149,9 +151,11 @@ def test_reasons_are_of_the_plan():
 
 
 def test_floors_are_below_what_is_simulated():
-    limits = {"gpu": 200 * MIB, "host": 400 * MIB}
-    choice = choose(SMALL, limits, RATES, 256, **RULE)
-    floor = floors(Geometry.of(SMALL, choice.plan), choice.plan, RATES, 256)
+    limits = Limits(200 * MIB, 400 * MIB)
+    choice = choose(SMALL, limits, RATES, WANTED)
+    floor = floors(
+        Geometry.of(SMALL, choice.plan), choice.plan, RATES, Batch(choice.plan.tokens, 256, choice.plan.n_micro)
+    )
     assert max(floor.values()) <= choice.found.step_s
 
 
@@ -167,34 +171,34 @@ def test_the_front_costs_more_bytes_for_less_recomputation():
 def test_activations_travel_where_ram_and_the_bus_have_room():
     """Fuyou's machine: recomputation would cost a fifth of the step."""
     m = machine(GPUS["rtx4090"], 768 * 10**9, DRIVES["p5510"], 12, 150e9)
-    rule = dict(batch_tokens=[(16384, 4)], dtype="BF16", record=50 << 20)
-    choice = choose(GPT3_13B, m.limits, m.rates, 1024, **rule)
+    wanted = Wanted(((16384, 4),), record=50 << 20)
+    choice = choose(GPT3_13B, m.limits, m.rates, wanted)
     assert any(unit.names("host") for unit in choice.plan.units)
     assert choice.found.step_s < 0.93 * predict(
-        GPT3_13B, simple_plan(GPT3_13B, m.limits, **rule), m.rates, Batch(16384, 1024, 4)
+        GPT3_13B, simple_plan(GPT3_13B, m.limits, wanted), m.rates, Batch(16384, 1024, 4)
     ).step_s  # fmt: skip
     assert any("wait in RAM" in line for line in choice.because)
 
 
 @pytest.mark.parametrize(
     ("gpu", "ram", "drive", "drives", "sizes"),
-    [("h200", 2048, "p5510", 12, [(16384, 4), (8192, 8), (4096, 16)]),
-     ("rtx4090", 64, "gen4", 4, [(16384 >> k, 8 << k) for k in range(5)])],
+    [("h200", 2048, "p5510", 12, ((16384, 4), (8192, 8), (4096, 16))),
+     ("rtx4090", 64, "gen4", 4, tuple((16384 >> k, 8 << k) for k in range(5)))],
 )  # fmt: skip
 def test_the_largest_models_are_planned_in_seconds(gpu, ram, drive, drives, sizes):
     """In whole blocks, and in halves of them."""
     m = machine(GPUS[gpu], ram << 30, DRIVES[drive], drives)
-    rule = dict(batch_tokens=sizes, dtype="BF16", record=record_size(shapes.parameters(LLAMA_405B), m.limits["host"]))
+    wanted = Wanted(sizes, record=record_size(shapes.parameters(LLAMA_405B), m.limits.host))
     start = time.process_time()
-    choice = choose(LLAMA_405B, m.limits, m.rates, 1024, **rule)
+    choice = choose(LLAMA_405B, m.limits, m.rates, wanted)
     assert time.process_time() - start < 10  # of any machine's CPU, however busy; 3 s on an idle one
     assert choice.plan.halves == (gpu == "rtx4090")
 
 
 def test_bursts_of_activations_get_more_slots():
     """What little travels leaves by a bus that is slow beside the GPU: with two slots, forward would wait for them."""
-    limits, rates = {"gpu": 248 * MIB, "host": 1422 * MIB}, replace(RATES, matmul=1e13, d2h=5e9)
-    choice = choose(SMALL, limits, rates, 256, **RULE | dict(batch_tokens=[(1024, 8), (512, 16)]))
+    limits, rates = Limits(248 * MIB, 1422 * MIB), replace(RATES, matmul=1e13, d2h=5e9)
+    choice = choose(SMALL, limits, rates, replace(WANTED, sizes=((1024, 8), (512, 16))))
     seconds = lambda p: predict(SMALL, p, rates, Batch(p.tokens, 256, p.n_micro)).step_s
     assert choice.plan.swap_slots > 2
     assert any(unit.names("host") for unit in choice.plan.units)
@@ -204,30 +208,30 @@ def test_bursts_of_activations_get_more_slots():
 def test_half_blocks_where_whole_ones_do_not_fit():
     """Said in a sentence; with a little more memory whole ones, and with less a refusal that names the least."""
     wide = replace(SMALL, ffn=8192)
-    limits = lambda gpu: {"gpu": int(gpu), "host": 600 * MIB}
-    rule = RULE | dict(batch_tokens=[(256, 4), (128, 8)])
+    limits = lambda gpu: Limits(int(gpu), 600 * MIB)
+    wanted = replace(WANTED, sizes=((256, 4), (128, 8)))
     with pytest.raises(DoesNotFit, match="--gpu-memory") as whole:
-        simple_plan(wide, limits(32 * MIB), halves=False, **rule)
+        simple_plan(wide, limits(32 * MIB), replace(wanted, halves=False))
     with pytest.raises(DoesNotFit, match="--gpu-memory") as least:
-        choose(wide, limits(32 * MIB), RATES, 256, **rule)
+        choose(wide, limits(32 * MIB), RATES, wanted)
     assert least.value.need["gpu"] < whole.value.need["gpu"]
     room = (least.value.need["gpu"] + whole.value.need["gpu"]) // 2
-    choice = choose(wide, limits(room), RATES, 256, **rule)
+    choice = choose(wide, limits(room), RATES, wanted)
     assert choice.plan.halves
     assert len(choice.plan.units) == 2 * wide.n_layers + 2
     assert fits(Geometry.of(wide, choice.plan), choice.plan, limits(room))
     assert any("halves of blocks" in line for line in choice.because)
-    begun = dict(like=choice.plan, halves=True, batch_tokens=[(choice.plan.tokens, choice.plan.n_micro)])
-    assert choose(wide, limits(2 * room), RATES, 256, **rule | begun).plan.halves  # a run that has begun keeps them
-    assert not choose(wide, limits(2 * room), RATES, 256, **rule).plan.halves
+    settled = replace(wanted, halves=True, sizes=((choice.plan.tokens, choice.plan.n_micro),))
+    assert choose(wide, limits(2 * room), RATES, settled, choice.plan).plan.halves, "a run that has begun keeps them"
+    assert not choose(wide, limits(2 * room), RATES, wanted).plan.halves
 
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(60, 400), st.integers(60, 2000), st.sampled_from(("forward", "backward")), st.floats(0.3, 30))
 def test_half_blocks_keep_to_the_limits(gpu, host, mode, bus):
-    limits, rates = {"gpu": gpu * MIB, "host": host * MIB}, replace(RATES, h2d=2e10 * bus, d2h=2e10 * bus)
+    limits, rates = Limits(gpu * MIB, host * MIB), replace(RATES, h2d=2e10 * bus, d2h=2e10 * bus)
     try:
-        choice = choose(SMALL, limits, rates, 256, mode=mode, halves=True, **RULE)
+        choice = choose(SMALL, limits, rates, replace(WANTED, mode=mode, halves=True))
     except DoesNotFit:
         return
     assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
@@ -237,9 +241,10 @@ def test_half_blocks_keep_to_the_limits(gpu, host, mode, bus):
 @pytest.mark.parametrize("ram", [64, 256])
 def test_405b_on_24_gib(ram):
     m = machine(GPUS["rtx4090"], ram << 30, DRIVES["gen4"], 4)
-    rule = dict(dtype="BF16", mode="backward", record=record_size(shapes.parameters(LLAMA_405B), m.limits["host"]))
-    plan = simple_plan(LLAMA_405B, m.limits, batch_tokens=[(1024, 16)], **rule)
+    record = record_size(shapes.parameters(LLAMA_405B), m.limits.host)
+    wanted = Wanted(((1024, 16),), mode="backward", record=record)
+    plan = simple_plan(LLAMA_405B, m.limits, wanted)
     assert plan.halves
     assert fits(Geometry.of(LLAMA_405B, plan), plan, m.limits)
     with pytest.raises(DoesNotFit, match="of GPU memory"):
-        simple_plan(LLAMA_405B, m.limits, batch_tokens=[(1024, 16)], halves=False, **rule)
+        simple_plan(LLAMA_405B, m.limits, replace(wanted, halves=False))

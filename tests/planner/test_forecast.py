@@ -10,15 +10,14 @@ import pytest
 from command import finetune
 
 from trireme.engine.buffers import buffers, usage, workspace
-from trireme.engine.plan import TIERS, DoesNotFit, Plan
-from trireme.engine.planner import probe
-from trireme.engine.planner.forecast import Forecast, _cell, check_drive
+from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan
+from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.rates import assume
-from trireme.engine.planner.rule import simple_plan
+from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.run import demo, train
-from trireme.engine.run.job import forecast as of_job
-from trireme.engine.run.job import prepare, report
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
+from trireme.engine.run.report import cell, disk_line, gpu_lines, memory_lines, report, time_line, wear_line
 from trireme.engine.run.settle import record_size
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
@@ -29,8 +28,8 @@ SEVEN_B = ModelConfig("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, 
 
 def forecast(machine: str, sequences: int = 16, **more) -> Forecast:
     m = assume(machine)
-    plan = simple_plan(SEVEN_B, m.limits, batch_tokens=[(8192, 4), (1024, 32)], dtype="BF16", record=1 << 25)
-    return Forecast(SEVEN_B, plan, m, m.limits, 2048, sequences, 1000, **more)
+    plan = simple_plan(SEVEN_B, m.limits, Wanted(((8192, 4), (1024, 32)), record=1 << 25))
+    return Forecast(SEVEN_B, plan, m, m.limits, Work(2048, sequences, 1000, **more))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def forecast(machine: str, sequences: int = 16, **more) -> Forecast:
 )
 def test_the_memory_table_adds_up(machine):
     f = forecast(machine)
-    rows = [line for line in f.memory_lines() if re.match(r" {11}\w", line)]
+    rows = [line for line in memory_lines(f) if re.match(r" {11}\w", line)]
     cells = [[float(x) * 1024 ** (unit == "GiB") for x, unit in re.findall(r"([\d.]+) (GiB|MiB)", r)] for r in rows]
     total = usage(f.geo, f.plan)
     assert cells[-2][:2] == pytest.approx([total["gpu"] / 2**20, total["host"] / 2**20], rel=0.01)
@@ -48,24 +47,25 @@ def test_the_memory_table_adds_up(machine):
 
 def test_a_drive_that_binds_is_named_and_more_of_it_helps():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
-    lines = "\n".join(f.lines())
-    assert "limited by the SSD" in lines
-    assert re.search(r"ssd +[\d.]+ GB read and [\d.]+ GB written a step", lines)
-    assert "--adam-bits 8" in lines or "--batch-size 32" in lines or "twice the drives" in lines
+    assert "limited by the SSD" in time_line(f)
+    assert re.match(r"[\d.]+ GB read and [\d.]+ GB written a step", wear_line(f))
+    assert {"--adam-bits 8", "--batch-size 32", "twice the drives"} & {change.what for change in f.faster()}
 
 
 def test_a_larger_step_is_not_offered_where_there_are_no_more_sequences():
-    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", most=31)
-    names = lambda f: [name for name, _ in f._changes()]
-    assert "--batch-size 32" not in names(f)
-    assert "--batch-size 32" in names(replace(f, most=32))
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    names = lambda *given: [name for name, _ in f._changes(*given)]
+    assert "--batch-size 32" not in names(31, True)
+    assert "--batch-size 32" in names(32, True)
+    assert "--adam-bits 8" in names(32, True)
+    assert "--adam-bits 8" not in names(32, False)
 
 
 def test_wear_is_of_the_drive_not_of_its_free_room():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     full = replace(f, machine=replace(f.machine, ssd=10**11))
-    assert f.wear_line(f.predict()) == full.wear_line(f.predict())
-    assert "of the 1.2 PB that drives of this size are often rated for" in f.wear_line(f.predict())
+    assert wear_line(f) == wear_line(full)
+    assert "of the 1.2 PB that drives of this size are often rated for" in wear_line(f)
 
 
 @pytest.mark.parametrize("memory", [(14 << 20, 7 << 20), (14 << 20, 16 << 20)], ids=["on the SSD", "in RAM"])
@@ -76,7 +76,7 @@ def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
     model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
     given = Options(model=model, data=(text,), out=out, seq_len=64, batch_size=4, max_steps=5, device="cpu",
                     gpu_memory=memory[0], ram=memory[1], save_every=every("2"))  # fmt: skip
-    part, found, remove = of_job(prepare(replace(given, dry_run=True))).disk_parts(), [], Store.remove
+    part, found, remove = prepare(replace(given, dry_run=True)).forecast.disk_parts(), [], Store.remove
 
     def measured(store):
         files = {file.stat().st_ino: file.stat().st_size for file in Path(out, "store").rglob("*") if file.is_file()}
@@ -91,72 +91,73 @@ def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
 
 def test_what_a_change_promises_is_what_it_predicts():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
-    assert f.again(adam_bits=8).predict().ssd_written < 0.6 * f.predict().ssd_written
+    assert f.again(adam_bits=8).step.ssd_written < 0.6 * f.step.ssd_written
 
 
 def test_what_a_change_promises_is_what_a_plan_for_it_reaches():
     """Twice the drives change what is best to send to them."""
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
-    promised = re.search(r"twice the drives: .* times .* \(([\d.]+) s a step\)", "\n".join(f.lines()))[1]
-    twice = assume("gpu=rtx4090,ram=48GiB,ssd=2x2TB@7/5")
-    assert float(promised) == pytest.approx(replace(f, machine=twice).again().predict().step_s, rel=0.02)
-    assert float(promised) < 0.95 * replace(f, machine=twice).predict().step_s
+    (promised,) = (change.step_s for change in f.faster() if change.what == "twice the drives")
+    twice = replace(f, machine=assume("gpu=rtx4090,ram=48GiB,ssd=2x2TB@7/5"))
+    assert promised == pytest.approx(twice.again().step.step_s, rel=0.02)
+    assert promised < 0.95 * twice.step.step_s
 
 
 def test_a_change_for_which_the_drives_have_no_room_is_not_offered(monkeypatch):
     f, inputs = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5"), 10**12
-    changed = replace(f, sequences=32, data=inputs)
-    monkeypatch.setattr(Forecast, "_changes", lambda self: [("more", lambda: replace(changed, machine=self.machine))])
-    offered = lambda ssd: replace(f, machine=replace(f.machine, ssd=ssd)).faster_lines(f.predict())
+    changed = replace(f, work=replace(f.work, sequences=32), files=Files(tokens=inputs))
+    make = lambda self, *_: [("more", lambda: replace(changed, machine=self.machine))]
+    monkeypatch.setattr(Forecast, "_changes", make)
+    offered = lambda ssd: replace(f, machine=replace(f.machine, ssd=ssd)).faster()
     assert offered(changed.disk())
     assert not offered(changed.disk() - 1)
-    changed = replace(changed, held=10**9)  # by a run that goes on, of what it needs
+    changed = replace(changed, files=Files(tokens=inputs, held=10**9))  # by a run that goes on, of what it needs
     assert offered(changed.disk() - 10**9)
     assert not offered(changed.disk() - 10**9 - 1)
 
 
 @pytest.mark.parametrize("nbytes", [1, 999 << 20, 1001 << 20, 1023 << 20, 1 << 30, 999 << 30, 1001 << 30, 9999 << 30])
 def test_cells_of_the_memory_table_keep_apart(nbytes):
-    assert len(_cell(nbytes)) == 10
-    assert _cell(nbytes)[0] == " "
+    assert len(cell(nbytes)) == 10
+    assert cell(nbytes)[0] == " "
 
 
 def test_a_step_of_less_takes_less():
-    few = replace(forecast("gpu=rtx4090,ram=128GiB"), sequences=4)
-    assert few.predict().step_s < forecast("gpu=rtx4090,ram=128GiB").predict().step_s
+    few, all_ = (forecast("gpu=rtx4090,ram=128GiB", sequences=n) for n in (4, 16))
+    assert replace(all_, work=few.work).step.step_s < all_.step.step_s
 
 
 def test_inputs_that_nothing_else_holds_go_to_the_drive_and_are_counted_there():
     m = assume("gpu=rtx4090,ram=24GiB,ssd=2TB@7/5")
-    plan = simple_plan(SEVEN_B, m.limits, batch_tokens=[(8192, 16)], dtype="BF16", mode="backward", record=1 << 25)
-    f = Forecast(SEVEN_B, plan, m, m.limits, 2048, 64, 1000)
+    plan = simple_plan(SEVEN_B, m.limits, Wanted(((8192, 16),), mode="backward", record=1 << 25))
+    f = Forecast(SEVEN_B, plan, m, m.limits, Work(2048, 64, 1000))
     inputs = 16 * 8192 * 4096 * 2 * sum(unit.x == "ssd" for unit in plan.units[1:])
     part = f.disk_parts()
     assert inputs > 30e9
     assert f.disk() == 2 * f.stored() + part["spares"] + part["export"] + inputs
-    assert "activations" in f.disk_line()
-    assert f.predict().ssd_written > inputs
+    assert "activations" in disk_line(f)
+    assert f.step.ssd_written > inputs
     tight = replace(f, machine=replace(f.machine, ssd=f.disk() - f.stored()))
-    assert "short by" in tight.disk_line()
-    assert replace(tight, held=tight.stored()).disk_line().endswith("fits"), "a run that goes on has its store already"
+    assert "short by" in disk_line(tight)
+    begun = replace(tight, files=Files(held=tight.stored()))
+    assert disk_line(begun).endswith("fits"), "a run that goes on has its store already"
 
 
 def test_a_long_start_is_said():
     f = forecast("gpu=rtx4090,ram=128GiB")
     held = usage(f.geo, f.plan)["host"]
     half = replace(f, machine=replace(f.machine, rates=replace(f.machine.rates, pin=f.machine.rates.pin / 2)))
-    assert f.start_s() == held / f.machine.rates.pin > 10
-    assert half.start_s() == 2 * f.start_s()
-    assert f"to pin {held / 2**30:.1f} GiB of RAM" in "\n".join(f.lines())
-    assert not any(line.startswith("start") for line in forecast("gpu=h200,ram=64GiB").lines()), "little is in RAM"
-    assert replace(f, cuda=False).start_s() == 0.0
+    assert f.pinning_s() == held / f.machine.rates.pin > 10
+    assert half.pinning_s() == 2 * f.pinning_s()
+    assert f"to pin {held / 2**30:.1f} GiB of RAM" in gpu_lines(f)[1]
+    assert len(gpu_lines(forecast("gpu=h200,ram=64GiB"))) == 1, "little is in RAM"
 
 
 def test_short_documents_are_predicted_to_take_less():
     f = forecast("gpu=rtx4090,ram=128GiB")
-    short = replace(f, document=128)
-    assert short.predict().step_s < f.predict().step_s
-    assert f.predict() == replace(f, document=2048).predict()
+    of = lambda length: replace(f, work=replace(f.work, document=length)).step
+    assert of(128).step_s < f.step.step_s
+    assert f.step == of(2048)
 
 
 def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
@@ -180,7 +181,7 @@ def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
 
     def planned(host: int) -> Plan:
         record = record_size(shapes.parameters(big), host)
-        return simple_plan(big, {"gpu": 22 << 30, "host": host}, batch_tokens=[(2048, 1)], dtype="BF16", record=record)
+        return simple_plan(big, Limits(22 << 30, host), Wanted(((2048, 1),), record=record))
 
     with pytest.raises(DoesNotFit, match="Raise --ram by") as refusal:
         planned(4 << 30)
@@ -278,30 +279,25 @@ def test_shorter_sequences_are_a_way_out_only_where_they_lead_out(checkpoint, ca
     assert "--seq-len" not in capsys.readouterr().err
 
 
-def test_documents_and_labels_are_predicted_as_they_are(tmp_path, monkeypatch):
-    """The data are known before the plan: short documents and masked prompts are what is timed and predicted."""
+def test_documents_and_labels_are_predicted_as_they_are(tmp_path):
+    """The data are known before the plan: short documents and masked prompts are what is predicted."""
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
     rows = [{"prompt": f"{i} " * (8 + i), "completion": "yes"} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = []
-    monkeypatch.setattr(probe, "block_seconds", lambda *given: asked.append(given[3]) or (1.0, 2.0))
-    monkeypatch.setattr(probe, "loss_seconds", lambda *given: asked.append(given[3:]) or 4.0)
     model, rows, out = (str(tmp_path / name) for name in ("model", "rows.jsonl", "out"))
     job = prepare(Options(model=model, data=(rows,), out=out, seq_len=256, batch_size=4, device="cpu"))
-    f, data = of_job(job), job.data
+    f, data = job.forecast, job.data
     lengths = data.pieces["length"]
     assert lengths.mean() < data.document < lengths.max() < 256
     assert 0 < data.trained < 0.2
-    (tokens, learned), documents = asked
-    assert set(documents[:-1]) == {data.document}
-    assert sum(documents) == tokens == f.batch.tokens < 4 * 256
-    assert learned == round(data.trained * tokens)
+    batch = f.work.batch(f.plan)
+    assert set(batch.lengths[:-1]) == {data.document}
+    assert sum(batch.lengths) == batch.tokens < 4 * 256
+    assert batch.learned == round(data.trained * batch.tokens)
     on_disk = sum(file.stat().st_size for file in Path(out).glob("tokens/*/tokens"))
-    assert f.disk_parts()["tokens"] == f.held == on_disk > 0
-    assert ", tokens " in f.disk_line()
-    forward = [s.end - s.start for s in f.predict().spans if s.kind == "forward" and s.of.startswith("block")]
-    assert forward == pytest.approx([1.0] * 4, rel=0.01)
+    assert f.disk_parts()["tokens"] == f.files.held == on_disk > 0
+    assert ", tokens " in disk_line(f)
 
 
 @pytest.mark.parametrize("val", ["0.1", None])
@@ -311,16 +307,16 @@ def test_what_is_exported_is_as_large_as_the_source_and_once_more_for_the_best(t
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
     model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
     given = Options(model=model, data=(text,), val=val, out=out, seq_len=64, max_steps=1, device="cpu", dtype="bf16")
-    f, size = of_job(prepare(given)), (tmp_path / "model" / "model.safetensors").stat().st_size
+    f, size = prepare(given).forecast, (tmp_path / "model" / "model.safetensors").stat().st_size
     part = f.disk_parts()
     assert size > 3 * f.geo.weights[0].span
     assert part["export"] == size
     assert part["best"] == (size if val else 0)
     assert f.disk() == sum(part.values())
-    assert (", as much again for the best" in f.disk_line()) == bool(val)
+    assert (", as much again for the best" in disk_line(f)) == bool(val)
     shutil.copytree(model, Path(out) / "best")
-    held = of_job(prepare(given)).held
-    assert held - f.held == pytest.approx(size, abs=1 << 16), (
+    held = prepare(given).files.held
+    assert held - f.files.held == pytest.approx(size, abs=1 << 16), (
         "a run that goes on has it already; drives count in blocks"
     )
 

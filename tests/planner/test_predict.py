@@ -13,7 +13,7 @@ from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.predict import Batch, predict, together, unit_seconds
 from trireme.engine.planner.rates import GPUS, assume, rates_of
-from trireme.engine.planner.rule import simple_plan
+from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.models import shapes
 from trireme.models.config import InputError
 
@@ -161,8 +161,8 @@ def test_a_machine_by_its_parts():
     assert made.ssd == 4 * 10**12
     assert (made.rates.ssd_read, made.rates.ssd_write, made.rates.dram) == (14e9, 10e9, 60e9)
     assert made.endurance == pytest.approx(2400e12)
-    assert made.limits["gpu"] < made.gpu
-    assert made.limits["host"] < made.ram
+    assert made.limits.gpu < made.gpu
+    assert made.limits.host < made.ram
 
 
 def test_a_drive_without_rates_is_past_its_cache():
@@ -192,7 +192,7 @@ def test_what_is_no_machine_is_refused(text):
 @pytest.mark.parametrize(("homes", "off"), [("host", 0.01), ("ssd", 0.02)])
 def test_very_many_micro_batches_pass_some_as_one(homes, off, monkeypatch):
     m = assume("gpu=rtx4090,ram=512GiB,ssd=2x2TB@7/5")
-    by_rule = simple_plan(SEVEN_B, m.limits, batch_tokens=[(2048, 48)], dtype="BF16", homes=homes)
+    by_rule = simple_plan(SEVEN_B, m.limits, Wanted(((2048, 48),), homes=homes))
     batch = Batch(by_rule.tokens, 2048, by_rule.n_micro)
     assert (together(48), together(15), together(17)) == (6, 1, 1)
     found = predict(SEVEN_B, by_rule, m.rates, batch)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.build import build
-from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner import predict as predicting
+from trireme.engine.planner.forecast import scratch
 from trireme.engine.planner.predict import Batch, durations, predict
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import Intervals, SimulatedLanes
@@ -17,7 +18,7 @@ from trireme.engine.step import train_step
 
 RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
 SMALL = replace(LLAMA, width=1024, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=128, ffn=2816, vocab=4096)
-ROOM = {"gpu": 1 << 60, "host": 1 << 60}
+ROOM = Limits(1 << 60, 1 << 60)
 
 
 @settings(max_examples=200, deadline=None)
@@ -72,6 +73,13 @@ def steps(plan: Plan, rates: Rates, batch: Batch, most: int = 60) -> list[float]
         if step > 2 and states[-1] == pytest.approx(states[-2], rel=1e-9, abs=1e-12):
             break
     return seconds
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans())
+def test_what_the_drives_are_said_to_hold_is_what_the_engine_claims(plan):
+    e = build(SMALL, plan, ROOM, SimulatedLanes(lambda *task: 0.0, RATES))
+    assert scratch(e.geo, plan) == (e.activations.scratch_bytes, e.gradients.scratch_bytes)
 
 
 @settings(max_examples=60, deadline=None)

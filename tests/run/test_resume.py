@@ -13,7 +13,7 @@ from runs import STEPS, child, ended, losses, options, stopped
 from trireme.engine.homes import READ_AHEAD, Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.run import job, train
-from trireme.engine.run.job import cut, prepare
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import Interrupted, finetune
 from trireme.models.config import InputError
@@ -187,22 +187,22 @@ def test_a_run_keeps_its_half_blocks(checkpoint):
     assert losses(out) == seen
     assert (out / "model.safetensors").read_bytes() == weights
 
-    like = cut(prepare(replace(small, out=str(checkpoint / "planned"))))
-    assert like["halves"]
-    assert prepare(replace(large, out=str(checkpoint / "planned")), like).plan.halves
-    like = cut(prepare(replace(large, out=str(checkpoint / "planned"), micro_batch=1)))
-    assert not like.pop("halves")
+    kept = prepare(replace(small, out=str(checkpoint / "planned"))).pinned.json()
+    assert kept["halves"]
+    assert prepare(replace(large, out=str(checkpoint / "planned")), kept).plan.halves
+    kept = prepare(replace(large, out=str(checkpoint / "planned"), micro_batch=1)).pinned.json()
+    assert not kept.pop("halves")
     with pytest.raises(InputError, match="older version"):
-        prepare(replace(small, out=str(checkpoint / "planned")), like)
+        prepare(replace(small, out=str(checkpoint / "planned")), kept)
     with pytest.raises(DoesNotFit, match="--gpu-memory"):
-        prepare(replace(small, out=str(checkpoint / "planned")), like | {"halves": False})
+        prepare(replace(small, out=str(checkpoint / "planned")), kept | {"halves": False})
 
 
 @pytest.fixture(scope="module")
 def begun(checkpoint) -> tuple[Options, dict]:
-    """A run's options and its cut."""
+    """A run's options, and what it keeps."""
     given = options(checkpoint, checkpoint / "planned", "gpu")
-    return given, cut(prepare(given))
+    return given, prepare(given).pinned.json()
 
 
 @pytest.mark.parametrize(
@@ -217,27 +217,27 @@ def begun(checkpoint) -> tuple[Options, dict]:
     ],
 )
 def test_what_a_run_keeps_cannot_be_asked_for_otherwise(begun, now, says):
-    given, like = begun
+    given, kept = begun
     with pytest.raises(InputError, match=says):
-        prepare(replace(given, **now), like)
+        prepare(replace(given, **now), kept)
 
 
 def test_what_a_run_keeps_may_be_said_again(begun, monkeypatch):
-    given, like = begun
+    given, kept = begun
     made, measured = prepare(given).machine, []
     monkeypatch.setattr(job, "this_machine", lambda device, dtype, *_: measured.append(dtype) or made)
-    prepare(replace(given, micro_batch=4, dtype="bf16"), like | {"dtype": "BF16"})
-    prepare(given, like | {"dtype": "BF16"})
+    prepare(replace(given, micro_batch=4, dtype="bf16"), kept | {"dtype": "BF16"})
+    prepare(given, kept | {"dtype": "BF16"})
     assert measured == ["BF16", "BF16"], "the machine is measured in what the run computes in"
 
 
 def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
-    given, like = begun
+    given, kept = begun
     prepare(given).plan.save(checkpoint / "same.json")
     given = replace(given, plan=str(checkpoint / "same.json"))
-    assert prepare(given, like).plan.tokens == like["tokens"]
+    assert prepare(given, kept).plan.tokens == kept["tokens"]
     with pytest.raises(InputError, match="same.json: the run began with record 4096, the plan has"):
-        prepare(given, like | {"record": 4096})
+        prepare(given, kept | {"record": 4096})
     with pytest.raises(InputError, match="same.json: the plan computes in F32. Leave --dtype out"):
         prepare(replace(given, dtype="bf16"))
     plan = Plan.load(checkpoint / "same.json")
@@ -270,9 +270,9 @@ def test_a_given_plan_with_narrow_moments_keeps_its_updates_off_the_gpu(checkpoi
 
 def test_a_run_with_narrow_moments_begun_on_a_cpu_goes_on_with_a_gpu(begun):
     given, _ = begun
-    like = cut(prepare(replace(given, adam_bits=8)))
-    assert not Plan.of(like["plan"]).runs_on_cuda
-    assert prepare(replace(given, adam_bits=8, **ASSUMED), like).plan.runs_on_cuda
+    kept = prepare(replace(given, adam_bits=8)).pinned.json()
+    assert not Plan.of(kept["plan"]).runs_on_cuda
+    assert prepare(replace(given, adam_bits=8, **ASSUMED), kept).plan.runs_on_cuda
 
 
 def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):

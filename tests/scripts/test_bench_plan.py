@@ -8,30 +8,31 @@ from script_files import script
 
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
+from trireme.engine.plan import Limits
 from trireme.engine.planner.predict import predict
 from trireme.engine.planner.rule import simple_plan
 
 bench_plan, bench_choice, draw_step = (script(f"bench/{name}") for name in ("plan", "choice", "draw_step"))
 bench_step = bench_choice.bench_step
 LINE = "llama-1.3b --gpu-memory 16GiB --ram 60GiB"
-LIMITS = {"gpu": 15 << 30, "host": 60 << 30}
+LIMITS = Limits(15 << 30, 60 << 30)
 
 
-def rule_of(line: str):
-    """(model, arguments, what simple_plan is told) of a line of step.py on a GPU."""
+def wanted_of(line: str):
+    """(model, arguments, what a plan is asked for) of a line of step.py on a GPU."""
     given = bench_step.arguments(line.removesuffix("--store").split())
     cfg = bench_step.MODELS[given.model]
-    return cfg, given, bench_step.rule_of(given, cfg, "BF16", LIMITS)
+    return cfg, given, bench_step.wanted_of(given, cfg, "BF16", LIMITS)
 
 
 @pytest.fixture(scope="module")
 def result() -> dict:
     """What step.py leaves of a run that takes 0.7 s."""
-    cfg, given, rule = rule_of(LINE)
+    cfg, given, wanted = wanted_of(LINE)
     ceilings = dict(matmul=7.8e14, h2d=5.5e10, d2h=5.5e10, adam=5.5e9, ssd_read=float("inf"), ssd_write=float("inf"))
     return {
         "model": given.model, "tokens": given.tokens, "seq": given.seq, "step_s": 0.7, "ceilings": ceilings,
-        "plan": asdict(simple_plan(cfg, LIMITS, **rule)), "peaks": {"gpu_gib": 14.5, "ram_gib": 20.0},
+        "plan": asdict(simple_plan(cfg, LIMITS, wanted)), "peaks": {"gpu_gib": 14.5, "ram_gib": 20.0},
     }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_a_result_becomes_a_line_and_a_verdict(result):
 
 def test_every_line_of_the_grid_is_one_that_bench_step_takes():
     for line in (*bench_plan.GRID, *bench_choice.BRUTE):
-        rule_of(line)
+        wanted_of(line)
     assert len(bench_plan.GRID) >= 12
     assert len(bench_choice.BRUTE) >= 4
 
@@ -63,15 +64,15 @@ def test_a_run_that_fails_says_why(tmp_path):
 
 
 def test_other_plans_differ_and_fit():
-    cfg, given, rule = rule_of(LINE)
-    plans = [plan for _, plan in bench_choice.alternatives(cfg, LIMITS, given.seq, rule)]
+    cfg, given, wanted = wanted_of(LINE)
+    plans = [plan for _, plan in bench_choice.alternatives(cfg, LIMITS, wanted)]
     assert len(set(plans)) > 20
     assert all(fits(Geometry(cfg, "BF16"), plan, LIMITS) for plan in set(plans))
 
 
 def test_the_share_that_travels_is_of_all_that_blocks_save():
-    cfg, given, rule = rule_of(LINE)
-    geo, plan = Geometry(cfg, "BF16"), simple_plan(cfg, LIMITS, **rule)
+    cfg, given, wanted = wanted_of(LINE)
+    geo, plan = Geometry(cfg, "BF16"), simple_plan(cfg, LIMITS, wanted)
     everything = tuple((name, "host") for name in ("qkv", "attn_out", "lse", "resid", "gate_up"))
     inner = range(1, cfg.n_units - 1)
     units = tuple(replace(u, saved=everything if i in inner and i % 2 else ()) for i, u in enumerate(plan.units))

@@ -1,0 +1,188 @@
+"""Plans around a plan: other micro-batches, homes, activations swapped out, windows, slots and updates. No rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from trireme.engine.buffers import fits
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import DoesNotFit, Limits, Plan, Tier
+from trireme.engine.planner.rule import (
+    Lean,
+    Wanted,
+    fill_ram,
+    furthest,
+    largest,
+    longer_pieces,
+    share_updates,
+    simple_plan,
+    spread,
+)
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+
+MICRO_BATCHES = 2  # sizes tried, from the rule's down
+SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations there is room for outside the GPU
+DRIVE_LEAN, DRIVE_RAM = Lean("host", 0.0, updates=0.0), 0.85  # if the SSD takes activations; RAM has their ring slots
+LEANS = (
+    *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
+    *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
+    *(Lean(x, resident=True, updates=0.0) for x in ("gpu", "host")),
+)
+UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
+WINDOWS = (2, 3, 4)
+SLOTS = (2, 3, 4)  # of rings for swapped activations; more of them absorb bursts
+LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"))  # tiers whose moments are written under backward
+
+
+def variants(
+    geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, leans: Sequence[Lean] = LEANS
+) -> Iterable[Plan]:
+    """Plans that fit, the rule's plan `first` among the first: its micro-batch and others, each way to lean, with
+    saved tensors recomputed or sent to RAM.
+    """
+    for size in sizes(first, wanted):
+        for lean in leans:
+            try:
+                plan = simple_plan(geo.cfg, limits, replace(wanted, sizes=(size,)), lean)
+            except DoesNotFit:
+                continue
+            yield plan
+            yield from swaps(geo, plan, limits, wanted.document)
+
+
+def through_the_drive(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -> Iterable[Plan]:
+    """Plans that send saved tensors of some blocks to the SSD (Fuyou, section 4.4): worth it if that is fast."""
+    less = replace(limits, host=int(DRIVE_RAM * limits.host))
+    for size in sizes(first, wanted):
+        try:
+            plan = simple_plan(geo.cfg, less, replace(wanted, sizes=(size,)), DRIVE_LEAN)
+        except DoesNotFit:
+            continue
+        for swapping in swaps(geo, plan, limits, wanted.document, "ssd"):
+            yield fill_ram(geo, swapping, limits) if wanted.free else swapping
+
+
+def sizes(first: Plan, wanted: Wanted) -> tuple[tuple[int, int], ...]:
+    """The micro-batches that are tried: the rule's, smaller ones, and a larger one, for which fewer slots may do."""
+    at = next(i for i, (tokens, _) in enumerate(wanted.sizes) if tokens <= first.tokens)
+    return wanted.sizes[max(0, at - 1) : at + MICRO_BATCHES]
+
+
+# ---------------------------------------------------------------- one decision changed
+
+# Room is taken from pieces of gradients that are longer than `piece`; they grow again into what is left.
+
+
+def windows(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+    """Other windows of weights."""
+    for window in WINDOWS:
+        wider = replace(plan, window=window, piece=min(plan.piece, piece))
+        if window != plan.window and fits(geo, wider, limits):
+            yield longer_pieces(geo, wider, limits)
+
+
+def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+    """Other numbers of slots for swapped activations; if need be with fewer blocks kept on the GPU."""
+    away = any(unit.x != "gpu" or unit.names("host") or unit.names("ssd") for unit in plan.units)
+    if not away and plan.between != "host":
+        return
+    kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
+    for slots in SLOTS:
+        if slots == plan.swap_slots:
+            continue
+        deeper = _with_slots(geo, plan, limits, slots, min(plan.piece, piece), kept)
+        if fits(geo, deeper, limits):
+            yield longer_pieces(geo, deeper, limits)
+
+
+def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: int, kept: Sequence[int]) -> Plan:
+    deeper = replace(plan, swap_slots=slots, piece=piece)
+    return furthest(geo, limits, len(kept), lambda k: deeper.changed(kept[: len(kept) - k], saved=()))
+
+
+def late_moments(plan: Plan) -> Iterable[Plan]:
+    """Moments written under backward, or not."""
+    tiers = {unit.state for unit in plan.units if unit.update == "cpu"}
+    tried = [tiers.intersection(plan.late_moments)]
+    for late in LATE if plan.mode == "forward" and plan.adam_bits == 32 else ():
+        if tiers.intersection(late) not in tried:
+            tried.append(tiers.intersection(late))
+            yield replace(plan, late_moments=late)
+
+
+def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+    """Other shares of the updates on the GPU."""
+    if any(unit.update == "gpu" for unit in plan.units):
+        short = replace(plan, piece=min(plan.piece, piece))
+        for other in dict.fromkeys(share_updates(geo, short, limits, share) for share in UPDATES):
+            yield longer_pieces(geo, other, limits)
+
+
+def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
+    """`plan` with every unit updated by the processor that updates it in `begun`; None if its homes forbid that."""
+    units = []
+    for unit, other in zip(plan.units, begun.units, strict=True):
+        on_gpu = other.state == "gpu" or other.update == "gpu"
+        streamed = on_gpu and unit.state != "gpu"
+        if unit.state == "gpu" and not on_gpu:
+            return None
+        if streamed and ((unit.weights, unit.state) != ("host", "host") or plan.mode == "backward"):
+            return None
+        units.append(replace(unit, update="gpu" if streamed else "cpu", resident=unit.resident and not streamed))
+    return replace(plan, units=tuple(units))
+
+
+# ---------------------------------------------------------------- activations
+
+
+def front(cfg: ModelConfig, document: int) -> list[tuple[str, ...]]:
+    """Sets of a block's saved tensors that no other set beats in both bytes and recomputation, thinned to two."""
+    pairs, kinds = shapes.attended_pairs([document], cfg.window), shapes.inner_kinds(cfg)
+    nbytes = {name: size for kind in kinds for name, size in shapes.saved_bytes(cfg, document, 2, kind).items()}
+    rebuilt = lambda names: sum(shapes.recompute_flops(cfg, frozenset(names), document, pairs, kind) for kind in kinds)
+    found = sorted(
+        (sum(nbytes[name] for name in names), rebuilt(names), names)
+        for count in range(1, len(nbytes) + 1)
+        for names in combinations(nbytes, count)
+    )
+    kept, least = [], rebuilt(())
+    for _, again, names in found:
+        if again < least:
+            kept.append(names)
+            least = again
+    return [kept[len(kept) // 2], kept[-1]] if len(kept) > 2 else kept
+
+
+def swaps(geo: Geometry, plan: Plan, limits: Limits, document: int, tier: Tier = "host") -> Iterable[Plan]:
+    """Variants that send saved tensors of some blocks to `tier`; as many of the last as fit stay on the GPU."""
+    plain = plan.changed(range(geo.n_units), saved=())
+    for names in front(geo.cfg, document):
+        room = most_swapped(geo, plain, limits, names, tier)
+        for k in dict.fromkeys(int(room * share) for share in SHARES):
+            if k:
+                yield most_kept(geo, plain, limits, names, k, tier)
+
+
+def most_swapped(geo: Geometry, plan: Plan, limits: Limits, names: Sequence[str], tier: Tier) -> int:
+    """How many blocks can send `names` to `tier`, if none is kept on the GPU."""
+    return largest(geo.cfg.n_layers, lambda k: fits(geo, swapped(geo, plan, names, k, 0, tier), limits))
+
+
+def most_kept(geo: Geometry, plan: Plan, limits: Limits, names: Sequence[str], k: int, tier: Tier = "host") -> Plan:
+    """`plan` with `names` of k blocks in `tier`, and as many of the last blocks as fit kept on the GPU."""
+    return furthest(geo, limits, geo.cfg.n_layers, lambda keep: swapped(geo, plan, names, k, keep, tier))
+
+
+def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, tier: Tier = "host") -> Plan:
+    """`plan` with `names` of k evenly spread blocks in `tier`, everything of the last `keep` blocks on the GPU."""
+    n = geo.cfg.n_layers
+    away = spread(max(n - keep, 0), min(k, n - keep))
+    for kind in shapes.inner_kinds(geo.cfg):
+        layers = [(u, shapes.layer(geo.cfg, u)) for u in range(1, geo.head) if geo.kinds[u] == kind]
+        everything, some = geo.saved_names(kind), [name for name in geo.saved_names(kind) if name in names]
+        plan = plan.changed({u for u, i in layers if i >= n - keep}, saved=tuple((name, "gpu") for name in everything))
+        plan = plan.changed({u for u, i in layers if i in away}, saved=tuple((name, tier) for name in some))
+    return plan

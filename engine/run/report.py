@@ -1,0 +1,207 @@
+"""All that is printed before the first step: model, data, method, machine, plan, and what the run will take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
+from trireme.engine.buffers import usage
+from trireme.engine.plan import TIERS, Plan
+from trireme.engine.planner.forecast import Forecast
+from trireme.engine.planner.host import available_ram
+from trireme.engine.planner.rates import ENDURANCE, TB
+from trireme.engine.run.job import Job
+from trireme.engine.schedule import learning_rate
+
+BINDS = {
+    "compute": "computation",
+    "update": "updates on the GPU",
+    "h2d": "the bus to the GPU",
+    "d2h": "the bus from the GPU",
+    "cpu": "updates on the CPU",
+    "ssd": "the SSD",
+}
+LONG = 5  # seconds of a start that are worth a line
+ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
+
+
+def report(job: Job) -> list[str]:
+    """The lines that are printed before the first step."""
+    forecast, on_gpu = job.forecast, job.device.type == "cuda"
+    lines = [
+        model_line(job),
+        *_labelled("data", job.data.report.lines()),
+        *_labelled("val", job.data.describe_held_out()),
+        *(f"example  {job.data.example(k)}" for k in range(min(job.options.show_example, len(job.data.pieces)))),
+        method_line(job),
+        f"machine  {job.machine.describe()}",
+        *_labelled("", _memory_notes(job)),
+        steps_line(job),
+        *_labelled("", _length_notes(job)),
+        *memory_lines(forecast, "GPU" if on_gpu else "gpu tier"),
+    ]
+    lines += gpu_lines(forecast) if on_gpu else [f"time     {ON_A_CPU}"]
+    if forecast.plan.uses("ssd"):
+        lines.append(f"ssd      {wear_line(forecast)}")
+    lines.append(f"disk     {disk_line(forecast)}")
+    if on_gpu and job.options.dry_run:  # each is planned anew: that takes seconds
+        changes = forecast.faster(job.data.n_sequences, bits_open=job.options.resume is None)
+        lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
+    return [*lines, *_labelled("because", list(job.because))]
+
+
+def gpu_lines(f: Forecast) -> list[str]:
+    """Time, and the start if it is long."""
+    start = [f"start    {start_line(f)}"] if f.pinning_s() >= LONG else []
+    return [f"time     {time_line(f)}", *start]
+
+
+def _labelled(label: str, lines: list[str]) -> list[str]:
+    """Lines under one label, the following ones indented."""
+    return [f"{label if i == 0 else '':8} {line}" for i, line in enumerate(lines)]
+
+
+# ---------------------------------------------------------------- model, method, machine, length
+
+
+def model_line(job: Job) -> str:
+    cfg = job.cfg
+    dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in job.stored.values()))
+    head = "tied head" if cfg.tied else "untied head"
+    vocabulary = f"tokenizer {job.codec.facts.vocab_size:,}" if job.codec else "no tokenizer"
+    return (
+        f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, "
+        f"{count(len(job.source.files), 'shard')}, {gib(job.source.nbytes)}; "
+        f"{cfg.n_layers} layers; {head}; {vocabulary}"
+    )
+
+
+def method_line(job: Job) -> str:
+    o, master = job.options, "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
+    return (
+        f"method   full fine-tuning, AdamW ({master}, {job.plan.adam_bits}-bit moments), peak lr {job.lr:g}, "
+        f"{o.schedule}, clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
+    )
+
+
+def _memory_notes(job: Job) -> list[str]:
+    given = job.limits.both if job.device.type == "cpu" else job.limits.host  # on a CPU both tiers are RAM
+    if job.options.assume or given <= (free := available_ram()):
+        return []
+    return [f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free"]
+
+
+def steps_line(job: Job) -> str:
+    work, n_micro, asked = job.work, job.plan.n_micro, job.options.batch_size
+    fewer = f" (all there are, fewer than --batch-size {asked:,})" if work.sequences < asked else ""
+    return (
+        f"steps    {work.steps:,} of {count(work.sequences, 'sequence')}{fewer} of up to {work.seq_len:,} tokens, "
+        f"{n_micro} micro-batch{'es' * (n_micro > 1)} of {job.micro_rows}"
+    )
+
+
+def _length_notes(job: Job) -> list[str]:
+    """What the options say of the run's length that is not as it seems."""
+    o, notes = job.options, []
+    if o.max_steps and o.epochs:
+        notes.append(f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}")
+    warmup = o.warmup_steps(job.total_steps)
+    if warmup >= job.total_steps and o.warmup >= 1:
+        rate = learning_rate(job.total_steps, job.total_steps, job.lr, o.schedule, warmup)
+        notes.append(f"note: --warmup {warmup:,} takes the whole run; its last step has lr {rate:.1e}")
+    return notes
+
+
+# ---------------------------------------------------------------- memory and disk
+
+
+def memory_lines(f: Forecast, device: str = "GPU") -> list[str]:
+    """The table of what each tier holds, against its limit. `device`: what the gpu tier is called."""
+    held, total = f.memory(), usage(f.geo, f.plan)
+    lines = [f"plan     {'':18}{device:>10}{'RAM':>10}{'SSD':>10}"]
+    lines += [_row(row, *(tiers[tier] for tier in TIERS)) + _decisions(f.plan, row) for row, tiers in held.items()]
+    lines.append(_row("total", total["gpu"], total["host"], sum(tiers["ssd"] for tiers in held.values())))
+    lines.append(_row("limit", f.limits.gpu, f.limits.host))
+    return lines
+
+
+def _row(name: str, *nbytes: int) -> str:
+    return f"           {name:16}{''.join(map(cell, nbytes))}"
+
+
+def cell(nbytes: int) -> str:
+    """Bytes in a column of ten characters."""
+    if not nbytes:
+        return f"{'–':>10}"
+    if nbytes >= 1000 << 30:
+        return f"{nbytes / 2**30:>6.0f} GiB"
+    return f"{nbytes / 2**30:>6.1f} GiB" if nbytes >= 1000 << 20 else f"{nbytes / 2**20:>6.1f} MiB"
+
+
+def _decisions(plan: Plan, row: str) -> str:
+    """A row's decisions in words."""
+    n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
+    if row == "weights":
+        homes = _counted(u.weights for u in plan.units)
+        way = f"{plan.ahead + 1} {units} on their way" if plan.ahead else f"1 {units[:-1]} on its way"
+        return f"   homes of {n} units: {homes}; {way}"
+    if row == "optimizer state":
+        updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
+        where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
+        return f"   homes: {_counted(u.state for u in plan.units)}; {plan.adam_bits}-bit moments{where}"
+    if row == "gradients":
+        return f"   consumed under {'the next forward' if plan.mode == 'forward' else 'backward'}"
+    if row == "activations":
+        kept = sum(bool(u.saved) for u in plan.units)
+        return f"   kept of {kept} of {n - 2} {units}, recomputed in the others"
+    return ""
+
+
+def _counted(tiers: Iterable[str]) -> str:
+    found, names = list(tiers), {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
+    return ", ".join(f"{found.count(t)} {names[t]}" for t in TIERS if t in found)
+
+
+def disk_line(f: Forecast) -> str:
+    """What goes to the drives, part by part, and whether there is room."""
+    part, keep = f.disk_parts(), f.files.keep
+    parts = f"store {gb(part['store'])}, as much again for {count(keep, 'snapshot')}"
+    parts += f", spare files {gb(part['spares'])}" if part["spares"] else ""
+    parts += f", export {gb(part['export'])}"
+    parts += ", as much again for the best" if f.files.best else ""
+    parts += f", tokens {gb(part['tokens'])}" if part["tokens"] else ""
+    parts += f", activations and gradients {gb(part['scratch'])}" if part["scratch"] else ""
+    need, room = f.disk(), f.room
+    if not room:
+        return f"{parts}: {gb(need)}"
+    verdict = "fits" if need <= room else f"short by {gb(need - room)}"
+    return f"{parts}: {gb(need)} of {gb(room)}: {verdict}"
+
+
+# ---------------------------------------------------------------- time
+
+
+def time_line(f: Forecast) -> str:
+    """A step, the run, and what limits both."""
+    found, step, work = f.step, f.step.step_s, f.work
+    return (
+        f"{seconds(step)} a step ({count(work.sequences, 'sequence')}, {compact(work.tokens)} tokens: "
+        f"{compact(work.tokens / step)} tok/s, {f.tflops:.3g} TFLOP/s); "
+        f"{count(work.steps, 'step')} = {duration(work.steps * step)}; "
+        f"limited by {BINDS[found.bound]} ({seconds(found.busy[found.bound])} of {seconds(step)})"
+    )
+
+
+def start_line(f: Forecast) -> str:
+    """The longest part of the start."""
+    held = usage(f.geo, f.plan)["host"] / 2**30
+    return f"{duration(f.pinning_s())} before the first step, to pin {held:.1f} GiB of RAM for the bus"
+
+
+def wear_line(f: Forecast) -> str:
+    """What is read and written, beside what the drives are rated for."""
+    rated = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB)
+    return (
+        f"{gb(f.step.ssd_read)} read and {gb(f.step.ssd_written)} written a step, {gb(f.written)} written "
+        f"in all: {f.written / rated:.1%} of the {gb(rated)} that drives of this size are often rated for"
+    )
