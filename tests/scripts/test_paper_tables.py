@@ -29,7 +29,7 @@ def test_more_drives_help_where_the_drive_binds(tables):
     machines = [tables.machine(tables.GPUS["rtx4090"], 64 << 30, tables.DRIVE, n) for n in (1, 2, 4)]
     found = [tables.best(cfg, m, 16, "forward") for m in machines]
     seconds = [s for _, s in found]
-    assert len({f.sequences for f, _ in found}) == 1
+    assert len({f.work.sequences for f, _ in found}) == 1
     assert seconds == sorted(seconds, reverse=True)
 
 
