@@ -1,12 +1,12 @@
 """python scripts/finetune.py CHECKPOINT --data FILE: one command from a Hugging Face folder to a fine-tuned one."""
 
-import os
 import sys
+from pathlib import Path
 
 try:
     from trireme.engine.run.main import command
 except ModuleNotFoundError as missing:
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = Path(__file__).absolute().parents[1]
     print(f"error: {missing.name} is not installed. Do this first: pip install -e {root}", file=sys.stderr)
     sys.exit(2)
 

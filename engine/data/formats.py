@@ -61,7 +61,8 @@ def rename(row: Fields, renames: Mapping[str, str]) -> Fields:
     if not renames:
         return row
     ours = set(renames.values())
-    kept = {key: value for key, value in row.items() if key not in ours}  # the named column wins over one of our name
+    # The named column wins over one of our name.
+    kept = {key: value for key, value in row.items() if key in renames or key not in ours}
     return {renames.get(key, key): value for key, value in kept.items()}
 
 
@@ -115,6 +116,7 @@ FORMATS = (
 CHATS = ("messages", "sharegpt", "alpaca")  # the formats that a chat template writes
 _EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
 _LIKELY = (
+    (("instruction", "input", "output"), ("instruction", "context", "response")),
     (("prompt", "completion"), ("question", "answer")),
     (("prompt", "completion"), ("prompt", "response")),
     (("prompt", "completion"), ("prompt", "output")),

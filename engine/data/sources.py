@@ -51,6 +51,13 @@ def parse_data_file(text: str) -> DataFile:
         raise InputError(f"{path} is a folder. Name files, {hint}; repeat --data for more.")
     if source.path.exists() and not source.path.is_file():
         raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
+    if "://" in path:
+        raise InputError(f"{path} is not a file here. Download it first: curl -LO {path}.")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and source.kind not in KINDS and not source.path.parent.exists():
+        raise InputError(
+            f"{path} is no file here. If it is a dataset of the Hugging Face hub, download it, and name its files: "
+            f"hf download {path} --repo-type dataset --local-dir {source.path.name}"
+        )
     if source.kind not in KINDS:
         raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or .gz of one.")
     try:

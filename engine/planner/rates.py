@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from trireme.engine.amounts import gib, positive, size, whole
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
+from trireme.engine.planner.gpus import GPUS, Gpu, find_gpu
 from trireme.models.config import InputError
 
 GB, TB = 10**9, 10**12
@@ -65,40 +66,6 @@ class Rates:
 
 
 COMPUTATION = ("forward", "backward", "loss", "finish")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU: its memory, what a matrix product reaches in bf16 (fp16 on a V100), its memory's and its bus's rate."""
-
-    name: str
-    memory: int
-    matmul: float
-    copy: float
-    bus: float
-
-
-# Dense tensor-core peaks with fp32 accumulation and memory bandwidths from NVIDIA data sheets and white papers (GA102,
-# Ada, RTX Blackwell, A100, H100, H200, V100), and the share of the peak that a large product reaches: 0.79 measured on
-# an H200 (782 of 989 TFLOP/s) and taken for its kin; GeForce boards run faster than the clock of their sheet and reach
-# all of it (a whole Transformer block at 164 TFLOP/s on an RTX 4090), an A100 on PCIe 0.72 (a block at 200), both as
-# Fuyou's authors measured (section 1, footnote 3). Memory: 0.86 of the sheet's, as on an H200. Buses: a x16 slot of
-# generation 3, 4, 5 reaches 12.5, 25, 55 GB/s of pinned memory, the last measured.
-_PARTS = (
-    ("RTX 3090", 24, 71e12, 1.0, 936e9, 25e9),
-    ("RTX 4090", 24, 165.2e12, 1.0, 1008e9, 25e9),
-    ("RTX 5090", 32, 209.5e12, 1.0, 1792e9, 55e9),
-    ("V100-32G", 32, 125e12, 0.79, 900e9, 12.5e9),
-    ("A100-40G", 40, 312e12, 0.79, 1555e9, 25e9),
-    ("A100-80G", 80, 312e12, 0.72, 1935e9, 25e9),
-    ("H100", 80, 989e12, 0.79, 3350e9, 55e9),
-    ("H200", 141, 989e12, 0.79, 4800e9, 55e9),
-)
-GPUS = {
-    name.lower().replace(" ", ""): Gpu(name, gib << 30, peak * share, bandwidth * 0.86, bus)
-    for name, gib, peak, share, bandwidth, bus in _PARTS
-}
-GPUS["v100"], GPUS["a100"] = GPUS["v100-32g"], GPUS["a100-80g"]
 
 
 @dataclass(frozen=True)
@@ -198,18 +165,9 @@ def assume(text: str) -> Machine:
     try:
         drive, drives = _drives(given["ssd"]) if "ssd" in given else (None, 0)
         dram = positive(given.get("dram", str(CONSUMER_DRAM / GB))) * GB
-        return machine(_gpu(given["gpu"]), size(given["ram"]), drive, drives, dram)
+        return machine(find_gpu(given["gpu"]), size(given["ram"]), drive, drives, dram)
     except ValueError as error:
         raise InputError(f"--assume {text}: {error}.") from None
-
-
-def _gpu(text: str) -> Gpu:
-    key = text.lower().replace("_", "-")
-    if key in GPUS:
-        return GPUS[key]
-    if not text[:1].isdigit():
-        raise ValueError(f"{text!r} is not a known GPU ({', '.join(GPUS)}) and not a size")
-    return replace(GPUS["rtx4090"], name="a GPU as fast as an RTX 4090", memory=size(text))
 
 
 def _drives(text: str) -> tuple[Drive, int]:
@@ -217,7 +175,13 @@ def _drives(text: str) -> tuple[Drive, int]:
     if not match:
         raise ValueError(f"{text!r} is not drives; write them like 2x2TB@7/5")
     capacity, like = size(match[2]), DRIVES["gen4"]
-    read, write = (positive(match[3]) * GB, positive(match[4]) * GB) if match[3] else (like.read, like.write)
+    read, write = (_speed(match[3]), _speed(match[4])) if match[3] else (like.read, like.write)
     if not capacity:
         raise ValueError(f"{text!r}: a drive of no capacity")
     return Drive("drive", read, write, capacity, ENDURANCE * capacity), whole(match[1] or "1")
+
+
+def _speed(text: str) -> float:
+    """Bytes a second of a number in GB/s; from 100 on in MB/s, as boxes of drives print it."""
+    value = positive(text)
+    return value * GB if value < 100 else value * GB / 1000

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import Field, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,22 +25,44 @@ from trireme.storage.untrusted import shown
 _FIELDS = {f.name: f for f in fields(Options)}
 _ALIASES = {alias: f.name for f in fields(Options) for alias in f.metadata.get("also", "").split()}
 
-# Names from other trainers that have no equal here, and what to do instead.
+# Options of other trainers that have no equal here: the answer -> their names, patterns among them.
 _ELSEWHERE = {
-    "per-device-train-batch-size": "--batch-size is the sequences of a whole step; how they are cut is found by itself",
-    "gradient-accumulation-steps": "--batch-size is the sequences of a whole step; how they are cut is found by itself",
-    "gradient-checkpointing": "what is kept, swapped or recomputed is planned by itself; leave it out",
-    "logging-steps": "every step is logged; leave it out",
-    "adam-beta1": "--betas 0.9,0.95 sets both",
-    "adam-beta2": "--betas 0.9,0.95 sets both",
-    "adam-epsilon": "it is 1e-8; leave it out",
-    "bf16": "--dtype bf16, which is the default on a GPU",
-    "fp16": "fp16 is not supported; --dtype bf16 is the default on a GPU",
-    "packing": "sequences are packed unless --no-pack is given",
-    "deepspeed": "offloading needs no configuration here; leave it out",
-    "fsdp": "one machine, one GPU; leave it out",
-    "optim": "the optimizer is AdamW; leave it out",
-    "overwrite-output-dir": "an output folder is never overwritten; remove it yourself, or name another --out",
+    "--batch-size is the sequences of a whole step; micro-batches are planned": (
+        "per-device-train-batch-size gradient-accumulation-steps"
+    ),
+    "it is that of training; leave it out": "per-device-eval-batch-size eval-batch-size",
+    "what is kept, swapped or recomputed is planned; leave it out": "gradient-checkpointing*",
+    "every step is logged; leave it out": "logging-*",
+    "--betas 0.9,0.95 sets both": "adam-beta1 adam-beta2",
+    "it is 1e-8; leave it out": "adam-epsilon",
+    "--dtype bf16, which is the default on a GPU": "bf16 pure-bf16 tf32",
+    "fp16 is not supported; --dtype bf16 is the default on a GPU": "fp16",
+    "sequences are packed unless --no-pack is given": (
+        "packing sample-packing eval-sample-packing pad-to-sequence-len group-by-length"
+    ),
+    "offloading needs no configuration here; leave it out": "deepspeed*",
+    "one machine, one GPU; leave it out": "fsdp* ddp-*",
+    "the optimizer is AdamW; leave it out": "optim optimizer",
+    "an output folder is never overwritten; remove it yourself, or name another --out": "overwrite-output-dir",
+    "it is supervised fine-tuning; leave it out": "stage",
+    "preference training is not supported": "rl dpo-* pref-* kto-*",
+    "it is full fine-tuning; leave it out": "finetuning-type adapter lora-* qlora-* peft-*",
+    "nothing is quantized; leave it out": "load-in-* quantization-*",
+    "the checkpoint's own chat template is used, or a .jinja file of --chat-template": "template",
+    "--data takes paths of files; the format is found from the keys": "datasets dataset-dir",
+    "--val takes a file": "test-datasets eval-dataset",
+    "leave it out": "do-train do-predict dataset-prepared-path overwrite-cache save-only-model",
+    "--val is evaluated if given": "do-eval",
+    "all cores are used; leave it out": "preprocessing-num-workers dataloader-* dataset-processes",
+    "prompts are not trained on, and plain text is as a whole": "train-on-*",
+    "attention is always flash attention; leave it out": "flash-att* xformers-attention sdp-attention",
+    "--save-every and --eval-every take steps, a share of the run, minutes or never": "*-strategy *-per-epoch",
+    "loss.svg is always drawn; leave it out": "plot-loss",
+    "--log wandb, which reads its own settings from the environment": "wandb-*",
+    "no code of a checkpoint is run; leave it out": "trust-remote-code",
+    "the checkpoint's files say it; leave it out": "model-type tokenizer-type special-tokens",
+    "the best checkpoint is kept in OUT/best": "load-best-model-at-end",
+    "nothing is uploaded; leave it out": "push-to-hub hub-*",
 }
 
 # ---------------------------------------------------------------- reading them
@@ -49,19 +72,19 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _resolve(name: str, where: str) -> str:
+def _resolve(name: str) -> str:
     """The field of an option's name or alias, given without its dashes. Raises InputError."""
     key = name.replace("_", "-")
     found = _ALIASES.get(key, key.replace("-", "_"))
     if found in _FIELDS:
         return found
-    if key in _ELSEWHERE:
-        raise InputError(f"--{key} is not an option here: {_ELSEWHERE[key]}.")
+    if answer := next((text for text, names in _ELSEWHERE.items() if any(fnmatch(key, n) for n in names.split())), ""):
+        raise InputError(f"--{key} is not an option here: {answer}.")
     near = difflib.get_close_matches(key, [*_ALIASES, *(n.replace("_", "-") for n in _FIELDS)], 1)
     if not near:
-        raise InputError(f"{where} --{name}. See --help.")
+        raise InputError(f"unknown option --{name}. See --help.")
     same = f" (= {_flag(_ALIASES[near[0]])})" if near[0] in _ALIASES else ""
-    raise InputError(f"{where} --{name}. Did you mean --{near[0]}{same}?")
+    raise InputError(f"unknown option --{name}. Did you mean --{near[0]}{same}?")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -127,7 +150,7 @@ def _spelled(word: str) -> str:
     match = re.match(r"--([\w-]+)(?==|$)", word)
     if not match or match[1] == "help":
         return word
-    return _flag(_resolve(match[1], "unknown option")) + word[match.end() :]
+    return _flag(_resolve(match[1])) + word[match.end() :]
 
 
 def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
@@ -145,26 +168,42 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 def _from_yaml(path: Path) -> dict[str, Any]:
     """The values in a configuration file, by field."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, Mapping):
-        raise InputError(f"{path} holds a {type(content).__name__}, expected lines like 'batch-size: 16'.")
-    given = {}
-    for word, value in content.items():
-        key = _written(word, f"{path}: a key")
-        name = _resolve(key, f"{path}: unknown option")
+    given, wrong = {}, []
+    for key, value in _read_yaml(path):
+        try:
+            name = _resolve(key)
+        except InputError as error:
+            wrong.append(str(error))
+            continue
         if name in ("resume", "config") and value is not None:
             raise InputError(f"{path}: {key} belongs on the command line. Leave it out here.")
         for part in value if isinstance(value, list) else [value]:
             if "\0" in _written(part, f"{path}: {key}"):
                 raise InputError(f"{path}: {key} holds a NUL character.")
+        if value is not None and name in given:
+            raise InputError(f"{path}: {key} is {_flag(name)}, which is given already. Leave one out.")
         if value is not None:
             given[name] = _convert(_FIELDS[name], value, f"{path}: {key}")
+    if wrong:
+        raise InputError(f"{path}: {' '.join(wrong)}")
     return given
+
+
+def _read_yaml(path: Path) -> list[tuple[str, Any]]:
+    """The keys and values of a YAML file, as they are given: a key twice is there twice."""
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        content = [(loader.construct_object(k, True), loader.construct_object(v, True)) for k, v in pairs]
+        other = None if node is None or pairs else loader.construct_document(node)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if other is not None and other != {}:
+        raise InputError(f"{path} holds a {type(other).__name__}, expected lines like 'batch-size: 16'.")
+    return [(_written(key, f"{path}: a key"), value) for key, value in content]
 
 
 def _written(value: Any, where: str) -> str:

@@ -31,7 +31,7 @@ from trireme.engine.run.report import report
 from trireme.engine.run.sample import Sample, prompts, sample
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import Stop, stop_signals
-from trireme.engine.run.verify import new_run, reopen, taken, tidy
+from trireme.engine.run.verify import check_checkpoint, new_run, reopen, taken, tidy
 from trireme.engine.schedule import learning_rate
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models import shapes
@@ -55,6 +55,7 @@ class Diverged(InputError):
 def finetune(options: Options, screen: Screen | None = None) -> None:
     """Trains as the options say. Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted."""
     screen = screen or Screen()
+    check_checkpoint(options.model)
     if options.resume:
         with taken(Path(options.out), f"--resume {options.out}: another process is at that run. Wait for its end."):
             _resume(options, screen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,16 @@ LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
 # marks the folder of a killed run.
 OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
 UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
+
+
+def check_checkpoint(model: str) -> None:
+    """Raises InputError where a checkpoint is named as on the Hugging Face hub, and no such folder is here."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
+        folder = model.rpartition("/")[2]
+        raise InputError(
+            f"{model} is no folder here. If it is a model of the Hugging Face hub, download it, and name the folder: "
+            f"hf download {model} --local-dir {folder}"
+        )
 
 
 @dataclass

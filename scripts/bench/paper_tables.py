@@ -23,8 +23,9 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.forecast import Forecast, Work, check_drive
+from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import Batch, predict
-from trireme.engine.planner.rates import DRIVES, GB, GPUS, Machine, machine
+from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.run.settle import record_size
 from trireme.models import shapes

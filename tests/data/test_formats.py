@@ -3,13 +3,14 @@
 import gzip
 import json
 import os
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.data.examples import Chat, Completion, Ids, Text
-from trireme.engine.data.formats import find_format, parse_map, rename
+from trireme.engine.data.formats import _LIKELY, find_format, parse_map, rename
 from trireme.engine.data.rows import BadRow
 from trireme.engine.data.sources import DataFile, Reader, parse_data_file, spool
 from trireme.models.config import InputError
@@ -340,6 +341,40 @@ def test_bad_rows_say_what_is_wrong(row, what):
         example(row)
     assert what in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), _LIKELY)
+def test_a_hint_for_columns_works(ours, theirs):
+    """The --map that an error proposes makes a row that is read, with every column that it names."""
+    row = {name: f"the {name}" for name in theirs}
+    with pytest.raises(BadRow) as error:
+        find_format(row)
+    (hint,) = re.findall(r"Perhaps --map (\S+)[.]", str(error.value))
+    renamed = rename(row, parse_map(hint))
+    assert renamed == {o: f"the {t}" for o, t in zip(ours, theirs, strict=True)}
+    assert "the" in str(find_format(renamed).read(renamed))
+
+
+def test_columns_may_be_swapped_and_mapped_to_themselves():
+    swap = parse_map("prompt=completion,completion=prompt")
+    assert rename({"prompt": "a", "completion": "b"}, swap) == {"completion": "a", "prompt": "b"}
+    itself = parse_map("prompt=prompt,completion=response")
+    assert rename({"prompt": "a", "response": "b"}, itself) == {"prompt": "a", "completion": "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tatsu-lab/alpaca", "hf download tatsu-lab/alpaca --repo-type dataset --local-dir alpaca"),
+        ("https://example.org/a.jsonl", "Download it first: curl -LO https://example.org/a.jsonl"),
+        ("data/a.jsonl", "No such file or directory. Correct --data."),
+    ],
+)
+def test_data_that_is_elsewhere_is_answered_with_how_to_get_it(tmp_path, monkeypatch, name, says):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as error:
+        parse_data_file(name)
+    assert says in str(error.value)
 
 
 def test_map():

@@ -268,6 +268,16 @@ def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits
     assert finetune.main([*argv, "--batch-size", "4"]) == 0
 
 
+def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys):
+    """By a command that there is, after which the folder that it names is the checkpoint."""
+    err = fails(capsys, here, "some/model-1B", *TRAIN[1:])
+    (words,) = re.findall(r": (hf download some/model-1B --local-dir model-1B)\n", err)
+    command = Path(sys.executable).parent / "hf"
+    if command.exists():
+        subprocess.run([command, *words.split()[1:], "--help"], check=True, capture_output=True)
+    assert "Give the folder of a Hugging Face checkpoint" in fails(capsys, here, "nowhere", *TRAIN[1:])
+
+
 @pytest.mark.parametrize("limit", [100, 5_000, 100_000, 3_000_000])
 def test_a_disk_that_is_full(here, capsys, limit):
     """However early the disk is full: exit code 4, one line, no checkpoint that looks whole and is not."""
