@@ -24,8 +24,9 @@ import time
 from pathlib import Path
 
 import torch
+from ceilings import forget_peaks
+from made_up import make_batch
 from model_shapes import MODELS
-from step import forget_peaks, make_batch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.amounts import size
@@ -149,15 +150,15 @@ def run_rival(a) -> dict:
             break
         gpu, step_s = memory_in_use(device)[0], statistics.median(times)
         tried.append({"step_s": step_s, "steps_s": times, "losses": losses, "recomputed": share, "gpu_gib": gpu})
-        print(f"{share:.0%} of blocks recomputed: step {step_s:.3f} s, loss {losses[0]:.4f} -> {losses[-1]:.4f}, "
-              f"peak {gpu:.2f} GiB", flush=True)  # fmt: skip
+        ends = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        print(f"{share:.0%} of blocks recomputed: step {step_s:.3f} s, {ends}, peak {gpu:.2f} GiB", flush=True)
     if not tried:
         sys.exit(f"error: {a.rival} needs more GPU memory")
     best = min(tried, key=lambda one: one["step_s"])
     flops = shapes.model_flops(cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq)))
     rates = {"tokens_per_s": a.tokens / best["step_s"], "model_tflops": flops / best["step_s"] / 1e12}
-    print(f"{a.rival}, {a.model}, {a.tokens} tokens: step {best['step_s']:.3f} s, "
-          f"{rates['tokens_per_s']:.0f} tokens/s, {rates['model_tflops']:.1f} model TFLOP/s")  # fmt: skip
+    speed = f"{rates['tokens_per_s']:.0f} tokens/s, {rates['model_tflops']:.1f} model TFLOP/s"
+    print(f"{a.rival}, {a.model}, {a.tokens} tokens: step {best['step_s']:.3f} s, {speed}")
     return {"rival": a.rival, "model": a.model, "tokens": a.tokens, "seq": a.seq, **best, **rates, "tried": tried}
 
 
