@@ -6,7 +6,7 @@ A cache is a folder tokens-<key>/, named after everything that decides its conte
   tokens       one number a token: its id, and in the top bit whether it is trained on
   offsets.npy  (documents + 1,) int64, where each document begins
   trained.npy  (documents,) int64, trained tokens of each
-  meta.json    what was read, the size of `tokens` and the checksums; written last
+  meta.json    what was read, the size of `tokens` and the checksums, its own too; written last
 It is built under another name and renamed, so a folder of the right name is complete.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -28,9 +29,12 @@ from typing import IO, Any
 import numpy as np
 
 from trireme.storage.files import StoreError
+from trireme.storage.sums import seal, unseal
+from trireme.storage.untrusted import read_small
 
 _VERSION = 1
 _BLOCK = 1 << 22
+_HEADER = 128  # bytes, of a table
 
 
 def digest(path: Path) -> str:
@@ -127,8 +131,8 @@ class TokenWriter:
                 _sync(file)
         sums = [self._crc, zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())]
         meta = meta | {"dtype": self._dtype.str, "bytes": size, "max_id": self.max_id, "crc32": sums}
-        with (self.scratch / "meta.json").open("w", encoding="utf-8") as file:
-            json.dump(meta, file)
+        with (self.scratch / "meta.json").open("wb") as file:
+            file.write(seal(_VERSION, meta))
             _sync(file)
         shutil.rmtree(self.final, ignore_errors=True)
         self.scratch.rename(self.final)
@@ -172,7 +176,7 @@ def open_tokens(folder: Path) -> TokenFile | None:
 def _checked(folder: Path, fd: int) -> TokenFile | None:
     """The cache in `folder`, whose tokens are open as `fd`, or None."""
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = unseal(read_small(folder / "meta.json"), _VERSION, "meta.json")
         offsets, trained = (_table(folder / f"{name}.npy") for name in ("offsets", "trained"))
         dtype = np.dtype({"<u2": "<u2", "<u4": "<u4"}[meta["dtype"]])
         lengths = np.diff(offsets)
@@ -193,10 +197,13 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
 
 
 def _table(path: Path) -> np.ndarray:
-    """A table as TokenWriter writes it, (n,) int64. ValueError where it is none."""
+    """A table as TokenWriter writes it, (n,) int64. ValueError where it is none: its header is compared, not parsed."""
     with path.open("rb") as file:
-        table = np.lib.format.read_array(file, allow_pickle=False)
-    if table.dtype != np.int64 or table.ndim != 1:
+        head = file.read(_HEADER)
+        table = np.fromfile(file, np.int64)
+    expected = io.BytesIO()
+    np.lib.format.write_array_header_1_0(expected, np.lib.format.header_data_from_array_1_0(table))
+    if head != expected.getvalue() or path.stat().st_size != _HEADER + table.nbytes:
         raise ValueError(f"{path} is not a table")
     return table
 

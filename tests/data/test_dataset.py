@@ -26,6 +26,7 @@ from trireme.engine.data.prepare import Reading
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 from trireme.storage.files import StoreError
+from trireme.storage.sums import seal, unseal
 
 
 @pytest.fixture
@@ -311,6 +312,26 @@ def test_a_damaged_cache_is_made_again(tokenizer, tmp_path, monkeypatch, name, d
     assert len(list(cache.iterdir())) == 1
 
 
+def forge(meta, change):
+    """Changes a cache's meta.json, and its checksum with it."""
+    fields = unseal(meta.read_bytes(), 1, "meta.json")
+    change(fields)
+    meta.write_bytes(seal(1, fields))
+
+
+@pytest.mark.parametrize("word", ["rows", "bad", "format", "name", "first_bad"])
+def test_what_a_cache_says_of_its_rows_is_checked_too(tokenizer, tmp_path, monkeypatch, word):
+    """None of it is found wrong by the tokens: only its own checksum knows."""
+    path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
+    expected = load(path, tokenizer, cache=cache).describe()
+    (meta,) = cache.glob("*/meta.json")
+    content = json.loads(meta.read_text())
+    content[word] = content[word] + type(content[word])(1)
+    meta.write_text(json.dumps(content))
+    builds = count_builds(monkeypatch)
+    assert load(path, tokenizer, cache=cache).describe() == expected and len(builds) == 1
+
+
 FORGED = {
     "no rows": lambda meta: meta.pop("rows"),
     "rows of text": lambda meta: meta.update(rows="5"),
@@ -327,9 +348,7 @@ def test_a_cache_that_says_what_is_not_so_is_made_again(tokenizer, tmp_path, mon
     path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
     load(path, tokenizer, cache=cache)
     (meta,) = cache.glob("*/meta.json")
-    content = json.loads(meta.read_text())
-    FORGED[name](content)
-    meta.write_text(json.dumps(content))
+    forge(meta, FORGED[name])
     builds = count_builds(monkeypatch)
     assert "5 rows" in load(path, tokenizer, cache=cache).report.lines()[0]
     assert len(builds) == 1
@@ -351,6 +370,7 @@ TABLES = {
     "far away": as_table([0, 1 << 62]),
     "empty": as_table(np.zeros(0, np.int64)),
     "an archive": as_archive,
+    "a header that is no Python": lambda file: file.write_bytes(file.read_bytes().replace(b", }", b", {", 1)),
     "longer than memory": lambda file: file.write_bytes(file.read_bytes().replace(b"), }     ", b"00000000000,),}", 1)),
 }
 
@@ -363,9 +383,8 @@ def test_tables_that_are_none_are_made_again(tokenizer, tmp_path, monkeypatch, n
     load(path, tokenizer, cache=cache)
     (file,), (meta,) = cache.glob(f"*/{name}.npy"), cache.glob("*/meta.json")
     TABLES[table](file)
-    content = json.loads(meta.read_text())
-    content["crc32"][1 + (name == "trained")] = zlib.crc32(file.read_bytes()[128:])
-    meta.write_text(json.dumps(content))
+    sum = zlib.crc32(file.read_bytes()[128:])
+    forge(meta, lambda fields: fields["crc32"].__setitem__(1 + (name == "trained"), sum))
     builds = count_builds(monkeypatch)
     assert "5 rows" in load(path, tokenizer, cache=cache).report.lines()[0]
     assert len(builds) == 1
