@@ -294,6 +294,7 @@ KINDS = {
     "log.csv": "log.csv",
     "best": "best/*",
 }
+TOLD = {"config.yaml": "changed  --", "log.jsonl": "log.jsonl is not as it was"}  # what ends no run, but is told
 
 
 def stopped(bench: Bench, place: str) -> Path:
@@ -324,7 +325,8 @@ def flip(bench: Bench, kind: str, seed: int) -> tuple[str, str]:
     last = ended.said.strip().splitlines()[-1]
     if ended.code == 0:
         wrong = bench.differs(place, folder / "out")
-        found = ("silent" if wrong else "harmless"), wrong
+        told = wrong and kind in TOLD and TOLD[kind] in ended.said
+        found = ("noticed" if told else "silent" if wrong else "harmless"), wrong
     else:
         found = ("traceback" if "Traceback" in ended.said or ended.code < 0 else "noticed"), last
     shutil.rmtree(folder)

@@ -18,12 +18,14 @@ from mutations import Target, as_json, as_lines, as_text
 
 from trireme.engine.data import dataset as data
 from trireme.engine.data.chat import load_template
+from trireme.engine.data.codec import load_codec
 from trireme.engine.data.rows import BadRow
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.run import demo
 from trireme.engine.run.command import parse
 from trireme.engine.run.log import RunLog
+from trireme.engine.run.records import Mark
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
@@ -38,6 +40,7 @@ from trireme.storage.files import StoreError
 from trireme.storage.headers import CheckpointError
 from trireme.storage.layout import sequential
 from trireme.storage.store import Store
+from trireme.storage.sums import SEAL, checksum
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
@@ -98,6 +101,18 @@ def config(folder: Path) -> Target:
 # ---------------------------------------------------------------- what a run has written
 
 
+def _sealed(fields: Any) -> bytes:
+    """As `seal` writes it, with the checksum that it had before it was changed."""
+    return json.dumps(fields).encode()
+
+
+def _forged(content: bytes) -> bytes:
+    """The same with the right checksum."""
+    sealed = SEAL.match(content)
+    sum = sealed and checksum([content[sealed.end() :]]).encode()
+    return content[: sealed.start(2)] + sum + content[sealed.end(2) :] if sealed else content
+
+
 def _store(folder: Path, name: str) -> Target:
     """A store with a snapshot, of which the file `name` is changed. Nothing outside of it may be touched."""
     good, victim, here, companions = (folder / name for name in ("good", "victim", "store", "companions"))
@@ -117,7 +132,7 @@ def _store(folder: Path, name: str) -> Target:
         shutil.rmtree(here, ignore_errors=True)
         shutil.copytree(good, here)
         victim.write_text("untouched")
-        (here / path).write_bytes(content)
+        (here / path).write_bytes(_forged(content))
         try:
             with Store.open([Device(here, IO(), False)]) as store:  # nothing is read or written
                 store.remove()
@@ -125,7 +140,7 @@ def _store(folder: Path, name: str) -> Target:
             assert victim.read_text() == "untouched", "wrote to what is not the store's"
             assert victim.stat().st_nlink == 1, "linked what is not the store's"
 
-    return Target([json.loads((good / path).read_text())], as_json, read, (StoreError,), ("../victim",))
+    return Target([json.loads((good / path).read_text())], _sealed, read, (StoreError,), ("../victim",))
 
 
 def manifest(folder: Path) -> Target:
@@ -148,8 +163,11 @@ def tokens_meta(folder: Path) -> Target:
         loaded = load()
         assert loaded.fingerprint == expected.fingerprint, "other data"
         assert loaded.report.lines() == expected.report.lines(), "another report"
+        path.write_bytes(_forged(content))
+        loaded = load()
+        loaded.report.lines(), loaded.step(0, 1, 1), loaded.is_text
 
-    return Target([json.loads(path.read_text())], as_json, read, (InputError,))
+    return Target([json.loads(path.read_text())], _sealed, read, (InputError,))
 
 
 def log(folder: Path) -> Target:
@@ -157,10 +175,11 @@ def log(folder: Path) -> Target:
             "trained_tokens_per_second": 9.0, "step_time_s": 0.1, "bound": "compute"}  # fmt: skip
     value = [{"step": 0, "eval_loss": 3.0}, *(step | {"step": n} for n in (1, 2, 3)), {"step": 3, "eval_loss": 2.75}]
 
+    since = Mark(3, 0, len(as_lines(value[:-1])) + 1, zlib.crc32(as_lines(value[:-1]) + b"\n"))
+
     def read(content: bytes) -> None:
         (folder / "log.jsonl").write_bytes(content)
         has_begun(folder)
-        since = Mark(3, len(content), zlib.crc32(content))
         log = RunLog(folder, Options(out=str(folder)), 9, Screen(io.StringIO()), since)
         log.step(step | {"step": 4})
         log.eval({"step": 4, "eval_loss": 2.5})
@@ -308,15 +327,15 @@ def _prose(rows: Any) -> bytes:
 
 def _rows(kind: str, write: Callable[[Any], bytes]) -> Callable[[Path], Target]:
     def make(folder: Path) -> Target:
-        tokenizer, path, cache = _tokenizer(folder), folder / f"rows{kind}", folder / "tokens"
-        template = load_template(tokenizer, "plain")
-        data.load_template = lambda *_: template  # compiled once
+        path, cache = folder / f"rows{kind}", folder / "tokens"
+        _tokenizer(folder)
+        codec = load_codec(folder, "plain")
 
         def read(content: bytes) -> None:
             path.write_bytes(content)
             options = data.DataOptions(seq_len=32, skip_bad=len(content) % 2 == 0, vocab_size=600, cache=cache)
             try:
-                loaded = data.load_dataset([str(path)], tokenizer, options)
+                loaded = data.load_dataset([str(path)], codec, options)
                 loaded.report.lines(), loaded.example()
             finally:
                 shutil.rmtree(cache, ignore_errors=True)
