@@ -166,14 +166,17 @@ class Plan:
 
     @staticmethod
     def of(data: dict[str, Any]) -> Plan:
-        """A plan from what `asdict` makes of one. Raises InputError, and where `data` has not even the form of a plan
-        TypeError, KeyError, AttributeError, ValueError.
-        """
-        units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
-        plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
-        for what, cls in ((plan, Plan), *((vars(unit), UnitPlan) for unit in units)):
-            _check_types(what, cls)
-        return Plan(**plan)
+        """A plan from what `asdict` makes of one. Raises InputError, whatever is in `data`."""
+        try:
+            units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
+            plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
+            for what, cls in ((plan, Plan), *((vars(unit), UnitPlan) for unit in units)):
+                _check_types(what, cls)
+            return Plan(**plan)
+        except InputError:
+            raise
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+            raise InputError(f"not a plan: {error}") from error
 
     @staticmethod
     def load(path: Path) -> Plan:
@@ -181,11 +184,13 @@ class Plan:
         import yaml
 
         try:
-            return Plan.of(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
-        except (OSError, TypeError, KeyError, AttributeError, ValueError, RecursionError, yaml.YAMLError) as error:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: not a plan: {error}") from error
+        try:
+            return Plan.of(data)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
 
 
 _TYPES = {"int": int, "bool": bool}

@@ -65,6 +65,9 @@ _ELSEWHERE = {
     "nothing is uploaded; leave it out": "push-to-hub hub-*",
 }
 
+# What PyYAML's constructors raise where a value is not what its tag says, or too deep.
+_TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
+
 # ---------------------------------------------------------------- reading them
 
 
@@ -199,7 +202,7 @@ def _read_yaml(path: Path) -> list[tuple[str, Any]]:
         other = None if node is None or pairs else loader.construct_document(node)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, *_TRUSTING) as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if other is not None and other != {}:
         raise InputError(f"{path} holds a {type(other).__name__}, expected lines like 'batch-size: 16'.")

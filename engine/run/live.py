@@ -91,14 +91,14 @@ class Progress:
     step: int = 0  # steps done
     best: float | None = None  # the least eval_loss
     best_step: int | None = None  # None before the first step
-    evaluated: int = -1  # step of the last evaluation
+    evaluated: int | None = None  # step of the last evaluation
     written: int = 0  # bytes written to the SSD by earlier processes
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Progress:
         """What the last snapshot of a run says."""
         best, best_step = snapshot["best"]
-        return cls(snapshot["step"], best, best_step, snapshot["evaluated"], snapshot["written"])
+        return cls(snapshot["step"], best, best_step, Mark(*snapshot["log"]).evaluated, snapshot["written"])
 
 
 class Live:
@@ -165,9 +165,8 @@ class Live:
             "cut": self.job.pinned.json(),
             "data": self.job.data.fingerprint,
             "best": [done.best, done.best_step],
-            "evaluated": done.evaluated,
             "written": self.written,
-            "log": self.log.sync(done.step),
+            "log": self.log.sync(done.step, done.evaluated),
         }
         self.store.commit(done.step, says)
 

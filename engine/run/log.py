@@ -17,7 +17,7 @@ from pathlib import Path
 from trireme.engine.amounts import compact, duration
 from trireme.engine.run.curve import Curve, draw
 from trireme.engine.run.options import Options
-from trireme.engine.run.records import COLUMNS, Appender, Mark, Record, as_csv, as_json, is_whole, read_log
+from trireme.engine.run.records import COLUMNS, Appender, Mark, Record, as_csv, as_json, is_whole, read_log, read_until
 from trireme.engine.run.screen import Screen, progress
 from trireme.models.config import InputError
 from trireme.storage.files import partial_of
@@ -111,8 +111,7 @@ class RunLog:
         self._totals, self._losses, self._evals = Totals(), Curve(), Curve()
         path = out / "log.jsonl"
         whole = since is None or is_whole(path, since)
-        lines = read_log(path, since.step, since.nbytes if whole else math.inf) if since else ()
-        self._jsonl = Appender(path, (line for line, _ in lines))
+        self._jsonl = Appender(path, read_until(path, since) if since else ())
         self._csv = Appender(out / "log.csv", self._taken_over(path))
         self._screen = screen
         self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps: evaluations between them count too
@@ -155,12 +154,12 @@ class RunLog:
         self.draw()
         return self._totals.line()
 
-    def sync(self, step: int) -> Mark:
-        """Makes the log durable; returns how far it has come, after `step`."""
+    def sync(self, step: int, evaluated: int | None) -> Mark:
+        """Makes the log durable; returns how far it has come, after `step` and the evaluation after `evaluated`."""
         for file in (self._jsonl, self._csv):
             if error := file.sync():
                 self._warn(error)
-        return Mark(step, self._jsonl.nbytes, self._jsonl.crc32)
+        return Mark(step, evaluated, self._jsonl.nbytes, self._jsonl.crc32)
 
     def draw(self) -> None:
         """Writes loss.svg."""

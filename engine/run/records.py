@@ -41,6 +41,7 @@ class Mark(NamedTuple):
     """How far log.jsonl had come at a snapshot."""
 
     step: int
+    evaluated: int | None  # the step of the last evaluation
     nbytes: int
     crc32: int
 
@@ -96,15 +97,22 @@ class Appender:
         os.close(self._fd)
 
 
-def read_log(path: Path, last: float = math.inf, nbytes: float = math.inf) -> Iterator[tuple[bytes, Record]]:
-    """The lines of a log.jsonl and their records, up to step `last` and byte `nbytes`, without torn or damaged ones."""
+def read_log(path: Path, nbytes: float = math.inf) -> Iterator[tuple[bytes, Record]]:
+    """The lines in the first `nbytes` of a log.jsonl and their records, without torn or damaged ones."""
     at = 0
     with path.open("rb") if path.exists() else nullcontext(()) as lines:
         for line in lines:
             at += len(line)
-            record = _record(line)
-            if at <= nbytes and record and record["step"] <= last:
+            if at <= nbytes and (record := _record(line)):
                 yield line.rstrip(b"\n") + b"\n", record
+
+
+def read_until(path: Path, mark: Mark) -> Iterator[bytes]:
+    """The lines that a log.jsonl held when the snapshot was made; of one that was changed since, as far as they tell."""
+    evaluated = -1 if mark.evaluated is None else mark.evaluated
+    for line, record in read_log(path, mark.nbytes if is_whole(path, mark) else math.inf):
+        if record["step"] <= (evaluated if "eval_loss" in record else mark.step):
+            yield line
 
 
 def is_whole(path: Path, mark: Mark) -> bool:
@@ -129,8 +137,10 @@ def _record(line: bytes) -> Record | None:
 
 
 def _is_sound(column: str, value: Any) -> bool:
-    """Whether a value is of its column's type and size."""
-    if column == "bound" or (column in DIVERGING and type(value) is float):
+    """Whether a value is of its column's type and size, or the name of a lane."""
+    if column == "bound":
+        return type(value) is str and value.isascii() and value.isprintable()
+    if column in DIVERGING and type(value) is float:
         return True
     return type(value) in (int, float) and abs(value) <= HUGE
 

@@ -319,7 +319,7 @@ class Run:
         elif done.best is not None and done.best_step is not None:
             live.screen.say(f"best     {job.out / 'best'}: eval_loss {done.best:.4f} at step {done.best_step}")
         live.close()
-        live.log.sync(done.step)
+        live.log.sync(done.step, done.evaluated)
         live.store.remove()  # a finished run is not resumed
         tidy(job.out)
 

@@ -75,7 +75,7 @@ def test_both_files_hold_every_step_at_once(tmp_path):
 
 def test_resume_drops_what_came_after_and_a_torn_line(tmp_path):
     log, stream = run(tmp_path, range(1, 6)), io.StringIO()
-    mark = log.sync(5)
+    mark = log.sync(5, None)
     log.eval({"step": 5, "eval_loss": 1.0})  # after the snapshot: it is made again
     log.step({"step": 6, "loss": 9.0})
     log.close()
@@ -99,13 +99,15 @@ def test_resume_drops_what_came_after_and_a_torn_line(tmp_path):
     (lambda text: text.replace(b"0.1", b"9" * 5000, 1), [2, 3, 4, 5]),
     (lambda text: text.replace(b"0.1", b"[" * 100_000, 1), [2, 3, 4, 5]),
     (lambda text: text.replace(b"0.1", b"null", 1), [1, 2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b'0.1, "bound": "\\ud800"', 1), [2, 3, 4, 5]),
+    (lambda text: text.replace(b"0.1", b'0.1, "bound": "\\u001b[2J"', 1), [2, 3, 4, 5]),
     (lambda text: bytes(len(text)), []),
     (lambda text: b"", []),
     (lambda text: None, []),
 ])  # fmt: skip
 def test_a_log_that_was_damaged_is_said_and_the_run_goes_on(tmp_path, damage, left):
     log, stream, path = run(tmp_path, range(1, 6)), io.StringIO(), tmp_path / "log.jsonl"
-    mark = log.sync(5)
+    mark = log.sync(5, None)
     log.step({"step": 6, "loss": 9.0})
     log.close()
     text = damage(path.read_bytes())
@@ -118,6 +120,25 @@ def test_a_log_that_was_damaged_is_said_and_the_run_goes_on(tmp_path, damage, le
     again.close()
     assert [r["step"] for r in lines(path)] == [*left, 6]
     assert [r["step"] for r in table(tmp_path / "log.csv")] == [str(step) for step in (*left, 6)]
+
+
+@pytest.mark.parametrize("evaluated", [None, 0, 5])
+@pytest.mark.parametrize("lost", [False, True])
+def test_evaluations_after_the_snapshot_are_dropped(tmp_path, evaluated, lost):
+    """They are made again; also where a line was lost, and the length of the log no longer says which they are."""
+    log, path = run(tmp_path, range(1, 6)), tmp_path / "log.jsonl"
+    made = [step for step in (0, 5) if evaluated is not None and step <= evaluated]
+    for step in made:
+        log.eval({"step": step, "eval_loss": 1.0})
+    mark = log.sync(5, evaluated)
+    for step in {0, 5}.difference(made):
+        log.eval({"step": step, "eval_loss": 1.0})
+    log.close()
+    if lost:
+        path.write_bytes(path.read_bytes().split(b"\n", 1)[1])
+    run(tmp_path, [6], since=mark).close()
+    assert [r["step"] for r in lines(path) if "eval_loss" in r] == made
+    assert [r["step"] for r in lines(path) if "loss" in r] == list(range(1 + lost, 7))
 
 
 def test_the_log_is_on_the_drive_before_its_name_and_with_every_snapshot(tmp_path, monkeypatch):
@@ -135,7 +156,7 @@ def test_the_log_is_on_the_drive_before_its_name_and_with_every_snapshot(tmp_pat
     made = [[("fsync", f".{n}.partial"), ("replace", n), ("fsync", ".")] for n in ("log.jsonl", "log.csv")]
     assert calls == made[0] + made[1]
     calls.clear()
-    mark = log.sync(1)
+    mark = log.sync(1, None)
     assert {("fdatasync", "log.jsonl"), ("fdatasync", "log.csv")} <= set(calls)
     log.step({"step": 2, "loss": 1.0})
     calls.clear()
@@ -156,14 +177,14 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
                 sizes.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         assert sizes[1] - sizes[0] < 100_000, sizes  # seven bytes a step
-        mark, summary = log.sync(20_000), log.summary()
+        mark, summary = log.sync(20_000, None), log.summary()
         log.close()
         tracemalloc.start()
         log = run(tmp_path, [], since=mark, stream=nowhere)
         assert tracemalloc.get_traced_memory()[1] < 3_000_000, "nor when it is read again"
         tracemalloc.stop()
         assert log.summary() == summary
-        assert log.sync(20_000) == mark
+        assert log.sync(20_000, None) == mark
         log.close()
 
 
@@ -195,7 +216,7 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
 def test_nan_stays_json(tmp_path):
     log = run(tmp_path, [])
     log.step({"step": 1, "loss": float("nan")})
-    mark = log.sync(1)
+    mark = log.sync(1, None)
     log.close()
     assert lines(tmp_path / "log.jsonl") == [{"step": 1, "loss": "nan"}]
     again = run(tmp_path, [2], since=mark)

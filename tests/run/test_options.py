@@ -192,6 +192,8 @@ def test_config_file_and_flags_that_win(tmp_path):
         ("\x00", "is not YAML: "),
         ("a: " + "[" * 3000, "is not YAML: "),
         ("seed: 2020-13-45", "is not YAML: "),
+        ("seed: !!timestamp 7", "is not YAML: "),
+        ("seed: !!int ''", "is not YAML: "),
         ('out: "a\\0b"', "out holds a NUL character"),
         ("resume_from_checkpoint: runs/a", "resume_from_checkpoint belongs on the command line"),
         ("config: c.yaml", "config belongs on the command line"),

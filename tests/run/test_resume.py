@@ -83,6 +83,38 @@ def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
     assert (out / "best" / "model.safetensors").read_bytes() == (before / "best" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("damage", [False, True])
+def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint, damage, monkeypatch):
+    """The last evaluation comes after the last snapshot. A line lost meanwhile does not hide where that was."""
+    out = checkpoint / f"export-{damage}"
+    run = options(checkpoint, out, "gpu", val="0.1", eval_every=every("5"))
+    real = train.Exchange.save
+    killed = lambda self, folder, more: os._exit(9) if folder == out else real(self, folder, more)  # noqa: E731
+    with monkeypatch.context() as m:
+        m.setattr(train.Exchange, "save", killed)
+        assert ended(child(run)) == 9 and max(evaluations(out)) == STEPS
+    log = out / "log.jsonl"
+    if damage:
+        log.write_bytes(log.read_bytes().split(b"\n", 1)[1])
+    assert ended(child(replace(run, resume=str(out)))) == 0
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [r["step"] for r in records if "eval_loss" in r] == [0, 5, 10, STEPS][damage:]
+
+
+def stopped(run: Options, step: int, monkeypatch) -> None:
+    """Starts a run that is asked to stop in a step, and saves."""
+    real = train.train_step
+
+    def asked(e, micro, number, rate):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(e, micro, number, rate)
+
+    with monkeypatch.context() as m, pytest.raises(Interrupted):
+        m.setattr(train, "train_step", asked)
+        finetune(run)
+
+
 def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch):
     run = options(checkpoint, checkpoint / "longer", "gpu")
     stopped(run, 3, monkeypatch)
