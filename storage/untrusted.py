@@ -32,7 +32,8 @@ _CONTROLS = re.compile(
 )
 SUM = re.compile(r"[0-9a-f]{16}")
 SEAL = re.compile(rb'\{"format": (\d{1,9}), "xxh3_64": "([0-9a-f]{16})", (?=")')
-KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+NUMBERS = {int: "a whole number", float: "a number"}
 Shape = Any  # a type, [Shape], (Shape, ...) or {key: Shape}: see complaint
 
 
@@ -74,12 +75,13 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
 def complaint(value: object, shape: Shape) -> str:
     """What is wrong with a JSON value, "" where it has the shape.
 
-    A shape is a type, where int means 0 to 2^63; `[shape]`, a list of such; `(shape, shape)`, a list of just these;
-    `{str: shape}`, an object of such; `{"name": shape}`, an object with just these names.
+    A shape is a type, where int means 0 to 2^63, or a set of types; `[shape]`, a list of such; `(shape, shape)`, a list
+    of just these; `{str: shape}`, an object of such; `{"name": shape}`, an object with just these names.
     """
-    if isinstance(shape, type):
-        good = type(value) is shape and (not isinstance(value, int) or shape is bool or 0 <= value < 1 << 63)
-        return "" if good else _is_not(value, "a whole number" if shape is int else KINDS[shape])
+    if isinstance(shape, (type, set)):
+        kinds = shape if isinstance(shape, set) else {shape}
+        good = type(value) in kinds and (isinstance(value, bool) or not isinstance(value, int) or 0 <= value < 1 << 63)
+        return "" if good else _is_not(value, " or ".join(sorted((KINDS | NUMBERS)[kind] for kind in kinds)))
     parts: Iterable[tuple[str, Any, Shape]]
     if isinstance(shape, dict):
         if not isinstance(value, dict):

@@ -108,7 +108,7 @@ def read_log(path: Path, nbytes: float = math.inf) -> Iterator[tuple[bytes, Reco
 
 
 def read_until(path: Path, mark: Mark) -> Iterator[bytes]:
-    """The lines that a log.jsonl held when the snapshot was made; of one that was changed since, as far as they tell."""
+    """The lines that a log.jsonl held when the snapshot was made; of a damaged one, those of steps before it."""
     evaluated = -1 if mark.evaluated is None else mark.evaluated
     for line, record in read_log(path, mark.nbytes if is_whole(path, mark) else math.inf):
         if record["step"] <= (evaluated if "eval_loss" in record else mark.step):

@@ -26,6 +26,7 @@ from trireme.engine.run.options import Options
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.checkpoint import Source
+from trireme.storage.untrusted import complaint
 
 DTYPES = {"bf16": "BF16", "fp32": "F32"}
 RECORDS = 1.03  # a margin of RAM to ask for: more RAM brings larger records of state
@@ -35,7 +36,7 @@ MICRO_TOKENS = {True: 16384, False: 4096}  # on a GPU or not: beyond this a larg
 @dataclass(frozen=True)
 class Pinned:
     """What a resumed run keeps, so that it goes on to the bit: the model, the step's shape, how state is stored, and
-    by the plan where updates run. `plan` is None in snapshots of older versions.
+    by the plan where updates run.
     """
 
     tokens: int  # of a micro-batch
@@ -47,7 +48,7 @@ class Pinned:
     batch_size: int
     rows: int  # sequences of a micro-batch
     model: dict[str, dict[str, Any]]  # see `identity`
-    plan: Plan | None
+    plan: Plan
 
     @classmethod
     def of(cls, plan: Plan, batch_size: int, rows: int, model: dict[str, dict[str, Any]]) -> Pinned:
@@ -66,9 +67,9 @@ class Pinned:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Pinned:
-        """From what `json` made of one; what Plan.of raises, and KeyError."""
+        """From what `json` made of one; raises InputError, KeyError."""
         wanted = {f.name: data[f.name] for f in fields(cls) if f.name != "plan"}
-        return cls(**wanted, plan=Plan.of(data["plan"]) if data.get("plan") else None)
+        return cls(**wanted, plan=Plan.of(data["plan"]))
 
     def json(self) -> dict[str, Any]:
         """As a snapshot holds it."""
@@ -79,11 +80,43 @@ class Pinned:
         return self.tokens // self.rows
 
 
+# What a snapshot says beside its files, as Live.save writes it.
+SNAPSHOT = {
+    "step": int,
+    "options": dict,
+    "data": str,
+    "written": int,
+    "best": ({float, type(None)}, {int, type(None)}),
+    "log": (int, {int, type(None)}, int, int),
+    "cut": {
+        **dict.fromkeys(("tokens", "n_micro", "record", "adam_bits", "batch_size", "rows"), int),
+        **{"dtype": str, "halves": bool, "plan": dict, "model": {"config": dict, "tensors": dict}},
+    },
+}
+
+
+def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
+    """Raises InputError unless a snapshot says what one of this version says."""
+    wrong = complaint(said, SNAPSHOT)
+    if not wrong:
+        try:
+            pinned = Pinned.read(said["cut"])
+            same = pinned == Pinned.of(pinned.plan, pinned.batch_size, pinned.rows, pinned.model)
+            fits = same and pinned.rows and pinned.tokens % pinned.rows == 0
+            wrong = "" if fits else ".cut is not the one of its plan"
+        except InputError as error:
+            wrong = f".cut: {error}"
+    if wrong:
+        raise InputError(
+            f"--resume {options.resume}: its snapshot{wrong}. Go on with the version that made it, or start again."
+        )
+
+
 def pinned_of(options: Options, data: Mapping[str, Any]) -> Pinned:
     """What a snapshot pins. Raises InputError where it cannot be gone on with, or the options contradict it."""
     try:
         pinned = Pinned.read(data)
-    except (TypeError, KeyError, AttributeError, ValueError):
+    except (InputError, KeyError):
         old = "begun by an older version, which stored its state otherwise"
         raise InputError(f"--resume {options.resume}: {old}.") from None
     asked: dict[str, tuple[object, object]] = {"--batch-size": (options.batch_size, pinned.batch_size)}
@@ -120,6 +153,20 @@ def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Sour
                     f"--resume {options.resume}: {name} of {options.model} is {here}, the run began with {then}. "
                     "Name the checkpoint that it began with, as it was."
                 )
+    if wrong := misfit(pinned.plan, cfg):
+        raise InputError(f"--resume {options.resume}: its snapshot was changed: {wrong}. Restore it from a copy.")
+
+
+def misfit(plan: Plan, cfg: ModelConfig) -> str:
+    """Why a plan is none of the model's; "" where it is."""
+    if len(plan.units) != plan.cut(cfg).n_units:
+        return "the plan is for another model"
+    geo = Geometry.of(cfg, plan)
+    for u, unit in enumerate(plan.units):
+        unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())
+        if unknown:
+            return f"unit {u} saves {unknown.pop()!r}, which it does not have"
+    return ""
 
 
 def given_plan(options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned | None, on_cuda: bool) -> Plan | None:
@@ -127,8 +174,10 @@ def given_plan(options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned 
     if not options.plan:
         return None
     plan = Plan.load(Path(options.plan))
-    if len(plan.units) != plan.cut(cfg).n_units or plan.tokens % seq_len:
-        raise InputError(f"{options.plan}: the plan is for another model or --seq-len")
+    if wrong := misfit(plan, cfg):
+        raise InputError(f"{options.plan}: {wrong}")
+    if plan.tokens % seq_len:
+        raise InputError(f"{options.plan}: the plan is for another --seq-len")
     if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
         raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
     if on_cuda and not plan.runs_on_cuda:
@@ -136,11 +185,6 @@ def given_plan(options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned 
             f"{options.plan}: no CUDA kernel updates {plan.adam_bits}-bit moments. Give every unit a state in host or "
             "ssd and the update cpu, or set adam_bits to 32."
         )
-    geo = Geometry.of(cfg, plan)
-    for u, unit in enumerate(plan.units):
-        unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())
-        if unknown:
-            raise InputError(f"{options.plan}: unit {u} saves {unknown.pop()!r}, which it does not have")
     if pinned:
         now = Pinned.of(plan, pinned.batch_size, pinned.rows, pinned.model).json()
         for key, before in pinned.json().items():

@@ -30,6 +30,7 @@ from trireme.engine.run.replan import better
 from trireme.engine.run.report import report
 from trireme.engine.run.sample import Sample, prompts, sample
 from trireme.engine.run.screen import Screen
+from trireme.engine.run.settle import check_snapshot
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.verify import check_checkpoint, new_run, reopen, taken, tidy
 from trireme.engine.schedule import learning_rate
@@ -72,7 +73,8 @@ def _resume(options: Options, screen: Screen) -> None:
     store, snapshot = open_snapshot(options, screen)
     try:
         if snapshot:
-            for line in changes(options, snapshot.get("options", {})):
+            check_snapshot(options, snapshot)
+            for line in changes(options, snapshot["options"]):
                 screen.say(f"changed  {line} at step {snapshot['step']:,}")
         job = _prepared(options, screen, snapshot)
         if options.dry_run:

@@ -11,7 +11,9 @@ import uuid
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mutations import Target, as_json, as_lines, as_text
@@ -23,13 +25,21 @@ from trireme.engine.data.rows import BadRow
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.run import demo
-from trireme.engine.run.command import parse
+from trireme.engine.run.command import changes, kept, parse
 from trireme.engine.run.log import RunLog
-from trireme.engine.run.records import Mark
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.settle import check_memory, check_step, given_plan
+from trireme.engine.run.settle import (
+    CUT,
+    check_memory,
+    check_model,
+    check_resumed,
+    check_snapshot,
+    check_step,
+    given_plan,
+    identity,
+)
 from trireme.engine.run.verify import has_begun
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Rope, read_config
@@ -40,7 +50,7 @@ from trireme.storage.files import StoreError
 from trireme.storage.headers import CheckpointError
 from trireme.storage.layout import sequential
 from trireme.storage.store import Store
-from trireme.storage.sums import SEAL, checksum
+from trireme.storage.untrusted import SEAL, checksum, parse_json
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
@@ -149,6 +159,29 @@ def manifest(folder: Path) -> Target:
 
 def store_id(folder: Path) -> Target:
     return _store(folder, "store.id")
+
+
+def snapshot(folder: Path) -> Target:
+    """What a snapshot says beside its files."""
+    options, cfg = Options(resume="r", batch_size=2), ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False)
+    plan = Plan((UnitPlan(), UnitPlan("host", "ssd", saved=(("qkv", "host"),)), UnitPlan()), 24, 2, "F32")
+    source = SimpleNamespace(tensors={"a": SimpleNamespace(dtype="F32", shape=(4, 2))})
+    cut = {key: getattr(plan, key) for key in CUT} | {"batch_size": 2, "rows": 2, "plan": asdict(plan)}
+    said = {"step": 3, "options": kept(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3], "written": 9,
+            "log": [3, 0, 99, 7], "cut": cut | {"model": identity(cfg, source)}}  # fmt: skip
+
+    def read(content: bytes) -> None:
+        try:
+            said = parse_json(content, "manifest")
+        except ValueError:
+            return
+        check_snapshot(options, said)
+        changes(options, said["options"])
+        check_resumed(options, said["cut"])
+        check_model(options, said["cut"], cfg, source)
+        Mark(*said["log"]).step + said["step"]
+
+    return Target([said], as_json, read, (InputError,))
 
 
 def tokens_meta(folder: Path) -> Target:
@@ -347,7 +380,7 @@ def _rows(kind: str, write: Callable[[Any], bytes]) -> Callable[[Path], Target]:
 
 TARGETS = {
     made.__name__: made
-    for made in (header, index, config, manifest, store_id, tokens_meta, log, config_yaml, plan, chat_template,
-                 tokenizer_config)
+    for made in (header, index, config, manifest, store_id, snapshot, tokens_meta, log, config_yaml, plan,
+                 chat_template, tokenizer_config)
 } | {f"rows{kind}": _rows(kind, write)
      for kind, write in ((".json", as_json), (".jsonl", as_lines), (".csv", _cells), (".txt", _prose))}  # fmt: skip

@@ -24,6 +24,8 @@ from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
 from trireme.storage import folders, snapshots, store
+from trireme.storage.snapshots import FORMAT
+from trireme.storage.untrusted import seal, unseal
 
 
 def killed(run: Options, of, name: str, call: int = 1, before: bool = True) -> None:
@@ -268,6 +270,41 @@ def test_a_checkpoint_that_has_moved_is_the_same_model(paused, checkpoint, tmp_p
     shutil.copytree(checkpoint / "checkpoint", tmp_path / "moved")
     finetune(resumed(paused, tmp_path, model=str(tmp_path / "moved")))
     assert f"changed  --model '{tmp_path}/moved', was '{checkpoint}/checkpoint' at step 1" in capsys.readouterr().out
+
+
+FORGED = {
+    "no step": (lambda said: said.pop("step"), " lacks 'step'"),
+    "a step before the first": (lambda said: said.update(step=-1), ".step is -1, expected a whole number"),
+    "options that are none": (lambda said: said.update(options=[]), ".options is a list, expected an object"),
+    "a best of text": (lambda said: said.update(best=["1", 1]), r".best\[0\] is a string, expected a number or null"),
+    "half a mark": (lambda said: said.update(log=[1]), ".log has 1 entries, expected 4"),
+    "bytes without end": (lambda said: said.update(written=10**400), r".written is 1000+\.\.\., expected a whole"),
+    "something more": (lambda said: said.update({"\x1b": 1}), r" has '\\\\x1b'"),
+    "no batch size": (lambda said: said["cut"].pop("batch_size"), ".cut lacks 'batch_size'"),
+    "no rows": (lambda said: said["cut"].update(rows=0), ".cut is not the one of its plan"),
+    "rows that part no step": (lambda said: said["cut"].update(rows=1 << 40), ".cut is not the one of its plan"),
+    "another record": (lambda said: said["cut"].update(record=1), ".cut is not the one of its plan"),
+    "another dtype": (lambda said: said["cut"].update(dtype="F64"), ".cut is not the one of its plan"),
+    "a plan that is none": (lambda said: said["cut"].update(plan={}), ".cut: not a plan: 'units'"),
+    "a plan of numbers": (lambda said: said["cut"]["plan"].update(window="2"), ".cut: plan: window is of type str"),
+    "a plan of no unit": (lambda said: said["cut"]["plan"].update(units=[]), " was changed: the plan is for another"),
+    "a tensor that no unit has": (
+        lambda said: said["cut"]["plan"]["units"][1].update(saved=[["x", "gpu"]]), " was changed: unit 1 saves 'x'"
+    ),
+    "no config": (lambda said: said["cut"]["model"].pop("config"), ".cut.model lacks 'config'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_snapshot_is_one_line(paused, tmp_path, name):
+    """Its checksum is right, what it says is not."""
+    run, (forge, says) = resumed(paused, tmp_path), FORGED[name]
+    (path,) = Path(run.out).glob("store/snapshot-*/manifest.json")
+    content = unseal(path.read_bytes(), FORMAT, "manifest")
+    forge(content["extra"])
+    path.write_bytes(seal(FORMAT, content))
+    with pytest.raises(InputError, match=f"--resume {run.out}: its snapshot{says}"):
+        finetune(run)
 
 
 CHANGES = {
