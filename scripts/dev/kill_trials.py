@@ -16,7 +16,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, help="runs that are killed")
     parser.add_argument("--flips", type=int, default=50, help="flipped bits in each kind of file")
     parser.add_argument("--first", type=int, default=0, help="the first trial and flip")
-    parser.add_argument("--work", help="an empty folder, on the drive to be tried [a temporary one]")
+    parser.add_argument("--work", help="a new folder, on the drive to be tried [a temporary one]")
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
     import torch
@@ -24,6 +24,7 @@ def main() -> int:
 
     torch.set_num_threads(1)  # a forked child has none of the others
     work = Path(given.work or tempfile.mkdtemp(prefix="trireme-kills-"))
+    work.mkdir(parents=True, exist_ok=True)
     bench, wrong, begun = make_bench(work), 0, time.monotonic()
     seeds = lambda n: range(given.first, given.first + n)
     made = [trial(bench, seed) for seed in seeds(given.count)]
