@@ -101,20 +101,6 @@ def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint,
     assert [r["step"] for r in records if "eval_loss" in r] == [0, 5, 10, STEPS][damage:]
 
 
-def stopped(run: Options, step: int, monkeypatch) -> None:
-    """Starts a run that is asked to stop in a step, and saves."""
-    real = train.train_step
-
-    def asked(e, micro, number, rate):
-        if number == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(e, micro, number, rate)
-
-    with monkeypatch.context() as m, pytest.raises(Interrupted):
-        m.setattr(train, "train_step", asked)
-        finetune(run)
-
-
 def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch):
     run = options(checkpoint, checkpoint / "longer", "gpu")
     stopped(run, 3, monkeypatch)
