@@ -29,8 +29,7 @@ from typing import IO, Any
 import numpy as np
 
 from trireme.storage.files import StoreError
-from trireme.storage.sums import seal, unseal
-from trireme.storage.untrusted import read_small
+from trireme.storage.untrusted import read_small, seal, unseal
 
 _VERSION = 1
 _BLOCK = 1 << 22

@@ -26,7 +26,7 @@ from trireme.engine.data.prepare import Reading
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 from trireme.storage.files import StoreError
-from trireme.storage.sums import seal, unseal
+from trireme.storage.untrusted import seal, unseal
 
 
 @pytest.fixture
