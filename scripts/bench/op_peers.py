@@ -3,8 +3,6 @@
 Each function takes an op's own arguments and returns name -> (what to run, the share of the op's work that it does).
 """
 
-# ruff: noqa: ARG001, ARG005 - a rival takes the arguments of the op that it is compared with
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -11,7 +11,6 @@ import uuid
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +30,14 @@ from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.settle import (
-    CUT,
+    Pinned,
     check_memory,
     check_model,
-    check_resumed,
     check_snapshot,
     check_step,
     given_plan,
     identity,
+    pinned_of,
 )
 from trireme.engine.run.verify import has_begun
 from trireme.models import hf
@@ -166,9 +165,8 @@ def snapshot(folder: Path) -> Target:
     options, cfg = Options(resume="r", batch_size=2), ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False)
     plan = Plan((UnitPlan(), UnitPlan("host", "ssd", saved=(("qkv", "host"),)), UnitPlan()), 24, 2, "F32")
     source = SimpleNamespace(tensors={"a": SimpleNamespace(dtype="F32", shape=(4, 2))})
-    cut = {key: getattr(plan, key) for key in CUT} | {"batch_size": 2, "rows": 2, "plan": asdict(plan)}
     said = {"step": 3, "options": kept(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3], "written": 9,
-            "log": [3, 0, 99, 7], "cut": cut | {"model": identity(cfg, source)}}  # fmt: skip
+            "log": [3, 0, 99, 7], "cut": Pinned.of(plan, 2, 2, identity(cfg, source)).json()}  # fmt: skip
 
     def read(content: bytes) -> None:
         try:
@@ -177,8 +175,7 @@ def snapshot(folder: Path) -> Target:
             return
         check_snapshot(options, said)
         changes(options, said["options"])
-        check_resumed(options, said["cut"])
-        check_model(options, said["cut"], cfg, source)
+        check_model(options, pinned_of(options, said["cut"]), cfg, source)
         Mark(*said["log"]).step + said["step"]
 
     return Target([said], as_json, read, (InputError,))
