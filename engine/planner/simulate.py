@@ -60,7 +60,7 @@ class SimulatedLanes:
         lane: str,
         kind: Kind,
         of: str,
-        fn: Callable[[], Any],
+        fn: Callable[[], Any],  # noqa: ARG002 (nothing runs)
         after: Sequence[Task] = (),
         nbytes: float = 0,
         flops: float = 0,

@@ -138,10 +138,10 @@ def attention() -> Iterator[Case]:
         label = f"d{d} {H}/{K} " + (f"{len(lengths)}x{lengths[0]}" if equal else f"{len(lengths)} documents")
         out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
         dense = cache(partial(dense_peers, a)) if equal else lambda: ({}, {})
-        peers = lambda: dense()[0]
+        peers = lambda: dense()[0]  # noqa: B023
         yield Case(label, "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale), flops, flops=True, peers=peers)
         args = (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
-        peers = lambda: dense()[1]
+        peers = lambda: dense()[1]  # noqa: B023
         yield Case(label, "attention_bwd", args, 2.5 * flops, flops=True, peers=peers)
 
 

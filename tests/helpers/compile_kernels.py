@@ -34,7 +34,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackw
 def _source(fn, args, kwargs):
     """(source, options) of one launch, specialised as Triton's launcher would."""
     names = [p.name for p in fn.params]
-    values = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k in names}
+    values = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k in names}  # noqa: B905
     signature, constants, attrs = {}, {}, {}
     for i, p in enumerate(fn.params):
         value = values[p.name]

@@ -65,7 +65,7 @@ class Ended:
 def run(argv: list[str], inside: Path, before: int = 0, after: float | None = None, stop: int = 0) -> Ended:
     """Runs the command, killed before file event `before` under the folder `inside` (counted from 1), or after some
     seconds, or asked to stop in step `stop`."""
-    note, said = mmap.mmap(-1, 64), tempfile.TemporaryFile()
+    note, said = mmap.mmap(-1, 64), tempfile.TemporaryFile()  # noqa: SIM115, gone with the process
     pid = fork()
     if not pid:
         _command(argv, str(inside), before, stop, note, said.fileno())

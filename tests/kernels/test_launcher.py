@@ -10,12 +10,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler.compiler import make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
-from trireme.kernels.launcher import TRIED, Fixed, Kernel, await_previous, check_version
+from trireme.kernels.launcher import TRIED, Fixed, Kernel, await_previous, check_version  # noqa: E402
 
 
 def _scaled(p_y, p_x, n, x_n, factor, BLOCK: tl.constexpr):

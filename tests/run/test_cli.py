@@ -316,7 +316,7 @@ def in_terminal(argv: list[str], when: str, key: bytes | None) -> tuple[int, str
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509, no threads here
         env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"OMP_NUM_THREADS": "1"},
     )
     os.close(slave)
@@ -367,7 +367,7 @@ def reading(*argv: str) -> subprocess.Popen:
     """The command, at the moment when it reads more than a pipe holds from its standard input."""
     process = subprocess.Popen(
         [*COMMAND, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in STOPS],
+        preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in STOPS],  # noqa: PLW1509, no threads here
     )  # fmt: skip
     process.stdin.write(b"a story of sailors\n" * 20_000)
     process.stdin.flush()

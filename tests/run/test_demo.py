@@ -75,7 +75,7 @@ def test_what_it_makes_stays_as_long_as_a_run_needs_it(tmp_path, monkeypatch, ow
             if left == "a run":
                 Path(options.out).mkdir()
                 (Path(options.out) / "config.yaml").write_text("")
-            1 / 0
+            1 / 0  # noqa: B018
     before = set(tmp_path.glob("trireme-demo-*"))
     assert len(before) == (left != "nothing")
     with demo.prepared(Options(demo=True), Screen()):

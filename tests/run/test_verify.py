@@ -103,7 +103,7 @@ def test_a_run_that_comes_second_sweeps_nothing_away(tmp_path):
         run.store = small_store(tmp_path / "s")
         (tmp_path / "b" / "log.csv").write_text("gone")
         (tmp_path / "b" / "notes.txt").write_text("somebody's")
-        1 / 0
+        1 / 0  # noqa: B018
     assert [p.name for p in (tmp_path / "b").iterdir()] == ["notes.txt"]
     assert not (tmp_path / "s").exists()
 
@@ -156,7 +156,7 @@ def test_what_was_killed_before_its_first_step_begins_again(tmp_path):
     with pytest.raises(ZeroDivisionError), begin(out) as run:
         assert not (out / "tokens" / "stdin.txt").exists(), "another pipe, other data"
         run.store = small_store(out / "store")
-        1 / 0
+        1 / 0  # noqa: B018
     assert tree(out) == {path: content for path, content in before.items() if path.name != "stdin.txt"}
 
     assert f"holds a run. Go on with it: --resume {out}" in refused(out, lr=1e-3)
@@ -176,7 +176,7 @@ def test_what_was_killed_before_its_first_step_begins_again(tmp_path):
     out.mkdir()
     (out / ".config.yaml.partial").write_text("killed still earlier")
     with pytest.raises(ZeroDivisionError), begin(out):
-        1 / 0
+        1 / 0  # noqa: B018
     assert list(out.iterdir()) == []
     (out / ".config.yaml.partial").write_text("killed still earlier")
     with pytest.raises(Interrupted), begin(out):
