@@ -89,7 +89,7 @@ def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint,
     out = checkpoint / f"export-{damage}"
     run = options(checkpoint, out, "gpu", val="0.1", eval_every=every("5"))
     real = train.Exchange.save
-    killed = lambda self, folder, more: os._exit(9) if folder == out else real(self, folder, more)  # noqa: E731
+    killed = lambda self, folder, more: os._exit(9) if folder == out else real(self, folder, more)
     with monkeypatch.context() as m:
         m.setattr(train.Exchange, "save", killed)
         assert ended(child(run)) == 9 and max(evaluations(out)) == STEPS
