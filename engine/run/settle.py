@@ -90,7 +90,10 @@ SNAPSHOT = {
     "log": (int, {int, type(None)}, int, int),
     "cut": {
         **dict.fromkeys(("tokens", "n_micro", "record", "adam_bits", "batch_size", "rows"), int),
-        "dtype": str, "halves": bool, "plan": dict, "model": {"config": dict, "tensors": dict},
+        "dtype": str,
+        "halves": bool,
+        "plan": dict,
+        "model": {"config": dict, "tensors": dict},
     },
 }
 

@@ -92,7 +92,8 @@ def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint,
     killed = lambda self, folder, more: os._exit(9) if folder == out else real(self, folder, more)
     with monkeypatch.context() as m:
         m.setattr(train.Exchange, "save", killed)
-        assert ended(child(run)) == 9 and max(evaluations(out)) == STEPS
+        assert ended(child(run)) == 9
+        assert max(evaluations(out)) == STEPS
     log = out / "log.jsonl"
     if damage:
         log.write_bytes(log.read_bytes().split(b"\n", 1)[1])
