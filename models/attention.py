@@ -1,10 +1,10 @@
 """The attention half of a block, forward and backward as explicit functions over named saved tensors.
 
-    out = x + attention(norm(x) @ qkv) @ o
+    out = x + attention(norm(x) @ qkv) @ o        (branch.py: with a norm behind o, a factor)
 
 Legend: N tokens, D width, H query heads, K key/value heads, d head width. Saved: x (the caller's), qkv (N, (H + 2K) d),
-attn_out (N, H d), lse (H, N) fp32; attn_out is of use only together with lse. With query/key norms qkv is kept as
-projected; without, q and k in it are rotated already.
+attn_out (N, H d), lse (H, N) fp32, and where a norm stands behind o its argument attn_branch (N, D). attn_out is of use
+only together with lse. With query/key norms qkv is kept as projected; without, q and k in it are rotated already.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.models.branch import add_branch, branch_backward, copies
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_branch, add_gradients_, linear, linear_backward
+from trireme.models.linear import Linear, add_gradients_, linear, linear_backward
 from trireme.models.norm import Norm, norm, norm_backward
-from trireme.models.rows import Rows
+from trireme.models.rows import Rows, Table
 
 # ops.attention_fwd, or what stands in for it: a generator's sees a cache too
 Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None"], tuple[Tensor, Tensor]]
@@ -28,11 +29,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None"
 class Weights(NamedTuple):
     """The half's weights, or their gradients."""
 
-    norm: Norm
+    norm: Norm | None
     qkv: Linear  # (D, (H + 2K) d)
     o: Linear  # (H d, D)
-    q_norm: Tensor | None = None  # (d,)
-    k_norm: Tensor | None = None
+    post: Norm | None = None  # of the product with o
+    q_norm: Norm | None = None  # (d,), or (H d,) over all heads
+    k_norm: Norm | None = None
 
 
 class _Heads(NamedTuple):
@@ -41,7 +43,7 @@ class _Heads(NamedTuple):
     q: Tensor  # (N, H, d)
     k: Tensor  # (N, K, d)
     v: Tensor  # (N, K, d)
-    q_rstd: Tensor | None = None  # (N, H) fp32
+    q_rstd: Tensor | None = None  # (N, H) or (N, 1) fp32
     k_rstd: Tensor | None = None
 
 
@@ -68,12 +70,13 @@ def forward(
 
     An RMSNorm copies x into `out` as it reads it, and the output projection is added there in place.
     """
-    qkv = _project(cfg, w, x, rows, saved.get("qkv"), copy=out)
-    attn_out, lse = _attend(cfg, layer, _heads(cfg, w, qkv, rows), rows, saved.get("attn_out"), attend)
+    copy = out if copies(w.norm, w.post) else None
+    qkv = _project(cfg, layer, w, x, rows, saved.get("qkv"), copy)
+    attn_out, lse = _attend(cfg, layer, _heads(cfg, layer, w, qkv, rows), rows, saved.get("attn_out"), attend)
     if "lse" in saved:
         saved["lse"].copy_(lse)
     del qkv, lse  # shapes._block_workspace
-    add_branch(x, attn_out, w.o, out, copied=w.norm.copies)
+    add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out, saved.get("attn_branch"))
 
 
 def backward(
@@ -88,30 +91,38 @@ def backward(
     dx: Tensor,
 ) -> None:
     """Fills dx (N, D) and adds to the gradients g, given dy (N, D). What is not in `saved` is recomputed."""
-    dqkv = backward_to_qkv(cfg, layer, w, g, recall(cfg, layer, w, x, saved, rows), dy, rows)
+    dqkv = backward_to_qkv(cfg, layer, w, g, recall(cfg, layer, w, x, saved, rows), dy, rows, saved)
     backward_to_x(cfg, w, g, x, dqkv, dy, dx)
 
 
 def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
     """Forward's tensors, saved or computed again."""
-    qkv = saved["qkv"] if "qkv" in saved else _project(cfg, w, x, rows)
-    heads = _heads(cfg, w, qkv, rows)
+    qkv = saved["qkv"] if "qkv" in saved else _project(cfg, layer, w, x, rows)
+    heads = _heads(cfg, layer, w, qkv, rows)
     if "attn_out" in saved and "lse" in saved:
         return Result(qkv, heads, saved["attn_out"], saved["lse"])
     return Result(qkv, heads, *_attend(cfg, layer, heads, rows))
 
 
-def residual(w: Weights, x: Tensor, attn_out: Tensor) -> Tensor:
+def residual(cfg: ModelConfig, w: Weights, x: Tensor, attn_out: Tensor) -> Tensor:
     """Forward's `out` (N, D) once more, from its attn_out."""
-    out = x.clone() if w.norm.copies else torch.empty_like(x)
-    add_branch(x, attn_out, w.o, out, copied=w.norm.copies)
+    out = x.clone() if copies(w.norm, w.post) else torch.empty_like(x)
+    add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
     return out
 
 
 def backward_to_qkv(
-    cfg: ModelConfig, layer: int, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    g: Weights,
+    result: Result,
+    dy: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
 ) -> Tensor:
     """Gradient of the projected qkv, packed as it is: (N, (H + 2K) d)."""
+    dy = branch_backward(cfg, dy, result.out, w.o, w.post, g.post, saved.get("attn_branch"))
     add_gradients_(g.o, result.out, dy)
     q, k, v, q_rstd, k_rstd = result.heads
     dout, out = linear_backward(dy, w.o).view(q.shape), result.out.view(q.shape)
@@ -119,7 +130,7 @@ def backward_to_qkv(
     dq, dk, dv = _split(cfg, dqkv)
     scale, window = cfg.layer_scale(layer), cfg.layer_window(layer)
     ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window)
-    _rotate_(cfg, dqkv, rows, inverse=True)
+    _rotate_(cfg, layer, dqkv, rows, inverse=True)
     q, k, _ = _split(cfg, result.qkv)  # before the norms, if any
     _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm)
     _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
@@ -135,31 +146,45 @@ def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, dqkv: Ten
 
 
 def _project(
-    cfg: ModelConfig, w: Weights, x: Tensor, rows: Rows, out: Tensor | None = None, copy: Tensor | None = None
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    out: Tensor | None = None,
+    copy: Tensor | None = None,
 ) -> Tensor:
     """qkv (N, (H + 2K) d) as it is saved."""
     y, _ = norm(x, w.norm, cfg.eps, copy)
     qkv = linear(y, w.qkv, out)
     if not cfg.qk_norm:
-        _rotate_(cfg, qkv, rows)
+        _rotate_(cfg, layer, qkv, rows)
     return qkv
 
 
-def _heads(cfg: ModelConfig, w: Weights, qkv: Tensor, rows: Rows) -> _Heads:
+def _heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) -> _Heads:
     q, k, v = _split(cfg, qkv)
     if w.q_norm is None or w.k_norm is None:
         return _Heads(q, k, v)
-    q, q_rstd = ops.head_rmsnorm_fwd(q, w.q_norm, cfg.eps)
-    k, k_rstd = ops.head_rmsnorm_fwd(k, w.k_norm, cfg.eps)
+    q, q_rstd = _head_norm(q, w.q_norm, cfg.eps)
+    k, k_rstd = _head_norm(k, w.k_norm, cfg.eps)
+    table = rows.table(cfg, layer)
     for heads in (q, k):
-        _rope_(heads, rows)
+        _rope_(heads, table, rows)
     return _Heads(q, k, v, q_rstd, k_rstd)
 
 
-def _head_norm_backward_(d_: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor | None, dweight_: Tensor | None) -> None:
-    """The gradient d_ (N, heads, d) behind a norm of each head becomes that of x, before it; none without a norm."""
-    if w is not None and rstd is not None and dweight_ is not None:
-        ops.head_rmsnorm_bwd(d_, x, w, rstd, dweight_, d_)
+def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
+    """(x (N, heads, d) after the norm, its statistics): of each head, or of all together where the weight is so wide."""
+    y, rstd = ops.head_rmsnorm_fwd(x.view(len(x), -1, len(w.weight)), w.factor, eps)
+    return y.view(x.shape), rstd
+
+
+def _head_norm_backward_(d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | None, g: Norm | None) -> None:
+    """The gradient d_ (N, heads, d) behind the norm becomes that of x, before it; it stays where there is no norm."""
+    if w is not None and rstd is not None and g is not None:
+        d_, x = (t.view(len(x), -1, len(w.weight)) for t in (d_, x))
+        ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, g.weight, d_)
 
 
 def _attend(
@@ -183,12 +208,13 @@ def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
     return list(heads.split((cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads), 1))
 
 
-def _rotate_(cfg: ModelConfig, qkv_: Tensor, rows: Rows, inverse: bool = False) -> None:
+def _rotate_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bool = False) -> None:
     """Rotates the q and k heads of a packed qkv in one pass."""
-    _rope_(qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads], rows, inverse)
+    heads = qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads]
+    _rope_(heads, rows.table(cfg, layer), rows, inverse)
 
 
-def _rope_(heads_: Tensor, rows: Rows, inverse: bool = False) -> None:
-    """Rotates heads_ (N, heads, d), unless positions are learned."""
-    if rows.cos is not None and rows.sin is not None:
-        ops.rope_(heads_, rows.cos, rows.sin, rows.docs.positions, inverse)
+def _rope_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
+    """Rotates the first features of heads_ (N, heads, d), as many as the table is for."""
+    if table is not None:
+        ops.rope_(heads_[..., : 2 * table.cos.shape[1]], table.cos, table.sin, rows.docs.positions, inverse)

@@ -53,9 +53,9 @@ def backward(
     """Fills dx (N, D) and adds to the gradients g, given dy (N, D). What is not in `saved` is recomputed."""
     recall = lambda: attention.recall(cfg, layer, w.attention, x, saved, rows)
     result = None if "resid" in saved else recall()
-    resid = saved["resid"] if result is None else attention.residual(w.attention, x, result.out)
+    resid = saved["resid"] if result is None else attention.residual(cfg, w.attention, x, result.out)
     dresid = mlp.backward(cfg, w.mlp, g.mlp, resid, saved, dy)
     del resid  # shapes._block_workspace
-    dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result or recall(), dresid, rows)
+    dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result or recall(), dresid, rows, saved)
     del result  # shapes._block_workspace
     attention.backward_to_x(cfg, w.attention, g.attention, x, dqkv, dresid, dx)

@@ -1,22 +1,44 @@
-"""What a Hugging Face config.json says, checked and reduced to the numbers that the blocks need. No torch."""
+"""What a Hugging Face config.json says, checked and reduced to the numbers that the blocks need. No torch.
+
+A family is a row of FAMILIES: names on disk, places of norms, defaults of keys. Nothing behind this file asks for one.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trireme.models import names
+from trireme.models.keys import InputError, Keys
 from trireme.models.names import Names
+from trireme.models.rope import GLOBAL, LOCAL, Rope, parse_ropes
 from trireme.storage.untrusted import read_small
 
 LARGEST = 1 << 20  # bytes of a config.json
-SUPPORTED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3")
-GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three names for one formula
-
+MOST_LAYERS = 1 << 16  # where each is described by itself
+SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
+SPELLED = dict(  # our fields -> keys of config.json
+    vocab="vocab_size",
+    width="hidden_size",
+    n_layers="num_hidden_layers",
+    n_heads="num_attention_heads",
+    ffn="intermediate_size",
+    max_positions="max_position_embeddings",
+    eps="rms_norm_eps",
+    act="hidden_act",
+)
+OLD_SPELLED = dict(
+    vocab="vocab_size",
+    width="n_embd",
+    n_layers="n_layer",
+    n_heads="n_head",
+    ffn="n_inner",
+    max_positions="n_positions",
+    eps="layer_norm_epsilon",
+    act="activation_function",
+)
 # Keys of other architectures that change the mathematics; a value outside the tuple is refused by name.
 INERT = {
     "partial_rotary_factor": (None, 1, 1.0),
@@ -27,23 +49,97 @@ INERT = {
     "clip_qkv": (None,),
     "quantization_config": (None,),
     "add_cross_attention": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "embedding_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "no_rope_layers": (None,),
 }
 
 
-class InputError(ValueError):
-    """The user's input is wrong: one line that says what, where, and what to do. Exit code 2."""
-
-
 @dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding. The factors are used by `linear` (factor) and `llama3` (all four)."""
+class Family:
+    """What all models of a model_type share. A key's default is that of the class in transformers."""
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 0
+    names: Names = names.SPLIT
+    spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
+    layer_norm: bool = False  # norms are LayerNorms with a bias, not RMSNorms
+    add_one: bool = False  # norms multiply by 1 + weight
+    gated: bool = True  # the MLP is a gated linear unit; otherwise an activation between two products
+    acts: tuple[str, ...] = SILU  # accepted; the first is the default
+    qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: of each head, or over the whole width
+    rotary: bool = True
+    partial: bool = False  # has the key partial_rotary_factor
+    theta: float = 10000.0
+    local_theta: float | None = None  # of layers with a window; None: theta
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: width / heads
+    max_positions: int = 2048
+    eps: float = 1e-6
+    tied: bool = False
+    qkv_bias: bool | str = False  # a string: the flag of that name, with the default of `biased`
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    biased: bool = False
+    windows: Literal["none", "all", "above", "pattern"] = "none"  # layers that may have a sliding window
+    window: int | None = 4096
+    period: int = 0  # of a pattern: every so manieth layer has no window; 0: none has one
+    unrotated: bool = False  # has the key no_rope_layers
+    scaled: bool = False  # has keys for the scale of embedding, attention, branches and logits
+    query_scale: bool = False  # query_pre_attn_scalar ** -0.5 is the scale of attention
+    embed_root: bool = False  # the embedding is multiplied by the root of the width
+    by_layer: bool = False  # has the keys scale_attn_weights, scale_attn_by_inverse_layer_idx
+
+    @property
+    def accepts(self) -> set[str]:
+        """Keys of INERT that the family reads."""
+        found = {"query_pre_attn_scalar"} if self.query_scale else set()
+        if self.partial:
+            found |= {"partial_rotary_factor"}
+        if self.scaled:
+            found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+        return found | ({"no_rope_layers"} if self.unrotated else set())
+
+
+FAMILIES = {
+    "gpt2": Family(
+        names=names.IN_OUT, spelled=OLD_SPELLED, layer_norm=True, gated=False, acts=("gelu_new", *GELU), rotary=False,
+        max_positions=1024, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, by_layer=True,
+    ),
+    "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Family(kv_heads=8, max_positions=131072, windows="all"),
+    "qwen2": Family(kv_heads=32, max_positions=32768, qkv_bias=True, windows="above"),
+    "qwen3": Family(
+        kv_heads=32, head_dim=128, max_positions=32768, qk_norm="head", qkv_bias="attention_bias",
+        o_bias="attention_bias", windows="above",
+    ),
+    "phi3": Family(names=names.PACKED, partial=True, max_positions=4096, eps=1e-5, windows="all", window=None),
+    "smollm3": Family(
+        kv_heads=4, max_positions=32768, theta=2e6, tied=True, qkv_bias="attention_bias", o_bias="attention_bias",
+        mlp_bias="mlp_bias", windows="pattern", window=None, unrotated=True,
+    ),
+    "granite": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", scaled=True),
+    "starcoder2": Family(
+        names=names.PLAIN_MLP, spelled=SPELLED | dict(eps="norm_epsilon"), layer_norm=True, gated=False, acts=GELU,
+        kv_heads=2, max_positions=4096, eps=1e-5, tied=True, qkv_bias="use_bias", o_bias="use_bias",
+        mlp_bias="use_bias", biased=True, windows="all", window=None,
+    ),
+    "olmo2": Family(
+        names=names.POST, qk_norm="width", eps=1e-5, qkv_bias="attention_bias", o_bias="attention_bias",
+    ),
+    "olmo3": Family(
+        names=names.POST, qk_norm="width", eps=1e-5, theta=5e5, qkv_bias="attention_bias", o_bias="attention_bias",
+        windows="pattern", period=4,
+    ),
+    "gemma3_text": Family(
+        names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
+        theta=1e6, local_theta=1e4, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
+        qkv_bias="attention_bias", o_bias="attention_bias", windows="pattern", period=6, query_scale=True,
+        embed_root=True,
+    ),
+}  # fmt: skip
+SUPPORTED = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -70,22 +166,33 @@ class ModelConfig:
     window_from: int = 0  # the first layer that has the window
     scale_attn: bool = True  # scores times head_dim ** -0.5
     scale_attn_by_layer: bool = False  # scores also divided by the layer's number, counted from 1
-    halves: bool = False  # units are halves of blocks, attention and MLP: said by a plan, never by config.json
+    halves: bool = False  # units are half blocks, attention and MLP: said by a plan, never by config.json
+    local_rope: Rope | None = None  # of layers with the window, where it is another
+    full_layers: tuple[int, ...] = ()  # layers from window_from on that lack the window nevertheless
+    unrotated: tuple[int, ...] = ()  # layers without rope
+    attention_scale: float = 0.0  # scores times this; 0: as scale_attn says
+    embed_scale: float = 1.0  # multiplies embedded tokens
+    branch_scale: float = 1.0  # multiplies what attention and MLP add to their inputs
+    logit_scale: float = 1.0  # multiplies logits
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
     @property
     def names(self) -> Names:
         """Names of the tensors in a checkpoint."""
-        return names.GPT2 if self.model_type == "gpt2" else names.LLAMA
-
-    @property
-    def layer_norm(self) -> bool:
-        """Norms are LayerNorms with a bias, not RMSNorms."""
-        return self.model_type == "gpt2"
+        return self.family.names
 
     @property
     def gated(self) -> bool:
-        """The MLP is a gated linear unit; otherwise a GELU between two products."""
-        return self.model_type != "gpt2"
+        """The MLP is a gated linear unit; otherwise an activation between two products."""
+        return self.family.gated
+
+    @property
+    def silu(self) -> bool:
+        """The gate's activation is SiLU; otherwise GELU by tanh."""
+        return self.family.acts is SILU
 
     @property
     def n_units(self) -> int:
@@ -105,11 +212,11 @@ class ModelConfig:
 
     def layer_window(self, layer: int) -> int:
         """The attention window of a layer, 0 for full attention."""
-        return self.window if layer >= self.window_from else 0
+        return self.window if layer >= self.window_from and layer not in self.full_layers else 0
 
     def layer_scale(self, layer: int) -> float:
         """What attention scores of a layer are multiplied by."""
-        scale = self.head_dim**-0.5 if self.scale_attn else 1.0
+        scale = self.attention_scale or (self.head_dim**-0.5 if self.scale_attn else 1.0)
         return scale / (layer + 1) if self.scale_attn_by_layer else scale
 
 
@@ -134,161 +241,144 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED:
         raise InputError(f'model_type "{model_type}" is not supported ({where}). Supported: {", ".join(SUPPORTED)}.')
-    keys = _Keys(raw, where)
+    keys, family = Keys(raw, where), FAMILIES[model_type]
     for name, accepted in INERT.items():
-        keys.refuse_unless(name, accepted)
-    return _gpt2(keys) if model_type == "gpt2" else _llama(keys, model_type)
-
-
-class _Keys:
-    """Typed look-ups in a config; every complaint names the key, its value and the file."""
-
-    def __init__(self, raw: dict[str, Any], where: str):
-        self.raw, self.where = raw, where
-
-    def error(self, name: str, expected: str) -> InputError:
-        return InputError(f'{self.where}: "{name}" is {json.dumps(self.raw.get(name))}, expected {expected}.')
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer. An absent or null key takes the default, and is an error where there is none."""
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value < 1 << 31:
-            raise self.error(name, "a positive integer")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive finite number."""
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if (
-            not isinstance(value, (int, float)) or type(value) is bool or not 0 < value <= sys.float_info.max
-        ):  # an integer may be larger
-            raise self.error(name, "a positive number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if type(value) is not bool:
-            raise self.error(name, "true or false")
-        return value
-
-    def refuse_unless(self, name: str, accepted: tuple[Any, ...], default: Any = None) -> None:
-        value = self.raw.get(name, default)
-        if value not in accepted:
-            shown = json.dumps(value)
-            shown = shown if len(shown) <= 60 else shown[:57] + "..."
-            raise InputError(f'{self.where}: "{name}": {shown} is not supported. Supported: {_listing(accepted)}.')
-
-
-def _listing(values: tuple[Any, ...]) -> str:
-    return ", ".join("absent" if v is None else json.dumps(v) for v in dict.fromkeys(values))
-
-
-def _gpt2(keys: _Keys) -> ModelConfig:
-    keys.refuse_unless("activation_function", GELU_TANH, "gelu_new")
-    width, heads = keys.count("n_embd"), keys.count("n_head")
-    if width % heads:
-        raise keys.error("n_head", f"a divisor of n_embd = {width}")
-    return ModelConfig(
-        model_type="gpt2",
-        vocab=keys.count("vocab_size"),
-        width=width,
-        n_layers=keys.count("n_layer"),
-        n_heads=heads,
-        n_kv_heads=heads,
-        head_dim=width // heads,
-        ffn=keys.count("n_inner", 4 * width),
-        max_positions=keys.count("n_positions", 1024),
-        eps=keys.number("layer_norm_epsilon", 1e-5),
-        tied=keys.flag("tie_word_embeddings", True),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        scale_attn=keys.flag("scale_attn_weights", True),
-        scale_attn_by_layer=keys.flag("scale_attn_by_inverse_layer_idx", False),
-    )
-
-
-def _llama(keys: _Keys, model_type: str) -> ModelConfig:
-    """The LLaMA family. Where a key is absent, the default is that of the architecture's class in transformers."""
-    keys.refuse_unless("hidden_act", ("silu", "swish"), "silu")
-    width, heads, layers = keys.count("hidden_size"), keys.count("num_attention_heads"), keys.count("num_hidden_layers")
-    kv_heads = keys.count("num_key_value_heads", {"llama": heads, "mistral": 8}.get(model_type, 32))
-    if heads % kv_heads:
-        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    head_dim = keys.count("head_dim", 128 if model_type == "qwen3" else width // heads)
-    if head_dim % 2:
-        raise InputError(f"{keys.where}: heads of {head_dim} cannot be rotated; head_dim must be even.")
-    max_positions = keys.count("max_position_embeddings", {"llama": 2048, "mistral": 131072}.get(model_type, 32768))
-    attention_bias = model_type in ("llama", "qwen3") and keys.flag("attention_bias", False)
-    window, window_from = _window(keys, model_type, layers)
+        if name not in family.accepts:
+            keys.refuse_unless(name, accepted)
+    spelled = family.spelled
+    keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
+    width, heads, layers = (keys.count(spelled[name]) for name in ("width", "n_heads", "n_layers"))
+    kv_heads, head_dim = _heads(keys, family, width, heads)
+    positions = keys.count(spelled["max_positions"], family.max_positions)
+    if not family.gated:
+        keys.refuse_unless("use_bias", (None, True))  # the kernel of the activation adds one
+    flag = lambda bias: keys.flag(bias, family.biased) if isinstance(bias, str) else bias
     return ModelConfig(
         model_type=model_type,
-        vocab=keys.count("vocab_size"),
+        vocab=keys.count(spelled["vocab"]),
         width=width,
         n_layers=layers,
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=keys.count("intermediate_size"),
-        max_positions=max_positions,
-        eps=keys.number("rms_norm_eps", 1e-6),
-        tied=keys.flag("tie_word_embeddings", False),
-        qkv_bias=attention_bias or model_type == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=model_type == "llama" and keys.flag("mlp_bias", False),
-        qk_norm=model_type == "qwen3",
-        rope=_rope(keys, max_positions),
-        window=window,
-        window_from=window_from,
+        ffn=keys.count(spelled["ffn"], None if family.rotary else 4 * width),
+        max_positions=positions,
+        eps=keys.number(spelled["eps"], family.eps),
+        tied=keys.flag("tie_word_embeddings", family.tied),
+        qkv_bias=flag(family.qkv_bias),
+        o_bias=flag(family.o_bias),
+        mlp_bias=flag(family.mlp_bias),
+        qk_norm=bool(family.qk_norm),
+        **_positions(keys, family, head_dim, positions, layers),
+        **_scales(keys, family, width),
     )
 
 
-def _window(keys: _Keys, model_type: str, layers: int) -> tuple[int, int]:
-    """(tokens, first layer that has it) of the sliding window, (0, 0) where there is none."""
-    window = 0 if keys.raw.get("sliding_window", 4096) is None else keys.count("sliding_window", 4096)
-    if model_type == "mistral":
-        return window, 0
-    if model_type == "llama" or not keys.flag("use_sliding_window", False):
+def _heads(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int]:
+    """(key/value heads, width of a head)."""
+    if not family.rotary:
+        if width % heads:
+            raise keys.error(family.spelled["n_heads"], f"a divisor of {family.spelled['width']} = {width}")
+        return heads, width // heads
+    kv_heads = keys.count("num_key_value_heads", family.kv_heads or heads)
+    if heads % kv_heads:
+        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    head_dim = keys.count("head_dim", family.head_dim or width // heads)
+    if head_dim % 2:
+        raise InputError(f"{keys.where}: heads of {head_dim} cannot be rotated; head_dim must be even.")
+    return kv_heads, head_dim
+
+
+def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers: int) -> dict[str, Any]:
+    """Fields of ModelConfig: rope and window of each layer."""
+    if not family.rotary:
+        return {}
+    window, first, full = _window(keys, family, layers)
+    rope, local = parse_ropes(keys, family.theta, family.local_theta or family.theta, head_dim, positions)
+    if rope.width and not family.partial:
+        raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
+    found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
+    if local != rope and window:
+        found["local_rope"] = local
+    if family.unrotated:
+        found["unrotated"] = _unrotated(keys, layers)
+    return found
+
+
+def _window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
+    """(tokens, first layer that has it, later ones that have not) of the sliding window, (0, 0, ()) for none."""
+    given = "sliding_window" in keys.raw
+    absent = keys.raw["sliding_window"] is None if given else family.window is None
+    window = 0 if absent else keys.count("sliding_window", family.window)
+    if family.windows == "all":
+        return window, 0, ()
+    if family.windows == "pattern":
+        return _pattern(keys, family, layers, window)
+    if family.windows == "none" or not keys.flag("use_sliding_window", False):
         window = 0
     first = keys.raw.get("max_window_layers", 28)
     if type(first) is not int or first < 0:
         raise keys.error("max_window_layers", "an integer >= 0")
     first = min(first, layers) if window else layers
     types = keys.raw.get("layer_types")
-    wanted = lambda: ["full_attention"] * first + ["sliding_attention"] * (layers - first)
+    wanted = lambda: [GLOBAL] * first + [LOCAL] * (layers - first)
     if types is not None and not (isinstance(types, list) and len(types) == layers and types == wanted()):
         raise InputError(
             f'{keys.where}: "layer_types" must be full_attention in the first {first} layers and sliding_attention in '
             "the others, as use_sliding_window and max_window_layers say; other patterns are not supported."
         )
-    return (window, first) if first < layers else (0, 0)
+    return (window, first, ()) if first < layers else (0, 0, ())
 
 
-def _rope(keys: _Keys, max_positions: int) -> Rope:
-    """Rope from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
-    name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
-    params = keys.raw.get(name) or {}
-    if not isinstance(params, dict):
-        raise keys.error(name, "an object or null")
-    inner = _Keys(params, f"{keys.where}: {name}")
-    kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(ROPE_TYPES)}.')
-    inner.refuse_unless("partial_rotary_factor", INERT["partial_rotary_factor"])
-    nested = [key for key, value in inner.raw.items() if isinstance(value, dict)]
-    if nested:
-        raise InputError(f'{inner.where}: one set of parameters per layer type ("{nested[0]}") is not supported.')
-    theta = inner.number("rope_theta", keys.number("rope_theta", 10000.0))
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, kind, inner.number("factor"))
-    low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
-    if not low < high:
-        raise inner.error("high_freq_factor", f"a number above low_freq_factor = {low}")
-    inner_original = inner.count("original_max_position_embeddings", max_positions)
-    original = keys.count("original_max_position_embeddings", inner_original)
-    return Rope(theta, kind, inner.number("factor"), low, high, original)
+def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int, int, tuple[int, ...]]:
+    """The window by `layer_types`, or by the family's pattern."""
+    _few(keys, layers)
+    types = keys.raw.get("layer_types")
+    if types is None:
+        period = keys.count("sliding_window_pattern", family.period or (layers + 1 if window else 1))
+        types = [GLOBAL if (i + 1) % period == 0 else LOCAL for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not all(t in (GLOBAL, LOCAL) for t in types):
+        raise keys.error("layer_types", f"a list of {layers} names, each {GLOBAL} or {LOCAL}")
+    if LOCAL not in types:
+        return 0, 0, ()
+    if not window:
+        raise keys.error("sliding_window", f"a positive integer, as layer_types names {LOCAL}")
+    return window, 0, tuple(i for i, kind in enumerate(types) if kind == GLOBAL)
+
+
+def _unrotated(keys: Keys, layers: int) -> tuple[int, ...]:
+    """Layers without rope: zeros of no_rope_layers, or every so manieth."""
+    _few(keys, layers)
+    rotated = keys.raw.get("no_rope_layers")
+    if rotated is None:
+        every = keys.count("no_rope_layer_interval", 4)
+        rotated = [int((i + 1) % every != 0) for i in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) != layers or not all(r in (0, 1) for r in rotated):
+        raise keys.error("no_rope_layers", f"a list of {layers} times 0 or 1")
+    return tuple(i for i, r in enumerate(rotated) if not r)
+
+
+def _few(keys: Keys, layers: int) -> None:
+    """InputError where a list of all layers would fill the RAM."""
+    if layers > MOST_LAYERS:
+        raise keys.error("num_hidden_layers", f"at most {MOST_LAYERS}")
+
+
+def _scales(keys: Keys, family: Family, width: int) -> dict[str, Any]:
+    """Fields of ModelConfig: factors of scores, embedding, branches and logits."""
+    if family.by_layer:
+        return dict(
+            scale_attn=keys.flag("scale_attn_weights", True),
+            scale_attn_by_layer=keys.flag("scale_attn_by_inverse_layer_idx", False),
+        )
+    if family.scaled:
+        return dict(
+            attention_scale=keys.number("attention_multiplier", 1.0),
+            embed_scale=keys.number("embedding_multiplier", 1.0),
+            branch_scale=keys.number("residual_multiplier", 1.0),
+            logit_scale=1.0 / keys.number("logits_scaling", 1.0),
+        )
+    found = dict(embed_scale=width**0.5) if family.embed_root else {}
+    if family.query_scale:
+        found["attention_scale"] = keys.number("query_pre_attn_scalar", 256.0) ** -0.5
+    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from trireme.kernels import ops
@@ -21,6 +22,7 @@ class EmbedWeights(NamedTuple):
 
     tokens: Tensor  # (V, D)
     positions: Tensor | None  # (P, D), where positions are learned
+    scale: float = 1.0  # multiplies the embedded tokens, rounded to their dtype
 
 
 class HeadWeights(NamedTuple):
@@ -32,13 +34,13 @@ class HeadWeights(NamedTuple):
 
 def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
     """EmbedWeights over `views`, the unit's tensors by Hugging Face name."""
-    return EmbedWeights(views[embedding_name(cfg)], views.get(f"{cfg.names.positions}.weight"))
+    return EmbedWeights(views[embedding_name(cfg)], views.get(f"{cfg.names.positions}.weight"), cfg.embed_scale)
 
 
 def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
     """HeadWeights over `views`, the unit's tensors by Hugging Face name."""
     name = cfg.names.final_norm
-    weights = Norm(views[f"{name}.weight"], views.get(f"{name}.bias"))
+    weights = Norm(views[f"{name}.weight"], views.get(f"{name}.bias"), cfg.family.add_one)
     return HeadWeights(weights, None if cfg.tied else views[output_name(cfg)])
 
 
@@ -47,18 +49,21 @@ def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None
     ops.embedding_fwd(ids, w.tokens, out)
     if w.positions is not None:
         out.add_(ops.embedding_fwd(rows.docs.positions.long(), w.positions))
+    if w.scale != 1.0:
+        out.mul_(_rounded(w.scale, out.dtype))
 
 
 def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:
     """Adds the gradient dy (N, D) of the embedded tokens to g."""
-    ops.embedding_bwd_(g.tokens, dy, ids)
+    ops.embedding_bwd_(g.tokens, dy if g.scale == 1.0 else dy * _rounded(g.scale, dy.dtype), ids)
     if g.positions is not None:
         ops.embedding_bwd_(g.positions, dy, rows.docs.positions.long())
 
 
-def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Stats]:
-    """(y (N, D), the norm's statistics): what the output matrix multiplies."""
-    return norm(x, w.norm, cfg.eps)
+def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Stats | None]:
+    """(y (N, D), the norm's statistics): what the output matrix multiplies, the logits' factor included."""
+    y, stats = norm(x, w.norm, cfg.eps)
+    return y if cfg.logit_scale == 1.0 else y.mul_(cfg.logit_scale), stats
 
 
 def head_loss(
@@ -83,5 +88,11 @@ def head_loss(
     losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx)
     if dx is not None:
         assert g is not None
+        if cfg.logit_scale != 1.0:
+            dx.mul_(cfg.logit_scale)
         norm_backward(dx, x, w.norm, stats, g.norm, out=dx)
     return losses
+
+
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(scale, dtype=dtype))

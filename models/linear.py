@@ -34,19 +34,6 @@ def linear(x: Tensor, w: Linear, out: Tensor | None = None) -> Tensor:
     return torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
 
 
-def add_branch(x: Tensor, branch: Tensor, w: Linear, out: Tensor, *, copied: bool) -> None:
-    """out (N, D) = x + branch (N, in) @ weight + bias; `out` may be x.
-
-    Where `copied`, `out` holds x already and the product is added in place, rounded once without a bias.
-    """
-    if not copied:
-        torch.add(x, linear(branch, w), out=out)
-        return
-    out.addmm_(branch, w.weight)
-    if w.bias is not None:
-        out.add_(w.bias)
-
-
 def linear_backward(dy: Tensor, w: Linear) -> Tensor:
     """The gradient (N, in) of a layer's input, given dy (N, out)."""
     return torch.mm(dy, w.weight.T)

@@ -3,7 +3,8 @@
     out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        gated
     out = x + gelu(norm(x) @ fc) @ down                                       not gated
 
-Legend: N tokens, D width, F hidden width. Saved: x (the caller's), gate_up (N, 2F), or fc (N, F) without its bias.
+Legend: N tokens, D width, F hidden width. Saved: x (the caller's), gate_up (N, 2F), or fc (N, F) without its bias;
+mlp_branch (N, D), the product with down, where a norm stands behind it (branch.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.models.branch import add_branch, branch_backward, copies
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_branch, add_gradients_, linear, linear_backward
+from trireme.models.linear import Linear, add_gradients_, linear, linear_backward
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.shapes import up_name
 
@@ -22,9 +24,10 @@ from trireme.models.shapes import up_name
 class Weights(NamedTuple):
     """The half's weights, or their gradients."""
 
-    norm: Norm
+    norm: Norm | None
     up: Linear  # (D, 2F), gate first, or (D, F)
     down: Linear  # (F, D)
+    post: Norm | None = None  # of the product with down
     gelu_bias: Tensor | None = None  # (F,): the bias of fc, which the kernel of the activation adds
 
 
@@ -33,12 +36,12 @@ def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], o
 
     An RMSNorm copies x into `out` as it reads it, and the product with `down` is added there in place.
     """
-    y, _ = norm(x, w.norm, cfg.eps, copy=out)
+    y, _ = norm(x, w.norm, cfg.eps, copy=out if copies(w.norm, w.post) else None)
     up = linear(y, w.up, saved.get(up_name(cfg)))
     del y  # shapes._block_workspace
-    act = ops.swiglu_fwd(up) if w.gelu_bias is None else ops.gelu_bias_fwd(up, w.gelu_bias)
+    act = _activation(cfg, up, w)
     del up  # shapes._block_workspace
-    add_branch(x, act, w.down, out, copied=w.norm.copies)
+    add_branch(cfg, x, act, w.down, w.norm, w.post, out, saved.get("mlp_branch"))
 
 
 def backward(
@@ -56,10 +59,11 @@ def backward(
     """
     y, stats = norm(x, w.norm, cfg.eps)
     up = saved[up_name(cfg)] if up_name(cfg) in saved else linear(y, w.up)
-    d_up, act = _activation_backward(linear_backward(dy, w.down), up, w, g)
+    d_down = _branch_backward(cfg, w, g, dy, up, saved)
+    d_up, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
     del up  # shapes._block_workspace
-    add_gradients_(g.down, act, dy)
-    del act  # shapes._block_workspace
+    add_gradients_(g.down, act, d_down)
+    del act, d_down  # shapes._block_workspace
     add_gradients_(g.up, y, d_up)
     del y  # shapes._block_workspace
     d_norm = linear_backward(d_up, w.up)
@@ -67,8 +71,25 @@ def backward(
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
 
 
-def _activation_backward(d_act: Tensor, up: Tensor, w: Weights, g: Weights) -> tuple[Tensor, Tensor]:
+def _branch_backward(
+    cfg: ModelConfig, w: Weights, g: Weights, dy: Tensor, up: Tensor, saved: dict[str, Tensor]
+) -> Tensor:
+    """The gradient (N, D) of the product with down."""
+    product = saved.get("mlp_branch")
+    again = w.post is not None and product is None
+    act = _activation(cfg, up, w) if again else up  # not read where the product is not made again
+    return branch_backward(cfg, dy, act, w.down, w.post, g.post, product)
+
+
+def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Tensor:
+    """(N, F)."""
+    if w.gelu_bias is not None:
+        return ops.gelu_bias_fwd(up, w.gelu_bias)
+    return ops.swiglu_fwd(up) if cfg.silu else ops.geglu_fwd(up)
+
+
+def _activation_backward(cfg: ModelConfig, d_act: Tensor, up: Tensor, w: Weights, g: Weights) -> tuple[Tensor, Tensor]:
     """(the gradient of `up`, the activation (N, F)), given the gradient d_act (N, F)."""
-    if w.gelu_bias is None or g.gelu_bias is None:
-        return ops.swiglu_bwd(d_act, up)
-    return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, g.gelu_bias)
+    if w.gelu_bias is not None and g.gelu_bias is not None:
+        return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, g.gelu_bias)
+    return ops.swiglu_bwd(d_act, up) if cfg.silu else ops.geglu_bwd(d_act, up)

@@ -92,21 +92,27 @@ def output_matrix(cfg: ModelConfig, embed: EmbedWeights | None, top: HeadWeights
 
 def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.Weights:
     names = cfg.names
-    q_norm, k_norm = (views.get(f"{name}.weight") for name in (names.q_norm, names.k_norm))
-    qkv, o = _linear(cfg, names.qkv, views), _linear(cfg, (names.o,), views)
-    return attention.Weights(_norm(names.norm1, views), qkv, o, q_norm, k_norm)
+    norm, post, q_norm, k_norm = (
+        _norm(cfg, name, views) for name in (names.norm1, names.post1, names.q_norm, names.k_norm)
+    )
+    return attention.Weights(
+        norm, _linear(cfg, names.qkv, views), _linear(cfg, (names.o,), views), post, q_norm, k_norm
+    )
 
 
 def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights:
     names = cfg.names
     up, down = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
+    norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated:
-        return mlp.Weights(_norm(names.norm2, views), up, down)
-    return mlp.Weights(_norm(names.norm2, views), Linear(up.weight), down, gelu_bias=up.bias)
+        return mlp.Weights(norm, up, down, post)
+    return mlp.Weights(norm, Linear(up.weight), down, post, gelu_bias=up.bias)
 
 
-def _norm(name: str, views: dict[str, Tensor]) -> Norm:
-    return Norm(views[f"{name}.weight"], views.get(f"{name}.bias"))
+def _norm(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Norm | None:
+    if f"{name}.weight" not in views:
+        return None
+    return Norm(views[f"{name}.weight"], views.get(f"{name}.bias"), cfg.family.add_one)
 
 
 def _linear(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) -> Linear:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,13 +13,15 @@ class Names:
     embed: str
     final_norm: str
     block: str
-    norm1: str
+    norm1: str  # before attention; "": none
     qkv: tuple[str, ...]  # one packed matrix, or three
     o: str
-    norm2: str
+    norm2: str  # before the MLP; "": none
     up: tuple[str, ...]  # gate and up, or one matrix
     down: str
     positions: str = ""  # learned ones
+    post1: str = ""  # the norm of what attention adds, if any
+    post2: str = ""  # the norm of what the MLP adds
     q_norm: str = ""
     k_norm: str = ""
     output: str = "lm_head"
@@ -30,7 +32,7 @@ class Names:
         return self.block.format(layer)
 
 
-LLAMA = Names(
+SPLIT = Names(
     base="model.",
     embed="model.embed_tokens",
     final_norm="model.norm",
@@ -44,7 +46,11 @@ LLAMA = Names(
     q_norm="self_attn.q_norm",
     k_norm="self_attn.k_norm",
 )
-GPT2 = Names(
+PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+PLAIN_MLP = replace(SPLIT, up=("mlp.c_fc",), down="mlp.c_proj")
+POST = replace(SPLIT, norm1="", norm2="", post1="post_attention_layernorm", post2="post_feedforward_layernorm")
+BOTH = replace(POST, norm1="input_layernorm", norm2="pre_feedforward_layernorm")
+IN_OUT = Names(
     base="transformer.",
     embed="transformer.wte",
     final_norm="transformer.ln_f",

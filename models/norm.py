@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from trireme.kernels import ops
@@ -14,11 +15,17 @@ class Norm(NamedTuple):
 
     weight: Tensor  # (D,)
     bias: Tensor | None = None  # (D,) of a LayerNorm
+    add_one: bool = False  # multiplies by 1 + weight
 
     @property
     def copies(self) -> bool:
         """Whether `norm` fills its argument `copy`: RMSNorm's kernel does, LayerNorm's does not."""
         return self.bias is None
+
+    @property
+    def factor(self) -> Tensor:
+        """What normalised features are multiplied by: (D,), in fp32 where 1 is added."""
+        return 1 + self.weight.float() if self.add_one else self.weight
 
 
 class Stats(NamedTuple):
@@ -28,10 +35,15 @@ class Stats(NamedTuple):
     mean: Tensor | None = None  # (N,) fp32, of a LayerNorm
 
 
-def norm(x: Tensor, w: Norm, eps: float, copy: Tensor | None = None) -> tuple[Tensor, Stats]:
-    """(y (N, D), statistics for norm_backward). RMSNorm also copies x into `copy`, unless they are one tensor."""
+def norm(x: Tensor, w: Norm | None, eps: float, copy: Tensor | None = None) -> tuple[Tensor, Stats | None]:
+    """(y (N, D), statistics for norm_backward); x itself where there is no norm.
+
+    RMSNorm also copies x into `copy`, unless they are one tensor.
+    """
+    if w is None:
+        return x, None
     if w.bias is None:
-        y, rstd, _ = ops.rmsnorm_fwd(x, w.weight, eps, out=None if copy is x else copy)
+        y, rstd, _ = ops.rmsnorm_fwd(x, w.factor, eps, out=None if copy is x else copy)
         return y, Stats(rstd)
     y, mean, rstd, _ = ops.layernorm_fwd(x, w.weight, w.bias, eps)
     return y, Stats(rstd, mean)
@@ -40,13 +52,15 @@ def norm(x: Tensor, w: Norm, eps: float, copy: Tensor | None = None) -> tuple[Te
 def norm_backward(
     dy: Tensor,
     x: Tensor,
-    w: Norm,
-    stats: Stats,
-    g: Norm,
+    w: Norm | None,
+    stats: Stats | None,
+    g: Norm | None,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The gradient of x (N, D), plus dresidual, in `out` where given; those of the weights are added to g."""
+    if w is None or g is None or stats is None:
+        return dy if dresidual is None else torch.add(dy, dresidual, out=out)
     if g.bias is None or stats.mean is None:
-        return ops.rmsnorm_bwd(dy, x, w.weight, stats.rstd, g.weight, dresidual, out)
+        return ops.rmsnorm_bwd(dy, x, w.factor, stats.rstd, g.weight, dresidual, out)
     return ops.layernorm_bwd(dy, x, w.weight, stats.mean, stats.rstd, g.weight, g.bias, dresidual, out)

@@ -10,17 +10,32 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.config import ModelConfig, Rope
+from trireme.models.config import ModelConfig
+from trireme.models.rope import Rope
 
-Tables = tuple[Tensor, Tensor] | tuple[None, None]
+
+class Table(NamedTuple):
+    """Rotation by position, the run's, the same object in every micro-batch."""
+
+    cos: Tensor  # (P, r/2) fp32, P at least the longest document, r the features that are rotated
+    sin: Tensor
+
+
+Tables = tuple["Table | None", "Table | None"]  # of layers in general, and of those with a window if it is another
 
 
 class Rows(NamedTuple):
-    """N packed tokens. cos and sin are the run's tables, the same objects in every micro-batch."""
+    """N packed tokens."""
 
     docs: ops.Docs
-    cos: Tensor | None  # (P, d/2) fp32, P at least the longest document; None with learned positions
-    sin: Tensor | None
+    rope: Table | None  # None with learned positions
+    local: Table | None  # of layers with a window, where it is another
+
+    def table(self, cfg: ModelConfig, layer: int) -> Table | None:
+        """The table of a layer; None for a layer without."""
+        if layer in cfg.unrotated:
+            return None
+        return self.local if self.local is not None and cfg.layer_window(layer) else self.rope
 
 
 def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
@@ -29,21 +44,46 @@ def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str
 
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
-    """(cos, sin) for positions below `length`, made once a run; (None, None) for learned positions."""
-    if cfg.rope is None:
-        return None, None
-    cos, sin = ops.rope_table(_inv_freq(cfg.rope, cfg.head_dim), length)
-    return cos.to(device), sin.to(device)
+    """Tables for positions below `length`, made once a run. With longrope the run's length decides which they are."""
+
+    def table(rope: Rope | None) -> Table | None:
+        if rope is None:
+            return None
+        found = ops.rope_table(_inv_freq(rope, rope.width or cfg.head_dim, length), length, rope.attention_factor)
+        return Table(*(t.to(device) for t in found))
+
+    return table(cfg.rope), table(cfg.local_rope)
 
 
-def _inv_freq(rope: Rope, head_dim: int) -> Tensor:
-    """(d/2,) fp32: the angle that each pair of features turns by per position."""
-    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
+    """(width/2,) fp32: the angle that each pair of features turns by per position."""
+    freq = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if rope.kind == "linear":
-        return inv_freq / rope.factor
+        return 1.0 / freq / rope.factor
     if rope.kind == "llama3":
-        return _llama3(inv_freq, rope)
-    return inv_freq
+        return _llama3(1.0 / freq, rope)
+    if rope.kind == "yarn":
+        return _yarn(freq, rope)
+    if rope.kind == "longrope":
+        factors = rope.long_factors if length > rope.original_positions else rope.short_factors
+        return 1.0 / (torch.tensor(factors) * freq)
+    return 1.0 / freq
+
+
+def _yarn(freq: Tensor, rope: Rope) -> Tensor:
+    """YaRN (Peng et al. 2023): features of few turns in the original context are stretched, of many kept."""
+    width = 2 * len(freq)
+
+    def feature(turns: float) -> float:
+        return width * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = feature(rope.beta_fast), feature(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if low == high else high
+    kept = 1 - ((torch.arange(len(freq), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * freq) * (1 - kept) + 1.0 / freq * kept
 
 
 def _llama3(inv_freq: Tensor, rope: Rope) -> Tensor:

@@ -82,9 +82,14 @@ def _head_groups(cfg: ModelConfig) -> list[Group]:
     return output + _norm(cfg, cfg.names.final_norm)
 
 
-def _norm(cfg: ModelConfig, name: str) -> list[Group]:
+def _norm(cfg: ModelConfig, *names: str) -> list[Group]:
+    """The norms of these names over the width; "" names none."""
+    return [group for name in names if name for group in _one_norm(cfg, name)]
+
+
+def _one_norm(cfg: ModelConfig, name: str) -> list[Group]:
     weight: Group = [(f"{name}.weight", (cfg.width,))]
-    return [weight, [(f"{name}.bias", (cfg.width,))]] if cfg.layer_norm else [weight]
+    return [weight, [(f"{name}.bias", (cfg.width,))]] if cfg.family.layer_norm else [weight]
 
 
 def _matrix(cfg: ModelConfig, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Group:
@@ -102,9 +107,15 @@ def _bias(names: tuple[str, ...], rows: tuple[int, ...]) -> Group:
 def _attention_groups(cfg: ModelConfig) -> list[Group]:
     names, D = cfg.names, cfg.width
     rows = (cfg.qkv_width,) if len(names.qkv) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
-    groups = [_matrix(cfg, names.qkv, rows, D), _matrix(cfg, (names.o,), (D,), cfg.q_width), *_norm(cfg, names.norm1)]
+    groups = [
+        _matrix(cfg, names.qkv, rows, D),
+        _matrix(cfg, (names.o,), (D,), cfg.q_width),
+        *_norm(cfg, names.norm1, names.post1),
+    ]
     if cfg.qk_norm:
-        groups += [[(f"{name}.weight", (cfg.head_dim,))] for name in (names.q_norm, names.k_norm)]
+        wide = cfg.family.qk_norm == "width"
+        widths = (cfg.q_width, cfg.kv_width) if wide else (cfg.head_dim, cfg.head_dim)
+        groups += [[(f"{n}.weight", (d,))] for n, d in zip((names.q_norm, names.k_norm), widths, strict=True)]
     if cfg.qkv_bias:
         groups.append(_bias(names.qkv, rows))
     if cfg.o_bias:
@@ -115,7 +126,11 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
 def _mlp_groups(cfg: ModelConfig) -> list[Group]:
     names, D = cfg.names, cfg.width
     rows = (up_width(cfg),) if len(names.up) == 1 else (cfg.ffn, cfg.ffn)
-    groups = [_matrix(cfg, names.up, rows, D), _matrix(cfg, (names.down,), (D,), cfg.ffn), *_norm(cfg, names.norm2)]
+    groups = [
+        _matrix(cfg, names.up, rows, D),
+        _matrix(cfg, (names.down,), (D,), cfg.ffn),
+        *_norm(cfg, names.norm2, names.post2),
+    ]
     if cfg.mlp_bias:
         groups += [_bias(names.up, rows), _bias((names.down,), (D,))]
     return groups
@@ -152,10 +167,14 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
         found["qkv"] = (N, cfg.qkv_width), "compute"
         found["attn_out"] = (N, cfg.q_width), "compute"
         found["lse"] = (cfg.n_heads, N), "F32"
+        if cfg.names.post1:
+            found["attn_branch"] = (N, cfg.width), "compute"
     if kind == "block":
         found["resid"] = (N, cfg.width), "compute"
     if kind != "attention":
         found[up_name(cfg)] = (N, up_width(cfg)), "compute"
+        if cfg.names.post2:
+            found["mlp_branch"] = (N, cfg.width), "compute"
     return found
 
 
@@ -182,10 +201,11 @@ def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
     """Elements of the matrices of a block or half of one, by what their product makes."""
     found = {}
     if kind != "mlp":
-        found["qkv"], found["resid"] = cfg.width * cfg.qkv_width, cfg.q_width * cfg.width
+        found["qkv"] = cfg.width * cfg.qkv_width
+        found["attn_branch" if cfg.names.post1 else "resid"] = cfg.q_width * cfg.width
     if kind != "attention":
         found[up_name(cfg)] = cfg.width * up_width(cfg)
-        found["out"] = cfg.ffn * cfg.width
+        found["mlp_branch" if cfg.names.post2 else "out"] = cfg.ffn * cfg.width
     return found
 
 
@@ -246,8 +266,9 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
     dy, dx, weights, gradients, saved tensors) is not counted, nor is cuBLAS's workspace.
     """
     if u == 0:
+        extra = tokens * cfg.width * itemsize * (cfg.rope is None or cfg.embed_scale != 1.0)
         sums = (tokens // 8 + 8) * cfg.width  # the gradient sorts the ids; fp32 sums of those that are frequent
-        return (tokens * cfg.width * itemsize if cfg.rope is None else 0) + sums + 80 * tokens + SLACK
+        return extra + sums + 80 * tokens + SLACK
     partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
     if u == cfg.n_units - 1:
         return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
@@ -264,6 +285,8 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
     up = tokens * up_width(cfg) * itemsize
     row = tokens * 4  # one fp32 number a token
     lse = cfg.n_heads * row
+    # branch.branch_backward: dy times its factor; a product, the norm of it, its gradient
+    behind = x * ((cfg.branch_scale != 1.0) + 3 * bool(cfg.names.post1))
     normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # q, k after their norms
     result = qkv + normed + attn + lse  # attention.Result
     to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, the row sums of dout * out
@@ -285,7 +308,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
             x + x + x,
         ),
     }
-    return max(moments[kind]) + 4 * row
+    return max(moments[kind]) + behind + 4 * row
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:

@@ -32,6 +32,17 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
+PLAIN = {key: value for key, value in LLAMA.items() if key != "head_dim"} | dict(hidden_size=64, pad_token_id=0)
+LONG = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    partial_rotary_factor=0.5,
+    short_factor=[1.0, 1.1, 1.3, 2.0],
+    long_factor=[1.2, 2.0, 3.0, 9.0],
+)
+DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=0)
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 # name -> (model_type, keys of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2),
@@ -49,9 +60,39 @@ CASES = {
     "mistral window": ("mistral", LLAMA | dict(sliding_window=5)),
     "qwen2": ("qwen2", LLAMA | dict(tie_word_embeddings=True)),
     "qwen2 window above": ("qwen2", LLAMA | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    "llama yarn": ("llama", LLAMA | dict(rope_parameters=YARN)),
+    "llama yarn factors": ("llama", LLAMA | dict(rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=1.1,
+                                                 truncate=False, beta_fast=8.0, beta_slow=2.0))),
+    "phi3": ("phi3", PLAIN),
+    "phi3 window, longrope within": ("phi3", PLAIN | dict(
+        sliding_window=5, rope_parameters=LONG, original_max_position_embeddings=32)),
+    "phi3 tied, longrope beyond": ("phi3", PLAIN | dict(
+        tie_word_embeddings=True, rope_parameters=LONG, original_max_position_embeddings=2)),
+    "smollm3": ("smollm3", PLAIN | dict(num_hidden_layers=3, no_rope_layer_interval=2)),
+    "smollm3 window, biases": ("smollm3", PLAIN | dict(
+        num_hidden_layers=3, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=4,
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
+    "granite": ("granite", PLAIN | dict(
+        embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=3.0)),
+    "granite tied, biases": ("granite", PLAIN | dict(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, residual_multiplier=0.5)),
+    "starcoder2": ("starcoder2", PLAIN),
+    "starcoder2 window, untied": ("starcoder2", PLAIN | dict(sliding_window=5, tie_word_embeddings=False)),
+    "olmo2": ("olmo2", PLAIN),
+    "olmo2 tied, biases": ("olmo2", PLAIN | dict(tie_word_embeddings=True, attention_bias=True,
+                                                 num_key_value_heads=4)),
+    "olmo3": ("olmo3", PLAIN | dict(num_hidden_layers=4, sliding_window=5)),
+    "olmo3 yarn": ("olmo3", PLAIN | dict(
+        num_hidden_layers=3, sliding_window=5, layer_types=TYPES,
+        rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=10000.0)))),
+    "gemma3": ("gemma3_text", DIALECTS | dict(layer_types=TYPES, sliding_window=4, query_pre_attn_scalar=12)),
+    "gemma3 untied, two ropes": ("gemma3_text", DIALECTS | dict(
+        layer_types=TYPES, sliding_window=6, tie_word_embeddings=False, head_dim=16, num_key_value_heads=1,
+        rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+                             sliding_attention=dict(rope_type="default", rope_theta=100.0)))),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
-}
+}  # fmt: skip
 
 
 def oracle(model_type: str, keys: dict):

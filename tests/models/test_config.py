@@ -27,7 +27,7 @@ LLAMA3 = dict(
 
 def test_gpt2_defaults():
     cfg = parse_config(GPT2)
-    assert cfg.layer_norm
+    assert cfg.family.layer_norm
     assert not cfg.gated
     assert cfg.tied
     assert cfg.rope is None
@@ -37,7 +37,7 @@ def test_gpt2_defaults():
 
 def test_llama_defaults():
     cfg = parse_config(LLAMA)
-    assert not cfg.layer_norm
+    assert not cfg.family.layer_norm
     assert cfg.gated
     assert not cfg.tied
     assert cfg.rope == Rope(10000.0)

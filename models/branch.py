@@ -1,0 +1,64 @@
+"""What half a block adds to its input: a linear layer, a norm behind it where the family has one, a factor.
+
+    out = x + scale * norm(inner @ weight + bias)
+
+Legend: N tokens, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trireme.models.config import ModelConfig
+from trireme.models.linear import Linear, linear
+from trireme.models.norm import Norm, norm, norm_backward
+
+
+def copies(before: Norm | None, after: Norm | None) -> bool:
+    """Whether the norm before a half copies x into `out`, where the product is then added in place."""
+    return before is not None and before.copies and after is None
+
+
+def add_branch(
+    cfg: ModelConfig,
+    x: Tensor,
+    inner: Tensor,
+    w: Linear,
+    before: Norm | None,
+    after: Norm | None,
+    out: Tensor,
+    product: Tensor | None = None,
+) -> None:
+    """Fills out (N, D), which may be x; with a norm behind, `product` (N, D) is filled with what it normalises.
+
+    Where `copies`, `out` holds x already, and without a bias the sum is rounded once.
+    """
+    if after is not None:
+        y, _ = norm(linear(inner, w, product), after, cfg.eps)
+        torch.add(x, y, alpha=cfg.branch_scale, out=out)
+    elif copies(before, after):
+        out.addmm_(inner, w.weight, alpha=cfg.branch_scale)
+        if w.bias is not None:
+            out.add_(w.bias, alpha=cfg.branch_scale)
+    else:
+        torch.add(x, linear(inner, w), alpha=cfg.branch_scale, out=out)
+
+
+def branch_backward(
+    cfg: ModelConfig,
+    dy: Tensor,
+    inner: Tensor,
+    w: Linear,
+    after: Norm | None,
+    g_after: Norm | None,
+    product: Tensor | None,
+) -> Tensor:
+    """The gradient (N, D) of the linear layer's result; `product`, where it was not saved, is made again."""
+    if cfg.branch_scale != 1.0:
+        dy = dy * cfg.branch_scale
+    if after is None or g_after is None:
+        return dy
+    product = linear(inner, w) if product is None else product
+    _, stats = norm(product, after, cfg.eps)
+    return norm_backward(dy, product, after, stats, g_after)

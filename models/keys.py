@@ -1,0 +1,68 @@
+"""Typed look-ups in a decoded config.json; every complaint is one line that names the key. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+class InputError(ValueError):
+    """The user's input is wrong: one line that says what, where, and what to do. Exit code 2."""
+
+
+class Keys:
+    """Look-ups in an object of config.json; `where` names it in errors. An absent or null key takes the default."""
+
+    def __init__(self, raw: dict[str, Any], where: str):
+        self.raw, self.where = raw, where
+
+    def error(self, name: str, expected: str) -> InputError:
+        return InputError(f'{self.where}: "{name}" is {_shown(self.raw.get(name))}, expected {expected}.')
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer; an error where it is absent and there is no default."""
+        value = self._get(name, default)
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise self.error(name, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self._get(name, default)
+        if not _is_number(value):
+            raise self.error(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if type(value) is not bool:
+            raise self.error(name, "true or false")
+        return value
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of so many positive numbers."""
+        value = self.raw.get(name)
+        if not isinstance(value, list) or len(value) != length or not all(_is_number(v) for v in value):
+            raise self.error(name, f"a list of {length} positive numbers")
+        return tuple(float(v) for v in value)
+
+    def refuse_unless(self, name: str, accepted: tuple[Any, ...], default: Any = None) -> None:
+        value = self.raw.get(name, default)
+        if value not in accepted:
+            listing = ", ".join("absent" if v is None else json.dumps(v) for v in dict.fromkeys(accepted))
+            raise InputError(f'{self.where}: "{name}": {_shown(value)} is not supported. Supported: {listing}.')
+
+
+def _is_number(value: Any) -> bool:
+    """A positive one that a float holds: an integer may be larger."""
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,106 @@
+"""Rotary positions as config.json describes them, in the spellings of transformers 4 and 5. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trireme.models.keys import InputError, Keys
+
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # layer_types of transformers
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, a table of angles. The fields after `kind` are used by the kinds that they name."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0  # linear, llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_positions: int = 0  # llama3, yarn, longrope
+    width: int = 0  # features of a head that are rotated, the first ones; 0: all
+    attention_factor: float = 1.0  # multiplies cos and sin: yarn, longrope
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    short_factors: tuple[float, ...] = ()  # longrope: divide the frequencies up to original_positions
+    long_factors: tuple[float, ...] = ()  # longrope: beyond
+
+
+def parse_ropes(keys: Keys, theta: float, local_theta: float, head_dim: int, positions: int) -> tuple[Rope, Rope]:
+    """(Rope of layers with full attention, of those with a window); the thetas are defaults.
+
+    One set of parameters serves both, unless they are given per layer type, or `rope_local_base_freq` is.
+    """
+    name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
+    params = keys.raw.get(name) or {}
+    if not isinstance(params, dict):
+        raise keys.error(name, "an object or null")
+    nested = {key for key, value in params.items() if isinstance(value, dict)}
+    if nested - {LOCAL, GLOBAL}:
+        raise InputError(f'{keys.where}: {name}: "{min(nested - {LOCAL, GLOBAL})}" is no layer type of this model.')
+    where = lambda kind: f"{keys.where}: {name}" + (f": {kind}" if nested else "")
+    of = lambda kind: Keys(params.get(kind, {}) if nested else params, where(kind))
+    rope = _parse(keys, of(GLOBAL), keys.number("rope_theta", theta), head_dim, positions)
+    if nested:
+        return rope, _parse(keys, of(LOCAL), local_theta, head_dim, positions)
+    if local_theta == theta and "rope_local_base_freq" not in keys.raw:
+        return rope, rope
+    return rope, Rope(keys.number("rope_local_base_freq", local_theta), width=rope.width)
+
+
+def _parse(keys: Keys, inner: Keys, theta: float, head_dim: int, positions: int) -> Rope:
+    kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
+    if kind == "su" or kind == "yarn" and "short_factor" in inner.raw:
+        kind = "longrope"  # by its first names
+    if kind not in KINDS:
+        raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(KINDS)}.')
+    theta = inner.number("rope_theta", theta)
+    width = _width(keys, inner, head_dim)
+    if kind == "default":
+        return Rope(theta, width=width)
+    if kind == "linear":
+        return Rope(theta, kind, inner.number("factor"), width=width)
+    original = keys.count(
+        "original_max_position_embeddings", inner.count("original_max_position_embeddings", positions)
+    )
+    common: dict[str, Any] = dict(original_positions=original, width=width)
+    if kind == "llama3":
+        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+        if not low < high:
+            raise inner.error("high_freq_factor", f"a number above low_freq_factor = {low}")
+        return Rope(theta, kind, inner.number("factor"), low, high, **common)
+    if kind == "yarn":
+        factor = inner.number("factor", positions / original)
+        fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
+        attention = inner.number("attention_factor", _yarn_attention(inner, factor))
+        truncate = inner.flag("truncate", True)
+        return Rope(theta, kind, factor, attention_factor=attention, beta_fast=fast, beta_slow=slow,
+                    truncate=truncate, **common)  # fmt: skip
+    factor = inner.number("factor", positions / original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    half = (width or head_dim) // 2
+    short, long = (inner.numbers(name, half) for name in ("short_factor", "long_factor"))
+    attention = inner.number("attention_factor", usual)
+    return Rope(theta, kind, attention_factor=attention, short_factors=short, long_factors=long, **common)
+
+
+def _width(keys: Keys, inner: Keys, head_dim: int) -> int:
+    share = inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    width = int(head_dim * share)
+    if share > 1 or width % 2 or not width:
+        holder = inner if "partial_rotary_factor" in inner.raw else keys
+        raise holder.error("partial_rotary_factor", f"a share of {head_dim} features that is an even number")
+    return 0 if width == head_dim else width
+
+
+def _yarn_attention(inner: Keys, factor: float) -> float:
+    """The usual attention factor of yarn, as of transformers."""
+    mscale = lambda by: 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+    if inner.raw.get("mscale") and inner.raw.get("mscale_all_dim"):
+        return mscale(inner.number("mscale")) / mscale(inner.number("mscale_all_dim"))
+    return mscale(1.0)
