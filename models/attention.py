@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.branch import add_branch, branch_backward, copies
+from trireme.models.branch import add_branch, add_product, branch_backward, copies
 from trireme.models.config import ModelConfig
 from trireme.models.linear import Linear, add_gradients_, linear, linear_backward
 from trireme.models.norm import Norm, norm, norm_backward
@@ -91,7 +91,9 @@ def backward(
     dx: Tensor,
 ) -> None:
     """Fills dx (N, D) and adds to the gradients g, given dy (N, D). What is not in `saved` is recomputed."""
-    dqkv = backward_to_qkv(cfg, layer, w, g, recall(cfg, layer, w, x, saved, rows), dy, rows, saved)
+    result = recall(cfg, layer, w, x, saved, rows)
+    dqkv = backward_to_qkv(cfg, layer, w, g, result, dy, rows, saved.get("attn_branch"))
+    del result  # shapes._block_workspace
     backward_to_x(cfg, w, g, x, dqkv, dy, dx)
 
 
@@ -104,11 +106,17 @@ def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str,
     return Result(qkv, heads, *_attend(cfg, layer, heads, rows))
 
 
-def residual(cfg: ModelConfig, w: Weights, x: Tensor, attn_out: Tensor) -> Tensor:
-    """Forward's `out` (N, D) once more, from its attn_out."""
+def residual(
+    cfg: ModelConfig, w: Weights, x: Tensor, attn_out: Tensor, product: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Forward's `out` (N, D) once more, from its attn_out; with a norm behind o its argument too, made if not given."""
     out = x.clone() if copies(w.norm, w.post) else torch.empty_like(x)
-    add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
-    return out
+    if w.post is None:
+        add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
+        return out, None
+    product = linear(attn_out, w.o) if product is None else product
+    add_product(cfg, x, product, w.post, out)
+    return out, product
 
 
 def backward_to_qkv(
@@ -119,10 +127,10 @@ def backward_to_qkv(
     result: Result,
     dy: Tensor,
     rows: Rows,
-    saved: dict[str, Tensor],
+    product: Tensor | None,
 ) -> Tensor:
-    """Gradient of the projected qkv, packed as it is: (N, (H + 2K) d)."""
-    dy = branch_backward(cfg, dy, result.out, w.o, w.post, g.post, saved.get("attn_branch"))
+    """Gradient of the projected qkv, packed as it is: (N, (H + 2K) d). `product` is attn_branch, if it is at hand."""
+    dy = branch_backward(cfg, dy, result.out, w.o, w.post, g.post, product)
     add_gradients_(g.o, result.out, dy)
     q, k, v, q_rstd, k_rstd = result.heads
     dout, out = linear_backward(dy, w.o).view(q.shape), result.out.view(q.shape)
@@ -175,7 +183,7 @@ def _heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) ->
 
 
 def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
-    """(x (N, heads, d) after the norm, its statistics): of each head, or of all together where the weight is so wide."""
+    """(x (N, heads, d) after the norm, its statistics): of each head, or of all together."""
     y, rstd = ops.head_rmsnorm_fwd(x.view(len(x), -1, len(w.weight)), w.factor, eps)
     return y.view(x.shape), rstd
 

@@ -52,10 +52,15 @@ def backward(
 ) -> None:
     """Fills dx (N, D) and adds to the gradients g, given dy (N, D). What is not in `saved` is recomputed."""
     recall = lambda: attention.recall(cfg, layer, w.attention, x, saved, rows)
-    result = None if "resid" in saved else recall()
-    resid = saved["resid"] if result is None else attention.residual(cfg, w.attention, x, result.out)
+    result, product = None, saved.get("attn_branch")
+    if "resid" in saved:
+        resid = saved["resid"]
+    else:
+        result = recall()
+        resid, product = attention.residual(cfg, w.attention, x, result.out, product)
     dresid = mlp.backward(cfg, w.mlp, g.mlp, resid, saved, dy)
     del resid  # shapes._block_workspace
-    dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result or recall(), dresid, rows, saved)
-    del result  # shapes._block_workspace
+    result = result or recall()
+    dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result, dresid, rows, product)
+    del result, product  # shapes._block_workspace
     attention.backward_to_x(cfg, w.attention, g.attention, x, dqkv, dresid, dx)

@@ -35,14 +35,19 @@ def add_branch(
     Where `copies`, `out` holds x already, and without a bias the sum is rounded once.
     """
     if after is not None:
-        y, _ = norm(linear(inner, w, product), after, cfg.eps)
-        torch.add(x, y, alpha=cfg.branch_scale, out=out)
+        add_product(cfg, x, linear(inner, w, product), after, out)
     elif copies(before, after):
         out.addmm_(inner, w.weight, alpha=cfg.branch_scale)
         if w.bias is not None:
             out.add_(w.bias, alpha=cfg.branch_scale)
     else:
         torch.add(x, linear(inner, w), alpha=cfg.branch_scale, out=out)
+
+
+def add_product(cfg: ModelConfig, x: Tensor, product: Tensor, after: Norm, out: Tensor) -> None:
+    """Fills out (N, D), given the product (N, D) that the norm behind it normalises."""
+    y, _ = norm(product, after, cfg.eps)
+    torch.add(x, y, alpha=cfg.branch_scale, out=out)
 
 
 def branch_backward(

@@ -6,7 +6,7 @@ A family is a row of FAMILIES: names on disk, places of norms, defaults of keys.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,6 +220,22 @@ class ModelConfig:
         return scale / (layer + 1) if self.scale_attn_by_layer else scale
 
 
+def numbers(cfg: ModelConfig) -> dict[str, Any]:
+    """All of a config but what a plan adds, flat and as JSON holds it: what a run knows its model by."""
+    found = json.loads(json.dumps(asdict(cfg)))
+    del found["halves"]
+    for name in ("rope", "local_rope"):
+        found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
+    return found
+
+
+def default_number(name: str) -> Any:
+    """What a name of `numbers` stands for where it is absent: in what was written before the name existed."""
+    holder, _, key = name.rpartition(".")
+    defaults = {f.name: f.default for f in fields(Rope if holder else ModelConfig) if f.default is not MISSING}
+    return json.loads(json.dumps(defaults.get(key)))
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """ModelConfig of the checkpoint in `folder`. InputError where config.json is missing, malformed or unsupported."""
     path = Path(folder) / "config.json"
@@ -294,7 +310,7 @@ def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers
     if not family.rotary:
         return {}
     window, first, full = _window(keys, family, layers)
-    rope, local = parse_ropes(keys, family.theta, family.local_theta or family.theta, head_dim, positions)
+    rope, local = parse_ropes(keys, family.theta, family.local_theta, head_dim, positions, family.windows == "pattern")
     if rope.width and not family.partial:
         raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
     found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)

@@ -31,24 +31,29 @@ class Rope:
     long_factors: tuple[float, ...] = ()  # longrope: beyond
 
 
-def parse_ropes(keys: Keys, theta: float, local_theta: float, head_dim: int, positions: int) -> tuple[Rope, Rope]:
+def parse_ropes(
+    keys: Keys, theta: float, local_theta: float | None, head_dim: int, positions: int, typed: bool
+) -> tuple[Rope, Rope]:
     """(Rope of layers with full attention, of those with a window); the thetas are defaults.
 
-    One set of parameters serves both, unless they are given per layer type, or `rope_local_base_freq` is.
+    One set of parameters serves both, unless the family has a theta for layers with a window, or gives parameters per
+    layer type (`typed`).
     """
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     params = keys.raw.get(name) or {}
     if not isinstance(params, dict):
         raise keys.error(name, "an object or null")
     nested = {key for key, value in params.items() if isinstance(value, dict)}
-    if nested - {LOCAL, GLOBAL}:
-        raise InputError(f'{keys.where}: {name}: "{min(nested - {LOCAL, GLOBAL})}" is no layer type of this model.')
+    if strange := nested - ({LOCAL, GLOBAL} if typed else set()):
+        raise InputError(
+            f'{keys.where}: {name}: parameters for "{min(strange)}" are not supported for this model_type.'
+        )
     where = lambda kind: f"{keys.where}: {name}" + (f": {kind}" if nested else "")
     of = lambda kind: Keys(params.get(kind, {}) if nested else params, where(kind))
     rope = _parse(keys, of(GLOBAL), keys.number("rope_theta", theta), head_dim, positions)
     if nested:
-        return rope, _parse(keys, of(LOCAL), local_theta, head_dim, positions)
-    if local_theta == theta and "rope_local_base_freq" not in keys.raw:
+        return rope, _parse(keys, of(LOCAL), local_theta or theta, head_dim, positions)
+    if local_theta is None:
         return rope, rope
     return rope, Rope(keys.number("rope_local_base_freq", local_theta), width=rope.width)
 

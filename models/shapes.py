@@ -285,8 +285,8 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
     up = tokens * up_width(cfg) * itemsize
     row = tokens * 4  # one fp32 number a token
     lse = cfg.n_heads * row
-    # branch.branch_backward: dy times its factor; a product, the norm of it, its gradient
-    behind = x * ((cfg.branch_scale != 1.0) + 3 * bool(cfg.names.post1))
+    # branch.branch_backward: dy times its factor; a product, its norm, its gradient; the product of the other half
+    behind = x * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
     normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # q, k after their norms
     result = qkv + normed + attn + lse  # attention.Result
     to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, the row sums of dout * out

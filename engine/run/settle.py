@@ -24,7 +24,7 @@ from trireme.engine.planner.rates import Machine
 from trireme.engine.planner.rule import Wanted, shortage, simple_plan
 from trireme.engine.run.options import Options
 from trireme.models import shapes
-from trireme.models.config import InputError, ModelConfig
+from trireme.models.config import InputError, ModelConfig, default_number, numbers
 from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import complaint
 
@@ -140,9 +140,7 @@ def pinned_of(options: Options, data: Mapping[str, Any]) -> Pinned:
 
 def identity(cfg: ModelConfig, source: Source) -> dict[str, dict[str, Any]]:
     """What a run knows its model by: the numbers of its config, and dtype and shape of every tensor in its files."""
-    numbers = {name: value for name, value in asdict(cfg).items() if name not in ("rope", "halves")}
-    numbers |= {f"rope.{name}": value for name, value in asdict(cfg.rope).items()} if cfg.rope else {}
-    return {"config": numbers, "tensors": {name: [t.dtype, *t.shape] for name, t in source.tensors.items()}}
+    return {"config": numbers(cfg), "tensors": {name: [t.dtype, *t.shape] for name, t in source.tensors.items()}}
 
 
 def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Source) -> None:
@@ -150,7 +148,8 @@ def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Sour
     for kind, now in identity(cfg, source).items():
         before = pinned.model[kind]
         for name in [*before, *now]:
-            if now.get(name) != before.get(name):
+            usual = default_number(name) if kind == "config" else None
+            if now.get(name, usual) != before.get(name, usual):
                 here, then = (json.dumps(found[name]) if name in found else "missing" for found in (now, before))
                 raise InputError(
                     f"--resume {options.resume}: {name} of {options.model} is {here}, the run began with {then}. "

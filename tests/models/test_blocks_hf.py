@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
+from transformers import AutoModelForCausalLM
 
+from trireme.models import hf
 from trireme.models.config import read_config
+from trireme.models.rows import rope_tables
 
 
 def packed(lengths, vocab, seed=1):
@@ -42,6 +45,46 @@ def test_as_transformers(case):
     assert not grads
 
 
+ONE_EACH = {model_type: case for case, (model_type, _) in reversed(CASES.items())}
+
+
+@pytest.mark.parametrize("case", ONE_EACH.values())
+def test_a_saved_folder_goes_through(case, tmp_path):
+    """config.json as transformers writes it is read, and tensors under the names they came by make the same model."""
+    reference, cfg = oracle(*CASES[case])
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    reference.save_pretrained(theirs)
+    assert read_config(theirs) == cfg
+    state = load_file(theirs / "model.safetensors")
+    tiny = Tiny(cfg, state)
+    canonical = hf.canonical_names(cfg, {name: tuple(t.shape) for name, t in state.items()})
+    views = {name: view for unit in tiny.views for name, view in unit.items()}
+    ours.mkdir()
+    (ours / "config.json").write_bytes((theirs / "config.json").read_bytes())
+    save_file({name: views[canonical[name]].clone() for name in state}, ours / "model.safetensors", {"format": "pt"})
+    reopened = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float32)
+    state = reopened.state_dict()
+    assert all(torch.equal(t, state[name]) for name, t in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tables_of_angles_are_those_of_transformers(case):
+    """To the bit, for each kind of layer."""
+    reference, cfg = oracle(*CASES[case])
+    rotary = getattr(reference.base_model, "rotary_emb", None)
+    tables = rope_tables(cfg, 40, "cpu")
+    if rotary is None:
+        assert tables == (None, None)
+        return
+    x, positions = torch.zeros(1), torch.arange(40)[None]
+    kinds = getattr(rotary, "layer_types", [None])
+    for kind in kinds:
+        cos, sin = rotary(x, positions, *([] if kind is None else [kind]))
+        table = tables[1] if kind == "sliding_attention" and tables[1] is not None else tables[0]
+        assert torch.equal(table.cos, cos[0, :, : cos.shape[2] // 2])
+        assert torch.equal(table.sin, sin[0, :, : sin.shape[2] // 2])
+
+
 @pytest.mark.parametrize("folder", ["stories260k", "capp-gpt2"])
 def test_real_checkpoint(real, folder):
     """Losses and gradient norms that transformers gave for a real checkpoint."""
@@ -57,7 +100,7 @@ def test_real_checkpoint(real, folder):
 
 
 @pytest.mark.parametrize("grad_dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("case", ["gpt2", "llama biases", "qwen3"])
+@pytest.mark.parametrize("case", ["gpt2", "llama biases", "qwen3", "phi3", "granite", "olmo2", "gemma3"])
 def test_bf16(case, grad_dtype):
     """In bf16 our gradients are as near to the fp32 ones as those of transformers in bf16."""
     reference, cfg = oracle(*CASES[case])

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
-from trireme.models.config import InputError, Rope, parse_config, read_config
+from trireme.models.config import InputError, Rope, default_number, numbers, parse_config, read_config
 
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
@@ -124,7 +126,30 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
         (LLAMA | dict(final_logit_softcapping=30.0), ["final_logit_softcapping"]),
         (LLAMA | dict(quantization_config=dict(quant_method="gptq")), ["quantization_config", "gptq"]),
-        (LLAMA | dict(rope_scaling=dict(type="yarn", factor=4.0)), ["yarn", "default, linear, llama3"]),
+        (LLAMA | dict(rope_scaling=dict(type="ntk", factor=4.0)), ["ntk", "default, linear, llama3, yarn, longrope"]),
+        (LLAMA | dict(rope_scaling=dict(type="yarn", factor=-1)), ["factor", "-1"]),
+        (LLAMA | dict(rope_scaling=dict(type="longrope", short_factor=[1.0] * 64)), ["long_factor", "64"]),
+        (LLAMA | dict(rope_scaling=dict(type="longrope", short_factor=[1.0], long_factor=[1])), ["short_factor"]),
+        (LLAMA | dict(embedding_multiplier=12.0), ["embedding_multiplier"]),
+        (LLAMA | dict(residual_multiplier=0.2), ["residual_multiplier"]),
+        (LLAMA | dict(query_pre_attn_scalar=256), ["query_pre_attn_scalar"]),
+        (LLAMA | dict(no_rope_layers=[1] * 32), ["no_rope_layers"]),
+        (LLAMA | dict(model_type="gemma2"), ["gemma2", "gemma3_text"]),
+        (LLAMA | dict(model_type="phi3", partial_rotary_factor=0.23), ["partial_rotary_factor", "0.23", "128"]),
+        (LLAMA | dict(model_type="phi3", partial_rotary_factor=1.5), ["partial_rotary_factor", "1.5"]),
+        (LLAMA | dict(model_type="phi3", partial_rotary_factor="all"), ["partial_rotary_factor", "all"]),
+        (LLAMA | dict(model_type="smollm3", no_rope_layers=[1, 0]), ["no_rope_layers", "32"]),
+        (LLAMA | dict(model_type="smollm3", layer_types=["sliding_attention"] * 32), ["sliding_window", "null"]),
+        (LLAMA | dict(model_type="smollm3", num_hidden_layers=2**31 - 1), ["num_hidden_layers", "65536"]),
+        (LLAMA | dict(model_type="olmo3", num_hidden_layers=2**31 - 1), ["num_hidden_layers", "65536"]),
+        (LLAMA | dict(model_type="olmo3", layer_types=["full_attention"] * 31), ["layer_types", "32"]),
+        (LLAMA | dict(model_type="olmo3", layer_types=["linear_attention"] * 32), ["layer_types", "sliding_attention"]),
+        (LLAMA | dict(model_type="olmo3", sliding_window=None), ["sliding_window"]),
+        (LLAMA | dict(model_type="starcoder2", hidden_act="gelu"), ["hidden_act", "gelu_pytorch_tanh"]),
+        (LLAMA | dict(model_type="starcoder2", hidden_act="gelu_pytorch_tanh", use_bias=False), ["use_bias"]),
+        (LLAMA | dict(model_type="granite", logits_scaling=0), ["logits_scaling", "0"]),
+        (LLAMA | dict(model_type="gemma3_text", final_logit_softcapping=30.0), ["final_logit_softcapping"]),
+        (LLAMA | dict(model_type="gemma3_text", use_bidirectional_attention=True), ["use_bidirectional_attention"]),
         (LLAMA | dict(rope_scaling=dict(type="dynamic", factor=4.0)), ["dynamic"]),
         (LLAMA | dict(rope_scaling=dict(type="linear")), ["rope_scaling", "factor"]),
         (LLAMA | dict(rope_scaling="linear"), ["rope_scaling"]),
@@ -142,6 +167,50 @@ def test_refused_by_name(raw, words):
     assert "config.json" in str(e.value)
     assert "\n" not in str(e.value)
     assert all(word in str(e.value) for word in words), str(e.value)
+
+
+def test_patterns_of_layers():
+    of = lambda **keys: parse_config(LLAMA | dict(num_hidden_layers=8, num_key_value_heads=8) | keys)
+    olmo = of(model_type="olmo3")
+    assert [olmo.layer_window(i) for i in range(8)] == [4096, 4096, 4096, 0] * 2
+    gemma = of(model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh", sliding_window=512,
+               rope_scaling=dict(rope_type="linear", factor=8.0))  # fmt: skip
+    assert [i for i in range(8) if not gemma.layer_window(i)] == [5]
+    assert (gemma.rope, gemma.local_rope) == (Rope(1e6, "linear", 8.0), Rope(1e4))
+    assert gemma.layer_scale(0) == 256**-0.5
+    assert of(model_type="smollm3").unrotated == (3, 7)
+    assert of(model_type="smollm3").window == 0
+    phi = of(model_type="phi3", partial_rotary_factor=0.75, sliding_window=2047)
+    assert (phi.rope.width, phi.layer_window(7)) == (96, 2047)
+
+
+def test_what_was_written_before_is_the_same_model():
+    """The numbers of a run that knew fewer of them: what has been added since stands for its default."""
+    before = dict(
+        model_type="llama", vocab=32000, width=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008,
+        max_positions=2048, eps=1e-6, tied=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+        window=0, window_from=0, scale_attn=True, scale_attn_by_layer=False,
+    )  # fmt: skip
+    before |= {"rope.theta": 1e4, "rope.kind": "default", "rope.factor": 1.0, "rope.low_freq_factor": 1.0,
+               "rope.high_freq_factor": 4.0, "rope.original_positions": 0}  # fmt: skip
+    same = lambda now: all(
+        now.get(name, default_number(name)) == before.get(name, default_number(name)) for name in [*before, *now]
+    )
+    assert same(numbers(parse_config(LLAMA)))
+    assert not same(numbers(parse_config(LLAMA | dict(rope_scaling=dict(type="yarn", factor=4.0)))))
+    assert not same(numbers(parse_config(LLAMA | dict(model_type="olmo3"))))
+    found = numbers(parse_config(LLAMA | dict(model_type="olmo3")))
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_only_the_table_names_a_family():
+    """Blocks, shapes and engine read descriptions."""
+    root = Path(__file__).parents[2]
+    own = {"gpt2", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", "starcoder2", "olmo2", "gemma3"}
+    for path in [*root.glob("models/*.py"), *root.glob("engine/*.py"), *root.glob("kernels/**/*.py")]:
+        if path.name != "config.py":
+            words = set(re.findall(r"[\"']([a-z]+\d*)[\"']", path.read_text()))
+            assert not words & own, path
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "null", '{"a": 1', "\udcff", "[" * 100_000])

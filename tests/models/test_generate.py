@@ -44,7 +44,19 @@ def oracle_generate(model, prompts, max_new, eos=None):
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt2", "llama biases", "llama 3.1 rope", "mistral window", "qwen2 window above", "qwen3"]
+    "case",
+    [
+        "gpt2",
+        "llama biases",
+        "llama 3.1 rope",
+        "mistral window",
+        "qwen2 window above",
+        "qwen3",
+        "granite",
+        "smollm3 window, biases",
+        "olmo3",
+        "gemma3",
+    ],  # fmt: skip
 )
 def test_greedy_as_transformers(case):
     reference, cfg = oracle(*CASES[case])

@@ -1,7 +1,8 @@
-"""The LLaMA block by itself; test_blocks_hf.py compares it with transformers."""
+"""Blocks of the families with rotary positions by themselves; test_blocks_hf.py compares them with transformers."""
 
 import pytest
 from blocks import check_every_subset
+from tiny import CASES
 
 KEYS = dict(
     vocab_size=64,
@@ -26,3 +27,10 @@ KEYS = dict(
 )
 def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
     check_every_subset(model_type, dtype, grad_dtype, **KEYS, **more)
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [("F32", "F32"), ("BF16", "F32")])
+@pytest.mark.parametrize("case", ["phi3", "granite", "smollm3", "starcoder2", "olmo2", "olmo3", "gemma3"])
+def test_every_subset_of_saved_in_other_families(case, dtype, grad_dtype):
+    model_type, keys = CASES[case]
+    check_every_subset(model_type, dtype, grad_dtype, **keys)

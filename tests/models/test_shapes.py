@@ -31,6 +31,13 @@ SMALL_MODELS = {
     "llama wide heads": SMALL | dict(model_type="llama", num_key_value_heads=4, head_dim=128),
     "qwen3": SMALL | dict(model_type="qwen3", num_key_value_heads=2, head_dim=32),
 }
+DIALECTS = {
+    "phi3": SMALL | dict(model_type="phi3", num_key_value_heads=2),
+    "granite": SMALL | dict(model_type="granite", residual_multiplier=0.5),
+    "starcoder2": SMALL | dict(model_type="starcoder2", hidden_act="gelu_pytorch_tanh"),
+    "olmo2": SMALL | dict(model_type="olmo2"),
+    "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
+}
 
 
 def test_parameters():
@@ -101,7 +108,9 @@ def _bare_ops():
         head_rmsnorm_bwd=lambda *_: None,
         rope_=lambda *_: None,
         swiglu_fwd=glu,
+        geglu_fwd=glu,
         swiglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
+        geglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
         gelu_bias_fwd=lambda h, _: new(h),
         gelu_bias_bwd=lambda dy, h, *_: (new(h), new(h)),
         bias_bwd_=lambda *_: None,
@@ -170,9 +179,19 @@ def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
 
 
 @UNITS
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", DIALECTS)
+def test_workspace_is_enough_for_every_family(name, halves, u, monkeypatch):
+    cfg, forward, backward = replace(parse_config(DIALECTS[name]), halves=halves), Watch(), Watch()
+    _watched(cfg, u, monkeypatch, (), forward, backward)
+    bound = shapes.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - shapes.SLACK
+    assert max(forward.peak, backward.peak) <= bound
+    assert backward.peak > 0.7 * bound
+
+
+@UNITS
+@pytest.mark.parametrize("name", SMALL_MODELS | DIALECTS)
 def test_flops_are_those_of_the_products(name, halves, u, monkeypatch):
-    cfg = replace(parse_config(SMALL_MODELS[name]), halves=halves)
+    cfg = replace(parse_config((SMALL_MODELS | DIALECTS)[name]), halves=halves)
     kind = shapes.kind(cfg, u)
     names = list(shapes.saved_shapes(cfg, 1, kind))
     for keep in (frozenset(c) for k in range(len(names) + 1) for c in combinations(names, k)):
