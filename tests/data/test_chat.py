@@ -28,7 +28,7 @@ DEEPSEEK = [
     *(f"<｜tool▁{what}｜>" for what in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     *(f"<｜tool▁{what}｜>" for what in ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end")),
 ]
-COHERE = [f"<|{what}|>" for what in ("START_OF_TURN_TOKEN", "END_OF_TURN_TOKEN", "USER_TOKEN", "CHATBOT_TOKEN")]
+COHERE = [f"<|{what}_TOKEN|>" for what in ("START_OF_TURN", "END_OF_TURN", "USER", "CHATBOT", "SYSTEM")]
 FAMILIES = {  # name: (bos, eos, other special tokens, before, after)
     "chatml": ("<s>", "</s>", CHATML, r"<\|im_start\|>assistant\n", r"<\|im_end\|>"),
     "chatml_no_prompt": ("<s>", "</s>", CHATML, r"<\|im_start\|>assistant\n", r"<\|im_end\|>"),
@@ -56,6 +56,11 @@ FAMILIES = {  # name: (bos, eos, other special tokens, before, after)
     "deepseek_v31": (
         *(DEEPSEEK[4], DEEPSEEK[5], DEEPSEEK),
         *("(?:<｜Assistant｜></think>|<｜tool▁output▁end｜>(?!<))", "<｜end▁of▁sentence｜>"),
+    ),
+    "hermes_tools": ("<s>", "<|im_end|>", CHATML, r"<\|im_start\|>assistant\n", r"<\|im_end\|>"),
+    "command_r_tools": (
+        *("<BOS_TOKEN>", COHERE[1], COHERE, r"<\|CHATBOT_TOKEN\|>"),
+        r"(?:<\|END_OF_TURN_TOKEN\|>|\]```)",
     ),
     "command_r": ("<BOS_TOKEN>", COHERE[1], COHERE, r"<\|CHATBOT_TOKEN\|>", r"<\|END_OF_TURN_TOKEN\|>"),
 }
@@ -116,7 +121,8 @@ CALLS = {
     ],
 }
 WITH_THOUGHTS = ("qwen3", "deepseek_r1", "deepseek_v31")
-WITH_CALLS = ("llama31", "mistral_nemo", "qwen25", "qwen3", "deepseek_r1", "deepseek_v31")
+NEED_TOOLS = ("hermes_tools", "command_r_tools")  # they come beside a default, for conversations with tools alone
+WITH_CALLS = (*NEED_TOOLS, "llama31", "mistral_nemo", "qwen25", "qwen3", "deepseek_r1", "deepseek_v31")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +165,7 @@ def peer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def cases(name: str):
-    yield from ((title, talk, None) for title, talk in PLAIN_TALK.items())
+    yield from ((title, talk, TOOLS if name in NEED_TOOLS else None) for title, talk in PLAIN_TALK.items())
     if name in WITH_THOUGHTS:
         yield from ((title, talk, None) for title, talk in THOUGHTS.items())
     if name in WITH_CALLS:
@@ -213,6 +219,34 @@ def check_tokens(tokenizer, encoded: Encoded, text: str, spans) -> None:
     """Token by token: what is trained decodes to the spans' text (these templates' marks stand on token borders)."""
     trained = encoded.ids[encoded.trained]
     assert tokenizer.decode(trained).replace(" ", "") == "".join(text[a:b] for a, b in spans).replace(" ", "")
+
+
+@pytest.mark.parametrize("name", NEED_TOOLS)
+def test_a_template_for_tools_beside_a_default(name, folder, tmp_path):
+    """Rows with tools are read by the one, rows without by the other, and both masks are right."""
+    default = name.removesuffix("_tools").replace("hermes", "chatml")
+    for path in folder(name).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": n, "template": (TEMPLATES / f"{t}.jinja").read_text()}
+             for n, t in (("default", default), ("tool_use", name))]  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    template = load_template(load_tokenizer(tmp_path))
+    assert not template.notes()
+    for title, talk, tools in [*cases(name), ("no tools", PLAIN_TALK["three turns"], None)]:
+        text, spans = template.spans(talk, tools)
+        assert ("weather" in text) == bool(tools)
+        assert [text[a:b] for a, b in spans] == expected_parts(text, *FAMILIES[name][3:]), title
+
+
+def test_an_opening_that_cannot_be_found_is_refused():
+    """Here no talk of ours can be written, and the template refuses to ask: nothing says where the words begin."""
+    source = (
+        "{% if add_generation_prompt or messages|length != 2 or messages[0].content != 'a' %}{{ raise_exception('no') }}"
+        "{% endif %}{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' }}{% endfor %}"
+    )
+    with pytest.raises(BadRow, match="message 1 .* begins with no opening that can be told"):
+        ChatTemplate({"default": source}, {}).spans([user("a"), said("b")], None)
 
 
 def check_messages(template: ChatTemplate, talk, tools, title: str) -> None:
@@ -381,7 +415,7 @@ WORDS = st.text(st.sampled_from(list('ab \n<|>é日🦜_{}%"\\')), max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3), st.sampled_from(sorted(set(FAMILIES) - {"llama31"})))
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3), st.sampled_from(sorted(set(FAMILIES) - {"llama31", *NEED_TOOLS})))
 def test_any_words(turns, name):
     """Whatever is said, the spans are what the template wrote between the opening and the end of the turn."""
     bos, eos, *_, before, after = FAMILIES[name]
