@@ -152,6 +152,7 @@ def _sync(file: IO[Any]) -> None:
 
 
 _META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)  # in meta.json
+_COUNTS = dict(unused=list, unknown=int, said=int, unwritten=int)  # in those of later versions
 
 
 def open_tokens(folder: Path) -> TokenFile | None:
@@ -180,6 +181,11 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
         dtype = np.dtype({"<u2": "<u2", "<u4": "<u4"}[meta["dtype"]])
         lengths = np.diff(offsets)
         if not all(type(meta[name]) is kind for name, kind in _META.items()) or folder.name != f"tokens-{meta['key']}":
+            return None
+        meta = {name: kind() for name, kind in _COUNTS.items()} | meta
+        if not all(type(meta[name]) is kind for name, kind in _COUNTS.items()):
+            return None
+        if not all(isinstance(key, str) for key in meta["unused"]):
             return None
         if len(offsets) != len(trained) + 1 or offsets[0] != 0 or ((trained < 0) | (trained > lengths)).any():
             return None

@@ -9,14 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 
 from trireme.engine.data.rows import BadRow, Fields
-from trireme.engine.data.template import PROBE, PROBE_TOOLS, Habits, Rendering, Span, Template, habits, prompts
+from trireme.engine.data.template import (
+    PROBE,
+    PROBE_TOOLS,
+    Habits,
+    Rendering,
+    Span,
+    Template,
+    habits,
+    prompts,
+    thoughts_of,
+)
 from trireme.engine.data.tokens import Tokenizer
 from trireme.models.config import InputError
 from trireme.storage.companions import TEMPLATES
@@ -66,7 +78,17 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
+_LINES = re.compile(r"</?think>|\n")
 BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
+
+
+class Marked(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+    spans: list[Span]  # characters to train on
+    said: int  # characters of the assistant's messages that are to be learned
+    unwritten: int  # of these, characters that the template does not write, thoughts of earlier turns for instance
 
 
 class ChatTemplate:
@@ -82,8 +104,8 @@ class ChatTemplate:
         """The rendering; `prompt` adds what asks for the assistant's next message. BadRow where it is refused."""
         return self._template(tools).text(messages, tools, prompt)
 
-    def spans(self, messages: list[Fields], tools: list[Fields] | None) -> tuple[str, list[Span]]:
-        """(rendering, its characters to train on). Messages with "train": False are left out. BadRow where unclear."""
+    def mark(self, messages: list[Fields], tools: list[Fields] | None) -> Marked:
+        """The rendering and what is learned of it: not messages with "train": False. BadRow where that is unclear."""
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
         form = self._of(tools).arguments
         messages = [_with_calls({k: v for k, v in m.items() if k != "train"}, form) for m in messages]
@@ -92,8 +114,11 @@ class ChatTemplate:
         _check_tools(tools, rendering.text)
         _check_written(messages, rendering)
         if template.tags:
-            return rendering.text, _tagged(rendering, wanted)
-        return rendering.text, [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
+            spans = _tagged(rendering, wanted)
+        else:
+            spans = [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
+        counts = [_unwritten(i, message, rendering) for i, message in enumerate(messages) if wanted[i]]
+        return Marked(rendering.text, spans, sum(said for said, _ in counts), sum(lost for _, lost in counts))
 
     def notes(self) -> list[str]:
         """What the user should know about this template."""
@@ -159,6 +184,14 @@ def _tagged(rendering: Rendering, wanted: list[bool]) -> list[Span]:
     """The {% generation %} blocks, but those in turns that are not wanted."""
     unwanted = [span for i, span in rendering.turns if not wanted[i]]
     return [(a, b) for a, b in rendering.generated if not any(start <= a and b <= stop for start, stop in unwanted)]
+
+
+def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]:
+    """(characters that message i says, those of them that its turn does not have), line by line."""
+    turn = "".join(rendering.text[a:b] for j, (a, b) in rendering.turns if j == i) or rendering.text
+    texts = [message.get("content"), thoughts_of(message)]
+    lines = [line.strip() for text in texts if isinstance(text, str) for line in _LINES.split(text)]
+    return sum(map(len, lines)), sum(len(line) for line in lines if line not in turn)
 
 
 def _with_calls(message: Fields, form: type | None) -> Fields:

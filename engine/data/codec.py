@@ -32,6 +32,7 @@ class Facts(NamedTuple):
     eos_token: str | None
     tokenizer: str  # fingerprint of all that decides the ids
     template: str | None  # fingerprint of the chat template; None where there is none
+    unknown: str | None  # token of what the vocabulary has none for
     notes: tuple[str, ...]  # on the tokenizer
     template_notes: tuple[str, ...]
 
@@ -52,7 +53,10 @@ class _Programs:
         self._template = load_template(t, chat_template)
         template = self._template.fingerprint if self._template else None
         notes = tuple(self._template.notes()) if self._template else ()
-        self._facts = Facts(t.core.get_vocab_size(), t.eos, t.eos_token, t.fingerprint, template, t.notes, notes)
+        unknown = None if t.unknown is None else t.core.id_to_token(t.unknown)
+        self._facts = Facts(
+            t.core.get_vocab_size(), t.eos, t.eos_token, t.fingerprint, template, unknown, t.notes, notes
+        )
 
     def facts(self) -> Facts:
         return self._facts

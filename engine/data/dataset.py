@@ -21,9 +21,9 @@ import numpy as np
 from trireme.engine.data import documents, pack
 from trireme.engine.data.cache import TokenFile
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.formats import CHATS, parse_map
+from trireme.engine.data.formats import parse_map
 from trireme.engine.data.prepare import Progress, Reading, tokenize
-from trireme.engine.data.report import FileReport, Report, example_text
+from trireme.engine.data.report import FileReport, Report, example_text, notes_on
 from trireme.engine.data.sources import DataFile, parse_data_file, spool
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
@@ -189,9 +189,7 @@ def load_dataset(
         held_out, n_held = _lay_out([DataFile(s.path) for s in given], files, kept, codec, options), len(kept)
     train = _lay_out(given, files, rows, codec, options)
     lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and n_held else []
-    talks = any(file.meta["format"] in CHATS for file in files)
-    notes = (*codec.facts.notes, *(codec.facts.template_notes if talks else ())) if codec else ()
-    report = replace(train.report, held_out=n_held, notes=(*lost, *notes))
+    report = replace(train.report, held_out=n_held, notes=(*lost, *notes_on(files, codec)))
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 
@@ -242,6 +240,8 @@ def _lay_out(
 def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:
     meta = [file.meta for file in files]
     return tuple(
-        FileReport(str(source.path), m["rows"], m["bad"], m["first_bad"], m["format"], source.weight)
+        FileReport(
+            str(source.path), m["rows"], m["bad"], m["first_bad"], m["format"], source.weight, tuple(m["unused"])
+        )
         for source, m in zip(given, meta, strict=True)
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trireme.engine.data.chat import ChatTemplate
+from trireme.engine.data.chat import ChatTemplate, Marked
 from trireme.engine.data.examples import Chat, Completion, Example, Ids, Text
 from trireme.engine.data.rows import ROW, BadRow
 from trireme.engine.data.tokens import Tokenizer
@@ -21,6 +21,9 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # (n,) int32
     trained: np.ndarray  # (n,) bool: the token is learned, from those before it
     starts: bool = True
+    unknown: int = 0  # tokens that stand for what the tokenizer has none for
+    said: int = 0  # characters of a chat that are to be learned
+    unwritten: int = 0  # of these, those that the chat template leaves out
 
 
 TEMPLATE, TOKENIZER = "the chat template", "the tokenizer"
@@ -37,7 +40,7 @@ def encode(
     Tells `begin` what is begun, TEMPLATE or TOKENIZER, and on how many characters.
     """
     results: dict[int, Encoded | BadRow] = {}
-    marked: list[tuple[int, Chat | Completion, str, list[Span]]] = []  # texts with the characters to train on
+    marked: list[tuple[int, Chat | Completion, Marked]] = []
     plain: list[tuple[int, Text]] = []
     for i, example in enumerate(examples):
         try:
@@ -49,21 +52,25 @@ def encode(
             else:
                 if isinstance(example, Chat):
                     begin(TEMPLATE, size(example))
-                text, spans = _marked(example, template)
-                _check(text)
-                marked.append((i, example, text, spans))
+                whole = _marked(example, template)
+                _check(whole.text)
+                marked.append((i, example, whole))
         except BadRow as error:
             results[i] = error
     assert tokenizer or not (plain or marked)
     if plain and tokenizer:
         begin(TOKENIZER, sum(len(text.text) for _, text in plain))
         for (i, piece), found in zip(plain, tokenizer.encode([text.text for _, text in plain]), strict=True):
-            results[i] = found if isinstance(found, BadRow) else _text(piece, found[0], tokenizer)
+            results[i] = found if isinstance(found, BadRow) else _counted(_text(piece, found[0], tokenizer), tokenizer)
     if marked and tokenizer:
-        begin(TOKENIZER, sum(len(text) for _, _, text, _ in marked))
-        batch = tokenizer.encode([text for _, _, text, _ in marked], offsets=True)
-        for (i, whole, _, spans), found in zip(marked, batch, strict=True):
-            results[i] = found if isinstance(found, BadRow) else _learned(whole, *found, spans, tokenizer)
+        begin(TOKENIZER, sum(len(whole.text) for _, _, whole in marked))
+        batch = tokenizer.encode([whole.text for _, _, whole in marked], offsets=True)
+        for (i, example, whole), found in zip(marked, batch, strict=True):
+            if isinstance(found, BadRow):
+                results[i] = found
+            else:
+                made = _counted(_learned(example, *found, whole.spans, tokenizer), tokenizer)
+                results[i] = made._replace(said=whole.said, unwritten=whole.unwritten)
     return [results[i] for i in range(len(examples))]
 
 
@@ -83,13 +90,13 @@ def size(example: Example) -> int:
     return characters
 
 
-def _marked(example: Chat | Completion, template: ChatTemplate | None) -> tuple[str, list[Span]]:
-    """(text, the characters to train on). Raises BadRow where that is not clear."""
+def _marked(example: Chat | Completion, template: ChatTemplate | None) -> Marked:
+    """The text and its characters to train on. Raises BadRow where that is not clear."""
     if isinstance(example, Chat):
         assert template, "prepare.py has turned chats into completions where there is none"
-        return template.spans(example.messages, example.tools)
+        return template.mark(example.messages, example.tools)
     text = example.prompt + example.completion
-    return text, [(len(example.prompt), len(text))]
+    return Marked(text, [(len(example.prompt), len(text))], 0, 0)
 
 
 def _check(text: str) -> None:
@@ -113,6 +120,10 @@ def overlap(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     for start, stop in spans:
         trained |= (starts < stop) & (stops > start)
     return trained
+
+
+def _counted(made: Encoded, tokenizer: Tokenizer) -> Encoded:
+    return made if tokenizer.unknown is None else made._replace(unknown=int((made.ids == tokenizer.unknown).sum()))
 
 
 def _first(ids: np.ndarray, trained: np.ndarray) -> Encoded:

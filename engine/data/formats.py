@@ -11,24 +11,32 @@ from trireme.engine.data.examples import Completion, Example, Ids, Text, filled_
 from trireme.engine.data.rows import BadRow, Fields
 from trireme.models.config import InputError
 
+UNUSED = "unused"  # our name for a column that is to be left out: --map unused=THEIRS
+
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write a row: `keys` name it, `read` makes the example."""
+    """One way to write a row: `keys` name it, `read` makes the example, of those and of `more` that may be there."""
 
     name: str
     keys: tuple[str, ...]
     read: Callable[[Fields], Example]
+    more: tuple[str, ...] = ()
+
+    def unused(self, row: Fields) -> list[str]:
+        """The keys of a row that hold something and are not read."""
+        known = {*self.keys, *self.more, UNUSED}
+        return [key for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
 
 def find_format(row: Mapping[str, Any], hint: str = "") -> Format:
     """The format of a row, from its keys. BadRow where none fits, with `hint` or one that is likelier."""
+    if way_out := _preferences(row):
+        raise BadRow(f"is preference data, good answers and bad ones, which is not supported. {way_out}")
     for form in FORMATS:
         if all(key in row for key in form.keys):
             return form
     keys = set(row)
-    if {"chosen", "rejected"} <= keys:
-        hint = " It looks like preference data, which is not supported."
     for ours, theirs in _LIKELY:
         if set(theirs) <= keys:
             pairs = ",".join(f"{o}={t}" for o, t in zip(ours, theirs, strict=True))
@@ -36,6 +44,22 @@ def find_format(row: Mapping[str, Any], hint: str = "") -> Format:
             break
     found = ", ".join(map(repr, list(row)[:8])) or "none"
     raise BadRow(f"no known format has its keys ({found}); expected {_EXPECTED}.{hint}")
+
+
+def _preferences(row: Mapping[str, Any]) -> str:
+    """What to do with a row of preference data, "" where it is none."""
+    if {"chosen", "rejected"} <= row.keys():
+        prompt, chosen = row.get("prompt"), row["chosen"]
+        if isinstance(chosen, str) and ("prompt" in row or "instruction" in row):
+            ours = "completion" if "prompt" in row else "output"
+        elif isinstance(chosen, list):
+            ours = "completion" if isinstance(prompt, list) else "messages"
+        else:
+            return "To train on the other columns alone: --map unused=chosen,unused=rejected"
+        return f"To train on the good answers: --map {ours}=chosen,unused=rejected"
+    if isinstance(row.get("label"), bool) and any(all(key in row for key in form.keys) for form in FORMATS):
+        return "Keep the rows whose label is true, and leave the column out: --map unused=label"
+    return ""
 
 
 def parse_map(text: str | None) -> dict[str, str]:
@@ -106,11 +130,11 @@ def _integers(row: Fields, key: str) -> list[int]:
 
 
 FORMATS = (
-    Format("messages", ("messages",), read_messages),
-    Format("sharegpt", ("conversations",), read_sharegpt),
-    Format("input_ids", ("input_ids",), _ids),
-    Format("prompt,completion", ("prompt", "completion"), _prompt_completion),
-    Format("alpaca", ("instruction", "output"), read_alpaca),
+    Format("messages", ("messages",), read_messages, ("tools",)),
+    Format("sharegpt", ("conversations",), read_sharegpt, ("system", "tools")),
+    Format("input_ids", ("input_ids",), _ids, ("labels",)),
+    Format("prompt,completion", ("prompt", "completion"), _prompt_completion, ("tools",)),
+    Format("alpaca", ("instruction", "output"), read_alpaca, ("input", "system", "history", "tools")),
     Format("text", ("text",), _text),
 )
 CHATS = ("messages", "sharegpt", "alpaca")  # the formats that a chat template writes
@@ -122,6 +146,7 @@ _LIKELY = (
     (("prompt", "completion"), ("prompt", "output")),
     (("prompt", "completion"), ("input", "output")),
     (("prompt", "completion"), ("query", "response")),
+    (("instruction", "input", "output"), ("instruction", "context", "response")),
     (("instruction", "output"), ("instruction", "response")),
     (("text",), ("content",)),
 )

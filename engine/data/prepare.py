@@ -19,6 +19,7 @@ from trireme.storage.untrusted import shown
 
 Progress = Callable[[str, int, int], None]  # (file name, bytes read, bytes in all)
 _BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21  # tokenized at once
+_NAMED = 20  # keys of a file that are named as not used
 _SHARE = 1 << 22  # bytes of a file for which one more process is worth its start
 
 
@@ -50,6 +51,10 @@ class _Tally:
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
     characters: int = 0
+    unused: dict[str, None] = field(default_factory=dict)  # keys that the format does not read, in order
+    unknown: int = 0  # tokens
+    said: int = 0  # characters of the assistants
+    unwritten: int = 0  # of these
 
     def reject(self, number: int, error: BadRow) -> None:
         self.bad += 1
@@ -100,7 +105,9 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         _judge(source, tally)
         form = tally.format.name if tally.format else ""  # _judge has seen a good row
         meta = {"key": key, "name": source.path.name, "format": form, "rows": tally.rows, "bad": tally.bad}
-        return writer.finish(meta | {"first_bad": tally.first_bad})
+        meta |= {"first_bad": tally.first_bad, "unused": [shown(key) for key in list(tally.unused)[:_NAMED]]}
+        meta |= {"unknown": tally.unknown, "said": tally.said, "unwritten": tally.unwritten}
+        return writer.finish(meta)
     except BaseException as error:
         writer.abandon()
         if isinstance(error, RowDied):
@@ -134,6 +141,7 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         tally.reject(row.number, error)
         return
     if not tally.hopeless:
+        tally.unused |= dict.fromkeys(tally.format.unused(value))
         tally.batch.append((row.number, example))
         tally.characters += size(example)
 
@@ -172,7 +180,10 @@ def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int
         elif len(result.ids) and result.ids.max() >= vocabulary:
             tally.reject(number, BadRow(f"token id {result.ids.max()} is in no vocabulary of {vocabulary}"))
         else:
-            writer.add(*result)
+            writer.add(result.ids, result.trained, result.starts)
+            tally.unknown += result.unknown
+            tally.said += result.said
+            tally.unwritten += result.unwritten
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:

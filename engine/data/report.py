@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trireme.engine.amounts import compact, count
+from trireme.engine.data.cache import TokenFile
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import Fitted
+from trireme.engine.data.formats import CHATS
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,13 @@ class FileReport:
     first_bad: str
     format: str
     weight: float
+    unused: tuple[str, ...] = ()  # keys that the format does not read
 
     def __str__(self) -> str:
         weight = "" if self.weight == 1 else f", weight {self.weight:g}"
         bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
-        return f'{self.name}: {count(self.rows, "row")}, format "{self.format}"{weight}{bad}'
+        unused = f"; not used: {', '.join(self.unused)}" if self.unused else ""
+        return f'{self.name}: {count(self.rows, "row")}, format "{self.format}"{weight}{bad}{unused}'
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,24 @@ class Report:
             f"at --seq-len {self.seq_len}: {f.longer:,} {verb} longer ({100 * f.longer / len(self.rows):.1f} %): "
             f"{', '.join(done)}   (--long cut|drop|split|error)"
         )
+
+
+def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
+    """What the user should know about how these files were read."""
+    if codec is None:
+        return []
+    facts, total = codec.facts, lambda name: sum(file.meta[name] for file in files)
+    talks = [file.meta["format"] for file in files if facts.template and file.meta["format"] in CHATS]
+    notes = [*facts.notes, *(facts.template_notes if talks else ())]
+    if lost := total("unwritten"):
+        share = f"{100 * lost / total('said'):.2g} %"
+        notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained")
+    if unknown := total("unknown"):
+        share = f"{100 * unknown / sum(int(file.offsets[-1]) for file in files):.2g} %"
+        notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")
+    if facts.eos is None and any(file.meta["format"] not in (*talks, "input_ids") for file in files):
+        notes.append("the tokenizer has no end token, so where a text ends is not learned")
+    return notes
 
 
 def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:

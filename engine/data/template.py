@@ -168,10 +168,15 @@ class Template:
             raise BadRow(f"the chat template fails on it: {_one_line(error)}") from None
 
 
+def thoughts_of(message: Fields) -> Any:
+    """What the message holds as thoughts, apart from its content; None where it has none."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    return next((message[name] for name in names if message.get(name) is not None), None)
+
+
 def _with_reasoning(message: Fields) -> Fields:
     """The message, its thoughts under every name that templates read (reasoning_content; thinking, in gpt-oss)."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    thoughts = next((message[name] for name in names if message.get(name) is not None), None)
+    thoughts = thoughts_of(message)
     if thoughts is None:
         return message
     named = {"thinking": thoughts, **message, "reasoning_content": thoughts}

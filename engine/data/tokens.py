@@ -34,6 +34,7 @@ class Tokenizer:
     specials: dict[str, str]  # bos_token, eos_token, ...: the variables that a chat template sees
     bos: tuple[int, ...]  # ids put before a text
     eos: int | None  # id put after a finished text
+    unknown: int | None  # id of what the vocabulary has no token for
     config: dict[str, Any]  # tokenizer_config.json
     fingerprint: str  # of everything that decides the ids
     notes: tuple[str, ...] = ()  # what the user should know
@@ -149,7 +150,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     bos = _bos(core, config, specials, surround, eos)
     state = json.dumps([hashlib.sha256(text.encode()).hexdigest(), specials, bos, eos], sort_keys=True)
     fingerprint = hashlib.sha256(state.encode()).hexdigest()
-    return Tokenizer(core, folder, specials, bos, eos, config, fingerprint, notes)
+    return Tokenizer(core, folder, specials, bos, eos, _unknown(core, spec), config, fingerprint, notes)
 
 
 def _without_chance(spec: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -205,6 +206,13 @@ def _eos(core: tokenizers.Tokenizer, folder: Path, specials: dict[str, str]) -> 
         if type(value) is int and 0 <= value < 1 << 31 and core.id_to_token(value) is not None:
             return value
     return core.token_to_id("<|endoftext|>")
+
+
+def _unknown(core: tokenizers.Tokenizer, spec: dict[str, Any]) -> int | None:
+    """The id of the model's unknown token: by number in Unigram, by name elsewhere."""
+    model = spec.get("model")
+    name, number = (model.get("unk_token"), model.get("unk_id")) if isinstance(model, dict) else (None, None)
+    return core.token_to_id(name) if isinstance(name, str) else number if type(number) is int else None
 
 
 def _bos(

@@ -202,7 +202,7 @@ def test_same_tokens_as_transformers_and_the_expected_mask(name, folder):
             continue
         assert isinstance(ours, Encoded), (title, ours)
         assert ours.ids.tolist() == expected, title
-        text, spans = template.spans(talk, tools)
+        text, spans, *_ = template.mark(talk, tools)
         assert [text[a:b] for a, b in spans] == expected_parts(text, before, after), title
         check_tokens(tokenizer, ours, text, spans)
         check_messages(template, talk, tools, title)
@@ -234,7 +234,7 @@ def test_a_template_for_tools_beside_a_default(name, folder, tmp_path):
     template = load_template(load_tokenizer(tmp_path))
     assert not template.notes()
     for title, talk, tools in [*cases(name), ("no tools", PLAIN_TALK["three turns"], None)]:
-        text, spans = template.spans(talk, tools)
+        text, spans, *_ = template.mark(talk, tools)
         assert ("weather" in text) == bool(tools)
         assert [text[a:b] for a, b in spans] == expected_parts(text, *FAMILIES[name][3:]), title
 
@@ -242,11 +242,12 @@ def test_a_template_for_tools_beside_a_default(name, folder, tmp_path):
 def test_an_opening_that_cannot_be_found_is_refused():
     """Here no talk of ours can be written, and the template refuses to ask: nothing says where the words begin."""
     source = (
-        "{% if add_generation_prompt or messages|length != 2 or messages[0].content != 'a' %}{{ raise_exception('no') }}"
-        "{% endif %}{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' }}{% endfor %}"
+        "{% if add_generation_prompt or messages|length != 2 or messages[0].content != 'a' %}"
+        "{{ raise_exception('no') }}{% endif %}"
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' }}{% endfor %}"
     )
     with pytest.raises(BadRow, match="message 1 .* begins with no opening that can be told"):
-        ChatTemplate({"default": source}, {}).spans([user("a"), said("b")], None)
+        ChatTemplate({"default": source}, {}).mark([user("a"), said("b")], None)
 
 
 def check_messages(template: ChatTemplate, talk, tools, title: str) -> None:
@@ -254,7 +255,7 @@ def check_messages(template: ChatTemplate, talk, tools, title: str) -> None:
     if title in THOUGHTS or title in CALLS:
         return  # there a word may legitimately disappear
     marked = [{**m, "content": f"{m['content']} w{i}w"} for i, m in enumerate(talk)]
-    text, spans = template.spans(marked, tools)
+    text, spans, *_ = template.mark(marked, tools)
     for i, message in enumerate(talk):
         found = [m.start() for m in re.finditer(f"w{i}w", text)]
         inside = [any(a <= at < b for a, b in spans) for at in found]
@@ -270,9 +271,9 @@ def test_the_real_template_of_minimind(real):
         tools = TOOLS if title in CALLS else None
         (ours,) = encode([Chat(talk, tools)], tokenizer, template)
         assert ours.ids.tolist() == theirs.apply_chat_template(talk, tools=tools, return_dict=False), title
-    text, spans = template.spans(THOUGHTS["thought"], None)
+    text, spans, *_ = template.mark(THOUGHTS["thought"], None)
     assert [text[a:b] for a, b in spans] == ["One and one.\n</think>\n\nTwo.<|im_end|>"]
-    text, spans = template.spans(CALLS["call"], TOOLS)
+    text, spans, *_ = template.mark(CALLS["call"], TOOLS)
     assert text[slice(*spans[0])] == (
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln <&>"}}\n</tool_call><|im_end|>'
     )
@@ -288,10 +289,23 @@ def test_generation_tags_give_the_mask_of_transformers(folder):
         assert ours.trained.astype(int).tolist() == expected["assistant_masks"]
 
 
+def test_what_a_template_leaves_out_is_counted(folder):
+    """As DeepSeek's and Qwen's do with thoughts; by hand: 3 of 9 characters, in each turn or in all but the last."""
+    talk = [user("a"), said("<think>\nHm!\n</think>\n\nanswer"), user("b"), said("<think>\nHm!\n</think>\n\nanswer")]
+    apart = [user("a"), said("answer", reasoning_content="Hm!"), user("b"), said("answer", train=False)]
+    for name, lost in (("deepseek_r1", 6), ("qwen3", 3), ("chatml", 0)):
+        marked = load_template(load_tokenizer(folder(name))).mark(talk, None)
+        assert (marked.said, marked.unwritten) == (18, lost), name
+    marked = load_template(load_tokenizer(folder("chatml"))).mark(apart, None)
+    assert (marked.said, marked.unwritten) == (9, 3)
+    for talk in PLAIN_TALK.values():
+        assert load_template(load_tokenizer(folder("llama3"))).mark(talk, None).unwritten == 0
+
+
 def test_messages_can_be_left_out(folder):
     talk = [user("a"), said("b", train=False), user("c"), said("d")]
     for name in ("chatml", "chatml_tagged"):
-        text, spans = load_template(load_tokenizer(folder(name))).spans(talk, None)
+        text, spans, *_ = load_template(load_tokenizer(folder(name))).mark(talk, None)
         assert [text[a:b] for a, b in spans] == ["d<|im_end|>"]
 
 
@@ -301,21 +315,21 @@ def test_arguments_are_written_once_whatever_the_data_has(folder):
         template = load_template(load_tokenizer(folder(name)))
         for arguments in ({"city": "Rom"}, '{"city": "Rom"}'):
             talk = [user("?"), {"role": "assistant", "content": "", "tool_calls": [call(arguments)]}]
-            assert written in template.spans(talk, None)[0]
+            assert written in template.mark(talk, None)[0]
 
 
 def test_what_a_template_does_not_write_is_an_error(folder):
     template = load_template(load_tokenizer(folder("chatml")))
     with pytest.raises(BadRow, match="does not write the tool 'weather'"):
-        template.spans(PLAIN_TALK["one turn"], TOOLS)
+        template.mark(PLAIN_TALK["one turn"], TOOLS)
     with pytest.raises(BadRow, match="does not write the tool calls of message 1"):
-        template.spans([user("?"), {"role": "assistant", "content": "", "tool_calls": [call({})]}], None)
+        template.mark([user("?"), {"role": "assistant", "content": "", "tool_calls": [call({})]}], None)
     with pytest.raises(BadRow, match="U\\+FDD0"):
-        template.spans([user("\ufdd0"), said("x")], None)
+        template.mark([user("\ufdd0"), said("x")], None)
     context = {"role": "developer", "content": "Speak as pirates do."}
-    assert context["content"] in template.spans([context, *PLAIN_TALK["one turn"]], None)[0]
+    assert context["content"] in template.mark([context, *PLAIN_TALK["one turn"]], None)[0]
     with pytest.raises(BadRow, match=r"writes nothing for message 0 \(role 'developer'\)"):
-        load_template(load_tokenizer(folder("zephyr"))).spans([context, *PLAIN_TALK["one turn"]], None)
+        load_template(load_tokenizer(folder("zephyr"))).mark([context, *PLAIN_TALK["one turn"]], None)
 
 
 def test_half_a_surrogate_pair_is_an_error(folder):
@@ -341,7 +355,7 @@ def test_half_a_surrogate_pair_is_an_error(folder):
 )
 def test_where_it_cannot_be_told_it_is_said(source, what):
     with pytest.raises(BadRow, match=what):
-        ChatTemplate({"default": source}, {}).spans(PLAIN_TALK["one turn"], None)
+        ChatTemplate({"default": source}, {}).mark(PLAIN_TALK["one turn"], None)
 
 
 def test_a_template_without_an_end_mark_is_noted():
@@ -360,14 +374,14 @@ def test_a_prompt_that_opens_a_thought_which_earlier_turns_do_not_have():
         "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}"
     )
     talk = [user("a"), said("b"), user("c"), said("d", reasoning_content="e")]
-    text, spans = ChatTemplate({"default": source}, {}).spans(talk, None)
+    text, spans, *_ = ChatTemplate({"default": source}, {}).mark(talk, None)
     assert [text[a:b] for a, b in spans] == ["b<end>", "e</think>d<end>"]
 
 
 def test_plain_template(folder, tmp_path):
     tokenizer = load_tokenizer(folder("llama2"))
     template = load_template(tokenizer, read_choice("plain"))
-    text, spans = template.spans(CALLS["call"], TOOLS)
+    text, spans, *_ = template.mark(CALLS["call"], TOOLS)
     assert text.startswith('<|tools|>\n[{"type": "function"')
     assert text.endswith("<|assistant|>\nYes, it rains.</s>\n")
     assert [text[a:b] for a, b in spans] == [
@@ -375,6 +389,19 @@ def test_plain_template(folder, tmp_path):
         "Yes, it rains.</s>",
     ]
     assert template.text([user("?")], prompt=True).endswith("</s>\n<|assistant|>\n")
+
+
+def test_chatml_template(folder):
+    tokenizer = load_tokenizer(folder("llama2"))
+    template = load_template(tokenizer, read_choice("chatml"))
+    for title, talk in PLAIN_TALK.items():
+        text, spans, *_ = template.mark(talk, None)
+        assert text.startswith("<|im_start|>")
+        assert [text[a:b] for a, b in spans] == expected_parts(text, *FAMILIES["chatml"][3:]), title
+    text, spans, *_ = template.mark(CALLS["call"], TOOLS)
+    assert [text[a:b] for a, b in spans][0].endswith("</tool_call><|im_end|>")
+    assert template.text([user("?")], prompt=True).endswith("?<|im_end|>\n<|im_start|>assistant\n")
+    assert not template.notes()
 
 
 def test_where_a_template_is_found(folder, tmp_path):
@@ -414,13 +441,19 @@ def test_overlap_by_hand():
 WORDS = st.text(st.sampled_from(list('ab \n<|>é日🦜_{}%"\\')), max_size=12)
 
 
+ANY = sorted(set(FAMILIES) - {"llama31", *NEED_TOOLS})
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3), st.sampled_from(sorted(set(FAMILIES) - {"llama31", *NEED_TOOLS})))
+@given(
+    st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3),
+    st.sampled_from(sorted(set(FAMILIES) - {"llama31", *NEED_TOOLS})),
+)
 def test_any_words(turns, name):
     """Whatever is said, the spans are what the template wrote between the opening and the end of the turn."""
     bos, eos, *_, before, after = FAMILIES[name]
     source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     template = ChatTemplate({"default": source}, {"bos_token": bos, "eos_token": eos})
     talk = [m for asked, answer in turns for m in (user(asked), said(answer))]
-    text, spans = template.spans(talk, None)
+    text, spans, *_ = template.mark(talk, None)
     assert [text[a:b] for a, b in spans] == expected_parts(text, before, after)

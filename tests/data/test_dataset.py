@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+import tokenizers
 from chats import CHATML, TALK, make_tokenizer
 from engines import fork
 from hypothesis import given, settings
@@ -520,6 +521,39 @@ def test_what_a_template_does_silently_is_noted(tokenizer, tmp_path):
     assert [line[:40] for line in lines if line.startswith("note")] == [
         "note: the chat template ends the assista",
         "note: the chat template leaves system me",
+    ]
+
+
+def notes(data):
+    return [line.removeprefix("note: ") for line in data.report.lines() if line.startswith("note: ")]
+
+
+def test_columns_that_are_not_read_are_named(tokenizer, tmp_path):
+    rows = [{"messages": TALK, "id": 7}, {"messages": TALK, "id": None, "sour\x1bce": "x"}, {"messages": TALK}]
+    path = write(tmp_path / "a.jsonl", rows)
+    for _ in range(2):  # made, then from the cache
+        line = load(path, tokenizer, cache=tmp_path / "cache").report.lines()[0]
+        assert line.endswith('a.jsonl: 3 rows, format "messages"; not used: id, sour\\x1bce')
+
+
+def test_what_a_template_leaves_out_of_the_answers_is_noted(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text(CHATML.replace("m.content", "m.content.split('</think>')[-1].strip()"))
+    rows = [{"messages": [TALK[0], {**TALK[1], "content": "<think>\nHm!\n</think>\n\nanswer"}]}] * 2
+    path = write(tmp_path / "a.jsonl", rows)
+    said = notes(load(path, tokenizer, chat_template=str(tmp_path / "t.jinja")))
+    assert said == ["the chat template leaves out 33 % of what the assistant says, which is not trained"]
+    assert not notes(load(write(tmp_path / "b.jsonl", [{"messages": TALK}]), tokenizer))
+
+
+def test_unknown_tokens_and_a_missing_end_are_noted(tmp_path):
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    core.save(str(tmp_path / "tokenizer.json"))
+    path = write(tmp_path / "a.jsonl", [{"text": "a b a c"}, {"text": "b a b a"}])
+    said = notes(load_dataset([path], load_codec(tmp_path), DataOptions()))
+    assert said == [
+        "12 % of the tokens are [UNK]: the tokenizer has none for this text",
+        "the tokenizer has no end token, so where a text ends is not learned",
     ]
 
 

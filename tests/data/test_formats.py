@@ -332,7 +332,12 @@ def test_messages_of_openai():
         ),
         ({"question": "q", "answer": "a"}, "('question', 'answer'); expected messages; conversations;"),
         ({"question": "q", "answer": "a"}, "Perhaps --map prompt=question,completion=answer."),
-        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "It looks like preference data, which is not supported."),
+        (
+            {"prompt": "p", "chosen": "c", "rejected": "r"},
+            "is preference data, good answers and bad ones",
+        ),
+        ({"messages": TALK, "label": False}, "is preference data"),
+        ({"prompt": "p", "completion": "c", "label": True}, "is preference data"),
         ({}, "no known format has its keys (none)"),
     ],
 )
@@ -375,6 +380,43 @@ def test_data_that_is_elsewhere_is_answered_with_how_to_get_it(tmp_path, monkeyp
     with pytest.raises(InputError) as error:
         parse_data_file(name)
     assert says in str(error.value)
+
+
+def hinted(row):
+    """The row as the --map of its refusal makes it."""
+    with pytest.raises(BadRow) as refusal:
+        find_format(row)
+    text = str(refusal.value).rstrip(".").rpartition("--map ")[2]
+    return rename(row, parse_map(text))
+
+
+GOOD, BAD = [{"role": "assistant", "content": "good"}], [{"role": "assistant", "content": "bad"}]
+ASK = [{"role": "user", "content": "?"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "?", "chosen": "good", "rejected": "bad"},
+        {"instruction": "?", "input": "", "chosen": "good", "rejected": "bad"},
+        {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
+        {"chosen": ASK + GOOD, "rejected": ASK + BAD},
+        {"prompt": "?", "messages": ASK + GOOD, "chosen": ASK + GOOD, "rejected": ASK + BAD, "score": 0.0},
+        {"conversations": ASK + GOOD, "chosen": {"from": "gpt", "value": "x"}, "rejected": {"from": "gpt"}},
+        {"messages": ASK + GOOD, "label": True},
+        {"prompt": "?", "completion": "good", "label": True},
+    ],
+)
+def test_preference_data_is_refused_with_a_way_that_trains_on_the_good_answers(row):
+    made = hinted(row)
+    read = repr(find_format(made).read(made))
+    assert "good" in read
+    assert "bad" not in read
+
+
+def test_a_number_as_label_is_no_preference():
+    assert find_format({"text": "x", "label": 3}).name == "text"
+    assert find_format({"text": "x", "label": 3}).unused({"text": "x", "label": 3, "a": None, "b": ""}) == ["label"]
 
 
 def test_map():

@@ -298,7 +298,7 @@ def chat_template(folder: Path) -> Target:
         talk = [m | {"content": "Two."} if isinstance(m["content"], list) else m for m in TALK]
         for tools in (None, TOOLS):
             with suppress(BadRow):
-                template.spans(talk, tools)
+                template.mark(talk, tools)
 
     pieces = [re.split(r"(\{[{%#].*?[}%#]\})", text, flags=re.DOTALL) for text in texts]
     return Target(pieces, as_text, read, (InputError,), junk)
