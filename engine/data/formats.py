@@ -140,7 +140,6 @@ FORMATS = (
 CHATS = ("messages", "sharegpt", "alpaca")  # the formats that a chat template writes
 _EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
 _LIKELY = (
-    (("instruction", "input", "output"), ("instruction", "context", "response")),
     (("prompt", "completion"), ("question", "answer")),
     (("prompt", "completion"), ("prompt", "response")),
     (("prompt", "completion"), ("prompt", "output")),
