@@ -7,6 +7,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Job:
         """What a run that goes on from here keeps."""
         return Pinned.of(self.plan, self.options.batch_size, self.micro_rows, identity(self.cfg, self.source))
 
-    @property
+    @cached_property
     def forecast(self) -> Forecast:
         """What the run will take."""
         return Forecast(self.cfg, self.plan, self.machine, self.limits, self.work, self.files)

@@ -17,6 +17,7 @@ from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.lanes import WRITES, RealLanes
 from trireme.engine.planner.host import hold_to
+from trireme.engine.planner.whole import Clock, Part
 from trireme.engine.run.command import kept
 from trireme.engine.run.job import Job
 from trireme.engine.run.log import RunLog
@@ -111,6 +112,7 @@ class Live:
         self.progress = Progress.of(snapshot) if snapshot else Progress()
         self.log = RunLog(job.out, job.options, job.total_steps, screen, Mark(*snapshot["log"]) if snapshot else None)
         self.lanes = RealLanes(job.device)
+        self.clock, self.promised = Clock(), dict[Part, float]()
         self._engine: Engine | None = None
 
     @property
@@ -128,10 +130,11 @@ class Live:
 
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces once `asked` holds anything.
         """
-        self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
-        if reason := host_adamw.why_slow():
-            self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
-        fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked)
+        with self.clock.at("start"):
+            self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
+            if reason := host_adamw.why_slow():
+                self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
+            fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked)
 
     def move(self, job: Job) -> None:
         """Continues with the plan of `job`, through a snapshot: memory does not hold everything twice."""
@@ -157,7 +160,7 @@ class Live:
             return
         self.settle()
         homes, done = self.engine.homes, self.progress
-        with self.screen.working("saving", homes.nbytes(everything=False)) as more:
+        with self.clock.at("snapshots"), self.screen.working("saving", homes.nbytes(everything=False)) as more:
             homes.save_to_store(more)
         says = {
             "step": done.step,
@@ -177,7 +180,8 @@ class Live:
     def export(self, best: bool = False) -> None:
         """Writes the checkpoint to OUT, or replaces OUT/best, and reads it back."""
         exchange = Exchange(self.job.cfg, self.job.source, self.engine.homes)
-        with self.screen.working("writing the checkpoint", 2 * self.job.source.nbytes) as more:
+        nbytes = 2 * self.job.source.nbytes  # and reads it back
+        with self.clock.at("export"), self.screen.working("writing the checkpoint", nbytes) as more:
             if best:
                 exchange.replace(self.job.out / "best", more)
             else:

@@ -10,7 +10,10 @@ from trireme.engine.plan import TIERS, Plan
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.rates import ENDURANCE, TB
+from trireme.engine.planner.whole import PARTS, Clock, Events, Part, Times, foretold
 from trireme.engine.run.job import Job
+from trireme.engine.run.options import Every
+from trireme.engine.run.sample import MAX_NEW
 from trireme.engine.schedule import learning_rate
 
 BINDS = {
@@ -44,6 +47,8 @@ def report(job: Job) -> list[str]:
     if forecast.plan.uses("ssd"):
         lines.append(f"ssd      {wear_line(forecast)}")
     lines.append(f"disk     {disk_line(forecast)}")
+    if on_gpu:
+        lines.append(f"ready    {ready_line(promise(job, start=True))}")
     if on_gpu and job.options.dry_run:  # each is planned anew: that takes seconds
         changes = forecast.faster(job.data.n_sequences, bits_open=job.options.resume is None)
         lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
@@ -190,6 +195,51 @@ def time_line(f: Forecast) -> str:
         f"{count(work.steps, 'step')} = {duration(work.steps * step)}; "
         f"limited by {BINDS[found.bound]} ({seconds(found.busy[found.bound])} of {seconds(step)})"
     )
+
+
+def promise(job: Job, done: int = 0, start: bool = False) -> dict[Part, float]:
+    """Seconds of each part of the run after `done` steps, with the `start` or without."""
+    o, total = job.options, job.total_steps
+    steps_s = (total - done) * job.forecast.step.step_s
+    evaluations = 0
+    if job.data.held_out:
+        evaluations = often(o.eval_every, done, total, steps_s) + (done == 0)
+        evaluations += total > done and not o.eval_every.due(total, total, 0)  # at the end in any case
+    events = Events(
+        evaluations=evaluations,
+        held_out=job.data.held_out.n_sequences if job.data.held_out else 0,
+        exports=1 + max(0, evaluations - (done == 0)),  # of the result; of the best, if each is better than the last
+        snapshots=often(o.save_every, done, total, steps_s),
+        tokens=MAX_NEW * (evaluations + 1) if job.codec else 0,
+    )
+    found = foretold(job.forecast, total - done, events)
+    return found if start else found | {"start": 0.0}
+
+
+def often(every: Every, done: int, total: int, seconds: float) -> int:
+    """How many times something is due after `done` steps of `total`, which take so many seconds more."""
+    if every.seconds:
+        return int(seconds / every.seconds)
+    return sum(every.due(step, total, 0.0) for step in range(done + 1, total + 1))
+
+
+def ready_line(parts: Times) -> str:
+    """When the model will be there, and the parts of the wait."""
+    listed = ", ".join(f"{part} {duration(s)}" for part, s in parts.items() if s >= 0.5)
+    return f"in about {duration(sum(parts.values()))}{f': {listed}' if listed else ''}"
+
+
+def took_line(clock: Clock, promised: Times) -> str:
+    """What the run took, part by part, beside what was promised."""
+    other = clock.whole - sum(clock.spent.values())
+    parts = [
+        f"{part} {duration(clock.spent[part])}" + (f" of {duration(promised[part])}" if promised else "")
+        for part in PARTS
+        if max(clock.spent[part], promised.get(part, 0.0)) >= 0.5
+    ]
+    parts += [f"other {duration(other)}"] if other >= 0.5 else []
+    whole = f"{duration(clock.whole)}" + (f" of {duration(sum(promised.values()))} promised" if promised else "")
+    return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
 
 
 def start_line(f: Forecast) -> str:

@@ -27,7 +27,7 @@ from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, 
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Record
 from trireme.engine.run.replan import better
-from trireme.engine.run.report import report
+from trireme.engine.run.report import promise, ready_line, report, took_line
 from trireme.engine.run.sample import Sample, prompts, sample
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.settle import check_snapshot
@@ -110,6 +110,8 @@ def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen) ->
     screen.forgive()
     bring_back(job.out / "best")
     live = Live(job, store, snapshot, screen)
+    if job.device.type == "cuda":
+        live.promised = promise(job, live.progress.step, start=True)
     with closing(live.log), closing(live):
         _load(live)
         Run(live).go()
@@ -153,7 +155,9 @@ class Evaluation:
     def _run(self, held_out: Dataset) -> None:
         """Evaluates; if asked to stop meanwhile, nothing counts, and a resumed run evaluates anew."""
         live, done = self.live, self.live.progress
-        loss, samples = self._loss(held_out), self.samples(1)
+        with live.clock.at("evaluations"):
+            loss = self._loss(held_out)
+        samples = self.samples(1)
         if self.stop.leaving:
             return
         record = {"step": done.step, "epoch": epoch(live), "eval_loss": loss}
@@ -183,7 +187,8 @@ class Evaluation:
             return []
         end = time.monotonic() + SAMPLING
         enough = lambda: time.monotonic() > end or self.stop.leaving
-        return sample(self.live.engine, job.codec, prompts(job.data.held_out or job.data, count), enough=enough)
+        with self.live.clock.at("samples"):
+            return sample(self.live.engine, job.codec, prompts(job.data.held_out or job.data, count), enough=enough)
 
 
 class Run:
@@ -226,10 +231,11 @@ class Run:
         began = time.perf_counter()
         warm = done.step == self.first + 1  # the second step of this process
         live.lanes.tracing = o.trace or warm or done.step % BOUND_EVERY == 0
-        batch = job.data.step(done.step, o.batch_size, job.micro_rows)
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
-        micro = [self.evaluation.inputs(mb) for mb in batch]
-        stats = train_step(live.engine, micro, done.step + 1, rate)
+        with live.clock.at("steps"):
+            batch = job.data.step(done.step, o.batch_size, job.micro_rows)
+            micro = [self.evaluation.inputs(mb) for mb in batch]
+            stats = train_step(live.engine, micro, done.step + 1, rate)
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             self._diverged(stats)
         done.step += 1
@@ -301,6 +307,10 @@ class Run:
             f"warm-up  {said}measured {seconds:.3g} s; by the times of its tasks "
             f"{then:.3g} s, and {left:,} more steps {duration(left * then)}"
         )
+        after = promise(live.job, live.progress.step)
+        if not live.promised:  # on a CPU
+            live.promised = {part: live.clock.spent[part] + seconds for part, seconds in after.items()}
+        live.screen.say(f"ready    {ready_line(after)}")
         if left and (choice := better(live.job, left)):
             live.screen.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))
             live.move(replace(live.job, plan=choice.plan))
@@ -316,6 +326,7 @@ class Run:
             live.screen.say(line)
         for prompt, text, ended in self.evaluation.samples(3):
             live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
+        live.screen.say(f"took     {took_line(live.clock, live.promised)}")
         if done.best_step == done.step:
             shutil.rmtree(job.out / "best", ignore_errors=True)  # it is the output itself
         elif done.best is not None and done.best_step is not None:

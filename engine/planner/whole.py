@@ -1,0 +1,110 @@
+"""The whole run, part by part: how long each part will take at least, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from trireme.engine.planner.forecast import Forecast
+from trireme.engine.planner.predict import KERNELS, unit_seconds
+from trireme.engine.planner.rates import DRIVES
+
+Part = Literal["start", "steps", "evaluations", "samples", "snapshots", "export"]
+PARTS: tuple[Part, ...] = get_args(Part)
+Times = Mapping[Part, float]  # seconds
+LOSS_FORWARD = 1 / 3  # of the loss with its gradients: one matrix product of three
+
+
+@dataclass(frozen=True)
+class Events:
+    """What a run does beside its steps, and how often."""
+
+    evaluations: int = 0
+    held_out: int = 0  # sequences of each
+    exports: int = 1  # of the result, and of the best so far
+    snapshots: int = 0
+    tokens: int = 0  # sampled one after another
+
+
+def foretold(f: Forecast, steps: int, events: Events) -> dict[Part, float]:
+    """Seconds of each part, with so many steps. All but these are floors: bytes and FLOPs over rates."""
+    copied = f.files.export / _read(f) + f.files.export / _write(f)  # written, and read back
+    return {
+        "start": f.files.export / _read(f) + f.pinning_s(),
+        "steps": steps * f.step.step_s,
+        "evaluations": events.evaluations * evaluation_s(f, events.held_out),
+        "samples": events.tokens * token_s(f),
+        "snapshots": events.snapshots * unsaved(f) / _write(f),
+        "export": events.exports * copied,
+    }
+
+
+def _read(f: Forecast) -> float:
+    """Bytes/s of the drives; of a usual one where none is known."""
+    return f.machine.rates.ssd_read or DRIVES["gen4"].read
+
+
+def _write(f: Forecast) -> float:
+    return f.machine.rates.ssd_write or DRIVES["gen4"].write
+
+
+def unsaved(f: Forecast) -> int:
+    """Bytes that a snapshot writes: weights and state that live on a drive already are linked."""
+    geo, plan = f.geo, f.plan
+    weights = sum(geo.weights[u].span for u, unit in enumerate(plan.units) if unit.weights != "ssd")
+    return weights + sum(geo.state_span(u, plan.record) for u, unit in enumerate(plan.units) if unit.state != "ssd")
+
+
+def evaluation_s(f: Forecast, sequences: int) -> float:
+    """Seconds of a forward pass over so many sequences, in groups of a step's micro-batches."""
+    if not sequences:
+        return 0.0
+    work = replace(f.work, sequences=min(sequences, f.work.sequences))
+    batch = work.batch(f.plan)
+    known = unit_seconds(f.cfg, f.plan, f.machine.rates, batch)
+    forward = sum(seconds for (kind, _), seconds in known.items() if kind == "forward")
+    loss = LOSS_FORWARD * sum(seconds for (kind, _), seconds in known.items() if kind == "loss")
+    group = max(batch.n_micro * (forward + loss), *_streamed(f).values())
+    return sequences / work.sequences * group
+
+
+def token_s(f: Forecast) -> float:
+    """Seconds of one sampled token: every weight is read once, and every kernel started."""
+    rates, resident = f.machine.rates, 0
+    for u, unit in enumerate(f.plan.units):
+        resident += f.geo.weights[u].span * (unit.weights == "gpu" or unit.resident)
+    started = KERNELS["forward"] * f.cfg.n_layers * max(rates.host, rates.launch)
+    return max(resident / rates.copy + sum(_streamed(f).values()), started)
+
+
+def _streamed(f: Forecast) -> dict[str, float]:
+    """Seconds in which the weights outside the GPU come to it once, over the bus and from the drives."""
+    units = [(f.geo.weights[u].span, unit) for u, unit in enumerate(f.plan.units)]
+    up = sum(nbytes for nbytes, unit in units if unit.weights != "gpu" and not unit.resident)
+    read = sum(nbytes for nbytes, unit in units if unit.weights == "ssd" and not unit.resident)
+    return {"h2d": up / f.machine.rates.h2d, "ssd": read / _read(f)}
+
+
+class Clock:
+    """Seconds spent in each part; what is none of them is the difference to `whole`."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self.now, self.began = now, now()
+        self.spent: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+
+    @property
+    def whole(self) -> float:
+        return self.now() - self.began
+
+    @contextmanager
+    def at(self, part: Part) -> Iterator[None]:
+        """Counts the time within for `part`, but for parts within it, which count for themselves."""
+        began, counted = self.now(), sum(self.spent.values())
+        try:
+            yield
+        finally:
+            within = sum(self.spent.values()) - counted
+            self.spent[part] += self.now() - began - within

@@ -1,0 +1,130 @@
+"""The whole run: its parts are foretold by the bytes that they move, and told at the end as they were."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import ONE_B, plan
+
+from trireme.engine.plan import UnitPlan
+from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.rates import assume
+from trireme.engine.planner.whole import Clock, Events, evaluation_s, foretold, token_s, unsaved
+from trireme.engine.run import demo, train
+from trireme.engine.run.options import Every, Options
+from trireme.engine.run.report import often, ready_line, took_line
+
+EXPORT = 10**9
+
+
+def forecast(unit: UnitPlan, keep: int = 0) -> Forecast:
+    m = assume("gpu=rtx4090,ram=128GiB,ssd=2TB@7/5")
+    work = Work(1024, 32, 1000)
+    return Forecast(ONE_B, plan(ONE_B, unit, keep), m, m.limits, work, Files(export=EXPORT))
+
+
+GPU, RAM, SSD = forecast(UnitPlan(), 12), forecast(UnitPlan("host", "host")), forecast(UnitPlan("ssd", "ssd"))
+
+
+def faster(f: Forecast, **times: float) -> Forecast:
+    rates = replace(f.machine.rates, **{name: getattr(f.machine.rates, name) * by for name, by in times.items()})
+    return replace(f, machine=replace(f.machine, rates=rates))
+
+
+def test_parts_are_bytes_over_rates():
+    found = foretold(RAM, 10, Events(snapshots=3, exports=2))
+    assert found["export"] == pytest.approx(2 * (EXPORT / 7e9 + EXPORT / 5e9))
+    assert found["snapshots"] == pytest.approx(3 * RAM.stored() / 5e9)
+    assert found["steps"] == pytest.approx(10 * RAM.step.step_s)
+    assert found["start"] == pytest.approx(EXPORT / 7e9 + RAM.pinning_s())
+    assert found["evaluations"] == found["samples"] == 0
+
+
+def test_a_snapshot_writes_only_what_is_on_no_drive():
+    assert unsaved(SSD) == 0
+    assert unsaved(forecast(UnitPlan("host", "ssd"))) == sum(layout.span for layout in RAM.geo.weights)
+    assert unsaved(GPU) == GPU.stored()
+
+
+def test_an_evaluation_is_a_forward_pass_or_waits_for_the_weights():
+    step = evaluation_s(GPU, 32)
+    assert 0.15 * GPU.step.step_s < step < 0.4 * GPU.step.step_s
+    assert evaluation_s(GPU, 320) == pytest.approx(10 * step)
+    weights = sum(layout.span for layout in SSD.geo.weights)
+    quick = faster(SSD, matmul=1e3, copy=1e3)
+    assert evaluation_s(quick, 32) == pytest.approx(weights / 7e9, rel=0.01)
+    assert evaluation_s(faster(quick, ssd_read=1e3), 32) == pytest.approx(weights / quick.machine.rates.h2d, rel=0.01)
+
+
+def test_a_sampled_token_reads_every_weight_once():
+    weights = sum(layout.span for layout in RAM.geo.weights)
+    assert token_s(RAM) == pytest.approx(weights / RAM.machine.rates.h2d)
+    assert token_s(SSD) > token_s(RAM) > token_s(GPU)
+    stay = replace(RAM, plan=RAM.plan.changed(range(RAM.geo.n_units), resident=True))
+    assert token_s(stay) == token_s(GPU)
+    slow = faster(GPU, host=1e3)
+    assert token_s(slow) == pytest.approx(12 * ONE_B.n_layers * slow.machine.rates.host), "its kernels have to start"
+
+
+@given(
+    st.sampled_from((Every(), Every(steps=7), Every(share=0.1), Every(share=0.3))),
+    st.integers(0, 40),
+    st.integers(1, 60),
+)
+def test_how_often_is_as_often_as_it_will_be_due(every, done, more):
+    total = done + more
+    assert often(every, done, total, 9.0) == sum(every.due(step, total, 0.0) for step in range(done + 1, total + 1))
+
+
+def test_how_often_by_the_clock():
+    assert often(Every(seconds=60.0), 0, 100, 200.0) == 3
+
+
+def test_time_counts_once():
+    now = [0.0]
+    clock = Clock(lambda: now[0])
+
+    def pass_(seconds: float) -> None:
+        now[0] += seconds
+
+    pass_(5)
+    with clock.at("evaluations"):
+        pass_(1)
+        with clock.at("samples"):
+            pass_(10)
+        with clock.at("export"):
+            pass_(20)
+        pass_(2)
+    with pytest.raises(KeyError), clock.at("steps"):
+        pass_(4)
+        raise KeyError
+    assert {part: s for part, s in clock.spent.items() if s} == {
+        "steps": 4,
+        "evaluations": 3,
+        "samples": 10,
+        "export": 20,
+    }
+    assert clock.whole == 42
+    said = "42s of 50s promised: steps 4s of 50s, evaluations 3s of 0s, samples 10s of 0s, export 20s of 0s, other 5s"
+    assert took_line(clock, dict.fromkeys(clock.spent, 0.0) | {"steps": 50.0}) == said
+
+
+def test_the_wait_names_its_parts():
+    assert ready_line({"start": 0.2, "steps": 7200.0, "export": 61.0}) == "in about 2h01m: steps 2h00m, export 1m01s"
+
+
+def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, monkeypatch):
+    """On a CPU after its second step: of what is left then."""
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
+    promised, spent = [], []
+    look = lambda clock, said: promised.append(said) or spent.append(clock.spent) or took_line(clock, said)
+    monkeypatch.setattr(train, "took_line", look)
+    train.finetune(Options(model=model, data=(text,), out=out, val="0.1", seq_len=64, max_steps=3, device="cpu"))
+    lines = capsys.readouterr().out.splitlines()
+    kinds = [line.split()[0] for line in lines]
+    assert kinds.index("time") < kinds.index("warm-up") < kinds.index("ready") < kinds.index("took")
+    assert all(spent[0][part] > 0 for part in ("start", "steps", "evaluations", "samples", "export"))
+    assert spent[0]["snapshots"] == promised[0]["snapshots"] == 0
