@@ -1,6 +1,7 @@
 """Shared test set-up. Kernels run in Triton's CPU interpreter where there is no GPU."""
 
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ if not torch.cuda.is_available():
 import pytest
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started this in the background
 
 
 def pytest_collection_modifyitems(items):
