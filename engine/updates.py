@@ -77,7 +77,7 @@ class Kernels:
         if self.workers is None:
             return _nothing
         narrow = {32: self.workers.adamw_, 16: self.workers.adamw16_, 8: self.workers.adamw8_}
-        kernel = ops.adamw_ if on_cuda else narrow[self.plan.adam_bits]
+        kernel: Callable[..., None] = ops.adamw_ if on_cuda else narrow[self.plan.adam_bits]
         clip = self.clip.on_device if on_cuda else self.clip.in_ram
 
         def adamw(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:

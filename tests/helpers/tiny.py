@@ -33,7 +33,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=16,
 )
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
-PLAIN = {key: value for key, value in LLAMA.items() if key != "head_dim"} | dict(hidden_size=64, pad_token_id=0)
+PLAIN = {key: value for key, value in LLAMA.items() if key != "head_dim"} | dict(hidden_size=64, pad_token_id=None)
 LONG = dict(
     rope_type="longrope",
     rope_theta=10000.0,
@@ -41,7 +41,7 @@ LONG = dict(
     short_factor=[1.0, 1.1, 1.3, 2.0],
     long_factor=[1.2, 2.0, 3.0, 9.0],
 )
-DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=0)
+DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=None)
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 # name -> (model_type, keys of its config)
 CASES = {

@@ -1,0 +1,47 @@
+"""Every kind of block under plans that place it otherwise: the bits of the run in one memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import batches, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401  autouse fixture
+from tiny import CASES
+
+from trireme.engine.lanes import InlineLanes, RealLanes
+from trireme.engine.plan import UnitPlan
+from trireme.models import shapes
+from trireme.models.config import parse_config
+
+
+def config(case):
+    model_type, keys = CASES[case]
+    return parse_config(keys | dict(model_type=model_type))
+
+
+def trained(cfg, plan, lanes):
+    e = make(cfg, plan, lanes)
+    seen = train(e, batches(cfg, 2, plan.n_micro, 24))
+    weights = final_weights(e)
+    e.lanes.close()
+    e.close()
+    return seen, weights
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("case", ["phi3 window, longrope within", "smollm3", "granite", "olmo3"])
+def test_placement_never_changes_the_numbers(case, halves):
+    cfg = config(case)
+    alone, weights = trained(cfg, gpu_plan(cfg, dtype="BF16"), InlineLanes())
+    units = []
+    plan = gpu_plan(cfg, halves=halves, dtype="BF16", window=1)
+    cut = plan.cut(cfg)
+    for u in range(cut.n_units):
+        tier = ("host", "ssd")[u % 2]
+        inner = 0 < u < cut.n_units - 1
+        names = list(shapes.saved_shapes(cut, 1, shapes.kind(cut, u))) if inner else []
+        saved = tuple((name, ("gpu", "host", "ssd")[(u + i) % 3]) for i, name in enumerate(names) if (u + i) % 4)
+        units.append(UnitPlan(tier, tier, x="host", saved=saved))
+    for lanes in (InlineLanes(), RealLanes("cpu", extra=("poison",))):
+        seen, found = trained(cfg, replace(plan, units=tuple(units)), lanes)
+        assert seen == alone
+        assert all(torch.equal(t, weights[name]) for name, t in found.items())
