@@ -17,9 +17,16 @@ from trireme.models import hf
 from trireme.models.rows import rope_tables
 
 STEPS, LR = 50, 5e-3
-SMALL = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=64,
-             pad_token_id=None)  # fmt: skip; the row of a padding token would get no gradient
+SMALL = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=None,
+)  # fmt: skip; the row of a padding token would get no gradient
 TYPES = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "gpt2": dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),
