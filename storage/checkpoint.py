@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.storage.companions import companions, left_behind
+from trireme.storage.companions import CONTENT, beside, content_of, left_behind
 from trireme.storage.files import (
     AnyPath,
     Say,
@@ -63,6 +63,13 @@ class Source:
     folder: Path
     files: tuple[str, ...]
     tensors: dict[str, SourceTensor]
+    companions: dict[str, CONTENT]  # the files that travel with the weights, by name
+
+    @property
+    def others(self) -> dict[str, CONTENT]:
+        """All files but those of the weights. Beside a single one of these the library ignores an index."""
+        index = SINGLE not in self.files and (self.folder / INDEX).exists()
+        return self.companions | ({INDEX: self.folder / INDEX} if index else {})
 
     @property
     def nbytes(self) -> int:
@@ -160,7 +167,7 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
             raise CheckpointError(f"{folder / INDEX} says that {where}; it is not there.")
     if not tensors:
         raise CheckpointError(f"{folder} holds no tensors.")
-    return Source(folder, files, tensors)
+    return Source(folder, files, tensors, beside(folder))
 
 
 def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> Iterator[np.ndarray]:
@@ -216,7 +223,7 @@ def export(
     fetch: Callable[[str], Iterable[np.ndarray] | None],
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Writes a checkpoint with the source's files, names, shapes, dtypes and metadata into `out`.
+    """Writes a checkpoint with the source's files, names, shapes, dtypes, metadata and companions into `out`.
 
     fetch(name) gives the tensor's new values piece by piece, flat float32 or uint16 (bf16 bits), which are rounded to
     the source's dtype, or None: copied byte for byte. `progress(nbytes)` hears of what is written, and of what is then
@@ -224,20 +231,17 @@ def export(
     written. Raises StoreError, after removing what it had written, where space is short or the disk fails.
     """
     out = Path(out)
-    others = companions(source.folder) + [INDEX] * (INDEX in {p.name for p in source.folder.iterdir()})
-    if SINGLE in source.files:
-        others = [f for f in others if f != INDEX]  # the library would not look at it either
-    files = [*others, *source.files]
+    files = [*source.others, *source.files]
     done: dict[str, str] = {}  # file -> checksum
     try:
         out.mkdir(parents=True, exist_ok=True)
         if out.samefile(source.folder):
             raise StoreError(errno.EEXIST, "is the source checkpoint itself; choose another folder", str(out))
-        check_space(out, sum((source.folder / f).stat().st_size for f in files), "the exported checkpoint")
+        check_space(out, sum(_size(source, f) for f in files), "the exported checkpoint")
         for file in files:
             (out / file).parent.mkdir(parents=True, exist_ok=True)
             done[file] = ""
-            content = _rewritten(source, file, fetch) if file in source.files else _whole(source.folder / file)
+            content = _rewritten(source, file, fetch) if file in source.files else _copied(source, file)
             write_synced(partial_of(out / file), summed(_counted(content, progress), partial(done.__setitem__, file)))
         for file, written in done.items():
             if checksum(_counted(_whole(partial_of(out / file)), progress)) != written:
@@ -251,6 +255,15 @@ def export(
     finally:
         for file in done:
             partial_of(out / file).unlink(missing_ok=True)
+
+
+def _size(source: Source, file: str) -> int:
+    companion = source.others.get(file, source.folder / file)
+    return len(companion) if isinstance(companion, bytes) else companion.stat().st_size
+
+
+def _copied(source: Source, file: str) -> Iterator[np.ndarray]:
+    yield np.frombuffer(content_of(source.others.get(file, source.folder / file)), np.uint8)
 
 
 def _whole(path: Path) -> Iterator[np.ndarray]:

@@ -2,21 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from trireme.storage.headers import CheckpointError
-from trireme.storage.untrusted import SMALL, is_plain, shown
+from trireme.storage.untrusted import SMALL, is_plain, parse_json, read_small, shown
 
 SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 TEMPLATES = "additional_chat_templates"
+TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+CONTENT = Path | bytes  # of a companion: the file to copy, or what is to be written
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # what a download cache calls a file: its hash
 NAMED = 3  # files that are named where some stay behind
 
 
 def companions(folder: Path) -> list[str]:
     """The names of the files that travel with the weights, relative to `folder`."""
-    return sorted(name for name, why in _beside(folder).items() if not why)
+    return sorted(name for name, why in _looks_alike(folder).items() if not why)
+
+
+def beside(folder: Path, tokenizer: Path | None = None, template: str | None = None) -> dict[str, CONTENT]:
+    """The companions of the weights in `folder` by name, with those of another tokenizer, or another chat template.
+
+    The template goes to both places where readers look for it. Raises CheckpointError where the tokenizer cannot be
+    copied or its configuration is not JSON, StoreError.
+    """
+    files: dict[str, CONTENT] = {name: folder / name for name in companions(folder)}
+    if tokenizer:
+        found = [name for name in companions(tokenizer) if _is_tokenizers(name)]
+        if "tokenizer.json" not in found:
+            raise CheckpointError(
+                f"{tokenizer / 'tokenizer.json'} is not a file of its folder. Put the file itself there."
+            )
+        files = {name: path for name, path in files.items() if not _is_tokenizers(name)}
+        files |= {name: tokenizer / name for name in found}
+    if template is not None:
+        files = {name: path for name, path in files.items() if not _is_template(name)}
+        files[TEMPLATE] = template.encode()
+        if CONFIG in files:
+            files[CONFIG] = _with_template(tokenizer or folder, template)
+    return dict(sorted(files.items()))
+
+
+def content_of(companion: CONTENT) -> bytes:
+    """Its bytes. Raises OSError, StoreError."""
+    return companion if isinstance(companion, bytes) else read_small(companion, links=True)
+
+
+def _is_tokenizers(name: str) -> bool:
+    """Whether a file belongs to the tokenizer: it has no meaning beside another one."""
+    known = ("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.", "merges.txt")
+    return name.startswith(known) or Path(name).suffix in (".model", ".tiktoken") or _is_template(name)
+
+
+def _is_template(name: str) -> bool:
+    return name.startswith(("chat_template.", f"{TEMPLATES}/"))
+
+
+def _with_template(folder: Path, template: str) -> bytes:
+    """The tokenizer's configuration with another chat template."""
+    try:
+        fields = parse_json(read_small(folder / CONFIG, links=True), "file")
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}.") from None
+    return json.dumps(fields | {"chat_template": template}, indent=2, ensure_ascii=False).encode()
 
 
 def left_behind(folder: Path) -> str:
@@ -24,7 +74,7 @@ def left_behind(folder: Path) -> str:
 
     Raises CheckpointError where the weights are of no use without one of them.
     """
-    left = sorted((name, why) for name, why in _beside(folder).items() if why)
+    left = sorted((name, why) for name, why in _looks_alike(folder).items() if why)
     for name, why in left:
         if name == "config.json":
             raise CheckpointError(f"{folder / name} {why}. Put the file itself there.")
@@ -39,7 +89,7 @@ def is_companion(name: str) -> bool:
     return is_plain(name) and folder in ("", TEMPLATES) and Path(file).suffix in SUFFIXES
 
 
-def _beside(folder: Path) -> dict[str, str]:
+def _looks_alike(folder: Path) -> dict[str, str]:
     """Every file that looks like a companion, and why it does not travel."""
     found = [p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.endswith(".index.json")]
     found += (folder / TEMPLATES).glob("*.jinja")

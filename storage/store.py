@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from trireme.storage import folders, snapshots
-from trireme.storage.companions import companions as companions_of
+from trireme.storage.companions import CONTENT, beside, content_of
 from trireme.storage.devices import Device, open_device
 from trireme.storage.files import (
     AnyPath,
@@ -40,7 +40,7 @@ from trireme.storage.files import (
     write_synced,
 )
 from trireme.storage.shards import Shard, Shards
-from trireme.storage.untrusted import checksum, read_small
+from trireme.storage.untrusted import checksum
 from trireme.storage.versions import FOLDER, Version
 
 
@@ -58,26 +58,26 @@ class Store(Shards):
         cls,
         dirs: Sequence[AnyPath | Device],
         keep: int = 1,
-        companions: AnyPath | None = None,
+        companions: AnyPath | Mapping[str, CONTENT] | None = None,
         trial: int = 256 << 20,
         say: Say = to_stderr,
     ) -> Store:
         """A new, empty store that keeps the last `keep` snapshots.
 
-        Config and tokenizer of the checkpoint folder `companions` make its snapshots loadable as they lie. `trial`:
-        bytes written to find out how a drive is best driven; `say` is told what slows one down. The remains of a store
-        without a snapshot are removed. Raises StoreError, leaving nothing, where a folder holds a snapshot or is in
-        use, or where a file of somebody else's has a name that a store takes.
+        `companions`, config and tokenizer of a checkpoint's folder or as given, make its snapshots loadable as they
+        lie. `trial`: bytes written to find out how a drive is best driven; `say` is told what slows one down. The
+        remains of a store without a snapshot are removed. Raises StoreError, leaving nothing, where a folder holds a
+        snapshot or is in use, or where a file of somebody else's has a name that a store takes.
         """
         paths = [_path(d) for d in dirs]
-        names = _companions(companions)
+        content = _companions(companions)
+        names = list(content)
         with ExitStack() as stack, ExitStack() as undo:
             made = folders.take(paths, names, stack, undo)
             store = cls([_device(d, stack, trial, say) for d in dirs], keep)
             stack.callback(store._end)
             folders.sign(paths, names, undo)
-            if companions is not None:
-                store._copy_companions(Path(companions), names)
+            store._copy_companions(content)
             store.made = made
             store._resources = stack.pop_all()
             undo.pop_all()
@@ -106,11 +106,11 @@ class Store(Shards):
             store._resources = stack.pop_all()
         return store
 
-    def _copy_companions(self, source: Path, names: Sequence[str]) -> None:
-        for name in names:
+    def _copy_companions(self, companions: Mapping[str, CONTENT]) -> None:
+        for name, companion in companions.items():
             target = self.paths[0] / name
             snapshots.make_place(target, self.paths[0])
-            content = read_small(source / name, links=True)
+            content = content_of(companion)
             write_synced(target, [content])
             self._companions[name] = checksum([content])
 
@@ -217,9 +217,10 @@ def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Devi
     return device
 
 
-def _companions(source: AnyPath | None) -> list[str]:
+def _companions(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
     """The files of a checkpoint that lie beside a store's snapshots."""
-    return [name for name in companions_of(Path(source)) if snapshots.may_lie_beside(name)] if source else []
+    found = given if isinstance(given, Mapping) else beside(Path(given)) if given else {}
+    return {name: companion for name, companion in found.items() if snapshots.may_lie_beside(name)}
 
 
 def _sync(version: Version, nbytes: int) -> None:

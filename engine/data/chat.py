@@ -254,8 +254,7 @@ def load_template(tokenizer: Tokenizer, choice: tuple[str, str] | None = None) -
         where, source = choice
         sources = {"default": source}
         if where in BUILT_IN:
-            bos = "".join(tokenizer.core.id_to_token(i) or "" for i in tokenizer.bos)
-            variables = variables | {"bos_token": bos, "eos_token": tokenizer.eos_token or ""}
+            variables = variables | _ends(tokenizer)
     else:
         sources, where = _own_templates(tokenizer)
     if not sources:
@@ -273,6 +272,19 @@ def load_template(tokenizer: Tokenizer, choice: tuple[str, str] | None = None) -
     except Exception as error:  # compiling runs what is constant in it
         what = f"{type(error).__name__}: {error}"
     raise InputError(f"{where}: the chat template does not compile, {what}.")
+
+
+def standalone(tokenizer: Tokenizer, choice: tuple[str, str]) -> str:
+    """The template of `choice` so that it renders elsewhere as it does here: a built-in one with its own tokens."""
+    where, source = choice
+    ends = _ends(tokenizer) if where in BUILT_IN else {}
+    return "".join(f"{{%- set {name} = {json.dumps(token)} %}}\n" for name, token in ends.items()) + source
+
+
+def _ends(tokenizer: Tokenizer) -> dict[str, str]:
+    """What a built-in template puts around texts: the tokens that the tokenizer itself does, whatever their names."""
+    bos = "".join(tokenizer.core.id_to_token(i) or "" for i in tokenizer.bos)
+    return {"bos_token": bos, "eos_token": tokenizer.eos_token or ""}
 
 
 def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.engine.data.chat import load_template, read_choice
+from trireme.engine.data.chat import CHATML, load_template, read_choice, standalone
 from trireme.engine.data.encode import TEMPLATE, TOKENIZER, Encoded, encode
 from trireme.engine.data.examples import Example
 from trireme.engine.data.rows import BadRow
@@ -32,6 +32,7 @@ class Facts(NamedTuple):
     eos_token: str | None
     tokenizer: str  # fingerprint of all that decides the ids
     template: str | None  # fingerprint of the chat template; None where there is none
+    chosen: str | None  # the chat template that was asked for, as a reader of the output needs it
     unknown: str | None  # token of what the vocabulary has none for
     notes: tuple[str, ...]  # on the tokenizer
     template_notes: tuple[str, ...]
@@ -53,9 +54,12 @@ class _Programs:
         self._template = load_template(t, chat_template)
         template = self._template.fingerprint if self._template else None
         notes = tuple(self._template.notes()) if self._template else ()
+        chosen = standalone(t, chat_template) if chat_template else None
+        if chat_template == ("chatml", CHATML) and t.eos_token != "<|im_end|>":
+            notes += (f"answers end in <|im_end|>, which is not the tokenizer's end token ({t.eos_token}): stop there",)
         unknown = None if t.unknown is None else t.core.id_to_token(t.unknown)
         self._facts = Facts(
-            t.core.get_vocab_size(), t.eos, t.eos_token, t.fingerprint, template, unknown, t.notes, notes
+            t.core.get_vocab_size(), t.eos, t.eos_token, t.fingerprint, template, chosen, unknown, t.notes, notes
         )
 
     def facts(self) -> Facts:

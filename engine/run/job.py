@@ -27,6 +27,7 @@ from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pi
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
+from trireme.storage.companions import CONTENT, beside
 from trireme.storage.files import Say, existing, to_stderr
 from trireme.storage.versions import version_files
 
@@ -105,6 +106,8 @@ def prepare(
         check_model(options, pinned, cfg, source)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
     codec, seq_len = _codec(options, folder), _seq_len(options, cfg)
+    if options.tokenizer or options.chat_template:
+        source = replace(source, companions=_trained_with(options, folder, codec))
     assumed = _assumed(options, options.assume) if options.assume else None
     device = torch.device("cuda") if assumed else choose_device(options.device)
     limits = assumed[1] if assumed else memory_limits(device, options.gpu_memory, options.ram)
@@ -125,6 +128,14 @@ def _codec(options: Options, folder: Path) -> Codec | None:
         wrong = "is a file; name its folder" if Path(options.tokenizer).is_file() else "holds no tokenizer.json"
         raise InputError(f"--tokenizer {options.tokenizer} {wrong}.")
     return codec
+
+
+def _trained_with(options: Options, folder: Path, codec: Codec | None) -> dict[str, CONTENT]:
+    """The output's companions: with the tokenizer and the chat template that were asked for."""
+    other = Path(options.tokenizer) if options.tokenizer else None
+    if other and other.samefile(folder):
+        other = None
+    return beside(folder, other, codec.facts.chosen if codec else None)
 
 
 def _seq_len(options: Options, cfg: ModelConfig) -> int:

@@ -43,7 +43,7 @@ Snapshot = dict[str, Any]  # written by Live.save
 def new_store(job: Job, screen: Screen) -> Store:
     """An empty store. Raises StoreError."""
     trial = min(TRIAL, 4 * job.parameters)
-    return Store.create(job.store_dirs, job.options.keep, job.source.folder, trial, screen.warn)
+    return Store.create(job.store_dirs, job.options.keep, job.source.companions, trial, screen.warn)
 
 
 def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snapshot | None]:

@@ -150,7 +150,7 @@ class Options:
     tokenizer: str | None = _option(
         DATA, "a folder with another tokenizer", metavar="DIR", also="tokenizer-name-or-path"
     )
-    chat_template: str | None = _option(DATA, "another chat template: a .jinja file, or plain", metavar="FILE")
+    chat_template: str | None = _option(DATA, "another chat template: a .jinja file, chatml or plain", metavar="FILE")
 
     out: str = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir")
     store: tuple[str, ...] = _option(

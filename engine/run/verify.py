@@ -15,7 +15,8 @@ from trireme.engine.run.command import config_yaml
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 from trireme.storage import snapshots, temporary
-from trireme.storage.checkpoint import INDEX, Source, companions, open_source
+from trireme.storage.checkpoint import Source, open_source
+from trireme.storage.companions import content_of
 from trireme.storage.files import StoreError, existing, lock, make_folder, partial_of, remove_folders, replace_synced
 from trireme.storage.store import Store
 
@@ -168,16 +169,19 @@ def reopen(source: Source, out: Path) -> list[str]:
     if ours != theirs:
         name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
         _differs(out, f"{name} is {_show(ours.get(name))} here and {_show(theirs.get(name))} in {source.folder}")
-    others = [*companions(source.folder), *(n for n in (INDEX,) if (source.folder / n).exists())]
-    for name in others:
-        if not (out / name).is_file() or (out / name).read_bytes() != (source.folder / name).read_bytes():
-            _differs(out, f"{name} is not the one of {source.folder}")
+    others = source.others
+    given = [name for name, companion in others.items() if companion != source.folder / name]
+    for name, companion in others.items():
+        if not (out / name).is_file() or (out / name).read_bytes() != content_of(companion):
+            whose = "the one that was trained with" if name in given else f"the one of {source.folder}"
+            _differs(out, f"{name} is not {whose}")
     files = written.files[0] if len(written.files) == 1 else f"{len(written.files)} model shards"
     logs = [name for name in LOGS if (out / name).exists()]
     return [
         f"output   {out}/: {', '.join([files, *others, *logs])}",
         f"check    reopened: {len(ours):,} tensors, names, shapes and dtypes equal to the source; "
-        f"{len(others)} other files byte-identical",
+        f"{len(others) - len(given)} other files byte-identical"
+        + (f"; as trained with: {', '.join(given)}" if given else ""),
         f"next     AutoModelForCausalLM.from_pretrained({str(out)!r}); the same run again: --config {out}/config.yaml",
     ]
 

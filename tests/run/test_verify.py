@@ -1,6 +1,7 @@
 """The output folder: refused before the run where it must not be written, compared with its source after it."""
 
 import errno
+import json
 import os
 import shutil
 from contextlib import nullcontext
@@ -9,13 +10,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from chats import CHATML
 from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
+from trireme.engine.data.codec import load_codec
+from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run import demo
 from trireme.engine.run import job as jobs
 from trireme.engine.run.command import config_yaml
 from trireme.engine.run.options import Options
+from trireme.engine.run.train import finetune
 from trireme.engine.run.verify import check_free, new_run, reopen, tidy
 from trireme.models.config import InputError
 from trireme.storage.aio import arena
@@ -280,3 +286,71 @@ def test_a_drive_without_room_is_refused_before_the_start(tmp_path, monkeypatch,
     refused = pytest.raises(DoesNotFit, match=f"name another drive with .*{option}") if option else nullcontext()
     with refused:
         jobs.check_room(job)
+
+
+TALK = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A fox. I live in a wood."}]
+
+
+@pytest.mark.parametrize(
+    ("given", "template", "same"),
+    [
+        ("--chat-template", "chatml", ["config.json", "tokenizer.json"]),
+        ("--chat-template", "plain", ["config.json", "tokenizer.json"]),
+        ("--chat-template FILE", "file", ["config.json", "tokenizer.json"]),
+        ("--tokenizer", "chatml", ["config.json"]),
+        ("--tokenizer", None, ["config.json"]),
+    ],
+)
+def test_the_output_has_the_tokenizer_and_the_template_that_were_trained_with(
+    source, tmp_path, capsys, given, template, same
+):
+    """It chats, in transformers, with the very tokens of the training data."""
+    model = tmp_path / "source"
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    old = json.dumps(config | {"chat_template": "{{ raise_exception('the old one') }}"})
+    (model / "tokenizer_config.json").write_text(old)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("the old one")
+    more, tokenizer = {}, model
+    if given == "--tokenizer":
+        tokenizer = tmp_path / "other"
+        tokenizer.mkdir()
+        (tokenizer / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "clean_up": 1}))
+        (tokenizer / "chat_template.jinja").write_text(CHATML)
+        (tokenizer / "config.json").write_text("{}")
+        (model / "merges.txt").write_text("of the old one")
+        more["tokenizer"] = str(tokenizer)
+    if template:
+        more["chat_template"] = template
+        if template == "file":
+            more["chat_template"] = str(tmp_path / "mine.jinja")
+            (tmp_path / "mine.jinja").write_text(CHATML)
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": TALK}) for _ in range(8)))
+    out = tmp_path / "out"
+    finetune(
+        Options(
+            model=str(model),
+            data=(str(tmp_path / "chats.jsonl"),),
+            out=str(out),
+            seq_len=128,
+            batch_size=2,
+            max_steps=2,
+            device="cpu",
+            **more,
+        )  # fmt: skip
+    )
+    trained = load_codec(tokenizer, more.get("chat_template"))
+    row = load_dataset([str(tmp_path / "chats.jsonl")], trained, DataOptions(seq_len=128))
+    expected = next(row.batches(1)).ids[: int(row.pieces["length"][0])].tolist()
+    theirs = PreTrainedTokenizerFast.from_pretrained(out)
+    assert theirs.apply_chat_template(TALK, tokenize=True, return_dict=False) == expected
+    assert load_codec(out).facts.vocab_size == trained.facts.vocab_size
+    for name in same:
+        assert (out / name).read_bytes() == (model / name).read_bytes()
+    assert not (out / "additional_chat_templates").exists()
+    assert not (out / "merges.txt").exists()
+    (check,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check ")]
+    assert check.endswith("; as trained with: " + ", ".join(sorted(
+        ({"tokenizer.json", "tokenizer_config.json"} if given == "--tokenizer" else {"tokenizer_config.json"})
+        | {"chat_template.jinja"})))  # fmt: skip

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 from trireme.storage import checkpoint
 from trireme.storage.checkpoint import INDEX, CheckpointError, convert, export, open_source
-from trireme.storage.companions import companions
+from trireme.storage.companions import beside, companions
 from trireme.storage.files import StoreError
 
 RNG = np.random.default_rng(0)
@@ -334,6 +334,39 @@ def test_a_companion_of_gigabytes_is_left(tmp_path):
     said = []
     open_source(folder, said.append)
     assert "rows.json has more than 256 MiB" in said[0]
+
+
+def test_another_tokenizer_takes_the_place_of_the_first_one_whole(tmp_path):
+    folder, other = save(tmp_path / "in"), tmp_path / "other"
+    for name in ("vocab.json", "merges.txt", "generation_config.json", "spiece.model", "LICENSE.txt"):
+        (folder / name).write_text("{}")
+    other.mkdir()
+    for name in ("tokenizer.json", "vocab.txt", "config.json", "notes.txt"):
+        (other / name).write_text("{}")
+    found = beside(folder, other)
+    theirs = {name for name, path in found.items() if path == other / name}
+    ours = {name for name, path in found.items() if path == folder / name}
+    assert theirs == {"tokenizer.json", "vocab.txt"}
+    assert ours == {"config.json", "generation_config.json", "LICENSE.txt"}
+    assert beside(folder) == {name: folder / name for name in companions(folder)}
+    (other / "tokenizer.json").unlink()
+    (other / "tokenizer.json").symlink_to(folder / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="other/tokenizer.json is not a file of its folder"):
+        beside(folder, other)
+
+
+def test_another_template_is_in_both_places_and_alone(tmp_path):
+    folder = save(tmp_path / "in")
+    (folder / "additional_chat_templates").mkdir(exist_ok=True)
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("old")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "chat_template": "old"}')
+    found = beside(folder, template="new ß")
+    assert found["chat_template.jinja"] == "new ß".encode()
+    assert json.loads(found["tokenizer_config.json"]) == {"eos_token": "</s>", "chat_template": "new ß"}
+    assert not [name for name in found if name.startswith("additional")]
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="tokenizer_config.json: the file is not a JSON object"):
+        beside(folder, template="new")
 
 
 def test_real_checkpoints(real, tmp_path):
