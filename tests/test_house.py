@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -168,8 +169,8 @@ def wheel(tmp_path_factory) -> Path:
                 (copy / room / path.name).write_bytes(path.read_bytes())
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
-    have = importlib.util.find_spec("setuptools") and importlib.util.find_spec("wheel")
-    isolation = ["--no-build-isolation"] if have else []
+    new = int(metadata.version("setuptools").split(".")[0]) >= 77 if importlib.util.find_spec("setuptools") else False
+    isolation = ["--no-build-isolation"] if new else []
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *isolation, "-w", str(work), str(copy)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
