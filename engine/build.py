@@ -84,5 +84,5 @@ def inputs(cfg: ModelConfig, micro_batch: MicroBatch, tables: Tables, device: to
     tensors = (torch.from_numpy(micro_batch.ids).long(), labels, loss_rows)
     ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in tensors)
     packed = Packed(ids, labels, loss_rows, make_rows(micro_batch.lengths, tables, device))
-    pairs = shapes.attended_pairs(micro_batch.lengths, cfg.window)
+    pairs = shapes.layer_pairs(cfg, micro_batch.lengths)
     return Inputs(len(labels), len(loss_rows), pairs, packed)

@@ -58,10 +58,15 @@ INERT = {
 }
 
 
+Flag = bool | tuple[str, bool]  # settled, or a key of config.json and its default
+BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
+
+
 @dataclass(frozen=True)
 class Family:
     """What all models of a model_type share. A key's default is that of the class in transformers."""
 
+    known_as: str
     names: Names = names.SPLIT
     spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
     layer_norm: bool = False  # norms are LayerNorms with a bias, not RMSNorms
@@ -78,14 +83,13 @@ class Family:
     max_positions: int = 2048
     eps: float = 1e-6
     tied: bool = False
-    qkv_bias: bool | str = False  # a string: the flag of that name, with the default of `biased`
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    biased: bool = False
+    qkv_bias: Flag = False
+    o_bias: Flag = False
+    mlp_bias: Flag = False
     windows: Literal["none", "all", "above", "pattern"] = "none"  # layers that may have a sliding window
     window: int | None = 4096
     period: int = 0  # of a pattern: every so manieth layer has no window; 0: none has one
-    unrotated: bool = False  # has the key no_rope_layers
+    unrotated: Literal["", "listed", "full"] = ""  # layers without rope: no_rope_layers; those without the window
     scaled: bool = False  # has keys for the scale of embedding, attention, branches and logits
     query_scale: bool = False  # query_pre_attn_scalar ** -0.5 is the scale of attention
     embed_root: bool = False  # the embedding is multiplied by the root of the width
@@ -99,43 +103,65 @@ class Family:
             found |= {"partial_rotary_factor"}
         if self.scaled:
             found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
-        return found | ({"no_rope_layers"} if self.unrotated else set())
+        return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())
 
 
 FAMILIES = {
     "gpt2": Family(
+        "GPT-2, DistilGPT-2",
         names=names.IN_OUT, spelled=OLD_SPELLED, layer_norm=True, gated=False, acts=("gelu_new", *GELU), rotary=False,
         max_positions=1024, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, by_layer=True,
     ),
-    "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Family(kv_heads=8, max_positions=131072, windows="all"),
-    "qwen2": Family(kv_heads=32, max_positions=32768, qkv_bias=True, windows="above"),
+    "llama": Family(
+        "LLaMA 1 to 3, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distills",
+        qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS,
+    ),
+    "mistral": Family("Mistral 7B, Nemo, Small (text)", kv_heads=8, max_positions=131072, windows="all"),
+    "qwen2": Family("Qwen 1.5 to 2.5", kv_heads=32, max_positions=32768, qkv_bias=True, windows="above"),
     "qwen3": Family(
-        kv_heads=32, head_dim=128, max_positions=32768, qk_norm="head", qkv_bias="attention_bias",
-        o_bias="attention_bias", windows="above",
+        "Qwen 3 (dense)",
+        kv_heads=32, head_dim=128, max_positions=32768, qk_norm="head", qkv_bias=BIAS,
+        o_bias=BIAS, windows="above",
     ),
-    "phi3": Family(names=names.PACKED, partial=True, max_positions=4096, eps=1e-5, windows="all", window=None),
+    "phi3": Family(
+        "Phi-3, 3.5 and 4 (text)",
+        names=names.PACKED, partial=True, max_positions=4096, eps=1e-5, windows="all", window=None,
+    ),
     "smollm3": Family(
-        kv_heads=4, max_positions=32768, theta=2e6, tied=True, qkv_bias="attention_bias", o_bias="attention_bias",
-        mlp_bias="mlp_bias", windows="pattern", window=None, unrotated=True,
+        "SmolLM3",
+        kv_heads=4, max_positions=32768, theta=2e6, tied=True, qkv_bias=BIAS, o_bias=BIAS,
+        mlp_bias=MLP_BIAS, windows="pattern", window=None, unrotated="listed",
     ),
-    "granite": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", scaled=True),
+    "granite": Family("Granite 3 (dense)", qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS, scaled=True),
     "starcoder2": Family(
+        "StarCoder 2",
         names=names.PLAIN_MLP, spelled=SPELLED | dict(eps="norm_epsilon"), layer_norm=True, gated=False, acts=GELU,
-        kv_heads=2, max_positions=4096, eps=1e-5, tied=True, qkv_bias="use_bias", o_bias="use_bias",
-        mlp_bias="use_bias", biased=True, windows="all", window=None,
+        kv_heads=2, max_positions=4096, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, windows="all",
+        window=None,
     ),
     "olmo2": Family(
-        names=names.POST, qk_norm="width", eps=1e-5, qkv_bias="attention_bias", o_bias="attention_bias",
+        "OLMo 2",
+        names=names.POST, qk_norm="width", eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
     ),
     "olmo3": Family(
-        names=names.POST, qk_norm="width", eps=1e-5, theta=5e5, qkv_bias="attention_bias", o_bias="attention_bias",
+        "OLMo 3",
+        names=names.POST, qk_norm="width", eps=1e-5, theta=5e5, qkv_bias=BIAS, o_bias=BIAS,
         windows="pattern", period=4,
     ),
+    "exaone4": Family(
+        "EXAONE 4",
+        names=names.POST, qk_norm="head", eps=1e-5, kv_heads=32, windows="pattern", period=4, unrotated="full",
+    ),
+    "seed_oss": Family(
+        "Seed-OSS",
+        kv_heads=8, head_dim=128, max_positions=524288, qkv_bias=("attention_bias", True),
+        o_bias=("attention_out_bias", False), mlp_bias=MLP_BIAS,
+    ),
     "gemma3_text": Family(
+        "Gemma 3 (270M, 1B)",
         names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
         theta=1e6, local_theta=1e4, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
-        qkv_bias="attention_bias", o_bias="attention_bias", windows="pattern", period=6, query_scale=True,
+        qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6, query_scale=True,
         embed_root=True,
     ),
 }  # fmt: skip
@@ -268,7 +294,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     positions = keys.count(spelled["max_positions"], family.max_positions)
     if not family.gated:
         keys.refuse_unless("use_bias", (None, True))  # the kernel of the activation adds one
-    flag = lambda bias: keys.flag(bias, family.biased) if isinstance(bias, str) else bias
+    flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
     return ModelConfig(
         model_type=model_type,
         vocab=keys.count(spelled["vocab"]),
@@ -316,8 +342,10 @@ def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers
     found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
     if local != rope and window:
         found["local_rope"] = local
-    if family.unrotated:
+    if family.unrotated == "listed":
         found["unrotated"] = _unrotated(keys, layers)
+    elif family.unrotated:
+        found["unrotated"] = full
     return found
 
 

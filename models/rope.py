@@ -64,6 +64,7 @@ def _parse(keys: Keys, inner: Keys, theta: float, head_dim: int, positions: int)
         kind = "longrope"  # by its first names
     if kind not in KINDS:
         raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(KINDS)}.')
+    inner.refuse_unless("llama_4_scaling_beta", (None,))  # queries scaled by their position
     theta = inner.number("rope_theta", theta)
     width = _width(keys, inner, head_dim)
     if kind == "default":

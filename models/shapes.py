@@ -197,6 +197,14 @@ def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
     return sum(map(pairs, lengths))
 
 
+def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
+    """Attended pairs of a layer, the mean of all layers."""
+    if not cfg.window:
+        return attended_pairs(lengths)
+    lengths, windows = list(lengths), [cfg.layer_window(i) for i in range(cfg.n_layers)]
+    return sum(attended_pairs(lengths, window) * windows.count(window) for window in set(windows)) // cfg.n_layers
+
+
 def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
     """Elements of the matrices of a block or half of one, by what their product makes."""
     found = {}

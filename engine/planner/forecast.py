@@ -108,7 +108,7 @@ class Forecast:
     @property
     def tflops(self) -> float:
         """10^12 model FLOPs a second: three times forward's, recomputation not counted."""
-        pairs = shapes.attended_pairs(self.work.lengths, self.cfg.window)
+        pairs = shapes.layer_pairs(self.cfg, self.work.lengths)
         return shapes.model_flops(self.cfg, self.work.tokens, pairs) / self.step.step_s / 1e12
 
     @property

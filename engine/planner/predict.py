@@ -65,7 +65,7 @@ class Batch:
         return self.tokens * self.n_micro
 
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
-        pairs = shapes.attended_pairs(self.lengths, cfg.window)
+        pairs = shapes.layer_pairs(cfg, self.lengths)
         return [Inputs(self.tokens, self.learned, pairs)] * self.n_micro
 
 

@@ -140,7 +140,7 @@ def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
 
 def front(cfg: ModelConfig, document: int) -> list[tuple[str, ...]]:
     """Sets of a block's saved tensors that no other set beats in both bytes and recomputation, thinned to two."""
-    pairs, kinds = shapes.attended_pairs([document], cfg.window), shapes.inner_kinds(cfg)
+    pairs, kinds = shapes.layer_pairs(cfg, [document]), shapes.inner_kinds(cfg)
     nbytes = {name: size for kind in kinds for name, size in shapes.saved_bytes(cfg, document, 2, kind).items()}
     rebuilt = lambda names: sum(shapes.recompute_flops(cfg, frozenset(names), document, pairs, kind) for kind in kinds)
     found = sorted(

@@ -85,6 +85,16 @@ CASES = {
     "olmo3 yarn": ("olmo3", PLAIN | dict(
         num_hidden_layers=3, sliding_window=5, layer_types=TYPES,
         rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=10000.0)))),
+    "exaone4": ("exaone4", PLAIN | dict(num_hidden_layers=3, sliding_window=5, layer_types=TYPES)),
+    "exaone4 tied, no window": (
+        "exaone4",
+        PLAIN | dict(sliding_window=None, layer_types=["full_attention"] * 2, tie_word_embeddings=True),
+    ),
+    "seed_oss": ("seed_oss", LLAMA | dict(pad_token_id=None)),
+    "seed_oss other biases": (
+        "seed_oss",
+        LLAMA | dict(pad_token_id=None, attention_bias=False, attention_out_bias=True, mlp_bias=True),
+    ),
     "gemma3": ("gemma3_text", DIALECTS | dict(layer_types=TYPES, sliding_window=4, query_pre_attn_scalar=12)),
     "gemma3 untied, two ropes": ("gemma3_text", DIALECTS | dict(
         layer_types=TYPES, sliding_window=6, tie_word_embeddings=False, head_dim=16, num_key_value_heads=1,

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from script_files import script
 
-from trireme.models.config import InputError, Rope, default_number, numbers, parse_config, read_config
+from trireme.models.config import SUPPORTED, InputError, Rope, default_number, numbers, parse_config, read_config
 
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
@@ -147,6 +148,7 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(model_type="olmo3", sliding_window=None), ["sliding_window"]),
         (LLAMA | dict(model_type="starcoder2", hidden_act="gelu"), ["hidden_act", "gelu_pytorch_tanh"]),
         (LLAMA | dict(model_type="starcoder2", hidden_act="gelu_pytorch_tanh", use_bias=False), ["use_bias"]),
+        (LLAMA | dict(rope_scaling=dict(type="yarn", factor=4.0, llama_4_scaling_beta=0.1)), ["llama_4_scaling_beta"]),
         (LLAMA | dict(model_type="granite", logits_scaling=0), ["logits_scaling", "0"]),
         (LLAMA | dict(model_type="gemma3_text", final_logit_softcapping=30.0), ["final_logit_softcapping"]),
         (LLAMA | dict(model_type="gemma3_text", use_bidirectional_attention=True), ["use_bidirectional_attention"]),
@@ -206,11 +208,18 @@ def test_what_was_written_before_is_the_same_model():
 def test_only_the_table_names_a_family():
     """Blocks, shapes and engine read descriptions."""
     root = Path(__file__).parents[2]
-    own = {"gpt2", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", "starcoder2", "olmo2", "gemma3"}
+    own = set(SUPPORTED) - {"llama", "gpt2"} | {"gemma3"}
     for path in [*root.glob("models/*.py"), *root.glob("engine/*.py"), *root.glob("kernels/**/*.py")]:
         if path.name != "config.py":
-            words = set(re.findall(r"[\"']([a-z]+\d*)[\"']", path.read_text()))
+            words = set(re.findall(r"[\"']([a-z_]+\d*\w*)[\"']", path.read_text()))
             assert not words & own, path
+
+
+def test_the_page_of_families_is_as_the_table():
+    made = script("dev/models").page()
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    versions = lambda text: re.sub(r"transformers \d[\w.]*", "transformers", text)
+    assert versions(page) == versions(made), "renew it: python scripts/dev/models.py"
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "null", '{"a": 1', "\udcff", "[" * 100_000])

@@ -69,6 +69,15 @@ def test_attended_pairs(window):
     assert shapes.attended_pairs(lengths, window) == seen
 
 
+def test_pairs_of_a_layer_are_the_mean_over_windows():
+    cfg = parse_config(SMALL | dict(model_type="olmo3", num_hidden_layers=4, sliding_window=3))
+    lengths = [1, 7, 4]
+    by_layer = [shapes.attended_pairs(lengths, cfg.layer_window(i)) for i in range(4)]
+    assert by_layer == [by_layer[0]] * 3 + [shapes.attended_pairs(lengths)]
+    assert shapes.layer_pairs(cfg, lengths) == sum(by_layer) // 4
+    assert shapes.layer_pairs(parse_config(GPT2), lengths) == shapes.attended_pairs(lengths)
+
+
 def test_model_flops_are_six_a_parameter():
     cfg = parse_config(LLAMA3_8B)
     vectors = (2 * 32 + 1) * 4096

@@ -1,0 +1,66 @@
+"""python scripts/dev/models.py: writes docs/models.md, the families that can be trained, from their table."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+from trireme.models import names
+from trireme.models.config import FAMILIES, SILU, Family
+from trireme.models.rope import KINDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+TEXT = """# Models that can be trained
+
+Made by `python scripts/dev/models.py` from `FAMILIES` in `models/config.py`: a family is a row there, never a branch in
+the code behind it. Each is tested with random weights against transformers {version}: logits and every gradient in fp32
+within 1e-5, tables of angles to the bit, 50 steps of training within 1e-4, every set of saved tensors to the same bits,
+and a saved folder that transformers opens again with equal weights.
+
+| `model_type` | known as | beside an RMSNorm before each half, SwiGLU and rotary positions |
+|---|---|---|
+{rows}
+
+Rope, in the spellings of transformers 4 and 5: {kinds}. With `longrope` the run's `--seq-len` says which factors
+are used, the short ones up to `original_max_position_embeddings`.
+
+Refused, with one line that names the key: soft-capped scores and logits (Gemma 2), other activations, quantized
+weights, parallel attention and MLP, mixtures of experts, models inside a multimodal wrapper, heads for other tasks.
+"""
+
+
+def special(family: Family) -> list[str]:
+    """What sets a family apart from the plainest, in words."""
+    n = family.names
+    said = {
+        "LayerNorms with bias": family.layer_norm,
+        "norms of the branches, none before": not n.norm1,
+        "norms before and behind each half": bool(n.norm1 and n.post1),
+        "norms multiply by 1 + weight": family.add_one,
+        "GELU between two matrices": not family.gated,
+        "GeGLU": family.gated and family.acts is not SILU,
+        "learned positions": not family.rotary,
+        "rope on a share of each head": family.partial,
+        "layers without rope": bool(family.unrotated),
+        "q and k norms of each head": family.qk_norm == "head",
+        "q and k norms over the whole width": family.qk_norm == "width",
+        "packed matrices": n.qkv == names.PACKED.qkv,
+        "matrices stored (in, out)": n.in_out,
+        "window in all layers": family.windows == "all",
+        "window from a layer on": family.windows == "above",
+        "window by `layer_types`": family.windows == "pattern",
+        "a second table of angles for layers with the window": family.local_theta is not None,
+        "factors of embedding, scores, branches and logits": family.scaled,
+        "scores by `query_pre_attn_scalar`": family.query_scale,
+        "embedding times the root of the width": family.embed_root,
+        "biases": bool(family.qkv_bias),
+    }
+    return [words for words, holds in said.items() if holds]
+
+
+def page() -> str:
+    """The text of docs/models.md."""
+    rows = [f"| `{name}` | {f.known_as} | {', '.join(special(f)) or '-'} |" for name, f in FAMILIES.items()]
+    return TEXT.format(version=version("transformers"), rows="\n".join(rows), kinds=", ".join(KINDS))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
