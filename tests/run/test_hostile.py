@@ -232,7 +232,8 @@ def test_a_process_that_is_killed_once_costs_nothing(tmp_path, monkeypatch):
     found = load_dataset([str(path)], codec, DataOptions(), kill)
     assert codec.sandbox._process is not first
     assert found.fingerprint == expected.fingerprint
-    assert np.array_equal(found.files[0].tokens, expected.files[0].tokens)
+    ids, same = (file.read(0, int(file.offsets[-1]))[0] for file in (*found.files, *expected.files))
+    assert np.array_equal(ids, same)
 
 
 def test_what_a_template_raises_is_a_bad_row():
