@@ -1,10 +1,8 @@
 """Asynchronous reads and writes of large aligned buffers, many in flight, results as futures.
 
-A request is moved in pieces of `block` bytes. At most `depth` pieces are in flight in one direction while the other is
-idle, and `mixed` in each while both have work; all three are measured for each drive (devices.py). Requests of one
-direction take turns, a piece each, so that a small one does not wait for a large one. Back ends differ in how a piece
-is moved: by the kernel's asynchronous I/O (AIO), or by threads. Every result is checked. A future ends only when no
-piece of its request is in flight, also after an error, so that its buffer is free for use.
+A request moves in pieces of `block` bytes: at most `depth` in flight while only one direction has work, `mixed` in
+each while both have; devices.py measures all three. Requests of one direction take turns, a piece each. Every result is
+checked. A future ends when no piece of its request is in flight, also after an error: its buffer is free then.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ HUGE_PAGE = 2 << 20  # bytes
 
 
 def arena(nbytes: int) -> memoryview:
-    """Zeroed memory of round_up(nbytes), on 2 MiB pages where the kernel gives them: a drive's command is limited by
-    its number of pages. A forked child does not get it: copying on write would break transfers in flight.
+    """Zeroed memory of round_up(nbytes), on 2 MiB pages if possible: a drive's command holds a limited number of pages.
+    A forked child does not get it, since copying on write would break transfers in flight.
     """
     size = round_up(nbytes, HUGE_PAGE)
     area = mmap.mmap(

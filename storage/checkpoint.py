@@ -1,7 +1,6 @@
 """A Hugging Face checkpoint folder: opened without trust, read tensor by tensor, written back in the same form.
 
-Only safetensors is read: nothing is ever unpickled. Memory use is one chunk, whatever the model's size, and the page
-cache is given back as reading goes on.
+Only safetensors is read; nothing is unpickled. Memory use is one chunk, and the page cache is given back.
 """
 
 from __future__ import annotations
@@ -225,10 +224,9 @@ def export(
 ) -> None:
     """Writes a checkpoint with the source's files, names, shapes, dtypes, metadata and companions into `out`.
 
-    fetch(name) gives the tensor's new values piece by piece, flat float32 or uint16 (bf16 bits), which are rounded to
-    the source's dtype, or None: copied byte for byte. `progress(nbytes)` hears of what is written, and of what is then
-    read back. Files appear under their names only when all of them are complete, synced and read back as they were
-    written. Raises StoreError, after removing what it had written, where space is short or the disk fails.
+    fetch(name) gives the tensor's new values in pieces, flat float32 or uint16 (bf16 bits), which are rounded to the
+    source's dtype; None: the tensor is copied. `progress(nbytes)` counts bytes written and bytes read back. Files get
+    their names when all of them are written, synced and read back. Raises StoreError, leaving no files.
     """
     out = Path(out)
     files = [*source.others, *source.files]

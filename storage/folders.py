@@ -1,8 +1,8 @@
 """The folders of a store: which store they belong to, which process holds them, what is removed from them.
 
 `store.id` names the store, the folder's place in it, and the companions in the first folder. It is written before
-anything else. Removal renames it to `store.finished` and deletes that last. After a kill at any moment the store's
-files can therefore be told from other people's. Only the holder of `store.lock` makes or removes files.
+anything else; removal renames it to `store.finished` and deletes that last. So after a kill the store's files can be
+told from other people's. Only the holder of `store.lock` makes or removes files.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ SHAPE = {"store": str, "device": int, "devices": int, "companions": [str]}
 
 @dataclass(frozen=True)
 class Identity:
-    """A folder's place in a store: the `device` of that number of so many `devices`. `companions`: names of files that
-    the store has made in its first folder, beside its own.
-    """
+    """A folder's place in a store: `device` of so many `devices`, and the companions in the first folder."""
 
     store: str
     device: int
@@ -79,7 +77,7 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
 def is_taken(folder: Path, first: Path) -> bool:
     """Whether a new store that begins with folder `first` would destroy a snapshot in `folder`.
 
-    A snapshot counts where its first device has it: on the others it may be what a crash left of a commit.
+    Snapshots count on their first device only: on others they may be remains of a killed commit.
     """
     if not snapshots.folders(folder):
         return False
@@ -105,10 +103,10 @@ def in_order(folders: Sequence[Path]) -> list[int]:
 
 
 def take(paths: Sequence[Path], companions: Sequence[str], stack: ExitStack, undo: ExitStack) -> list[Path]:
-    """Takes the folders for a new store until `stack` closes, and removes what an earlier one left that is finished or
-    never reached a snapshot. Returns those that were made. `undo` gives all of it back.
+    """Locks the folders for a new store until `stack` closes; removes remains of stores that are finished or have no
+    snapshot. Returns the folders made. `undo` gives all of it back.
 
-    Raises StoreError where a folder is in use, or holds a snapshot or anything else that a store would replace.
+    Raises StoreError where a folder is in use, holds a snapshot, or a foreign file of a name that a store takes.
     """
     made: list[Path] = []
     undo.callback(remove_folders, made)
@@ -193,9 +191,9 @@ def _erase(path: Path) -> None:
 
 
 def _empty(path: Path, identity: Identity | None) -> None:
-    """Removes what a store has made in a folder, but its name and its lock; of one that nobody can name, no companions.
+    """Removes a store's files from a folder, except its identity and lock; without a readable identity, no companions.
 
-    Raises StoreError where there is a link in the place of its folder of files.
+    Raises StoreError where its folder of files is a link.
     """
     beside = (*identity.companions, INDEX) if identity and identity.device == 0 else ()
     for name in (*beside, scratch.NAME, PROBE):

@@ -1,8 +1,7 @@
 """The safetensors format: 8 bytes of header length, a JSON header, then tensors back to back.
 
-Reading trusts nothing in the file. A header is accepted only where the safetensors library accepts it too: the tensors
-cover the data exactly, without gap or overlap. Writing pads the header with spaces, so that data begins on a block
-boundary and the file stays a plain safetensors file.
+Reading trusts nothing: as in the safetensors library, the tensors must cover the data without gap or overlap. Writing
+pads the header with spaces, so that data begins on a block boundary.
 """
 
 from __future__ import annotations

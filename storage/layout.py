@@ -1,8 +1,7 @@
 """A unit is a span of bytes with a Layout: the same offsets on the SSD, in RAM and on the GPU.
 
-Tensors lie back to back without gaps, because the safetensors format allows none. The order puts every
-group whose members are all multiples of 4,096 bytes first, so nearly all matrices begin on a block
-boundary, and vectors (norm weights, biases) last, so weight decay applies to a prefix of the span.
+Tensors lie back to back: safetensors allows no gaps. Groups of multiples of 4,096 bytes come first, so that nearly all
+matrices begin on a block boundary, and vectors (norm weights, biases) last, so that weight decay applies to a prefix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Named shards on one or more drives: read, verified, and written copy-on-write.
 
-A write never touches a version that can be read or that a snapshot holds. It goes to a spare file, which becomes the
-current version when all of it has arrived. Versions without users become spares, so that in the steady state no file is
-made, grown or removed.
+A write goes to a spare file, which becomes the current version when it is complete. Versions that neither the current
+state nor a snapshot needs become spares, so that in the steady state no file is made, grown or removed.
 """
 
 from __future__ import annotations
@@ -144,8 +143,8 @@ class Shards:
     def write(self, name: str, buffer: Buffer) -> Future[None]:
         """Writes `buffer` (page-aligned, layout.span bytes) as a new version; reads that begin once it is done get it.
 
-        After an error the old version is still current. One write of a name at a time. Raises StoreError at once where
-        there is no space for a new version.
+        After an error the old version is still current. One write of a name at a time. Raises StoreError at once if
+        there is no space.
         """
         shard = self.shards[name]
         view = _view(shard, buffer)

@@ -1,8 +1,7 @@
 """Snapshots on disk: a folder of hard links, a manifest, and an index, so that it is a Hugging Face checkpoint too.
 
-A snapshot is made under another name and becomes one by the rename of its folder on the first device, after every byte
-that it names has been synced. It ends in the reverse order. So at every instant, also after a power failure, a folder
-with a snapshot's name on the first device is complete.
+A snapshot is made under another name. When all its bytes are synced, its folder on the first device is renamed; removal
+goes in the reverse order. So a folder of that name on the first device is complete, even after a power failure.
 """
 
 from __future__ import annotations
@@ -188,11 +187,11 @@ def way_back(folder: Path) -> str:
 
 
 def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Raises StoreError unless every file of the snapshot is there, has its size and begins with its header, and its
-    companions are what was written. The data of spans is checked as it is read.
+    """Raises StoreError unless every file of the snapshot has its size and header, and every companion its checksum.
 
-    Where a copy of the run has parted a hard link into two files, the snapshot's is the one that counts. What is a
-    symbolic link may be anybody's, and is refused.
+    The shards' data is checked as it is read.
+
+    If a copy of the run has made two files of a hard link, the snapshot's counts. Symbolic links are refused.
     """
     first, back = devices[0] / snapshot.folder, way_back(devices[0] / snapshot.folder)
     stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]

@@ -64,10 +64,10 @@ class Store(Shards):
     ) -> Store:
         """A new, empty store that keeps the last `keep` snapshots.
 
-        `companions`, config and tokenizer of a checkpoint's folder or as given, make its snapshots loadable as they
-        lie. `trial`: bytes written to find out how a drive is best driven; `say` is told what slows one down. The
-        remains of a store without a snapshot are removed. Raises StoreError, leaving nothing, where a folder holds a
-        snapshot or is in use, or where a file of somebody else's has a name that a store takes.
+        `companions`: a checkpoint's folder, or its files other than weights; they make snapshots loadable. `trial`:
+        bytes written to measure each drive; `say` is told what slows one down. Remains of a store without a snapshot
+        are removed. Raises StoreError, leaving nothing, where a folder is in use, holds a snapshot, or a foreign file
+        of a name that a store takes.
         """
         paths = [_path(d) for d in dirs]
         content = _companions(companions)

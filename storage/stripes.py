@@ -95,7 +95,7 @@ def stripe_tensors(layout: Layout, speeds: Sequence[float], load: list[float]) -
     """Stripes of whole tensors, which any safetensors reader finds; the largest first, each to the device that would
     end first. `load`, seconds of work per device, is carried from shard to shard and evens out their differences.
 
-    From the first tensor that does not fill whole blocks, everything goes to one device: it cannot be addressed alone.
+    Tensors from the first that does not fill whole blocks go to one device: they cannot be addressed alone.
     """
     aligned = [t for t in layout.tensors if t.offset % ALIGN == 0 and t.nbytes % ALIGN == 0]
     aligned = aligned[: next((i for i, t in enumerate(aligned) if t != layout.tensors[i]), len(aligned))]

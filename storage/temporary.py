@@ -1,5 +1,5 @@
-"""Folders for what need not outlive a process. Each holds a file that is locked as long as its process lives, so that
-the next process that makes such a folder in the same place removes those that killed ones have left.
+"""Folders that need not outlive a process. Each holds a file that its process has locked; the next process that makes
+such a folder in the same place removes those without a lock.
 """
 
 from __future__ import annotations

@@ -110,9 +110,7 @@ def _is_not(value: object, expected: str) -> str:
 
 
 def shown(text: str, most: int = NAME) -> str:
-    """Text that a stranger may have written, as part of one line: control characters are escaped as Python does it, and
-    what is longer than `most` characters loses its middle.
-    """
+    """A stranger's text as part of one line: control characters escaped, the middle left out beyond `most`."""
     half = most // 2
     if len(text) > most:
         text = f"{text[:half]}…({len(text) - 2 * half:,} more characters)…{text[-half:]}"

@@ -98,9 +98,9 @@ class Versions:
         return version
 
     def adopt(self, named: Mapping[tuple[int, int], int]) -> None:
-        """Opens what is in the folders: the (device, id) -> capacity that snapshots name, and what fits as a spare.
+        """Opens the files that snapshots name, (device, id) -> capacity, and spares of those sizes.
 
-        The rest of our files is what a crash left behind, and is removed.
+        The store's other files are remains of a crash and are removed.
         """
         sizes = {(device, capacity) for (device, _), capacity in named.items()}
         for k, device in enumerate(self.devices):

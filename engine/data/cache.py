@@ -1,6 +1,6 @@
 """Tokenized documents on disk: written once, read through the page cache, never trusted unless whole.
 
-They are read, not mapped: in a mapped file that somebody cuts, the next look at its end kills the process.
+They are read, not mapped: a mapped file that is truncated kills the process.
 
 A cache is a folder tokens-<key>/, named after everything that decides its content:
   tokens       one number a token: its id, and in the top bit whether it is trained on

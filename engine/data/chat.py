@@ -1,8 +1,7 @@
 """Conversations to text through the checkpoint's chat template, and which characters of it are trained on.
 
-There is one rendering of a conversation. Its template says what is the assistant's, with {% generation %}; where it
-does not, a turn of the assistant is what the template wrote for that message, without the opening that the prompt
-gives ("<|im_start|>assistant\\n") and without white space after the mark that ends it ("<|im_end|>").
+The template marks the assistant's words with {% generation %}. Without such tags a turn is what the template wrote for
+that message, without the opening that the prompt gives ("<|im_start|>assistant\\n") and without white space at its end.
 """
 
 from __future__ import annotations

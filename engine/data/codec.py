@@ -136,10 +136,9 @@ class RowDied(Exception):
 
 
 class Encoders:
-    """Encodes batches of examples in order, in `workers` processes, one batch of each at a time; without a codec at
-    once, for then they are ids.
+    """Encodes batches of examples in order, in `workers` processes; without a codec at once, since then they are ids.
 
-    Rendering holds Python's lock, so threads alone would not help: each of them waits for a process.
+    Rendering holds Python's lock, so each thread waits for a process.
     """
 
     def __init__(self, codec: Codec | None, workers: int):

@@ -1,8 +1,8 @@
 """Rows out of the bytes of a file, one at a time whatever its size: JSON, CSV, Parquet, plain text.
 
-A reader yields Row(number, value): the line or row number as an editor counts it, and a dict, or a BadRow that says
-what is wrong with it. What makes the rest of a file unreadable is an InputError; bytes that are no text also
-UnicodeDecodeError, and a damaged .gz what gzip raises, which sources.Reader turns into one. No row is longer than ROW.
+A reader yields Row(number, value): the line or row number as an editor counts it, and a dict or a BadRow. It raises
+InputError if the rest of the file cannot be read; sources.Reader turns UnicodeDecodeError and errors of gzip into one.
+No row is longer than ROW.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A process of its own for programs that strangers wrote: tokenizers, chat templates. It has limits of memory and of
-processor time, and where it comes to a bad end, that is one exception here.
+"""A process of its own for strangers' programs (tokenizers, chat templates), with limits of memory and processor time.
 
-The limits are the kernel's: an allocation beyond them fails, and a timer ends the process even within C code that holds
-Python's lock. They guard the machine, not secrets: the process has the rights of the user who started it.
+The kernel enforces them: an allocation beyond them fails, and a timer ends the process even within C code that holds
+Python's lock. They guard the machine, not secrets: the process has its user's rights. Its end is one exception here.
 """
 
 from __future__ import annotations

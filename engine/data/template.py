@@ -1,8 +1,8 @@
 """Jinja chat templates as Hugging Face runs them, and marked renderings that say which message wrote which characters.
 
-A marked rendering is the plain one with marks in it: characters that Unicode keeps for internal use. They are put in by
-the compiled template itself, where a loop over messages begins and ends a turn and around {% generation %}; so they
-travel with the text, and without them the text must be the plain rendering again, or it is not used.
+A marked rendering is the plain one with marks (Unicode noncharacters) that the compiled template itself writes, at the
+begin and end of each turn of a loop over messages and around {% generation %}. Without them it must be the plain
+rendering again, or it is not used.
 """
 
 from __future__ import annotations
@@ -114,10 +114,9 @@ def _mark_loops(tree: nodes.Template) -> None:
 
 
 class Template:
-    """One compiled chat template. Raises jinja2.TemplateSyntaxError where it does not compile, and what else a program
-    of a stranger may raise while it is folded and compiled: any Exception.
+    """One compiled chat template. Compiling raises jinja2.TemplateSyntaxError, or any other Exception.
 
-    Whatever it does when it runs is a BadRow. Time and memory have no limit here: see sandbox.py.
+    Running raises BadRow alone. Time and memory have no limit here: see sandbox.py.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]):

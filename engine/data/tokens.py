@@ -23,10 +23,10 @@ Tokens = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32; offsets (n, 2) 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A Hugging Face fast tokenizer. `core` tokenizes and adds nothing; what surrounds a text is said by the fields.
+    """A Hugging Face fast tokenizer. `core` adds nothing to a text; the fields say what surrounds it.
 
-    Whatever the file says, and however the library fails on it (it raises bare Exception, and panics): load_tokenizer
-    raises InputError, `encode` gives BadRow, `decode` raises it. Time and memory have no limit here: see sandbox.py.
+    However the library fails (it raises bare Exception, and panics), load_tokenizer raises InputError, `encode` returns
+    BadRow, `decode` raises it. Time and memory have no limit here: see sandbox.py.
     """
 
     core: tokenizers.Tokenizer

@@ -324,7 +324,7 @@ def forge(meta, change):
 def test_what_a_cache_says_of_its_rows_is_checked_too(tokenizer, tmp_path, monkeypatch, word):
     """None of it is found wrong by the tokens: only its own checksum knows."""
     path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
-    expected = load(path, tokenizer, cache=cache).describe()
+    expected = load(path, tokenizer, cache=cache).report.lines()
     (meta,) = cache.glob("*/meta.json")
     content = json.loads(meta.read_text())
     content[word] = content[word] + type(content[word])(1)
