@@ -53,23 +53,26 @@ class Diverged(InputError):
     """The loss or the gradient norm is not finite."""
 
 
-def finetune(options: Options, screen: Screen | None = None) -> None:
-    """Trains as the options say. Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted."""
+def finetune(options: Options, screen: Screen | None = None) -> Live | None:
+    """Trains as the options say. Returns the run as it ended, its engine closed; None of a dry run.
+
+    Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted.
+    """
     screen = screen or Screen()
     check_checkpoint(options.model)
     if options.resume:
         with taken(Path(options.out), f"--resume {options.out}: another process is at that run. Wait for its end."):
-            _resume(options, screen)
-    elif options.dry_run:
+            return _resume(options, screen)
+    if options.dry_run:
         _prepared(options, screen)
-    else:
-        with new_run(options, Interrupted) as run:
-            job = _prepared(options, screen)
-            run.store = new_store(job, screen)
-            _train(job, run.store, None, screen)
+        return None
+    with new_run(options, Interrupted) as run:
+        job = _prepared(options, screen)
+        run.store = new_store(job, screen)
+        return _train(job, run.store, None, screen)
 
 
-def _resume(options: Options, screen: Screen) -> None:
+def _resume(options: Options, screen: Screen) -> Live | None:
     store, snapshot = open_snapshot(options, screen)
     try:
         if snapshot:
@@ -78,10 +81,10 @@ def _resume(options: Options, screen: Screen) -> None:
                 screen.say(f"changed  {line} at step {snapshot['step']:,}")
         job = _prepared(options, screen, snapshot)
         if options.dry_run:
-            return
+            return None
         replace_synced(job.out / "config.yaml", config_yaml(options))  # changed options hold from now on
         store = store or new_store(job, screen)
-        _train(job, store, snapshot, screen)
+        return _train(job, store, snapshot, screen)
     finally:
         if store is not None:
             store.close()
@@ -106,7 +109,7 @@ def _prepared(options: Options, screen: Screen, snapshot: Snapshot | None = None
     return job
 
 
-def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen) -> None:
+def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen) -> Live:
     screen.forgive()
     bring_back(job.out / "best")
     live = Live(job, store, snapshot, screen)
@@ -115,6 +118,7 @@ def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen) ->
     with closing(live.log), closing(live):
         _load(live)
         Run(live).go()
+    return live
 
 
 def _load(live: Live) -> None:

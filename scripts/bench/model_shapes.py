@@ -17,6 +17,8 @@ def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
 
 MODELS = {
     "llama-tiny": llama(256, 4, 4, 688, vocab=2048),
+    "llama-0.15b": llama(768, 12, 12, 2048),
+    "llama-0.4b": llama(1024, 24, 16, 2816),
     "llama-1.3b": llama(2048, 24, 16, 5504),
     "llama-3b": llama(3072, 26, 24, 8192),
     "llama-7b": llama(4096, 32, 32, 11008),
