@@ -41,7 +41,7 @@ def test_corrected_rates_predict_what_was_measured(changes, homes):
 def test_a_lane_that_hardly_works_says_nothing():
     p = plan(SMALL, UnitPlan("host", "host"), tokens=16384)
     found = predict(SMALL, p, RATES, BATCH)
-    assert corrected(RATES, found, [Span("h2d", "x", 0.0, 1e-9, 1e9, 0)], 1.0) == RATES
+    assert corrected(RATES, found, [Span("h2d", "weights", "x", 0.0, 1e-9, 1e9, 0)], 1.0) == RATES
 
 
 @given(st.floats(0.4, 2.0), st.sampled_from(("backward", "forward")))
@@ -56,14 +56,14 @@ def test_what_a_drained_lane_does_after_a_step_says_nothing(slower, mode):
     true = replace(RATES, ssd_read=RATES.ssd_read / slower, ssd_write=RATES.ssd_write / slower)
     real, found = predict(cfg, p, true, BATCH), predict(cfg, p, RATES, BATCH)
     end = max(s.end for s in real.spans)
-    later = [Span("state_read", f"state {i}", end + i, end + i + 1, 1e9, 0) for i in range(20)]
+    later = [Span("state_read", "state", f"unit {i}", end + i, end + i + 1, 1e9, 0) for i in range(20)]
     known = corrected(RATES, found, [*real.spans, *later], real.step_s)
     assert predict(cfg, p, known, BATCH).step_s == pytest.approx(real.step_s, rel=0.02)
 
 
 def test_a_drive_is_at_work_while_anything_is_in_flight():
-    spans = [Span("ssd_read", "a", 0, 4, 1, 0), Span("ssd_write", "b", 2, 3, 1, 0), Span("ssd_write", "c", 6, 9, 1, 0)]
-    assert measured(spans)["ssd"] == 7
+    times = (("ssd_read", 0, 4), ("ssd_write", 2, 3), ("ssd_write", 6, 9))
+    assert measured([Span(lane, "weights", "x", start, end, 1, 0) for lane, start, end in times])["ssd"] == 7
 
 
 def another(now: Plan) -> Plan:

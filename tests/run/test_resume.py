@@ -12,7 +12,7 @@ from runs import STEPS, child, ended, losses, options, stopped
 
 from trireme.engine.homes import READ_AHEAD, Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
-from trireme.engine.run import job, train
+from trireme.engine.run import job, live, train
 from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import Interrupted, finetune
@@ -88,10 +88,10 @@ def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint,
     """The last evaluation comes after the last snapshot. A line lost meanwhile does not hide where that was."""
     out = checkpoint / f"export-{damage}"
     run = options(checkpoint, out, "gpu", val="0.1", eval_every=every("5"))
-    real = train.Exchange.save
+    real = live.Exchange.save
     killed = lambda self, folder, more: os._exit(9) if folder == out else real(self, folder, more)
     with monkeypatch.context() as m:
-        m.setattr(train.Exchange, "save", killed)
+        m.setattr(live.Exchange, "save", killed)
         assert ended(child(run)) == 9
         assert max(evaluations(out)) == STEPS
     log = out / "log.jsonl"
@@ -137,15 +137,15 @@ def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, re
     if resumed:
         stopped(run, 3, monkeypatch)
         run = replace(run, resume=run.out)
-    begin = Homes.begin
+    start = Homes._start
 
     def asked(*args):
-        begun.append(begin(*args))
+        begun.append(start(*args))
         if len(begun) == 3:
             os.kill(os.getpid(), number)
         return begun[-1]
 
-    monkeypatch.setattr(Homes, "begin", asked)
+    monkeypatch.setattr(Homes, "_start", asked)
     with pytest.raises(KeyboardInterrupt):
         finetune(run)
     assert all(future.done() for moving in begun for future in moving)
