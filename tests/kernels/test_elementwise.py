@@ -12,20 +12,23 @@ SHAPES = [(1, 500), (70, 60), (5, 1500)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("H", "d"), [(1, 8), (5, 64), (3, 80)])
-def test_rope(device, dtype, H, d):
+@pytest.mark.parametrize(("H", "d", "r"), [(1, 8, 8), (5, 64, 64), (3, 80, 80), (3, 80, 24)])
+def test_rope(device, dtype, H, d, r):
+    """The first r features of each head, and nothing beside them."""
     torch.manual_seed(0)
     docs = make_docs([5, 1, 8], device)
     packed = randn(14, (H + 2) * d, device=device, dtype=dtype)
     before = packed.clone()
-    inv_freq = 10000.0 ** (-torch.arange(0, d, 2, device=device) / d)
+    inv_freq = 10000.0 ** (-torch.arange(0, r, 2, device=device) / r)
     cos, sin = reference.rope_table(inv_freq, 8, 0.7)
-    x = packed[:, : H * d].view(14, H, d)
+    heads = packed[:, : H * d].view(14, H, d)
+    x, beyond = heads[..., :r], heads[..., r:].clone()
     expected = x.double()
     reference.rope_(expected, cos.double(), sin.double(), docs.positions)
     rope.rope_(x, cos, sin, docs.positions)
     check(x, expected, ONE_ROUNDING[dtype])
     assert torch.equal(packed[:, H * d :], before[:, H * d :])
+    assert torch.equal(heads[..., r:], beyond)
     back = x.double()
     reference.rope_(back, cos.double(), sin.double(), docs.positions, inverse=True)
     rope.rope_(x, cos, sin, docs.positions, inverse=True)

@@ -69,13 +69,14 @@ def test_layernorm(device, dtype, shape, residual):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [16, 80])
-def test_head_rmsnorm(device, dtype, D):
+@pytest.mark.parametrize(("H", "D"), [(3, 16), (3, 80), (1, 4096)])  # the last: over the whole width
+@pytest.mark.parametrize("weight", [None, torch.float32])  # in fp32, as 1 + w is
+def test_head_rmsnorm(device, dtype, H, D, weight):
     torch.manual_seed(0)
-    N, H = 13, 3
+    N = 13
     packed = randn(N, 2 * H * D, device=device, dtype=dtype)
     x = packed[:, H * D :].view(N, H, D)  # strided, as in a packed qkv row
-    w = randn(D, device=device, dtype=dtype)
+    w = randn(D, device=device, dtype=weight or dtype)
     y, rstd = rmsnorm.head_rmsnorm_fwd(x, w, 1e-6)
     y64, rstd64 = reference.head_rmsnorm_fwd(*up(x, w), 1e-6)
     check(y, y64, ONE_ROUNDING[dtype])
