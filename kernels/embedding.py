@@ -1,8 +1,8 @@
 """Embedding: rows gathered by token, and their gradients summed per token in a fixed order.
 
-The backward sorts the tokens once, so that equal ones form runs, and cuts the places into chunks: a program sums the
-part of a run that lies in one chunk. A run that crosses chunks, of a frequent token, is added up by a second kernel.
-Few tokens are sorted by comparing all pairs, in one launch: a radix sort's many passes over little take longer.
+The backward sorts the tokens into runs of equal ones, and the places into chunks: a program sums a run's part of one
+chunk, a second kernel adds up runs across chunks. Few tokens are sorted by comparing all pairs in one launch, which is
+faster than the many passes of a radix sort.
 Legend: N tokens, D width, V vocabulary.
 """
 

@@ -1,11 +1,10 @@
 """Launches that cost little host time: a kernel's compiled forms are kept by all that they depend on.
 
-Triton compiles a kernel anew for other dtypes, other constants, pointers that are not multiples of 16 and integers that
-are 1 or multiples of 16, and at every launch binds and classifies the arguments to see which form is meant. Here the
-launch looks the form up by a key that is at least as fine, and calls it: a third of the time.
+Triton compiles a kernel for dtypes, constants, alignment of pointers by 16 and integers that are 1 or multiples of 16,
+and classifies the arguments at every launch. Here a form is looked up by a key at least as fine: a third of the time.
 
-On Hopper a kernel is launched before the one ahead of it is done (programmatic dependent launch), and its programs wait
-in their places: 1 to 2 us less before each. So every kernel begins with await_previous().
+On Hopper a kernel is launched before the one ahead is done (programmatic dependent launch), which saves 1 to 2 us. So
+every kernel begins with await_previous().
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class Kernel:
     def key(self, args: tuple, options: dict) -> tuple[tuple, list]:
         """(what the compiled form depends on, the arguments with pointers as integers).
 
-        Everything stands for itself, so that no difference is overlooked, but what varies without end: of a tensor its
-        dtype and alignment, of a float its type, of an integer that is not specialised whether it takes 32 bits.
+        Everything stands for itself, but of a tensor its dtype and alignment, of a float its type, of an integer that
+        is not specialised whether it takes 32 bits.
         """
         key, values = [*args, *options.items()], list(args)
         for i, special in self.varying:
@@ -90,10 +89,10 @@ class Kernel:
 
 
 class Fixed:
-    """A launch of `kernel` of which all is settled but the grid, the tensors' addresses and the numbers after them.
+    """A launch of `kernel` for fixed dtypes, shapes and strides: no key per call.
 
-    Whoever keeps one for the tensors' dtypes, shapes and strides spares its calls the key, which takes longer the more
-    arguments there are. `numbers` are floats, or integers that are not specialised and take 32 bits; `rest` follow.
+    Left open are the grid, the tensors' addresses and `numbers`: floats, or integers that are not specialised and take
+    32 bits; `rest` follow.
     """
 
     def __init__(self, kernel, *rest, **options):

@@ -1,13 +1,13 @@
 """AdamW with moments of 16 or 8 bits, in plain torch: the formats, and the update that host_adamw.py runs in C++.
 
-16 bits: bf16. 8 bits: the leading bits of the fp32 pattern (3 of the fraction), counted from a floor that each block of
-256 elements shares: bits(value) = (floor + code) << 20, and code 0 is zero. m spends one bit on the sign and reaches 16
-octaves down from the block's largest value, v 32, whose root is 16 again: where v loses an element, m has lost it too.
-A map with even steps would round a small v to zero beside a large neighbour, and divide m by eps.
+16 bits: bf16. 8 bits: the leading bits of the fp32 pattern (3 of the fraction) above a floor shared by 256 elements:
+bits(value) = (floor + code) << 20; code 0 is zero. m, with a sign bit, reaches 16 octaves below the block's largest
+value, v 32, whose root is 16: where v loses an element, m has too. Even steps would round a small v to zero beside a
+large neighbour, and divide m by eps.
 
-Rounding is stochastic: beta2 moves v by less than a step at a time, so rounded to nearest it would never fall. The
-noise is a hash of (seed, step, element), the same on every device and for every way to cut a unit. A v above zero never
-becomes zero. The update itself uses the moments before they are rounded.
+Rounding is stochastic, since beta2 moves v by less than a step: rounded to nearest it would never fall. The noise is a
+hash of (seed, step, element), so placement does not change it. A v above zero never becomes zero. The update uses the
+moments before rounding.
 """
 
 from __future__ import annotations

@@ -313,10 +313,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Loss of each token under softmax(x @ weight.T), and with dweight_ and dx_ the gradients of scale * sum(loss).
 
-    x (N, D), weight (V, D), labels (N,) int64. `rows` (M,) int64: the indices of the labels that count (>= 0),
-    found on the host where the labels come from, so that nothing waits for the device; the other rows cost nothing.
-    dx_ (N, D) is written (zeros in the other rows), dweight_ (V, D) is added to. Full logits never exist: `chunk`
-    rows at a time. Returns losses (N,) fp32, zero in the other rows. `scale` is 1 / trained tokens of the whole step.
+    x (N, D), weight (V, D), labels (N,) int64, rows (M,) int64: the indices of labels that count (>= 0), found on the
+    host. dx_ (N, D) is written, dweight_ (V, D) added to. Logits exist `chunk` rows at a time. Returns losses (N,)
+    fp32; losses and dx_ are zero in the other rows. `scale` is 1 / trained tokens of the whole step.
     """
     losses = torch.zeros(x.shape[0], dtype=_up(x).dtype, device=x.device)
     if dx_ is not None:
@@ -400,10 +399,9 @@ def adamw_(
     """One AdamW step (Loshchilov & Hutter 2019) over flat tensors of n elements, in place.
 
     w_ fp32 with lo_ None, or w_ bf16 with lo_ int16: the split master. m_, v_ fp32; grad fp32 or bf16; clip (1,) fp32
-    multiplies the gradient. Weight decay applies to the first n_decay elements. `step` counts from 1.
-    Every implementation computes exactly this sequence of IEEE fp32 operations, none fused, so that where an update
-    runs never changes the numbers. `part` "weights" leaves the moments as they were, "moments" the weights; one after
-    the other leaves the bits of "all".
+    multiplies the gradient. Weight decay applies to the first n_decay elements. `step` counts from 1. Every
+    implementation computes exactly these IEEE fp32 operations, none fused. `part` "weights" leaves the moments,
+    "moments" the weights; one after the other leaves the bits of "all".
     """
     f32 = lambda value: torch.tensor(value, dtype=torch.float32, device=grad.device)
     b1, b2 = f32(beta1), f32(beta2)

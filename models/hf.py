@@ -1,7 +1,6 @@
 """Names in Hugging Face checkpoints <-> ours, which are those of transformers' *ForCausalLM. No torch.
 
-Checkpoints differ in three ways that change nothing: the base model's prefix may be missing, a tied matrix may be
-stored under either name or both, and buffers that the model computes by itself may be stored too.
+The base model's prefix may be missing, a tied matrix stored under either name or both, computed buffers stored too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Causal flash attention (Dao 2023) over packed documents, grouped queries, optional sliding window.
 
-One program owns one tile of rows that docs.py lists, heaviest first, and every sum has one owner: results repeat bit
-by bit. Three implementations stand behind the two functions: Triton everywhere (fwd.py, bwd.py);
-on Hopper Gluon (hopper.py says where), and for dense forwards cuDNN; each where it was measured faster
-(docs/kernels.md). Which one, and how it is launched, is found once for a dtype and a layout of tensors.
+One program owns one tile of rows (docs.py), and every sum has one owner: results repeat bit by bit. Behind the two
+functions stand Triton (fwd.py, bwd.py), on Hopper Gluon (hopper.py), and cuDNN for dense forwards, each where it was
+measured faster (docs/kernels.md). Which one is found once for a dtype and a layout of tensors.
 """
 
 from __future__ import annotations

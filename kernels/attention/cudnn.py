@@ -1,9 +1,8 @@
 """The forward of dense attention by cuDNN, as torch carries it: documents of one length, on Hopper.
 
-There it was measured 1.2 to 2 times as fast as our Triton kernel for heads wider than 64 (docs/kernels.md), and its
-results repeat bit by bit. Its backward does not repeat above 1,024 tokens, even where torch is asked to be
-deterministic, so the backward is ours everywhere. cuDNN builds a plan for each new shape, which takes long: only
-lengths that are multiples of 1,024 come here, since those are few in a run.
+For heads wider than 64 it is 1.2 to 2 times as fast as our Triton kernel (docs/kernels.md), and repeats bit by bit. Its
+backward does not above 1,024 tokens, even in torch's deterministic mode: the backward is always ours. cuDNN plans each
+new shape slowly, so only multiples of 1,024 tokens, few in a run, come here.
 Legend: B documents of S tokens, N = B * S, H query heads, K key/value heads, d head width.
 """
 

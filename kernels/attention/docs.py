@@ -1,4 +1,4 @@
-"""Packed rows: several documents back to back in one run of N tokens, and what the kernels need to tell them apart."""
+"""Packed rows: documents back to back in one run of N tokens, and their bounds as the kernels read them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ class Docs(NamedTuple):
     """The documents of one micro-batch. Attention never crosses a document and positions restart in each.
 
     query_tiles and key_tiles list attention's work by rows of a tile: (tiles, 3) int32 of (the document's first row,
-    the tile's first row within the document, the document's length), heaviest first under the causal mask: late
-    tiles of queries see most keys, early tiles of keys are seen by most queries. No program finds itself without work.
+    the tile's first row in it, its length), heaviest first: late queries see most keys, early keys are seen most.
     """
 
     lengths: tuple[int, ...]  # on the host; sums to N

@@ -1,11 +1,10 @@
 """What attention's kernels for Hopper share, in Gluon: tiles that arrive in rings, and which tensors they take.
 
-Triton waits for each product before the next instruction (docs/kernels-log.md). Gluon starts products and waits where
-it is told to. Tiles arrive by asynchronous copies in a ring of STAGES slots, one commit group a step. A step has few
-cycles for anything else: pointers and slots are moved on, never computed anew, and the copies of a later step are
-started last. ptxas serialises the products where it cannot follow their accumulators: hence steps that begin and end
-with nothing in flight but what the same loop carries (tests/test_kernels_compile.py watches for it).
-bf16, head widths up to 128, padded to 64 or 128 columns, no window; everything else stays with Triton.
+Triton waits for each product before the next instruction (docs/kernels-log.md); Gluon waits where it is told to. Tiles
+arrive by asynchronous copies in a ring of STAGES slots, one commit group a step. Pointers and slots are moved on, never
+computed anew, and later copies are started last. ptxas serialises products whose accumulators it cannot follow: a step
+begins and ends with nothing in flight but what its loop carries (tests/kernels/test_compile.py watches).
+bf16, heads of up to 128 features, padded to 64 or 128 columns, no window; everything else is Triton's.
 Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, padded to BLOCK_D; t_ is a product that
 may still run.
 """
