@@ -123,10 +123,13 @@ class Dataset:
         order = self._order(epoch)[at * batch_size : (at + 1) * batch_size]
         return [self._gather(order[k : k + micro_batch]) for k in range(0, len(order), micro_batch)]
 
-    def batches(self, micro_batch: int) -> Iterator[MicroBatch]:
-        """Every row once, in an order that never changes: for evaluation."""
-        for k in range(0, self.n_sequences, micro_batch):
-            yield self._gather(np.arange(k, min(k + micro_batch, self.n_sequences)))
+    def batches(self, micro_batch: int, most: int | None = None) -> Iterator[MicroBatch]:
+        """Every row once, or `most` rows drawn by the seed, in an order that never changes: for evaluation."""
+        rows = np.arange(self.n_sequences)
+        if most is not None and most < len(rows):
+            rows = np.sort(self._order(0)[:most])
+        for k in range(0, len(rows), micro_batch):
+            yield self._gather(rows[k : k + micro_batch])
 
     def describe_held_out(self) -> list[str]:
         """The same of held-out files; a share of the rows is in the data report."""

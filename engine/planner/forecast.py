@@ -44,6 +44,8 @@ class Work:
     used: float = 1.0  # share of a sequence's room that holds tokens
     document: int = 0  # tokens of a usual document in a sequence; 0: it fills the sequence
     trained: float = 1.0  # share of the tokens whose label counts
+    evaluations: int = 0  # of the whole run
+    held_out: int = 0  # tokens that an evaluation reads
 
     @property
     def tokens(self) -> int:

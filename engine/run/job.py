@@ -31,6 +31,7 @@ from trireme.storage.companions import CONTENT, beside
 from trireme.storage.files import Say, existing, to_stderr
 from trireme.storage.versions import version_files
 
+EVALUATING = 0.1  # of a run's time: evaluations
 SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
 
 
@@ -69,6 +70,14 @@ class Job:
     @property
     def total_steps(self) -> int:
         return self.work.steps
+
+    @property
+    def eval_rows(self) -> int | None:
+        """Rows of the held-out data that an evaluation reads; None: all."""
+        held_out, tokens = self.data.held_out, self.work.held_out
+        if held_out is None or tokens >= held_out.tokens:
+            return None
+        return max(1, round(held_out.n_sequences * tokens / held_out.tokens))
 
     @property
     def micro_rows(self) -> int:
@@ -176,11 +185,20 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
 
 
 def _work(options: Options, data: Dataset, seq_len: int) -> Work:
-    """What the run computes on."""
+    """What the run computes on. Evaluations read so much that they take about a tenth of the run, and a step's tokens
+    at least: a token of theirs costs a third of a token of training, or less.
+    """
     epochs = options.epochs or (1 if data.is_text else 3)
     steps = options.max_steps or max(1, math.ceil(data.steps_per_epoch(options.batch_size) * epochs))
     sequences = min(options.batch_size, data.n_sequences)
-    return Work(seq_len, sequences, steps, data.report.used, data.document, data.trained)
+    work = Work(seq_len, sequences, steps, data.report.used, data.document, data.trained)
+    if data.held_out is None:
+        return work
+    due = options.eval_every.count(steps)
+    evaluations = 1 + due + (not options.eval_every.due(steps, steps, 0.0))
+    share = 3 * EVALUATING * steps / (1 - EVALUATING) / evaluations  # of a step's tokens
+    read = options.eval_tokens or math.ceil(max(1.0, share) * work.tokens)
+    return replace(work, evaluations=evaluations, held_out=min(read, data.held_out.tokens))
 
 
 def _files(options: Options, out: Path, source: Source, data: Dataset) -> Files:

@@ -94,12 +94,14 @@ class Progress:
     best_step: int | None = None  # None before the first step
     evaluated: int | None = None  # step of the last evaluation
     written: int = 0  # bytes written to the SSD by earlier processes
+    eval_rows: int | None = None  # rows of the held-out data that an evaluation reads; None: all
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Progress:
         """What the last snapshot of a run says."""
         best, best_step = snapshot["best"]
-        return cls(snapshot["step"], best, best_step, Mark(*snapshot["log"]).evaluated, snapshot["written"])
+        evaluated, rows = Mark(*snapshot["log"]).evaluated, snapshot.get("eval_rows")
+        return cls(snapshot["step"], best, best_step, evaluated, snapshot["written"], rows)
 
 
 class Live:
@@ -110,7 +112,10 @@ class Live:
         self.job, self.store, self.screen = job, store, screen
         self.resumed = snapshot is not None
         self.progress = Progress.of(snapshot) if snapshot else Progress()
-        self.log = RunLog(job.out, job.options, job.total_steps, screen, Mark(*snapshot["log"]) if snapshot else None)
+        if job.options.eval_tokens or not snapshot:  # a run that goes on keeps what it has compared its weights by
+            self.progress.eval_rows = job.eval_rows
+        since = Mark(*snapshot["log"]) if snapshot else None
+        self.log = RunLog(job.out, job.options, job.total_steps, screen, since, job.work.evaluations)
         self.lanes = RealLanes(job.device)
         self.clock, self.promised = Clock(), dict[Part, float]()
         self._engine: Engine | None = None
@@ -169,6 +174,7 @@ class Live:
             "data": self.job.data.fingerprint,
             "best": [done.best, done.best_step],
             "written": self.written,
+            "eval_rows": done.eval_rows,
             "log": self.log.sync(done.step, done.evaluated),
         }
         self.store.commit(done.step, says)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trireme.engine.amounts import compact, duration
+from trireme.engine.amounts import compact, count, duration
 from trireme.engine.run.curve import Curve, draw
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import COLUMNS, Appender, Mark, Record, as_csv, as_json, is_whole, read_log, read_until
@@ -69,6 +69,8 @@ class Totals:
     evals: tuple[float, float] | None = None
     best: tuple[float, int] | None = None  # the least eval_loss, and its step
     evaluated: int | None = None  # the step of the last evaluation
+    evaluations: int = 0
+    evaluating: float = 0.0  # seconds
 
     def add(self, record: Record) -> None:
         if "loss" in record:
@@ -80,6 +82,8 @@ class Totals:
             self.losses = (self.losses or (record["loss"],))[0], record["loss"]
         if "eval_loss" in record:
             loss, self.evaluated = record["eval_loss"], record["step"]
+            self.evaluations += 1
+            self.evaluating += record.get("eval_time_s", 0.0)
             self.evals = (self.evals or (loss,))[0], loss
             self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
 
@@ -88,6 +92,8 @@ class Totals:
         parts = [f"done     {self.steps:,} steps"]
         if self.seconds:
             parts.append(duration(self.seconds))
+        if self.evaluating:
+            parts.append(f"{count(self.evaluations, 'evaluation')} {duration(self.evaluating)}")
         if self.losses:
             parts.append("loss {:.4g} -> {:.4g}".format(*self.losses))
         if self.evals and self.best:
@@ -102,11 +108,19 @@ class Totals:
 class RunLog:
     """The log files, the live line, the picture and the trackers of a run. One thread at a time."""
 
-    def __init__(self, out: Path, options: Options, total_steps: int, screen: Screen, since: Mark | None = None):
+    def __init__(
+        self,
+        out: Path,
+        options: Options,
+        total_steps: int,
+        screen: Screen,
+        since: Mark | None = None,
+        evaluations: int = 0,
+    ):
         """Opens OUT's logs. `since`: how far they had come at a resumed run's snapshot; later lines are dropped, and a
-        changed log is reported. Raises InputError, StoreError.
+        changed log is reported. `evaluations`: of the whole run. Raises InputError, StoreError.
         """
-        self._out, self._total = out, total_steps
+        self._out, self._total, self._evaluations = out, total_steps, evaluations
         self._trackers = _trackers(out, options)
         self._totals, self._losses, self._evals = Totals(), Curve(), Curve()
         path = out / "log.jsonl"
@@ -114,7 +128,8 @@ class RunLog:
         self._jsonl = Appender(path, read_until(path, since) if since else ())
         self._csv = Appender(out / "log.csv", self._taken_over(path))
         self._screen = screen
-        self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps: evaluations between them count too
+        self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps, evaluations between them left out
+        self._evaluated = 0.0  # seconds of evaluations in this process
         self._warned = False
         if since and not whole:
             screen.warn(f"{path} is not as it was at step {since.step:,}: lines were lost or changed")
@@ -135,7 +150,7 @@ class RunLog:
     def step(self, record: Record) -> None:
         """One optimizer step: `step`, `loss`, and any other of COLUMNS."""
         self._add(record)
-        self._ends.append(time.monotonic())
+        self._ends.append(time.monotonic() - self._evaluated)
         final = record["step"] >= self._total
         self._screen.show(progress(record, self._total, None if final else self._eta(record)), final)
 
@@ -143,6 +158,7 @@ class RunLog:
         """An evaluation: `step` (0 before training), `eval_loss`, `epoch`, perhaps `sample`, a text."""
         best = self._totals.best[0] if self._totals.best else math.inf
         self._add({key: value for key, value in record.items() if key != "sample"})
+        self._evaluated += record.get("eval_time_s", 0.0)
         loss = record["eval_loss"]
         note = "(before training)" if record["step"] == 0 else "(best)" if loss < best else f"(best {best:.4f})"
         sample = f"  sample: {json.dumps(record['sample'], ensure_ascii=False)}" if record.get("sample") else ""
@@ -204,11 +220,12 @@ class RunLog:
             self._warned = True
 
     def _eta(self, record: Record) -> float | None:
-        """Seconds to go at the pace of the last steps."""
-        left = self._total - record["step"]
+        """Seconds to go at the pace of the last steps, with the evaluations to come."""
+        left, t = self._total - record["step"], self._totals
+        evaluations = t.evaluating / t.evaluations * max(0, self._evaluations - t.evaluations) if t.evaluations else 0.0
         if len(self._ends) > 1:
-            return left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return left * record["step_time_s"] if "step_time_s" in record else None
+            return evaluations + left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return evaluations + left * record["step_time_s"] if "step_time_s" in record else None
 
 
 def _perplexity(loss: float) -> str:

@@ -40,6 +40,14 @@ class Every:
             return int(step / stride + 1e-9) > int((step - 1) / stride + 1e-9)
         return False
 
+    def count(self, total_steps: int) -> int:
+        """How many of `total_steps` steps it is due after; of an interval in seconds, taken to be ten."""
+        if self.steps:
+            return total_steps // self.steps
+        if self.seconds:
+            return min(10, total_steps)
+        return min(int(1 / self.share + 1e-9), total_steps) if self.share else 0
+
     def __str__(self) -> str:
         """The text of which `every` makes the same."""
         if not self.seconds:
@@ -170,6 +178,9 @@ class Options:
     )
     eval_every: Every = _option(
         OUTPUT, "evaluation on --val, the same way", Every(share=0.1), parse=every, metavar="WHEN", also="eval-steps"
+    )
+    eval_tokens: int | None = _option(
+        OUTPUT, "tokens of --val an evaluation reads [a tenth of the run's time in all]", parse=whole, metavar="N"
     )
     keep: int = _option(OUTPUT, "snapshots kept", 1, parse=whole, metavar="N", also="save-total-limit")
     log: tuple[str, ...] = _option(

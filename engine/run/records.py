@@ -26,6 +26,7 @@ COLUMNS = [
     "trained_tokens_per_second",
     "mfu",
     "step_time_s",
+    "eval_time_s",
     "gpu_mem_gib",
     "ram_gib",
     "ssd_read_gbs",

@@ -10,7 +10,7 @@ from trireme.engine.plan import TIERS, Plan
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.rates import ENDURANCE, TB
-from trireme.engine.planner.whole import PARTS, Clock, Events, Part, Times, foretold
+from trireme.engine.planner.whole import PARTS, Clock, Events, Part, Times, evaluation_s, foretold
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Every
 from trireme.engine.run.sample import MAX_NEW
@@ -44,6 +44,8 @@ def report(job: Job) -> list[str]:
         *memory_lines(forecast, "GPU" if on_gpu else "gpu tier"),
     ]
     lines += gpu_lines(forecast) if on_gpu else [f"time     {ON_A_CPU}"]
+    if forecast.work.evaluations:
+        lines.append(f"eval     {eval_line(job)}")
     if forecast.plan.uses("ssd"):
         lines.append(f"ssd      {wear_line(forecast)}")
     lines.append(f"disk     {disk_line(forecast)}")
@@ -207,7 +209,7 @@ def promise(job: Job, done: int = 0, start: bool = False) -> dict[Part, float]:
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # at the end in any case
     events = Events(
         evaluations=evaluations,
-        held_out=job.data.held_out.n_sequences if job.data.held_out else 0,
+        held_out=job.eval_rows or (job.data.held_out.n_sequences if job.data.held_out else 0),
         exports=1 + max(0, evaluations - (done == 0)),  # of the result; of the best, if each is better than the last
         snapshots=often(o.save_every, done, total, steps_s),
         tokens=MAX_NEW * (evaluations + 1) if job.codec else 0,
@@ -240,6 +242,20 @@ def took_line(clock: Clock, promised: Times) -> str:
     parts += [f"other {duration(other)}"] if other >= 0.5 else []
     whole = f"{duration(clock.whole)}" + (f" of {duration(sum(promised.values()))} promised" if promised else "")
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
+
+
+def eval_line(job: Job) -> str:
+    """How often the held-out data is evaluated, how much of it, and how long that takes."""
+    f, held_out = job.forecast, job.data.held_out
+    assert held_out is not None
+    n, tokens, each = f.work.evaluations, f.work.held_out, f"{compact(f.work.held_out)} tokens"
+    if job.device.type == "cuda":
+        s = evaluation_s(f, job.eval_rows or held_out.n_sequences)
+        each = f"{seconds(s)} = {duration(n * s)}"
+    if tokens == held_out.tokens:
+        return f"{n:,} x {each}, on all {compact(tokens)} held-out tokens"
+    why = "" if job.options.eval_tokens else ": about a tenth of the run in all; --eval-tokens for more or fewer"
+    return f"{n:,} x {each}, on {compact(tokens)} of {compact(held_out.tokens)} held-out tokens{why}"
 
 
 def start_line(f: Forecast) -> str:

@@ -123,24 +123,25 @@ class Screen:
             self._write("\r\x1b[K")
             self._parts = {}
 
-    def far(self, what: str, done: int, total: int, begun: float) -> None:
-        """Shows how much of long work in bytes is done, `begun` by time.monotonic."""
+    def far(self, what: str, done: int, total: int, begun: float, unit: str = "B") -> None:
+        """Shows how much of long work in `unit` is done, `begun` by time.monotonic."""
         seconds = time.monotonic() - begun
         if seconds > PATIENCE and 0 < done < total:
-            size, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if total >= s)
+            size, prefix = next((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")) if total >= s)
+            unit = f"{prefix}{unit}" if len(unit) == 1 else f"{prefix} {unit}".lstrip()
             parts = {"what": f"{what}  {done / size:.3g} of {total / size:.3g} {unit}"}
             parts["speed"] = f"{done / seconds / size:.2g} {unit}/s"
             self.show(parts | {"eta": f"eta {duration(seconds * (total - done) / done)}"}, False)
 
     @contextmanager
-    def working(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Gives a function to call with the bytes of each part of long work; restores the live line at the end."""
+    def working(self, what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
+        """Gives a function to call with the size of each part of long work; restores the live line at the end."""
         begun, done, before = time.monotonic(), 0, self._parts
 
-        def more(nbytes: int) -> None:
+        def more(size: int) -> None:
             nonlocal done
-            done += nbytes
-            self.far(what, done, total, begun)
+            done += size
+            self.far(what, done, total, begun, unit)
 
         try:
             yield more

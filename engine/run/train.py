@@ -159,12 +159,14 @@ class Evaluation:
     def _run(self, held_out: Dataset) -> None:
         """Evaluates; if asked to stop meanwhile, nothing counts, and a resumed run evaluates anew."""
         live, done = self.live, self.live.progress
+        began = time.monotonic()
         with live.clock.at("evaluations"):
             loss = self._loss(held_out)
         samples = self.samples(1)
         if self.stop.leaving:
             return
-        record = {"step": done.step, "epoch": epoch(live), "eval_loss": loss}
+        record: Record = {"step": done.step, "epoch": epoch(live), "eval_loss": loss}
+        record["eval_time_s"] = round(time.monotonic() - began, 3)
         live.log.eval(record | ({"sample": samples[0].text} if samples else {}))
         if done.best is None or loss < done.best:
             done.best, done.best_step = loss, done.step or None
@@ -175,13 +177,17 @@ class Evaluation:
 
     def _loss(self, held_out: Dataset) -> float:
         """Mean loss over the labels of the held-out data, up to a request to stop."""
-        job, total, count = self.live.job, 0.0, 0
-        batches = held_out.batches(job.micro_rows)
-        while (group := list(islice(batches, job.plan.n_micro))) and not self.stop.leaving:
-            micro = [self.inputs(mb) for mb in group]
-            losses = [each.double().sum() for each in evaluate(self.live.engine, micro)]
-            total += float(sum(losses[1:], losses[0]))
-            count += sum(mb.trained for mb in micro)
+        live, job, total, count = self.live, self.live.job, 0.0, 0
+        rows = live.progress.eval_rows
+        batches = held_out.batches(job.micro_rows, rows)
+        tokens = held_out.tokens if rows is None else held_out.tokens * rows // held_out.n_sequences
+        with live.screen.working("evaluating", tokens, "tokens") as more:
+            while (group := list(islice(batches, job.plan.n_micro))) and not self.stop.leaving:
+                micro = [self.inputs(mb) for mb in group]
+                losses = [each.double().sum() for each in evaluate(live.engine, micro)]
+                total += float(sum(losses[1:], losses[0]))
+                count += sum(mb.trained for mb in micro)
+                more(sum(mb.tokens for mb in micro))
         return total / max(1, count)
 
     def samples(self, count: int) -> list[Sample]:

@@ -23,7 +23,7 @@ from command import TRAIN, fails, finetune, on_screen, set_config, tree, write
 from safetensors.numpy import load_file, save_file
 from script_files import ROOT
 
-from trireme.engine.run import job
+from trireme.engine.run import job, train
 from trireme.engine.run.command import parse
 
 
@@ -266,6 +266,29 @@ def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits
     argv = ["model", "--data", "many.jsonl", "--out", "out", "--seq-len", "64", "--no-pack", "--dry-run", *limits]
     assert "--batch-size" in fails(capsys, here, *argv, "--batch-size", "20000", code=3)
     assert finetune.main([*argv, "--batch-size", "4"]) == 0
+
+
+@pytest.mark.parametrize("given", [(), ("--eval-tokens", "70")])
+def test_an_evaluation_reads_a_share_of_the_held_out_data_and_says_so(here, capsys, monkeypatch, given):
+    """The same whole rows each time."""
+    read, real = [], train.evaluate
+
+    def evaluate(e, micro):
+        read.append([(mb.tokens, mb.trained, mb.pairs) for mb in micro])
+        return real(e, micro)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    argv = ["--batch-size", "2", "--val", "0.5", "--eval-every", "2", "--schedule", "constant", *given]
+    assert finetune.main([*TRAIN[:-1], "4", *argv]) == 0
+    said = capsys.readouterr().out
+    (n, each) = re.search(r"^eval     (\d+) x (\d+) tokens, on \2 of \S+ held-out tokens", said, re.M).groups()
+    assert n == "3"
+    assert len(read) % 3 == 0
+    assert read == read[: len(read) // 3] * 3
+    assert int(each) == 70 or not given
+    assert abs(sum(tokens for group in read for tokens, _, _ in group) / 3 - int(each)) < 64
+    assert ("about a tenth of the run in all; --eval-tokens for more or fewer" in said) == (not given)
+    assert re.search(r"^done     4 steps, \S+, 3 evaluations \S+, loss", said, re.M)
 
 
 def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys):

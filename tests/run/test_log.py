@@ -340,6 +340,35 @@ def test_what_is_slow_here_is_said_at_the_start(made, tmp_path, monkeypatch, cap
     ]
 
 
+def test_evaluations_are_in_the_time_to_go_and_in_the_last_line(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now[0])
+    log = RunLog(tmp_path, Options(), 10, screen(io.StringIO()), None, evaluations=3)
+    log.eval({"step": 0, "eval_loss": 4.0, "eval_time_s": 60.0})
+    record = {"step": 1, "loss": 4.0, "step_time_s": 2.0}
+    log.step(record)
+    assert log._eta(record) == 9 * 2.0 + 2 * 60.0
+    now[0] = 33.0
+    log.eval({"step": 1, "eval_loss": 3.0, "eval_time_s": 30.0})
+    log.step(record | {"step": 2})
+    assert log._eta(record | {"step": 2}) == 8 * 3.0 + 45.0, "a step takes 3 s and what is between"
+    assert "done     2 steps, 4s, 2 evaluations 1m30s, loss" in log.summary()
+    log.close()
+    assert [r.get("eval_time_s") for r in lines(tmp_path / "log.jsonl")] == [60.0, None, 30.0, None]
+
+
+def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)
+    monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
+    with screen(stream).working("evaluating", 245_000, "tokens") as more:
+        more(12_300)
+        assert re.match(r"evaluating  12.3 of 245 k tokens  \S+ k tokens/s  eta ", on_screen(stream.getvalue())[-1])
+    with screen(stream).working("evaluating", 900, "tokens") as more:
+        more(300)
+        assert "evaluating  300 of 900 tokens" in on_screen(stream.getvalue())[-1]
+
+
 def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_path, monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(screen_module, "LIVE_SECONDS", 0.0)

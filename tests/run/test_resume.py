@@ -14,6 +14,7 @@ from trireme.engine.homes import READ_AHEAD, Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.run import job, live, train
 from trireme.engine.run.job import prepare
+from trireme.engine.run.live import Progress
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import Interrupted, finetune
 from trireme.models.config import InputError
@@ -100,6 +101,29 @@ def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint,
     assert ended(child(replace(run, resume=str(out)))) == 0
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [r["step"] for r in records if "eval_loss" in r] == [0, 5, 10, STEPS][damage:]
+
+
+def test_a_resumed_run_evaluates_on_what_it_has_evaluated_on(checkpoint, monkeypatch):
+    """Also where more steps would allow for more of it; a run of before there was a share, on everything."""
+    run = options(checkpoint, checkpoint / "evaluates", "gpu", val="0.5", eval_every=every("0.2"))
+    stopped(run, 2, monkeypatch)
+    made = prepare(replace(run, max_steps=200))
+    assert made.eval_rows is None
+    read, real = [], train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda e, micro: read.append(sum(m.tokens for m in micro)) or real(e, micro))
+    stopped(replace(run, resume=run.out, max_steps=200), 41, monkeypatch)
+    assert 0 < sum(read) <= prepare(run).work.held_out + run.seq_len < made.work.held_out
+    before = {"step": 4, "best": [1.0, 2], "evaluated": 4, "written": 0}
+    assert Progress.of(before).eval_rows is None
+
+
+def test_a_tenth_of_a_run_is_evaluation(checkpoint):
+    """By tokens, of which those of an evaluation count a third; and a step's tokens at least."""
+    for steps in (2, 20, 200):
+        run = options(checkpoint, checkpoint / "planned", "gpu", val="0.5", eval_every=every("0.1"))
+        work = prepare(replace(run, max_steps=steps)).work
+        evaluated, trained = work.evaluations * work.held_out / 3, steps * work.tokens
+        assert evaluated <= 0.1 * (trained + evaluated) * 1.01 or work.held_out == work.tokens
 
 
 def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch):
