@@ -100,7 +100,7 @@ class Progress:
     def of(cls, snapshot: Snapshot) -> Progress:
         """What the last snapshot of a run says."""
         best, best_step = snapshot["best"]
-        evaluated, rows = Mark(*snapshot["log"]).evaluated, snapshot.get("eval_rows")
+        evaluated, rows = Mark(*snapshot["log"]).evaluated, snapshot.get("eval_rows") or None
         return cls(snapshot["step"], best, best_step, evaluated, snapshot["written"], rows)
 
 

@@ -86,6 +86,7 @@ SNAPSHOT = {
     "options": dict,
     "data": str,
     "written": int,
+    "eval_rows": {int, type(None)},  # None: all, as in snapshots that do not say it
     "best": ({float, type(None)}, {int, type(None)}),
     "log": (int, {int, type(None)}, int, int),
     "cut": {
@@ -100,7 +101,7 @@ SNAPSHOT = {
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError unless a snapshot says what one of this version says."""
-    wrong = complaint(said, SNAPSHOT)
+    wrong = complaint({"eval_rows": None, **said}, SNAPSHOT)
     if not wrong:
         try:
             pinned = Pinned.read(said["cut"])

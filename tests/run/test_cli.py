@@ -441,7 +441,7 @@ def said(capsys, argv: list[str], code: int) -> str:
 @pytest.mark.parametrize("argv", [["--resume", "out"], TRAIN])
 @pytest.mark.parametrize("kept", [False, True])
 def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch):
-    def interrupt(options):
+    def interrupt(*given):
         if not kept:
             Path("out/config.yaml").unlink()
         raise KeyboardInterrupt

@@ -113,7 +113,7 @@ def test_a_resumed_run_evaluates_on_what_it_has_evaluated_on(checkpoint, monkeyp
     monkeypatch.setattr(train, "evaluate", lambda e, micro: read.append(sum(m.tokens for m in micro)) or real(e, micro))
     stopped(replace(run, resume=run.out, max_steps=200), 41, monkeypatch)
     assert 0 < sum(read) <= prepare(run).work.held_out + run.seq_len < made.work.held_out
-    before = {"step": 4, "best": [1.0, 2], "evaluated": 4, "written": 0}
+    before = {"step": 4, "best": [1.0, 2], "log": [4, 4, 99, 7], "written": 0}
     assert Progress.of(before).eval_rows is None
 
 
