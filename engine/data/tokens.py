@@ -34,10 +34,10 @@ class Tokenizer:
     specials: dict[str, str]  # bos_token, eos_token, ...: the variables that a chat template sees
     bos: tuple[int, ...]  # ids put before a text
     eos: int | None  # id put after a finished text
-    unknown: int | None  # id of what the vocabulary has no token for
     config: dict[str, Any]  # tokenizer_config.json
     fingerprint: str  # of everything that decides the ids
     notes: tuple[str, ...] = ()  # what the user should know
+    unknown: int | None = None  # id of what the vocabulary has no token for
 
     @property
     def eos_token(self) -> str | None:
@@ -150,7 +150,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     bos = _bos(core, config, specials, surround, eos)
     state = json.dumps([hashlib.sha256(text.encode()).hexdigest(), specials, bos, eos], sort_keys=True)
     fingerprint = hashlib.sha256(state.encode()).hexdigest()
-    return Tokenizer(core, folder, specials, bos, eos, _unknown(core, spec), config, fingerprint, notes)
+    return Tokenizer(core, folder, specials, bos, eos, config, fingerprint, notes, _unknown(core, spec))
 
 
 def _without_chance(spec: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
