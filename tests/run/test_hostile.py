@@ -398,7 +398,7 @@ def test_a_tokenizer_that_changes_while_data_is_read(tmp_path):
 
 
 def test_a_command_without_memory_is_one_line(here, capsys, monkeypatch):
-    def run(options):
+    def run(*given):
         raise MemoryError
 
     monkeypatch.setattr(finetune, "run", run)
