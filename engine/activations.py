@@ -31,7 +31,9 @@ class Activation(NamedTuple):
 class ActivationSwap:
     """Hands out spans to be filled in forward and brings them back, in reverse, in backward."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None):
+    def __init__(
+        self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None, first: int = 0
+    ):
         self.geo, self.plan, self.lanes, self.scratch = geo, plan, lanes, scratch
         self.names = {(u, tier): unit.names(tier) for u, unit in enumerate(plan.units) for tier in TIERS}
         self.rings = {what: homes.ring("gpu", f"{what} ring") for what in ("x", "dx")}
@@ -40,7 +42,7 @@ class ActivationSwap:
         self.fixed: dict[Activation, Tensor] = {}  # on the GPU, in a buffer of its own
         self.host: dict[Activation, Tensor] = {}
         self.offset: dict[Activation, int] = {}  # place in the scratch space
-        self.scratch_bytes = 0
+        self.first, self.scratch_bytes = first, 0  # of the scratch space, which begins with other things
         self._place(homes)
         self.here: dict[Activation, OnGpu] = {}
         self.away: dict[Activation, Task] = {}  # the last task that touches the copy outside the GPU
@@ -58,7 +60,7 @@ class ActivationSwap:
                     elif activation.tier == "host":
                         self.host[activation] = next(in_ram if activation.what == "x" else host)
                     else:
-                        self.offset[activation] = self.scratch_bytes
+                        self.offset[activation] = self.first + self.scratch_bytes
                         self.scratch_bytes += self._nbytes(activation, self.plan.tokens)
         for b, buffer in enumerate(homes.many("host", "dx")):
             self.host[Activation(0, b, "dx", "host")] = buffer

@@ -38,21 +38,26 @@ def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
 
 
 def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
-    made = (make(geo, plan, units) for make in (_weight_buffers, _optimizer_buffers, _activation_buffers))
+    made = (
+        make(geo, plan, units) for make in (_weight_buffers, _base_buffers, _optimizer_buffers, _activation_buffers)
+    )
     return [b for some in made for b in some if b.count and b.nbytes]
 
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
     """One unit of each kind and plan, and how many there are."""
-    keys = list(zip(geo.kinds, map(id, plan.units), strict=True))
+    sizes = ((geo.numel[u], geo.base[u].span) for u in range(geo.n_units))
+    keys = list(zip(geo.kinds, map(id, plan.units), sizes, strict=True))
     one = dict(zip(keys, range(geo.n_units), strict=True))
     return [(one[key], count) for key, count in Counter(keys).items()]
 
 
 def _by_class(geo: Geometry, units: Alike, size: Callable[[int], int]) -> dict[str, tuple[int, int]]:
-    """size class -> (largest size, number of units) over `units`."""
+    """size class -> (largest size, number of units) over those of `units` that have a size."""
     found: dict[str, tuple[int, int]] = {}
     for u, alike in units:
+        if not size(u):
+            continue
         kind = geo.size_class(u)
         biggest, count = found.get(kind, (0, 0))
         found[kind] = (max(biggest, size(u)), count + alike)
@@ -76,11 +81,25 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]
         yield Buffer("host", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.host_window, count))
 
 
+def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
+    span = lambda u: geo.base[u].span
+    for u, alike in units:
+        if plan.units[u].base != "ssd":
+            yield Buffer(plan.units[u].base, f"base {geo.names[u]}", span(u), alike)
+    ways: tuple[tuple[Tier, int, tuple[Tier, ...]], ...]
+    ways = ("gpu", plan.window, ("host", "ssd")), ("host", plan.host_window, ("ssd",))  # rings, and homes before them
+    for tier, window, homes in ways:
+        passing = [(u, n) for u, n in units if plan.units[u].base in homes]
+        for kind, (size, count) in _by_class(geo, passing, span).items():
+            yield Buffer(tier, f"base ring {kind}", size, 1 if kind in ENDS else min(window, count))
+
+
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
     """Bytes of the host buffer through which pieces not at home in RAM are loaded and saved between steps."""
     weights = (geo.weights[u].span for u, _ in units if plan.units[u].weights != "host")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
-    return max(0, geo.state_layout(n).span, *weights)
+    base = (geo.base[u].span for u, _ in units if plan.units[u].base != "host")
+    return max(0, geo.state_layout(n).span, *weights, *base)
 
 
 def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
@@ -93,9 +112,9 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
             yield Buffer("gpu", f"gradient out {geo.names[u]}", geo.weights[u].span, alike)
         if plan.units[u].state != "ssd":
             yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record), alike)
-    on_cpu = [(u, n) for u, n in units if plan.units[u].state != "gpu"]
+    on_cpu = [(u, n) for u, n in units if plan.units[u].state != "gpu" and geo.numel[u]]
     if on_cpu:
-        pieces = {geo.kinds[u]: geo.pieces(u, plan.piece) for u, _ in on_cpu}.values()
+        pieces = {geo.pieces(u, plan.piece) for u, _ in on_cpu}
         largest = max(piece[-1].stop - piece[0].start for unit in pieces for piece in unit)
         count = max(sum(n for _, n in on_cpu), *map(len, pieces))
         yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))

@@ -19,7 +19,7 @@ from trireme.engine.optimizer import Optimizer
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
-from trireme.engine.weights import WeightStream
+from trireme.engine.weights import UnitStream
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Tables, make_rows
@@ -47,11 +47,11 @@ def build(
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)
     memory.reserve("gpu", "workspace", workspace(geo, plan))
-    homes = Homes(geo, plan, memory, lanes, store)
-    weights = WeightStream(geo, plan, homes, lanes)
-    swap = ActivationSwap(geo, plan, homes, lanes, scratch)
-    gradients = Gradients(geo, plan, homes, lanes, scratch, swap.scratch_bytes)
-    optimizer = Optimizer(homes, weights, gradients, lanes, adamw or AdamW())
+    homes = Homes(geo, plan, memory, lanes, store, scratch)
+    weights = UnitStream(geo, plan, homes, lanes)
+    swap = ActivationSwap(geo, plan, homes, lanes, scratch, homes.base_bytes)
+    gradients = Gradients(geo, plan, homes, lanes, scratch, homes.base_bytes + swap.scratch_bytes)
+    optimizer = Optimizer(homes, weights.trained, gradients, lanes, adamw or AdamW())
     return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer)
 
 

@@ -15,6 +15,7 @@ from trireme.engine.homes import Entry, Homes, Progress, Reader, Writer, silent
 from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.lora import initial
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.files import sync_folder
 from trireme.storage.layout import TensorSpec
@@ -27,8 +28,10 @@ PIECE = 1 << 18  # elements handled at a time: they stay in a core's cache
 class Exchange:
     """Between a source checkpoint and the homes. Used between steps, when all lanes are idle."""
 
-    def __init__(self, cfg: ModelConfig, source: Source, homes: Homes):
-        self.source, self.homes = source, homes
+    def __init__(self, cfg: ModelConfig, source: Source, homes: Homes, adapters: Read | None = None):
+        """`adapters` gives their values; without it they begin as peft's do."""
+        self.source, self.homes, self.adapters = source, homes, adapters
+        self.shapes = {t.name: t.shape for layout in homes.geo.weights for t in layout.tensors}
         shapes = {name: t.shape for name, t in source.tensors.items()}
         self.stored = hf.sources(cfg, shapes)  # canonical name -> name in the source
         self.canonical = hf.canonical_names(cfg, shapes)  # name in the source -> canonical name, None if not trained
@@ -39,6 +42,11 @@ class Exchange:
         self._check_tied()
         in_bf16 = {name for name, stored in self.stored.items() if self.source.tensors[stored].dtype == "BF16"}
         fill(self.homes, self._values, in_bf16, progress)
+        fill_base(self.homes, self._values, progress)
+
+    def load_base(self, progress: Progress = silent) -> None:
+        """Fills the homes of frozen weights alone: the rest comes from a snapshot. Errors as load."""
+        fill_base(self.homes, self._values, progress)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
         """Writes the checkpoint as it now stands into `folder`. Raises StoreError."""
@@ -46,7 +54,7 @@ class Exchange:
 
         def values(stored: str) -> Iterator[np.ndarray] | None:
             name = self.canonical[stored]
-            if name is None:
+            if name not in self.unit:  # frozen, or not used at all
                 return None
             return fetch(reader, self.unit[name], name, exact=self.source.tensors[stored].dtype != "BF16")
 
@@ -54,19 +62,15 @@ class Exchange:
 
     def replace(self, folder: Path, progress: Progress = silent) -> None:
         """As save, over an older checkpoint in `folder`, which stands until the new one is whole."""
-        new, old = (folder.with_name(folder.name + ending) for ending in (".new", ".old"))
-        bring_back(folder)
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
-        self.save(new, progress)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        sync_folder(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(folder, lambda new: self.save(new, progress))
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
-        return self.source.values(self.stored[name], first, last)
+        if name in self.stored:
+            yield from self.source.values(self.stored[name], first, last)
+        elif self.adapters is not None:
+            yield from self.adapters(name, first, last)
+        else:
+            yield initial(name, self.shapes[name]).flatten()[first:last].numpy()
 
     def _check_tied(self) -> None:
         """A tied matrix that is stored twice must be the same twice; else nobody can say which is meant."""
@@ -77,6 +81,20 @@ class Exchange:
                     f"{stored} and {first} are tied by config.json but differ in the files of {self.source.folder}. "
                     'Set "tie_word_embeddings": false in config.json if they are meant to.'
                 )
+
+
+def replace_folder(folder: Path, save: Callable[[Path], None]) -> None:
+    """Saves over an older `folder`, which stands until the new one is whole."""
+    new, old = (folder.with_name(folder.name + ending) for ending in (".new", ".old"))
+    bring_back(folder)
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
+    save(new)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def bring_back(folder: Path) -> None:
@@ -95,13 +113,26 @@ def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progr
     `in_bf16`: names of tensors whose high halves are all of it. Raises InputError on a value that is not finite.
     """
     with ThreadPoolExecutor(LOADERS) as pool:  # numpy and the drive work without Python's lock
-        for u, layout in enumerate(homes.geo.weights):
-            with Writer(homes, Entry("weights", u)) as buffer:
-                list(pool.map(lambda t: _fill_weight(t, buffer, read), layout.tensors))
-            progress(layout.span)
+        for u in range(homes.geo.n_units):
+            _fill_weights(homes, Entry("weights", u), read, pool, progress)
             for r in range(len(homes.state[u])):
                 _fill_record(homes, u, r, read, in_bf16)
                 progress(homes.layout(Entry("state", u, r)).span)
+
+
+def fill_base(homes: Homes, read: Read, progress: Progress = silent) -> None:
+    """Fills the homes of frozen weights, which no snapshot holds. Errors as `fill`."""
+    with ThreadPoolExecutor(LOADERS) as pool:
+        for u in range(homes.geo.n_units):
+            _fill_weights(homes, Entry("base", u), read, pool, progress)
+
+
+def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecutor, progress: Progress) -> None:
+    layout = homes.layout(entry)
+    if layout.tensors:
+        with Writer(homes, entry) as buffer:
+            list(pool.map(lambda t: _fill_weight(t, buffer, read), layout.tensors))
+        progress(layout.span)
 
 
 def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[str]) -> None:

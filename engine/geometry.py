@@ -24,6 +24,9 @@ GPU_BYTES = 26
 STRETCH = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
 
 
+Alike = tuple[str, tuple[tuple[int, ...], ...]]  # kind and trained shapes of a unit
+
+
 class Stretch(NamedTuple):
     """Elements [start, stop) of a unit's gradient, and the place of the sum of their squares among the unit's."""
 
@@ -49,14 +52,20 @@ class Geometry:
         self._state: dict[int, Layout] = {}
         self._parts: dict[int, dict[str, tuple[int, Layout]]] = {}
         self._names: dict[str, tuple[str, ...]] = {}
-        self._cut: dict[str, tuple[Stretch, ...]] = {}
-        self._pieces: dict[tuple[str, int], tuple[tuple[Stretch, ...], ...]] = {}
+        self._cut: dict[Alike, tuple[Stretch, ...]] = {}
+        self._pieces: dict[tuple[Alike, int], tuple[tuple[Stretch, ...], ...]] = {}
         self._records: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
-        """The layout of each unit's weights, gradients in the compute dtype included."""
-        return tuple(pack(shapes.weight_groups(self.cfg, u), self.dtype) for u in range(self.n_units))
+        """The layout of each unit's trained weights, gradients in the compute dtype included."""
+        parts = (shapes.trained_parts(self.cfg, u) for u in range(self.n_units))
+        return tuple(pack([group for part in unit for group in part], self.dtype) for unit in parts)
+
+    @cached_property
+    def base(self) -> tuple[Layout, ...]:
+        """The layout of each unit's frozen weights."""
+        return tuple(pack(shapes.frozen_groups(self.cfg, u), self.dtype) for u in range(self.n_units))
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:
@@ -72,14 +81,17 @@ class Geometry:
         """Elements of each unit that weight decay applies to: the matrices, which come first."""
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
+    def _alike(self, u: int) -> Alike:
+        return self.kinds[u], tuple(t.shape for t in self.weights[u].tensors)
+
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
         """A unit's stretches in the order of its weights. They follow from the model and its dtype alone, so that the
         bits of the gradients' norm do: matrices and vectors of each half block have their own.
         """
-        kind = self.kinds[u]
+        kind = self._alike(u)
         if kind not in self._cut:
             size: Counter[tuple[int, int]] = Counter()
-            for half, groups in enumerate(shapes.weight_parts(self.cfg, u)):
+            for half, groups in enumerate(shapes.trained_parts(self.cfg, u)):
                 for group in groups:
                     size[half, rank(group, self.dtype)] += sum(prod(shape) for _, shape in group)
             in_memory = sorted(size, key=lambda key: key[::-1])
@@ -98,7 +110,7 @@ class Geometry:
 
     def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
         """A unit's stretches, as many neighbours together as have no more than `most` elements; at least one."""
-        kind = self.kinds[u]
+        kind = self._alike(u)
         if (kind, most) not in self._pieces:
             pieces: list[list[Stretch]] = []
             for stretch in self._stretches(u):

@@ -24,10 +24,10 @@ from trireme.storage.layout import ITEMSIZE, round_up
 
 
 class Gradient(NamedTuple):
-    """The accumulator of a unit's gradient by tensor name, and the task that zeroes it."""
+    """The accumulator of a unit's gradient by the names of its trained tensors; who adds to it comes after `ready`."""
 
     tensors: dict[str, Tensor]
-    zeroed: Task
+    ready: tuple[Task, ...]
 
 
 class Gradients:
@@ -57,6 +57,8 @@ class Gradients:
 
     def get(self, u: int) -> Gradient:
         """The gradient of unit u, to be added to."""
+        if not self.geo.numel[u]:
+            return Gradient({}, ())
         if u not in self.holding:
             ring = self.tied if u == 0 and self.geo.cfg.tied else self.accumulator
             slot = ring.acquire(self.geo.names[u])
@@ -69,10 +71,12 @@ class Gradients:
             self.holding[u] = slot
             slot.ready = (task,)
         slot = self.holding[u]
-        return Gradient({} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready[0])
+        return Gradient({} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready)
 
     def finish(self, u: int, after: Task) -> None:
         """Unit u's gradient is complete: takes its norm, rounds it, and sends it to where its update runs."""
+        if not self.geo.numel[u]:
+            return
         accumulator, name = self.holding.pop(u), self.geo.names[u]
         if self.plan.units[u].state == "gpu":
             (whole,) = self.geo.pieces(u, self.geo.numel[u])

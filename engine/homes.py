@@ -24,7 +24,7 @@ from trireme.models.shapes import HALVES
 from trireme.storage.layout import Layout
 
 Progress = Callable[[int], None]  # hears of so many bytes more
-Transfer = Callable[[str, memoryview], "Future[None]"]  # a method of the store: (shard's name, its bytes)
+Transfer = Callable[[str, memoryview], "Future[None]"]  # (shard's name, its bytes)
 
 READ_AHEAD = 4  # entries under way at once when all are read
 
@@ -56,9 +56,9 @@ class Scratch(Protocol):
 
 
 class Entry(NamedTuple):
-    """What a home holds: a unit's weights, or one record of its optimizer state."""
+    """What a home holds: a unit's trained weights, its frozen ones (`base`), or one record of its optimizer state."""
 
-    kind: Literal["weights", "state"]
+    kind: Literal["weights", "base", "state"]
     u: int
     r: int = 0
 
@@ -76,11 +76,27 @@ class Stored:
 class Homes:
     """All buffers of the plan, made at once, and the store where the SSD is home to something."""
 
-    def __init__(self, geo: Geometry, plan: Plan, memory: Memory, lanes: Lanes, store: Store | None = None):
-        self.geo, self.plan, self.memory, self.lanes, self.store = geo, plan, memory, lanes, store
+    def __init__(
+        self,
+        geo: Geometry,
+        plan: Plan,
+        memory: Memory,
+        lanes: Lanes,
+        store: Store | None = None,
+        scratch: Scratch | None = None,
+    ):
+        self.geo, self.plan, self.memory, self.lanes = geo, plan, memory, lanes
+        self.store, self.scratch = store, scratch
+        self.base_offset: dict[int, int] = {}  # place in the scratch space of frozen weights whose home is the SSD
+        self.base_bytes = 0
+        for u, unit in enumerate(plan.units):
+            if unit.base == "ssd":
+                self.base_offset[u] = self.base_bytes
+                self.base_bytes += geo.base[u].span
         self._made = {(b.tier, b.key): memory.alloc(b.tier, b.key, b.nbytes, b.count) for b in buffers(geo, plan)}
         names, units = geo.names, plan.units
         self.weights = [self.one(unit.weights, f"weights {name}") for name, unit in zip(names, units, strict=True)]
+        self.base = [self.one(unit.base, f"base {name}") for name, unit in zip(names, units, strict=True)]
         self.resident = [self.one("gpu", f"weights {name}") for name in names]
         self.state = [self._split_records(u, self.one(units[u].state, f"state {name}")) for u, name in enumerate(names)]
         self.gradients = [self.one("gpu", f"gradient out {name}") for name in names]
@@ -115,13 +131,15 @@ class Homes:
 
     def tier(self, entry: Entry) -> Tier:
         unit = self.plan.units[entry.u]
-        return unit.weights if entry.kind == "weights" else unit.state
+        return {"weights": unit.weights, "base": unit.base, "state": unit.state}[entry.kind]
 
     def home(self, entry: Entry) -> Tensor | None:
         """The entry's buffer on the GPU or in RAM; None where its home is the SSD."""
         if self.tier(entry) == "ssd":
             return None
-        return self.weights[entry.u] if entry.kind == "weights" else self.state[entry.u][entry.r]
+        if entry.kind == "state":
+            return self.state[entry.u][entry.r]
+        return (self.weights if entry.kind == "weights" else self.base)[entry.u]
 
     def in_ram(self, entry: Entry) -> Tensor | None:
         """The entry's buffer where the host can reach it."""
@@ -130,22 +148,22 @@ class Homes:
 
     def shards_of(self, entry: Entry, *parts: str) -> list[Stored]:
         """The shards of an entry, or of some parts of a record (Geometry.state_parts)."""
-        if entry.kind == "weights":
-            return [Stored(entry, f"weights-{entry.u:05d}", 0, self.geo.weights[entry.u])]
+        if entry.kind != "state":
+            return [Stored(entry, f"{entry.kind}-{entry.u:05d}", 0, self.layout(entry))]
         a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
         found = self.geo.state_parts(b - a)
         return [Stored(entry, f"{part}-{entry.u:05d}-{entry.r:04d}", *found[part]) for part in parts or found]
 
     def layout(self, entry: Entry) -> Layout:
-        if entry.kind == "weights":
-            return self.geo.weights[entry.u]
+        if entry.kind != "state":
+            return (self.geo.weights if entry.kind == "weights" else self.geo.base)[entry.u]
         a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
         return self.geo.state_layout(b - a)
 
     def entries(self, everything: bool = True) -> Iterator[Entry]:
-        """Every entry, or those whose home is the GPU or RAM."""
+        """Every entry of a snapshot, or those whose home is the GPU or RAM. Frozen weights come from the checkpoint."""
         for u, unit in enumerate(self.plan.units):
-            if everything or unit.weights != "ssd":
+            if self.geo.numel[u] and (everything or unit.weights != "ssd"):
                 yield Entry("weights", u)
             if everything or unit.state != "ssd":
                 yield from (Entry("state", u, r) for r in range(len(self.state[u])))
@@ -154,14 +172,24 @@ class Homes:
         """Bytes of all entries, or of those that a snapshot writes: with a home on the GPU or in RAM."""
         return sum(self.layout(entry).span for entry in self.entries(everything))
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of all frozen weights."""
+        return sum(layout.span for layout in self.geo.base)
+
     def shards(self) -> Iterator[Stored]:
         """Every shard that a snapshot of this run consists of."""
         return (shard for entry in self.entries() for shard in self.shards_of(entry))
 
     # ------------------------------------------------ traffic with the store in a step
 
-    def read_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("ssd_read", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)
+    def read_weights(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
+        """Reads a unit's trained or frozen weights."""
+        return self._io("ssd_read", "weights", self.label(entry), self.shards_of(entry), buffer, after)
+
+    def label(self, entry: Entry) -> str:
+        """What tasks say that they move."""
+        return self.geo.names[entry.u] + (" base" if entry.kind == "base" else "")
 
     def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
         return self._io("ssd_write", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)
@@ -180,7 +208,7 @@ class Homes:
         self, lane: str, kind: Kind, of: str, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]
     ) -> Task:
         def io() -> None:
-            self.move(self.ssd.read if lane in READS else self.ssd.write, shards, buffer)
+            self.move(self.transfer(shards[0].entry, "read" if lane in READS else "write"), shards, buffer)
 
         return self.lanes.run(lane, kind, of, io, after, nbytes=sum(shard.layout.span for shard in shards))
 
@@ -188,6 +216,14 @@ class Homes:
     def ssd(self) -> Store:
         assert self.store is not None, "the plan uses the SSD, and the engine was built without a store"
         return self.store
+
+    def transfer(self, entry: Entry, way: Literal["read", "verify", "write"]) -> Transfer:
+        """The method that moves shards of an entry; frozen weights have a place in the scratch space."""
+        if entry.kind != "base":
+            return {"read": self.ssd.read, "verify": self.ssd.verify, "write": self.ssd.write}[way]
+        assert self.scratch is not None, "frozen weights are at home on the SSD, and no scratch space was claimed"
+        move, offset = self.scratch.write if way == "write" else self.scratch.read, self.base_offset[entry.u]
+        return lambda _, buffer: move(offset, buffer)
 
     def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
         """Moves shards from or to their places in `buffer` by a method of the store. Then, also after an error, nothing
@@ -283,7 +319,7 @@ class Reader:
         if shards[0].name != self._staged:
             self._staged = ""
             if home is None:
-                homes.move(homes.ssd.verify, shards, buffer)
+                homes.move(homes.transfer(entry, "verify"), shards, buffer)
             else:
                 buffer.copy_(home[: len(buffer)])
             self._staged = shards[0].name
@@ -305,7 +341,7 @@ class Writer:
         if error is not None or self.buffer is self.home:
             return
         if self.home is None:
-            self.homes.move(self.homes.ssd.write, self.homes.shards_of(self.entry), self.buffer)
+            self.homes.move(self.homes.transfer(self.entry, "write"), self.homes.shards_of(self.entry), self.buffer)
         else:
             self.home[: len(self.buffer)].copy_(self.buffer)
 

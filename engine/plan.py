@@ -56,6 +56,7 @@ class UnitPlan:
     resident: bool = False  # weights from host or ssd stay on the GPU, refreshed once a step
     x: Tier = "gpu"  # the unit's input, for every micro-batch
     saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier) of what forward keeps; absent names are recomputed
+    base: Tier = "gpu"  # home of frozen weights, which nothing writes
 
     def names(self, tier: Tier) -> tuple[str, ...]:
         return tuple(name for name, t in self.saved if t == tier)
@@ -106,7 +107,7 @@ class Plan:
                 raise InputError(f"plan: unit {u} is updated on {unit.update!r}; there are cpu and gpu")
             if unit.update == "gpu" and (unit.weights, unit.state, unit.resident) != ("host", "host", False):
                 raise InputError(f"plan: unit {u} is to be updated on the gpu, so weights and state must be in host")
-            for tier in (unit.weights, unit.state, unit.x, *(t for _, t in unit.saved)):
+            for tier in (unit.weights, unit.state, unit.base, unit.x, *(t for _, t in unit.saved)):
                 if tier not in TIERS:
                     raise InputError(f"plan: unit {u} names the tier {tier!r}; there are {', '.join(TIERS)}")
         if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
@@ -144,7 +145,7 @@ class Plan:
     def uses(self, tier: Tier) -> bool:
         """Whether anything has its home in `tier`."""
         units = map(self.units.__getitem__, self.distinct())
-        return any(tier in (u.weights, u.state, u.x, *(t for _, t in u.saved)) for u in units)
+        return any(tier in (u.weights, u.state, u.base, u.x, *(t for _, t in u.saved)) for u in units)
 
     @property
     def homes_on_ssd(self) -> bool:

@@ -21,10 +21,10 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradient, Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes import Kind, Lanes, Task
-from trireme.engine.memory import Memory, OnGpu, flat, views
+from trireme.engine.memory import Memory, OnGpu, flat
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan
-from trireme.engine.weights import WeightStream
+from trireme.engine.weights import UnitStream, Weights
 from trireme.models import head, model, shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Rows
@@ -66,16 +66,17 @@ class Engine:
     lanes: Lanes
     memory: Memory
     homes: Homes
-    weights: WeightStream
+    weights: UnitStream
     activations: ActivationSwap
     gradients: Gradients
     optimizer: Optimizer
 
     def claim_scratch(self, devices: Sequence[Device]) -> None:
-        """Takes the room that swapped activations and waiting gradients need of the drives. Raises StoreError."""
-        nbytes = self.activations.scratch_bytes + self.gradients.scratch_bytes
+        """Takes the room that frozen weights, swapped activations and gradients need of the drives. StoreError."""
+        nbytes = self.homes.base_bytes + self.activations.scratch_bytes + self.gradients.scratch_bytes
         if nbytes:
-            self.activations.scratch = self.gradients.scratch = Scratch(devices, nbytes)
+            scratch = Scratch(devices, nbytes)
+            self.homes.scratch = self.activations.scratch = self.gradients.scratch = scratch
 
     def close(self) -> None:
         """Ends the optimizer's threads, and gives the scratch space and the memory back. The lanes are the caller's."""
@@ -174,7 +175,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
             out = e.activations.open(target)
             done = _forward_embedding(e, w, mb, out) if u == 0 else _forward_block(e, u, b, w, mb, out, train)
             e.activations.send(target, mb.tokens, done)
-        e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train))
+        e.weights.release_in_forward(u, done, train)
     return route
 
 
@@ -193,14 +194,14 @@ def _outputs(
     return [look_ahead(product(units, range(len(batch))), min(e.plan.swap_slots, len(batch)) - 1, fetch)]
 
 
-def _forward_embedding(e: Engine, w: OnGpu, mb: Inputs, out: OnGpu) -> Task:
+def _forward_embedding(e: Engine, w: Weights, mb: Inputs, out: OnGpu) -> Task:
     def forward() -> None:
         head.embed_forward(_weights(e, 0, w), mb.on_device.ids, mb.on_device.rows, _rows(e, out, mb))
 
     return e.compute("forward", 0, forward, (*w.ready, *out.ready))
 
 
-def _forward_block(e: Engine, u: int, b: int, w: OnGpu, mb: Inputs, out: OnGpu, train: bool) -> Task:
+def _forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu, train: bool) -> Task:
     swap, source = e.activations, e.activations.x(u, b)
     x = swap.get(source)
     spans = {saved: swap.open(saved) for saved in swap.saved(u, b)} if train else {}
@@ -209,7 +210,7 @@ def _forward_block(e: Engine, u: int, b: int, w: OnGpu, mb: Inputs, out: OnGpu, 
         saved, rows = swap.tensors(spans, mb.tokens), mb.on_device.rows
         model.forward(e.cfg, u, _weights(e, u, w), _rows(e, x, mb), rows, saved, _rows(e, out, mb))
 
-    ready = [t for span in (w, x, out, *spans.values()) for t in span.ready]
+    ready = _ready(w, x, out, *spans.values())
     done = e.compute("forward", u, forward, ready, shapes.forward_flops(e.cfg, u, mb.tokens, mb.pairs))
     for saved in spans:
         swap.send(saved, mb.tokens, done)
@@ -239,7 +240,7 @@ def _head(e: Engine, route: Route, scale: float | None) -> list[Tensor]:
 def _loss(
     e: Engine,
     b: int,
-    w: Mapping[int, OnGpu],
+    w: Mapping[int, Weights],
     g: Mapping[int, Gradient],
     mb: Inputs,
     scale: float,
@@ -253,15 +254,16 @@ def _loss(
 
     def loss() -> None:
         tops = {v: _weights(e, v, held) for v, held in w.items()}
-        grads = {v: model.weights(e.cfg, v, gradient.tensors) for v, gradient in g.items()}
+        grads = {v: model.gradients(e.cfg, v, gradient.tensors) for v, gradient in g.items()}
         w_out = model.output_matrix(e.cfg, tops.get(0), tops[u])
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
         labels, rows, out = mb.on_device.labels, mb.on_device.loss_rows, _rows(e, dx, mb) if dx else None
         given = (tops[u], w_out, _rows(e, x, mb), labels, rows)
         losses.append(head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out))
 
-    ready = [t for span in (*w.values(), x) for t in span.ready] + [gradient.zeroed for gradient in g.values()]
-    flops = (3 if g else 1) * shapes.forward_flops(e.cfg, u, mb.trained, mb.pairs)
+    ready = _ready(*w.values(), x, *g.values())
+    flops = shapes.forward_flops(e.cfg, u, mb.trained, mb.pairs)
+    flops += shapes.backward_flops(e.cfg, u, mb.trained, mb.pairs) if g else 0
     done = e.compute("loss", u, loss, (*ready, *(dx.ready if dx else ())), flops)
     swap.release(source, done)
     if g:
@@ -293,7 +295,7 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     _backward_embedding(e, route)
 
 
-def _backward_block(e: Engine, u: int, b: int, w: OnGpu, gradient: Gradient, mb: Inputs) -> Task:
+def _backward_block(e: Engine, u: int, b: int, w: Weights, gradient: Gradient, mb: Inputs) -> Task:
     swap, above = e.activations, e.activations.dx(u + 1, b)
     source, target = swap.x(u, b), swap.dx(u, b)
     x, dy = swap.get(source), swap.get(above)
@@ -301,11 +303,11 @@ def _backward_block(e: Engine, u: int, b: int, w: OnGpu, gradient: Gradient, mb:
     dx = swap.open(target)
 
     def backward() -> None:
-        saved, g, rows = swap.tensors(spans, mb.tokens), model.weights(e.cfg, u, gradient.tensors), mb.on_device.rows
+        saved, g, rows = swap.tensors(spans, mb.tokens), model.gradients(e.cfg, u, gradient.tensors), mb.on_device.rows
         tensors = (_rows(e, x, mb), saved, _rows(e, dy, mb), rows, _rows(e, dx, mb))
         model.backward(e.cfg, u, _weights(e, u, w), g, *tensors)
 
-    ready = [t for span in (w, x, dy, *spans.values(), dx) for t in span.ready] + [gradient.zeroed]
+    ready = _ready(w, x, dy, *spans.values(), dx, gradient)
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
     flops = shapes.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
     flops += shapes.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
@@ -323,10 +325,10 @@ def _backward_embedding(e: Engine, route: Route) -> None:
         dy = e.activations.get(above)
 
         def backward(mb: Inputs = mb, dy: OnGpu = dy) -> None:
-            g = model.weights(e.cfg, 0, gradient.tensors)
+            g = model.gradients(e.cfg, 0, gradient.tensors)
             head.embed_backward(g, _rows(e, dy, mb), mb.on_device.ids, mb.on_device.rows)
 
-        done = e.compute("backward", 0, backward, (gradient.zeroed, *dy.ready))
+        done = e.compute("backward", 0, backward, (*gradient.ready, *dy.ready))
         e.activations.release(above, done)
     e.optimizer.finish(0, done)
 
@@ -334,9 +336,14 @@ def _backward_embedding(e: Engine, route: Route) -> None:
 # ---------------------------------------------------------------- tensors
 
 
-def _weights(e: Engine, u: int, held: OnGpu) -> Any:
+def _ready(*used: OnGpu | Weights | Gradient) -> list[Task]:
+    """The tasks that a reader or writer of all of these comes after."""
+    return [task for one in used for task in one.ready]
+
+
+def _weights(e: Engine, u: int, held: Weights) -> Any:
     """Unit u's weights by the names that its block uses."""
-    return model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
+    return model.weights(e.cfg, u, e.weights.tensors(u, held))
 
 
 def _rows(e: Engine, span: OnGpu, mb: Inputs) -> Tensor:

@@ -7,34 +7,41 @@ is known, so this is Belady's choice too).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.homes import Homes
+from trireme.engine.homes import Entry, Homes
 from trireme.engine.lanes import Lanes, Task
-from trireme.engine.memory import OnGpu, Slot
-from trireme.engine.plan import Plan
+from trireme.engine.memory import OnGpu, Slot, views
+from trireme.engine.plan import Plan, Tier
 
 
 class WeightStream:
-    """Brings each unit's weights to the GPU. After the task `updated[u]` the home of u holds current weights."""
+    """Brings the trained or frozen weights of each unit to the GPU.
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
-        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
-        self.gpu_rings, self.host_rings = homes.rings("gpu", "weight ring"), homes.rings("host", "weight ring")
+    After the task `updated[u]` the home of u holds current weights.
+    """
+
+    def __init__(self, kind: Literal["weights", "base"], geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
+        self.kind, self.geo, self.plan, self.homes, self.lanes = kind, geo, plan, homes, lanes
+        self.layouts, self.buffers = (geo.weights, homes.weights) if kind == "weights" else (geo.base, homes.base)
+        ring = "weight ring" if kind == "weights" else "base ring"
+        self.gpu_rings, self.host_rings = homes.rings("gpu", ring), homes.rings("host", ring)
         self.updated: dict[int, Task] = {}
         self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
-        self.stale = {u for u, unit in enumerate(plan.units) if unit.resident}  # copies older than their home
+        self.stale = {u for u in range(geo.n_units) if self._resident(u)}  # copies older than their home
         self.held: dict[int, OnGpu] = {}
 
     def prefetch(self, u: int) -> None:
         """Starts unit u on its way to the GPU; nothing where it is there or on its way already."""
         if u in self.held:
             return
-        unit = self.plan.units[u]
-        if unit.weights == "gpu":
-            self.held[u] = OnGpu(self.homes.weights[u], self._ready(u))
-        elif unit.resident:
+        if self._tier(u) == "gpu" or not self.layouts[u].tensors:
+            self.held[u] = OnGpu(self.buffers[u], self._ready(u))
+        elif self._resident(u):
             held = self.held[u] = OnGpu(self.homes.resident[u], ())
             if u in self.stale:
                 held.ready = (self._copy_up(u, held.buffer, ()),)
@@ -70,7 +77,13 @@ class WeightStream:
 
     def _streams(self, u: int) -> bool:
         """Whether unit u's weights pass through a ring of slots."""
-        return self.plan.units[u].weights != "gpu" and not self.plan.units[u].resident
+        return self._tier(u) != "gpu" and not self._resident(u) and bool(self.layouts[u].tensors)
+
+    def _tier(self, u: int) -> Tier:
+        return self.homes.tier(Entry(self.kind, u))
+
+    def _resident(self, u: int) -> bool:
+        return self.kind == "weights" and self.plan.units[u].resident and bool(self.layouts[u].tensors)
 
     # ------------------------------------------------ updates
 
@@ -79,7 +92,10 @@ class WeightStream:
         if self.plan.units[u].weights == "host":
             return self.homes.weights[u], None, self._ready(u)
         slot = self.host_rings[self.geo.size_class(u)].acquire(f"{self.geo.names[u]} update")
-        return slot.buffer, slot, (self.homes.read_weights(u, slot.buffer, (*slot.ready, *self._ready(u))),)
+        return slot.buffer, slot, (self._read(u, slot.buffer, (*slot.ready, *self._ready(u))),)
+
+    def _read(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
+        return self.homes.read_weights(Entry(self.kind, u), buffer, after)
 
     def updated_in_ram(self, u: int, done: Task, slot: Slot | None) -> None:
         """`done` updates the weights that `for_update` gave: they are written home, and prefetched from there."""
@@ -123,17 +139,17 @@ class WeightStream:
 
     def _copy_up(self, u: int, target: Tensor, ready: tuple[Task, ...]) -> Task:
         """Copies unit u from its home to `target` on the GPU; through a host slot where the home is the SSD."""
-        name, nbytes = self.geo.names[u], self.geo.weights[u].span
+        name, nbytes = self.homes.label(Entry(self.kind, u)), self.layouts[u].span
         slot = None
-        if self.plan.units[u].weights == "host":
-            source, come = self.homes.weights[u], self._ready(u)
+        if self._tier(u) == "host":
+            source, come = self.buffers[u], self._ready(u)
         elif u in self.fresh:
             slot, task = self.fresh.pop(u)
             source, come = slot.buffer, (task,)
         else:
             slot = self.host_rings[self.geo.size_class(u)].acquire(name)
             source = slot.buffer
-            come = (self.homes.read_weights(u, source, (*slot.ready, *self._ready(u))),)
+            come = (self._read(u, source, (*slot.ready, *self._ready(u))),)
 
         def copy() -> None:
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
@@ -142,3 +158,56 @@ class WeightStream:
         if slot is not None:
             slot.ring.release(slot, (task, *self._ready(u)))
         return task
+
+
+class Weights(NamedTuple):
+    """A unit's weights on the GPU."""
+
+    trained: OnGpu
+    frozen: OnGpu
+
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        return (*self.trained.ready, *self.frozen.ready)
+
+
+class UnitStream:
+    """Both streams of weights, as a pass uses them."""
+
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
+        self.geo = geo
+        self.trained = WeightStream("weights", geo, plan, homes, lanes)
+        self.frozen = WeightStream("base", geo, plan, homes, lanes)
+        self._streams = (self.trained, self.frozen)
+
+    def prefetch(self, u: int) -> None:
+        """Starts unit u on its way to the GPU; nothing where it is there or on its way already."""
+        for stream in self._streams:
+            stream.prefetch(u)
+
+    def get(self, u: int) -> Weights:
+        """Unit u's weights; whoever reads them is ordered after `ready`."""
+        return Weights(self.trained.get(u), self.frozen.get(u))
+
+    def tensors(self, u: int, held: Weights) -> dict[str, Tensor]:
+        """All of unit u's weights by name."""
+        return views(self.geo.weights[u], held.trained.buffer) | views(self.geo.base[u], held.frozen.buffer)
+
+    def release(self, u: int, after: Task) -> None:
+        """Unit u is not needed once `after` is over."""
+        for stream in self._streams:
+            stream.release(u, after)
+
+    def release_in_forward(self, u: int, after: Task, train: bool) -> None:
+        """As release, but for units that there is room to hold for backward, and a tied embedding for the head."""
+        for stream in self._streams:
+            stream.release(u, after, keep=stream.kept_for_turn(u, train))
+
+    def release_all(self, after: Task) -> None:
+        for stream in self._streams:
+            for u in list(stream.held):
+                stream.release(u, after)
+
+    @property
+    def held(self) -> list[OnGpu]:
+        return [held for stream in self._streams for held in stream.held.values()]

@@ -97,7 +97,7 @@ def linear_cross_entropy(
     assert x.is_contiguous()
     assert labels.shape == (N,)
     assert rows.dtype == torch.int64
-    assert (dx_ is None) == (dweight_ is None)
+    assert dx_ is not None or dweight_ is None
     losses = torch.zeros(N, dtype=torch.float32, device=x.device)
     if dx_ is not None and M < N:
         dx_.zero_()
@@ -118,13 +118,14 @@ def linear_cross_entropy(
             z, xs, weight, labels, part, losses, scale, len(part), V, D, how.block,
             min(how.block, launch.power2(D)), dx_ is not None, num_warps=how.warps,
         )  # fmt: skip
-        if dx_ is None or total is None:
+        if dx_ is None:
             continue
         if every:
             torch.mm(z, weight, out=dx_[i : i + chunk])
         else:
             dx_.index_copy_(0, part, torch.mm(z, weight))
-        _add_product_(total, z.T, xs)
+        if total is not None:
+            _add_product_(total, z.T, xs)
     if dweight_ is not None and total is not None and total is not dweight_:
         dweight_.copy_(total)
     return losses

@@ -311,7 +311,7 @@ def linear_cross_entropy(
     dx_: Tensor | None = None,
     chunk: int = 2048,
 ) -> Tensor:
-    """Loss of each token under softmax(x @ weight.T), and with dweight_ and dx_ the gradients of scale * sum(loss).
+    """Loss of each token under softmax(x @ weight.T), and with dx_ (and dweight_) the gradients of scale * sum(loss).
 
     x (N, D), weight (V, D), labels (N,) int64, rows (M,) int64: the indices of labels that count (>= 0), found on the
     host. dx_ (N, D) is written, dweight_ (V, D) added to. Logits exist `chunk` rows at a time. Returns losses (N,)
@@ -325,13 +325,14 @@ def linear_cross_entropy(
         logits = _up(xs @ weight.T)
         lse = torch.logsumexp(logits, -1)
         losses[part] = lse - logits.gather(-1, target[:, None])[:, 0]
-        if dx_ is None or dweight_ is None:
+        if dx_ is None:
             continue
         logits.sub_(lse[:, None]).exp_()
         logits[torch.arange(len(part), device=x.device), target] -= 1
         dlogits = logits.mul_(scale).to(x.dtype)
         dx_[part] = dlogits @ weight
-        _add_(dweight_, _up(dlogits.T @ xs) if dweight_.dtype == x.dtype else _up(dlogits).T @ _up(xs))
+        if dweight_ is not None:
+            _add_(dweight_, _up(dlogits.T @ xs) if dweight_.dtype == x.dtype else _up(dlogits).T @ _up(xs))
     return losses
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.branch import add_branch, add_product, branch_backward, copies
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, linear, linear_backward
+from trireme.models.linear import Linear, add_gradients_, linear, linear_backward, or_scratch
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Rows, Table
 
@@ -131,7 +131,7 @@ def backward_to_qkv(
 ) -> Tensor:
     """Gradient of the projected qkv, packed as it is: (N, (H + 2K) d). `product` is attn_branch, if it is at hand."""
     dy = branch_backward(cfg, dy, result.out, w.o, w.post, g.post, product)
-    add_gradients_(g.o, result.out, dy)
+    add_gradients_(g.o, w.o, result.out, dy)
     q, k, v, q_rstd, k_rstd = result.heads
     dout, out = linear_backward(dy, w.o).view(q.shape), result.out.view(q.shape)
     dqkv = torch.empty_like(result.qkv)
@@ -148,7 +148,7 @@ def backward_to_qkv(
 def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, dqkv: Tensor, dy: Tensor, dx: Tensor) -> None:
     """Fills dx (N, D): the gradient of x through qkv, plus dy."""
     y, stats = norm(x, w.norm, cfg.eps)
-    add_gradients_(g.qkv, y, dqkv)
+    add_gradients_(g.qkv, w.qkv, y, dqkv)
     del y  # shapes._block_workspace
     norm_backward(linear_backward(dqkv, w.qkv), x, w.norm, stats, g.norm, dy, dx)
 
@@ -192,7 +192,7 @@ def _head_norm_backward_(d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | N
     """The gradient d_ (N, heads, d) behind the norm becomes that of x, before it; it stays where there is no norm."""
     if w is not None and rstd is not None and g is not None:
         d_, x = (t.view(len(x), -1, len(w.weight)) for t in (d_, x))
-        ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, g.weight, d_)
+        ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, or_scratch(g.weight, w.weight), d_)
 
 
 def _attend(

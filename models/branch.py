@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trireme.models import lora
 from trireme.models.config import ModelConfig
 from trireme.models.linear import Linear, linear
 from trireme.models.norm import Norm, norm, norm_backward
@@ -40,6 +41,8 @@ def add_branch(
         out.addmm_(inner, w.weight, alpha=cfg.branch_scale)
         if w.bias is not None:
             out.add_(w.bias, alpha=cfg.branch_scale)
+        if w.adapters is not None:
+            lora.add_(out, inner, w.adapters, cfg.branch_scale)
     else:
         torch.add(x, linear(inner, w), alpha=cfg.branch_scale, out=out)
 

@@ -63,6 +63,22 @@ BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Adapters beside the blocks' matrices (lora.py)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # ends of module names, as q_proj
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapts(self, module: str) -> bool:
+        return any(f".{module}".endswith(f".{target}") for target in self.targets)
+
+
+@dataclass(frozen=True)
 class Family:
     """What all models of a model_type share. A key's default is that of the class in transformers."""
 
@@ -192,6 +208,8 @@ class ModelConfig:
     window_from: int = 0  # the first layer that has the window
     scale_attn: bool = True  # scores times head_dim ** -0.5
     scale_attn_by_layer: bool = False  # scores also divided by the layer's number, counted from 1
+    frozen: tuple[str, ...] = ()  # globs over names of tensors that are not trained: said by a run
+    lora: Lora | None = None  # adapters beside matrices: said by a run
     halves: bool = False  # units are half blocks, attention and MLP: said by a plan, never by config.json
     local_rope: Rope | None = None  # of layers with the window, where it is another
     full_layers: tuple[int, ...] = ()  # layers from window_from on that lack the window nevertheless

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
+from trireme.models.linear import trained
 from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.rows import Rows
 from trireme.models.shapes import embedding_name, output_name
@@ -55,8 +56,9 @@ def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None
 
 def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:
     """Adds the gradient dy (N, D) of the embedded tokens to g."""
-    ops.embedding_bwd_(g.tokens, dy if g.scale == 1.0 else dy * _rounded(g.scale, dy.dtype), ids)
-    if g.positions is not None:
+    if trained(g.tokens):
+        ops.embedding_bwd_(g.tokens, dy if g.scale == 1.0 else dy * _rounded(g.scale, dy.dtype), ids)
+    if g.positions is not None and trained(g.positions):
         ops.embedding_bwd_(g.positions, dy, rows.docs.positions.long())
 
 
@@ -82,9 +84,10 @@ def head_loss(
 
     x (N, D); labels (N,) int64, the token after each; loss_rows (M,) int64, the rows whose label counts: the others
     have loss 0. w_out (V, D) is the output matrix and g_out its gradient: the embedding's where they are tied. g and
-    g_out are added to, dx (N, D) is filled.
+    g_out are added to where their tensors are trained, dx (N, D) is filled.
     """
     y, stats = final_norm(cfg, w, x)
+    g_out = g_out if g_out is not None and trained(g_out) else None
     losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx)
     if dx is not None:
         assert g is not None

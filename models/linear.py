@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.models import lora
 
 
 class Linear(NamedTuple):
-    """A linear layer's weights, or their gradients."""
+    """A linear layer's weights, or their gradients: empty where a tensor is frozen."""
 
     weight: Tensor  # (in, out): a transposed view where the checkpoint stores (out, in)
     bias: Tensor | None = None  # (out,)
+    adapters: lora.Adapters | None = None
 
 
 def fuse(*parts: Tensor) -> Tensor:
@@ -31,22 +33,44 @@ def fuse(*parts: Tensor) -> Tensor:
 
 def linear(x: Tensor, w: Linear, out: Tensor | None = None) -> Tensor:
     """x (N, in) @ weight + bias -> (N, out), into `out` where given."""
-    return torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
+    y = torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
+    if w.adapters is not None:
+        lora.add_(y, x, w.adapters)
+    return y
 
 
 def linear_backward(dy: Tensor, w: Linear) -> Tensor:
     """The gradient (N, in) of a layer's input, given dy (N, out)."""
-    return torch.mm(dy, w.weight.T)
+    dx = torch.mm(dy, w.weight.T)
+    if w.adapters is not None:
+        dx.addmm_(lora.down_gradient(dy, w.adapters), w.adapters.a)
+    return dx
 
 
-def add_gradients_(g: Linear, x: Tensor, dy: Tensor) -> None:
-    """Adds the gradients of a layer's weights to g, given its input x (N, in) and dy (N, out)."""
-    if g.weight.is_contiguous():
-        add_product_(g.weight, x, dy)
-    else:  # stored (out, in)
-        add_product_(g.weight.T, dy, x)
-    if g.bias is not None:
+def add_gradients_(g: Linear, w: Linear, x: Tensor, dy: Tensor) -> None:
+    """Adds the gradients of a layer's trained weights to g, given its input x (N, in) and dy (N, out)."""
+    if trained(g.weight):
+        if g.weight.is_contiguous():
+            add_product_(g.weight, x, dy)
+        else:  # stored (out, in)
+            add_product_(g.weight.T, dy, x)
+    if g.bias is not None and trained(g.bias):
         ops.bias_bwd_(g.bias, dy)
+    if g.adapters is not None and w.adapters is not None:
+        add_product_(g.adapters.a, lora.down_gradient(dy, w.adapters), x)
+        down = torch.mm(x, w.adapters.a.T).mul_(w.adapters.scale).split(len(w.adapters.a) // len(w.adapters.b), 1)
+        for b, h, (start, stop) in zip(g.adapters.b, down, w.adapters.columns, strict=True):
+            add_product_(b, dy[:, start:stop], h)
+
+
+def trained(gradient: Tensor) -> bool:
+    """Whether a gradient is asked for: that of a frozen tensor is empty."""
+    return gradient.numel() > 0
+
+
+def or_scratch(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient to add to: of a frozen tensor, one to be thrown away, where a kernel makes it anyhow."""
+    return gradient if trained(gradient) else torch.zeros_like(weight)
 
 
 def add_product_(grad_: Tensor, a: Tensor, b: Tensor) -> None:

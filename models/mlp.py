@@ -16,7 +16,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.branch import add_branch, branch_backward, copies
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, linear, linear_backward
+from trireme.models.linear import Linear, add_gradients_, linear, linear_backward, or_scratch
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.shapes import up_name
 
@@ -62,9 +62,9 @@ def backward(
     d_down = _branch_backward(cfg, w, g, dy, up, saved)
     d_up, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
     del up  # shapes._block_workspace
-    add_gradients_(g.down, act, d_down)
+    add_gradients_(g.down, w.down, act, d_down)
     del act, d_down  # shapes._block_workspace
-    add_gradients_(g.up, y, d_up)
+    add_gradients_(g.up, w.up, y, d_up)
     del y  # shapes._block_workspace
     d_norm = linear_backward(d_up, w.up)
     del d_up  # shapes._block_workspace
@@ -91,5 +91,5 @@ def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Tensor:
 def _activation_backward(cfg: ModelConfig, d_act: Tensor, up: Tensor, w: Weights, g: Weights) -> tuple[Tensor, Tensor]:
     """(the gradient of `up`, the activation (N, F)), given the gradient d_act (N, F)."""
     if w.gelu_bias is not None and g.gelu_bias is not None:
-        return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, g.gelu_bias)
+        return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias))
     return ops.swiglu_bwd(d_act, up) if cfg.silu else ops.geglu_bwd(d_act, up)

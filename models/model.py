@@ -5,8 +5,10 @@ Where a plan moves half blocks (cfg.halves) each of them is a unit.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trireme.kernels import ops
@@ -15,8 +17,12 @@ from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Linear, fuse
+from trireme.models.lora import Adapters
+from trireme.models.names import adapter_names
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows
+
+EMPTY = torch.empty(0, 0)  # stands for the gradient of a frozen tensor
 
 BlockWeights = block.Weights | attention.Weights | mlp.Weights
 
@@ -64,8 +70,13 @@ def backward(
         mlp.backward(cfg, w, g, x, saved, dy, dx)
 
 
+def gradients(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
+    """As `weights`, over those of unit u's tensors that are trained; the others are empty."""
+    return weights(cfg, u, {name: EMPTY for group in shapes.frozen_groups(cfg, u) for name, _ in group} | views)
+
+
 def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
-    """Unit u's weights over `views`, name -> tensor of one flat buffer laid out as shapes.weight_groups says.
+    """Unit u's weights over `views`, name -> tensor: neighbours in memory where they are a group (shapes.py).
 
     Or its gradients. EmbedWeights, HeadWeights or BlockWeights: the caller knows which by u.
     """
@@ -106,7 +117,7 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights:
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated:
         return mlp.Weights(norm, up, down, post)
-    return mlp.Weights(norm, Linear(up.weight), down, post, gelu_bias=up.bias)
+    return mlp.Weights(norm, up._replace(bias=None), down, post, gelu_bias=up.bias)
 
 
 def _norm(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Norm | None:
@@ -118,4 +129,16 @@ def _norm(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Norm | None:
 def _linear(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) -> Linear:
     weight = fuse(*(views[f"{name}.weight"] for name in names))
     bias = fuse(*(views[f"{name}.bias"] for name in names)) if f"{names[0]}.bias" in views else None
-    return Linear(weight if cfg.names.in_out else weight.T, bias)
+    return Linear(weight if cfg.names.in_out else weight.T, bias, _adapters(cfg, names, views))
+
+
+def _adapters(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) -> Adapters | None:
+    """The adapters of a layer of fused `names`, of those parts that have one."""
+    features = shapes.features(cfg, names)
+    ends = list(accumulate(features))
+    found = [(*adapter_names(name), (end - n, end)) for name, n, end in zip(names, features, ends, strict=True)]
+    found = [(a, b, columns) for a, b, columns in found if a in views]
+    if cfg.lora is None or not found:
+        return None
+    a = fuse(*(views[a] for a, _, _ in found))
+    return Adapters(a, tuple(views[b] for _, b, _ in found), tuple(columns for *_, columns in found), cfg.lora.scale)

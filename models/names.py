@@ -32,6 +32,11 @@ class Names:
         return self.block.format(layer)
 
 
+def adapter_names(module: str) -> tuple[str, str]:
+    """Names of the tensors of a module's adapter: A (rank, in) and B (out, rank)."""
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
 SPLIT = Names(
     base="model.",
     embed="model.embed_tokens",

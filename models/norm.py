@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.models.linear import or_scratch
 
 
 class Norm(NamedTuple):
@@ -61,6 +62,8 @@ def norm_backward(
     """The gradient of x (N, D), plus dresidual, in `out` where given; those of the weights are added to g."""
     if w is None or g is None or stats is None:
         return dy if dresidual is None else torch.add(dy, dresidual, out=out)
-    if g.bias is None or stats.mean is None:
-        return ops.rmsnorm_bwd(dy, x, w.factor, stats.rstd, g.weight, dresidual, out)
-    return ops.layernorm_bwd(dy, x, w.weight, stats.mean, stats.rstd, g.weight, g.bias, dresidual, out)
+    dweight = or_scratch(g.weight, w.weight)
+    if g.bias is None or w.bias is None or stats.mean is None:
+        return ops.rmsnorm_bwd(dy, x, w.factor, stats.rstd, dweight, dresidual, out)
+    dbias = or_scratch(g.bias, w.bias)
+    return ops.layernorm_bwd(dy, x, w.weight, stats.mean, stats.rstd, dweight, dbias, dresidual, out)

@@ -8,9 +8,11 @@ counts the (query, key) pairs that one layer attends to, as attended_pairs gives
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from math import prod
 
-from trireme.models.config import ModelConfig
+from trireme.models.config import InputError, Lora, ModelConfig
+from trireme.models.names import adapter_names
 
 Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
 HALVES = ("attention", "mlp")
@@ -71,6 +73,51 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in mine]
 
 
+def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
+    """The trained of a unit's weight_parts, and the adapters of each part."""
+    lora = cfg.lora if 0 < u < cfg.n_units - 1 else None
+    return [
+        [group for group in part if not is_frozen(cfg, group)] + (_adapter_groups(cfg, lora, part) if lora else [])
+        for part in weight_parts(cfg, u)
+    ]
+
+
+def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """Those of a unit's weight_groups that are not trained."""
+    return [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
+
+
+def is_frozen(cfg: ModelConfig, group: Group) -> bool:
+    """Whether a group matches cfg.frozen. InputError where only some of its tensors do: they are one product."""
+    found = [any(fnmatchcase(name, pattern) for pattern in cfg.frozen) for name, _ in group]
+    if any(found) and not all(found):
+        raise InputError(f"{', '.join(name for name, _ in group)} are one product here: freeze all of them, or none.")
+    return all(found)
+
+
+def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[Group]:
+    """The adapters of a part of a unit: of each product every A (rank, in), neighbours, and every B (out, rank)."""
+    found: list[Group] = []
+    for group in groups:
+        matrices = [(name.removesuffix(".weight"), shape) for name, shape in group if len(shape) == 2]
+        adapted = [(adapter_names(module), shape) for module, shape in matrices if lora.adapts(module)]
+        rows, columns = (1, 0) if cfg.names.in_out else (0, 1)
+        if adapted:
+            found.append([(a, (lora.rank, shape[columns])) for (a, _), shape in adapted])
+            found.append([(b, (shape[rows], lora.rank)) for (_, b), shape in adapted])
+    return found
+
+
+def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Features of each of the matrices that make a product, by their names within a block."""
+    own = cfg.names
+    if names == own.qkv:
+        return (cfg.qkv_width,) if len(names) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
+    if names == own.up:
+        return (up_width(cfg),) if len(names) == 1 else (cfg.ffn, cfg.ffn)
+    return (cfg.width,)
+
+
 def _embed_groups(cfg: ModelConfig) -> list[Group]:
     tokens: Group = [(embedding_name(cfg), (cfg.vocab, cfg.width))]
     positions: Group = [(f"{cfg.names.positions}.weight", (cfg.max_positions, cfg.width))]
@@ -106,7 +153,7 @@ def _bias(names: tuple[str, ...], rows: tuple[int, ...]) -> Group:
 
 def _attention_groups(cfg: ModelConfig) -> list[Group]:
     names, D = cfg.names, cfg.width
-    rows = (cfg.qkv_width,) if len(names.qkv) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
+    rows = features(cfg, names.qkv)
     groups = [
         _matrix(cfg, names.qkv, rows, D),
         _matrix(cfg, (names.o,), (D,), cfg.q_width),
@@ -125,7 +172,7 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
 
 def _mlp_groups(cfg: ModelConfig) -> list[Group]:
     names, D = cfg.names, cfg.width
-    rows = (up_width(cfg),) if len(names.up) == 1 else (cfg.ffn, cfg.ffn)
+    rows = features(cfg, names.up)
     groups = [
         _matrix(cfg, names.up, rows, D),
         _matrix(cfg, (names.down,), (D,), cfg.ffn),
@@ -222,6 +269,17 @@ def attention_flops(cfg: ModelConfig, pairs: int) -> int:
     return 4 * pairs * cfg.q_width
 
 
+def _adapter_params(cfg: ModelConfig, u: int) -> int:
+    """Elements of the adapters of a unit."""
+    return sum(prod(shape) for part in trained_parts(cfg, u) for g in part for name, shape in g if ".lora_" in name)
+
+
+def _trained_params(cfg: ModelConfig, u: int) -> int:
+    """Elements of the matrices of a unit whose gradients are made, beside the adapters."""
+    groups = [group for group in weight_groups(cfg, u) if len(group[0][1]) == 2 and not is_frozen(cfg, group)]
+    return sum(prod(shape) for group in groups for _, shape in group)
+
+
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     """Forward of a unit. In the head `tokens` are those with a label; its forward makes the loss alone."""
     what = kind(cfg, u)
@@ -230,16 +288,21 @@ def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     if what == "head":
         return 2 * tokens * cfg.vocab * cfg.width
     attention = attention_flops(cfg, pairs) if what != "mlp" else 0
-    return 2 * tokens * sum(_linear_params(cfg, what).values()) + attention
+    return 2 * tokens * (sum(_linear_params(cfg, what).values()) + _adapter_params(cfg, u)) + attention
 
 
 def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
-    """Backward of a unit without recomputation: two products for each of forward's, in attention five for two."""
+    """Backward of a unit without recomputation: two products for each of forward's, in attention five for two.
+
+    Of a frozen matrix there is one, for the gradient of its input.
+    """
     what = kind(cfg, u)
     if what in ("embed", "head"):
-        return 2 * forward_flops(cfg, u, tokens, pairs)
+        frozen = is_frozen(cfg, [(output_name(cfg), ())])
+        return (1 if frozen else 2) * forward_flops(cfg, u, tokens, pairs)
     attention = attention_flops(cfg, pairs) if what != "mlp" else 0
-    return 4 * tokens * sum(_linear_params(cfg, what).values()) + attention * 5 // 2
+    products = sum(_linear_params(cfg, what).values()) + _trained_params(cfg, u) + 2 * _adapter_params(cfg, u)
+    return 2 * tokens * products + attention * 5 // 2
 
 
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
@@ -254,10 +317,15 @@ def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
     """FLOPs of a training step as MFU counts them: three times forward, of matrices and attention; no recomputation.
 
     That is 6 a token and matrix parameter (the output matrix counts, looking up an embedding does not), and 12 a pair
-    and query feature in each layer.
+    and query feature in each layer. Of a frozen matrix two thirds.
     """
     matrices = cfg.n_layers * sum(_linear_params(cfg).values()) + cfg.vocab * cfg.width
-    return 6 * tokens * matrices + 3 * cfg.n_layers * attention_flops(cfg, pairs)
+    if not cfg.frozen and cfg.lora is None:
+        return 6 * tokens * matrices + 3 * cfg.n_layers * attention_flops(cfg, pairs)
+    inner = range(1, cfg.n_units - 1)
+    trained = sum(_trained_params(cfg, u) + 3 * _adapter_params(cfg, u) for u in inner)
+    trained += cfg.vocab * cfg.width * (not is_frozen(cfg, [(output_name(cfg), ())]))
+    return 2 * tokens * (2 * matrices + trained) + 3 * cfg.n_layers * attention_flops(cfg, pairs)
 
 
 # ---------------------------------------------------------------- memory
@@ -316,7 +384,8 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
             x + x + x,
         ),
     }
-    return max(moments[kind]) + behind + 4 * row
+    rank = 3 * cfg.lora.rank if cfg.lora else 0  # of a fused layer's adapters
+    return max(moments[kind]) + behind + 4 * row + 3 * tokens * rank * itemsize
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:

@@ -23,7 +23,7 @@ from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
 ROWS = {  # row of the memory table -> how the keys of its buffers begin
-    "weights": ("weights", "weight ring"),
+    "weights": ("weights", "weight ring", "base"),
     "gradients": ("gradient",),
     "optimizer state": ("state", "stream ring"),
     "activations": ("x", "dx", "saved", "swap ring"),
@@ -133,6 +133,7 @@ class Forecast:
             held[_row(b.key)][b.tier] += b.nbytes * b.count
         for u, unit in enumerate(plan.units):
             held["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
+            held["weights"]["ssd"] += geo.base[u].span * (unit.base == "ssd")
             held["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")
         held["activations"]["ssd"], held["gradients"]["ssd"] = scratch(geo, plan)
         return held
@@ -153,6 +154,7 @@ class Forecast:
             "export": export,
             "best": export * files.best,
             "tokens": files.tokens,
+            "frozen": sum(self.geo.base[u].span for u, unit in enumerate(self.plan.units) if unit.base == "ssd"),
             "scratch": sum(scratch(self.geo, self.plan)),
         }
 

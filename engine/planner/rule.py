@@ -124,6 +124,7 @@ def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, lean: Lean) -> Plan
 def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     """Plans with everything in the lowest tier, from the roomiest to the smallest."""
     weights, state = LOWEST[wanted.homes]
+    frozen = any(layout.tensors for layout in geo.base) and weights != "gpu"
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
     # (weight slots on the GPU, gradient piece, weight slots in RAM): fewer slots overlap less, but fit.
     half = geo.half_piece()
@@ -133,7 +134,8 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
-            low = UnitPlan(weights, state, x=x)
+            # Of adapters the weights and states are small; what is frozen takes the place of weights.
+            low = UnitPlan("host", "host", x=x, base=weights) if frozen else UnitPlan(weights, state, x=x)
             yield Plan(
                 units=(low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),),
                 tokens=tokens,
@@ -163,6 +165,8 @@ def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
 def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
     """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits."""
     n, to_gpu = geo.n_units, wanted.free and wanted.gpu_updates
+    if any(layout.tensors for layout in geo.base):
+        return _fill_frozen(geo, plan, limits, wanted)
     everything = plan.changed(range(n), weights="gpu", state="gpu")
     if to_gpu and fits(geo, everything, limits):
         return _keep_activations(geo, everything, limits)
@@ -181,6 +185,24 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean)
     if wanted.free:  # what went to the GPU has left room in RAM
         plan = fill_ram(geo, plan, limits)
     return furthest(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
+
+
+def _fill_frozen(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> Plan:
+    """As _fill, where some weights are frozen: first what is trained, then activations, then what is only read."""
+    units = range(geo.n_units)
+    if wanted.free:
+        everything = plan.changed(units, weights="gpu", state="gpu", base="gpu")
+        if wanted.gpu_updates and fits(geo, everything, limits):
+            return _keep_activations(geo, everything, limits)
+        trained = plan.changed(units, weights="gpu", state="gpu")
+        plan = trained if wanted.gpu_updates and fits(geo, trained, limits) else plan
+        plan = furthest(geo, limits, geo.n_units, lambda k: plan.changed(spread(geo.n_units, k), base="host"))
+    plan = _keep_activations(geo, plan, limits)
+    if wanted.free:
+        low = plan
+        plan = furthest(geo, limits, geo.n_units, lambda k: low.changed(units[:k], base="gpu"))
+    rings = plan
+    return furthest(geo, limits, 2, lambda k: replace(rings, window=rings.window + k))
 
 
 def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from trireme.engine.adapters import Adapter, adapted, adapter_shapes, read_adapter
 from trireme.engine.amounts import gib
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
 from trireme.engine.data.prepare import Progress
+from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import choose_device, drive_of, memory_limits
@@ -25,7 +27,7 @@ from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.run.options import Options
 from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pinned_of
 from trireme.models import hf, shapes
-from trireme.models.config import InputError, ModelConfig, read_config
+from trireme.models.config import InputError, Lora, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
 from trireme.storage.companions import CONTENT, beside
 from trireme.storage.files import Say, existing, to_stderr
@@ -62,6 +64,24 @@ class Job:
     @property
     def parameters(self) -> int:
         return shapes.parameters(self.cfg)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that the run begins with, if one is given."""
+        return (
+            read_adapter(Path(self.options.adapter), replace(self.cfg, lora=None, frozen=()))
+            if self.options.adapter
+            else None
+        )
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(Geometry.of(self.cfg, self.plan).numel)
+
+    @property
+    def weight_decay(self) -> float:
+        given = self.options.weight_decay
+        return given if given is not None else 0.0 if self.cfg.lora else 0.01
 
     @property
     def seq_len(self) -> int:
@@ -110,7 +130,7 @@ def prepare(
     assert options.out
     pinned = None if kept is None else pinned_of(options, kept)
     folder, out = Path(options.model), Path(options.out)
-    cfg, source = read_config(folder), open_source(folder, say)
+    cfg, source = _adapted(options, read_config(folder)), open_source(folder, say)
     if pinned:
         check_model(options, pinned, cfg, source)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
@@ -123,12 +143,29 @@ def prepare(
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned)
     planner.refuse_early()
     data = load_dataset(options.data, codec, _data_options(options, cfg, seq_len), progress)
-    work, files = _work(options, data, seq_len), _files(options, out, source, data)
+    work, files = _work(options, data, seq_len), _files(options, cfg, out, source, data)
     limits, stores = planner.limits_for(work.sequences), _stores(options) or [out]
     machine = assumed[0] if assumed else this_machine(device, planner.dtype, limits, stores)
     plan, because, machine = planner.find(work, files, limits, machine, stores)
-    lr = options.lr or (2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
+    lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
+
+
+def _adapted(options: Options, cfg: ModelConfig) -> ModelConfig:
+    """`cfg` with the adapters that the options ask for. Raises InputError."""
+    details = options.lora_alpha is not None or bool(options.lora_targets)
+    if options.adapter:
+        if options.lora is not None or details:
+            raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
+        return adapted(cfg, read_adapter(Path(options.adapter), cfg).lora)
+    if options.lora is None:
+        if details or options.merge:
+            raise InputError("--lora-alpha, --lora-targets and --merge are of adapters. Give their rank: --lora 16.")
+        return cfg
+    names = cfg.names
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in (*names.qkv, names.o, *names.up, names.down))
+    alpha = 2.0 * options.lora if options.lora_alpha is None else options.lora_alpha
+    return adapted(cfg, Lora(options.lora, alpha, options.lora_targets or tuple(modules)))
 
 
 def _codec(options: Options, folder: Path) -> Codec | None:
@@ -201,12 +238,14 @@ def _work(options: Options, data: Dataset, seq_len: int) -> Work:
     return replace(work, evaluations=evaluations, held_out=min(read, data.held_out.tokens))
 
 
-def _files(options: Options, out: Path, source: Source, data: Dataset) -> Files:
+def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset) -> Files:
     """What the run has on its drives, and will have, beside training state."""
     held = [*(file for d in _stores(options) or [out / "store"] for file in version_files(d))]
     held += (out / "best").glob("*.safetensors")
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else data.nbytes)
-    return Files(source.nbytes, data.held_out is not None, data.nbytes, taken, options.keep)
+    export = 4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes
+    export += source.nbytes * options.merge
+    return Files(export, data.held_out is not None, data.nbytes, taken, options.keep)
 
 
 def _stores(options: Options) -> list[Path]:

@@ -6,15 +6,16 @@ import errno
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trireme.engine.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
 from trireme.engine.amounts import gib
 from trireme.engine.build import build
-from trireme.engine.exchange import Exchange
+from trireme.engine.exchange import Exchange, replace_folder
 from trireme.engine.lanes import WRITES, RealLanes
 from trireme.engine.planner.host import hold_to
 from trireme.engine.planner.whole import Clock, Part
@@ -24,11 +25,11 @@ from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import has_begun, tidy
+from trireme.engine.run.verify import LOGS, has_begun, tidy
 from trireme.engine.step import Engine
 from trireme.engine.updates import AdamW
 from trireme.kernels import host_adamw
-from trireme.models.config import InputError
+from trireme.models.config import InputError, ModelConfig
 from trireme.storage.files import NoSnapshot, StoreError
 from trireme.storage.folders import FINISHED, IDENTITY, remove_finished
 from trireme.storage.shards import DAMAGED, Damaged
@@ -185,13 +186,29 @@ class Live:
 
     def export(self, best: bool = False) -> None:
         """Writes the checkpoint to OUT, or replaces OUT/best, and reads it back."""
-        exchange = Exchange(self.job.cfg, self.job.source, self.engine.homes)
-        nbytes = 2 * self.job.source.nbytes  # and reads it back
+        job, homes = self.job, self.engine.homes
+        best_folder, base = job.out / "best", str(Path(job.options.model or "").resolve())
+        nbytes = 2 * job.source.nbytes  # and reads it back
+        if job.cfg.lora is not None:
+            with self.clock.at("export"):
+                self._export_adapter(job.cfg, base, best_folder if best else None)
+            return
+        exchange = Exchange(job.cfg, job.source, homes)
         with self.clock.at("export"), self.screen.working("writing the checkpoint", nbytes) as more:
             if best:
-                exchange.replace(self.job.out / "best", more)
+                exchange.replace(best_folder, more)
             else:
-                exchange.save(self.job.out, more)
+                exchange.save(job.out, more)
+
+    def _export_adapter(self, cfg: ModelConfig, base: str, best: Path | None) -> None:
+        job, homes = self.job, self.engine.homes
+        if best is not None:
+            replace_folder(best, lambda folder: save_adapter(folder, cfg, homes, base))
+            return
+        save_adapter(job.out, cfg, homes, base)
+        if job.options.merge:
+            with self.screen.working("merging the adapters", 2 * job.source.nbytes) as more:
+                merge_adapter(job.out, cfg, job.source, job.out / "merged", more)
 
     def give_back(self) -> None:
         """Frees the engine's memory; a second call does nothing."""
@@ -208,13 +225,27 @@ class Live:
         self.give_back()
 
 
+def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
+    """Opens the adapter that was written; returns the lines to print. Raises StoreError where it cannot be read."""
+    try:
+        found = read_adapter(out, replace(cfg, lora=None, frozen=()))
+    except InputError as error:
+        raise StoreError(errno.EIO, f"read back, it is not what was written: {error}", str(out)) from None
+    logs = [name for name in LOGS if (out / name).exists()]
+    return [
+        f"output   {out}/: {', '.join([CONFIG, WEIGHTS, *logs])}",
+        f"check    reopened: an adapter of rank {found.lora.rank}, {len(found.source.tensors):,} tensors",
+        f"next     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {str(out)!r})",
+    ]
+
+
 # ---------------------------------------------------------------- the engine, made and filled
 
 
 def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen) -> Engine:
     """An engine of the job's plan, its homes empty. Raises DoesNotFit."""
     o = job.options
-    adamw = AdamW(o.beta1, o.beta2, o.eps, o.weight_decay, o.max_grad_norm)
+    adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
     hold_to(job.limits, job.device)
     e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store)
     if e.memory.refused:
@@ -241,13 +272,16 @@ def fill_engine(
     e.claim_scratch(store.devices)
     if resumed:
         _load_snapshot(e, store, screen, asked, everything)
+        if e.homes.frozen_bytes:
+            with _loading(screen, "loading what is frozen", e.homes.frozen_bytes, asked) as more:
+                Exchange(job.cfg, job.source, e.homes).load_base(more)
         return
     for shard in e.homes.shards():
         store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
     if job.plan.homes_on_ssd:
         store.reserve()
-    with _loading(screen, "loading", e.homes.nbytes(), asked) as more:
-        Exchange(job.cfg, job.source, e.homes).load(more)
+    with _loading(screen, "loading", e.homes.nbytes() + e.homes.frozen_bytes, asked) as more:
+        Exchange(job.cfg, job.source, e.homes, job.adapter.values if job.adapter else None).load(more)
 
 
 def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:

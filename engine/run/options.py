@@ -214,7 +214,7 @@ class Options:
     )
     lr: float | None = _option(
         TRAINING,
-        "peak learning rate [1e-5; below 3 B parameters 2e-5]",
+        "peak learning rate [1e-5; below 3 B parameters 2e-5; of adapters 2e-4]",
         parse=positive,
         metavar="X",
         also="learning-rate",
@@ -234,8 +234,8 @@ class Options:
         metavar="X",
         also="warmup-steps warmup-ratio",
     )
-    weight_decay: float = _option(
-        TRAINING, "decay of the weights; never of norms and biases", 0.01, parse=number(0), metavar="X"
+    weight_decay: float | None = _option(
+        TRAINING, "decay of the weights; never of norms and biases [0.01; of adapters 0]", parse=number(0), metavar="X"
     )
     betas: tuple[float, float] = _option(
         TRAINING,
@@ -248,6 +248,21 @@ class Options:
     adam_bits: int = _option(
         TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=one_of(32, 16, 8), metavar="N"
     )
+    lora: int | None = _option(
+        TRAINING,
+        "train adapters of this rank (16 is usual) on the model as it is",
+        parse=whole,
+        metavar="R",
+        also="lora-r lora-rank",
+    )
+    lora_alpha: float | None = _option(
+        TRAINING, "what adapters add is times this / R [2 R]", parse=positive, metavar="X"
+    )
+    lora_targets: tuple[str, ...] = _option(
+        TRAINING, "matrices that have adapters [all of the blocks]", (), parse=listed(str), metavar="NAME[,NAME]"
+    )
+    adapter: str | None = _option(TRAINING, "go on training this adapter, a folder of peft's format", metavar="DIR")
+    merge: bool = _option(TRAINING, "with adapters: write OUT/merged too, the model with them added", False, parse=bool)
     max_grad_norm: float = _option(
         TRAINING,
         "clip the global gradient norm; 0: do not",

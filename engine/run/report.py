@@ -85,8 +85,11 @@ def model_line(job: Job) -> str:
 
 def method_line(job: Job) -> str:
     o, master = job.options, "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
+    lora = job.cfg.lora
+    what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else "full fine-tuning"
+    what += f"; {compact(job.trained_parameters)} parameters trained" if lora else ""
     return (
-        f"method   full fine-tuning, AdamW ({master}, {job.plan.adam_bits}-bit moments), peak lr {job.lr:g}, "
+        f"method   {what}, AdamW ({master}, {job.plan.adam_bits}-bit moments), peak lr {job.lr:g}, "
         f"{o.schedule}, clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
     )
 

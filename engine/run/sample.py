@@ -12,7 +12,7 @@ import torch
 from trireme.engine.buffers import workspace
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.memory import DTYPE, views
+from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.step import Engine, forward_units
 from trireme.models import model
@@ -90,16 +90,15 @@ def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
     for u in forward_units(e):
         held = e.weights.get(u)
         e.lanes.run("compute", "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
-        yield u, model.weights(e.cfg, u, views(e.geo.weights[u], held.buffer))
+        yield u, model.weights(e.cfg, u, e.weights.tensors(u, held))
         done = e.lanes.run("compute", "other", f"read {e.geo.names[u]}", lambda: None)
-        e.weights.release(u, done, keep=e.weights.kept_for_turn(u, train=False))
+        e.weights.release_in_forward(u, done, train=False)
     if e.cfg.tied:
         e.weights.release(0, done)
 
 
 def _let_go(e: Engine) -> None:
     """Releases the units that a pass held or had on their way when it broke off."""
-    on_their_way = [task for held in e.weights.held.values() for task in held.ready]
+    on_their_way = [task for held in e.weights.held for task in held.ready]
     done = e.lanes.run("compute", "other", "break off the sample", lambda: None, on_their_way)
-    for u in list(e.weights.held):
-        e.weights.release(u, done)
+    e.weights.release_all(done)

@@ -23,7 +23,7 @@ from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.predict import predict
 from trireme.engine.run.command import changes, config_yaml
 from trireme.engine.run.job import Job, check_room, prepare
-from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, open_snapshot
+from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, open_snapshot, reopen_adapter
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Record
 from trireme.engine.run.replan import better
@@ -332,7 +332,9 @@ class Run:
         live.settle()
         self.evaluation.run_if_due(final=True)
         live.export()
-        for line in (live.log.summary(), *reopen(job.source, job.out)):
+        adapter = job.cfg.lora is not None
+        written = reopen_adapter(job.cfg, job.options.model or "", job.out) if adapter else reopen(job.source, job.out)
+        for line in (live.log.summary(), *written):
             live.screen.say(line)
         for prompt, text, ended in self.evaluation.samples(3):
             live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")

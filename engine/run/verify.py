@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from trireme.engine.run.command import config_yaml
 from trireme.engine.run.options import Options
@@ -198,5 +199,5 @@ def _show(entry: Entry | None) -> str:
     return "missing" if entry is None else f"{entry[0]} {list(entry[1])} in {entry[2]}"
 
 
-def _differs(out: Path, what: str) -> None:
+def _differs(out: Path, what: str) -> NoReturn:
     raise StoreError(errno.EIO, f"read back, it is not what was written: {what}. The snapshots are intact", str(out))

@@ -7,9 +7,12 @@ import pytest
 import torch
 from engines import (
     BESIDE,
+    FROZEN,
     GPT,
+    GPT_LORA,
     LIMITS,
     LLAMA,
+    LORA,
     JitterLanes,
     LateLanes,
     Words,
@@ -23,7 +26,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.build import build, inputs
-from trireme.engine.lanes import InlineLanes, RealLanes
+from trireme.engine.homes import Entry, Reader
+from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
@@ -35,6 +39,7 @@ from trireme.models.rows import rope_tables
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
+MODELS |= {"lora": LORA, "gpt lora": GPT_LORA, "frozen": FROZEN}
 LLAMAS = ("untied", "tied")
 LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # lanes that are late: all but the caller's, or one alone
 
@@ -56,7 +61,7 @@ def run(e, n_micro: int, between=((),) * 4):
     def do(i, micro):
         for name in between[i]:
             told[i, name] = BETWEEN[name](e, micro)
-            assert all(held.slot is None for held in e.weights.held.values()), f"after {name} a slot stays owned"
+            assert all(held.slot is None for held in e.weights.held), f"after {name} a slot stays owned"
 
     return train(e, batches(e.cfg, 3, n_micro, 24), between=do), told
 
@@ -184,7 +189,8 @@ def plans(draw):
         resident = weights != "gpu" and not streamed_all and draw(st.booleans())
         streamed = weights == state == "host" and not resident and mode != "backward" and draw(st.booleans())
         update = "gpu" if streamed else "cpu"
-        return UnitPlan(weights, state, update, resident, draw(st.sampled_from(TIERS)), saved)
+        x, base = draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS))
+        return UnitPlan(weights, state, update, resident, x, saved, base)
 
     mode = draw(st.sampled_from(("forward", "backward")))
     bits = draw(st.sampled_from((32, 16, 8)))
@@ -250,7 +256,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations):
             for _ in range(evaluations[i - 1]):
                 evaluate(e, batch)
             train_step(e, batch, i, 1e-3)
-            assert all(held.slot is None for held in e.weights.held.values())
+            assert all(held.slot is None for held in e.weights.held)
         assert tasks(real.trace()) == tasks(simulated.trace())
     real.drain()
     real.close()
@@ -293,3 +299,44 @@ def test_what_is_needed_next_is_on_its_way_before(between, slots):
         for i, (u, b) in enumerate((u, b) for u in order for b in range(4)):
             for what in fetched[way]:
                 assert tasks.index(("h2d", "activations", f"block{u:03d} {what} {b}")) < at[max(0, i - slots + 1)]
+
+
+@pytest.mark.parametrize("model", ["lora", "gpt lora", "frozen"])
+@pytest.mark.parametrize("base", TIERS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_frozen_weights_in_any_tier(model, base, tier):
+    cfg = MODELS[model]
+    units = (UnitPlan(tier, tier, base=base, x="host"),) * 5
+    check(gpu_plan(cfg, units=units, dtype="BF16", record=700, window=1), RealLanes("cpu", extra=("poison",)), model)
+    for late in LAGS:
+        check(gpu_plan(cfg, units=units, dtype="BF16", record=700), LateLanes(late), model)
+
+
+@pytest.mark.parametrize("base", TIERS, ids="base on {}".format)
+def test_what_is_frozen_is_read_alone(base):
+    """It is as it was, and no byte of it is written to the SSD in a step."""
+    lanes = InlineLanes()
+    e = make(LORA, gpu_plan(LORA, units=(UnitPlan("host", "host", base=base),) * 5, dtype="BF16"), lanes)
+    before, moved = frozen_bytes(e), lanes.moved.copy()
+    run(e, 2)
+    assert sum(lanes.moved[lane] - moved[lane] for lane in WRITES) == 0
+    read = sum(lanes.moved[lane] - moved[lane] for lane in READS)
+    assert (read > 0) == (base == "ssd")
+    assert frozen_bytes(e) == before
+
+
+def frozen_bytes(e) -> list[bytes]:
+    reader = Reader(e.homes)
+    entries = [Entry("base", u) for u in range(e.geo.n_units) if e.geo.base[u].tensors]
+    return [bytes(reader.read(entry)[: e.geo.base[entry.u].nbytes].numpy()) for entry in entries]
+
+
+def test_where_nothing_is_trained_a_step_is_an_evaluation():
+    cfg = replace(LLAMA, frozen=("*",))
+    e = make(cfg, gpu_plan(cfg, dtype="BF16"))
+    micro = [inputs(cfg, mb, rope_tables(cfg, 64, "cpu"), "cpu") for mb in batches(cfg, 1, 2, 24)[0]]
+    losses = evaluate(e, micro)
+    stats = train_step(e, micro, 1, 1e-2)
+    assert stats.loss == float(sum(part.double().sum() for part in losses) / sum(mb.trained for mb in micro))
+    assert stats.grad_norm == 0
+    assert all(map(torch.equal, evaluate(e, micro), losses))

@@ -17,13 +17,13 @@ import torch
 
 from trireme.engine import geometry
 from trireme.engine.build import build, inputs
-from trireme.engine.exchange import fetch, fill
+from trireme.engine.exchange import fetch, fill, fill_base
 from trireme.engine.homes import Reader
 from trireme.engine.lanes import LANES, InlineLanes, RealLanes, RealTask, execute
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
-from trireme.models.config import ModelConfig, Rope
+from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.rows import rope_tables
 
 LIMITS = Limits(1 << 30, 1 << 30)
@@ -33,6 +33,12 @@ LLAMA = ModelConfig("llama", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_hea
 
 GPT = ModelConfig("gpt2", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=4, ffn=24,
                   max_positions=64, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
+
+
+LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
+GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
+# Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.
+FROZEN = replace(LLAMA, tied=True, frozen=("*embed*", "*layers.1.*", "*norm*", "*layers.2.mlp*"))
 
 
 class MemoryStore:
@@ -196,9 +202,11 @@ def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, p
     e = build(
         cfg, plan, LIMITS, lanes, adamw=adamw, store=MemoryStore(), scratch=MemoryScratch(), poison=poison, **more
     )
-    sizes = {t.name: t.numel for layout in e.geo.weights for t in layout.tensors}
+    sizes = {t.name: t.numel for layout in (*e.geo.weights, *e.geo.base) for t in layout.tensors}
     read = random_weights()
-    fill(e.homes, lambda name, a, b: [read(name, sizes[name])[a:b].numpy()])
+    values = lambda name, a, b: [read(name, sizes[name])[a:b].numpy()]
+    fill(e.homes, values)
+    fill_base(e.homes, values)
     return e
 
 

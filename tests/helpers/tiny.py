@@ -124,16 +124,18 @@ class Tiny:
     def __init__(self, cfg: ModelConfig, state: dict[str, torch.Tensor], dtype="F32", grad_dtype=None):
         self.cfg, self.dtype = cfg, DTYPE[dtype]
         units = range(cfg.n_units)
-        layouts = [pack(shapes.weight_groups(cfg, u), dtype) for u in units]
-        grad_layouts = [pack(shapes.weight_groups(cfg, u), grad_dtype or dtype) for u in units]
-        self.views = [views(l, torch.zeros(l.span, dtype=torch.uint8)) for l in layouts]
-        self.grad_views = [views(l, torch.zeros(l.span, dtype=torch.uint8)) for l in grad_layouts]
+        trained = [[group for part in shapes.trained_parts(cfg, u) for group in part] for u in units]
+        memory = lambda groups, dtype: views(layout := pack(groups, dtype), torch.zeros(layout.span, dtype=torch.uint8))
+        self.views = [memory(trained[u], dtype) | memory(shapes.frozen_groups(cfg, u), dtype) for u in units]
+        self.grad_views = [memory(trained[u], grad_dtype or dtype) for u in units]
         self.w = [model.weights(cfg, u, self.views[u]) for u in units]
-        self.g = [model.weights(cfg, u, self.grad_views[u]) for u in units]
-        found = hf.sources(cfg, {name: tuple(t.shape) for name, t in state.items()})
+        self.g = [model.gradients(cfg, u, self.grad_views[u]) for u in units]
+        adapters = {name: t for name, t in state.items() if ".lora_" in name}
+        base = {name: t for name, t in state.items() if name not in adapters}
+        found = hf.sources(cfg, {name: tuple(t.shape) for name, t in base.items()})
         for unit in self.views:
             for name, view in unit.items():
-                view.copy_(state[found[name]])
+                view.copy_(adapters[name] if name in adapters else base[found[name]])
 
     @property
     def grads(self) -> dict[str, torch.Tensor]:

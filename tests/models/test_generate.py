@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny import CASES, Tiny, oracle
 from transformers import AutoModelForCausalLM
 
+from trireme.engine import weights
 from trireme.engine.buffers import workspace
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.plan import UnitPlan
@@ -165,7 +166,7 @@ def test_out_of_memory_costs_the_sample_alone(after, monkeypatch):
     """Wherever in a pass it happens, no slot stays owned, and training goes on as if nothing had been."""
     steps = batches(LLAMA, 2, 2, 24)
     expected = train(streamed(LLAMA), steps)
-    e, calls, real = streamed(LLAMA), [], sample.views
+    e, calls, real = streamed(LLAMA), [], weights.views
 
     def views(*given):
         calls.append(1)
@@ -173,7 +174,7 @@ def test_out_of_memory_costs_the_sample_alone(after, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*given)
 
-    monkeypatch.setattr(sample, "views", views)
+    monkeypatch.setattr(weights, "views", views)
     assert sample.sample(e, Words(), LONG) == [(Words().decode(ids), sample.NO_ROOM, True) for ids in LONG]
     assert e.memory.owned() == 0
     assert not e.weights.held

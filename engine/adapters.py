@@ -1,0 +1,178 @@
+"""Adapters on disk in peft's format: a folder with adapter_config.json and adapter_model.safetensors, fp32."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trireme.engine.exchange import fetch
+from trireme.engine.homes import Homes, Progress, Reader, silent
+from trireme.models import hf, shapes
+from trireme.models.config import InputError, Lora, ModelConfig
+from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of, export
+from trireme.storage.files import StoreError, partial_of, sync_folder, write_synced
+from trireme.storage.headers import encode_header, read_header
+from trireme.storage.layout import sequential
+from trireme.storage.untrusted import parse_json, read_small
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of peft's names
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter given by its folder: what it adapts and, by canonical names, its tensors."""
+
+    lora: Lora
+    source: Source
+
+    def values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
+        return self.source.values(PREFIX + name, first, last)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, fp32."""
+        t = self.source.tensors[PREFIX + name]
+        pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(PREFIX + name)]
+        return torch.from_numpy(np.concatenate(pieces)).view(t.shape)
+
+
+def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
+    """`cfg` with adapters, which alone are trained. InputError where the rank or a target fits nothing."""
+    if not 1 <= lora.rank <= cfg.width:
+        raise InputError(f"a LoRA rank of {lora.rank}: expected 1 to {cfg.width}, the width of the model.")
+    modules = [*cfg.names.qkv, cfg.names.o, *cfg.names.up, cfg.names.down]
+    for target in lora.targets:
+        if not any(replace(lora, targets=(target,)).adapts(module) for module in modules):
+            raise InputError(f"no linear layer of the blocks is called {target}; there are {', '.join(modules)}.")
+    return replace(cfg, lora=lora, frozen=("*",))
+
+
+def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """name -> shape of all adapters of a model."""
+    units = (shapes.trained_parts(cfg, u) for u in range(cfg.n_units))
+    return {name: shape for unit in units for part in unit for group in part for name, shape in group}
+
+
+def save_adapter(folder: Path, cfg: ModelConfig, homes: Homes, base: str) -> None:
+    """Writes the adapters as they now stand into `folder`; `base` names the model that they are for. StoreError."""
+    assert cfg.lora is not None
+    reader = Reader(homes)
+    unit = {t.name: u for u, layout in enumerate(homes.geo.weights) for t in layout.tensors}
+    layout = sequential([(PREFIX + name, "F32", shape) for name, shape in adapter_shapes(cfg).items()])
+
+    def content() -> Iterator[bytes]:
+        yield encode_header(layout, {"format": "pt"})
+        for name in adapter_shapes(cfg):
+            for piece in fetch(reader, unit[name], name, exact=True):
+                yield piece.tobytes()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.dumps(_config(cfg, cfg.lora, base), indent=2, sort_keys=True).encode()
+    try:
+        write_synced(partial_of(folder / CONFIG), [config])
+        write_synced(partial_of(folder / WEIGHTS), content())
+        for name in (WEIGHTS, CONFIG):
+            partial_of(folder / name).replace(folder / name)
+        sync_folder(folder)
+    except OSError as e:
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(folder)) from e
+
+
+def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
+    """The keys that peft, vLLM and llama.cpp read."""
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": cfg.names.in_out,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": list(lora.targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def read_adapter(folder: Path, cfg: ModelConfig) -> Adapter:
+    """The adapter in `folder`, for the model `cfg`. Raises InputError on another format, kind or base."""
+    try:
+        config = parse_json(read_small(folder / CONFIG, links=True), str(folder / CONFIG))
+        header = read_header(folder / WEIGHTS)
+    except FileNotFoundError:
+        raise InputError(f"{folder} has no {CONFIG}: it is not an adapter of peft.") from None
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from None
+    rank, alpha = _numbers(folder, config)
+    found = {t.name.removeprefix(PREFIX): t.shape for t in header.layout.tensors}
+    layered = re.compile(re.escape(cfg.names.block).replace(r"\{\}", r"\d+") + r"(.+)\.lora_[AB]\.weight")
+    targets = sorted({match[1] for match in map(layered.fullmatch, found) if match})
+    lora = Lora(rank, alpha, tuple(targets))
+    expected = adapter_shapes(adapted(cfg, lora))
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            has, wants = (list(known[name]) if name in known else "missing" for known in (found, expected))
+            raise InputError(f"{folder / WEIGHTS}: {name} is {has}, for this model it would be {wants}.")
+    tensors = {t.name: SourceTensor(t.dtype, t.shape, WEIGHTS, header.data + t.offset) for t in header.layout.tensors}
+    return Adapter(lora, Source(folder, (WEIGHTS,), tensors, {}))
+
+
+def _numbers(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
+    """(rank, alpha) of a plain LoRA; alpha as if it were not rank-stabilised. Raises InputError on other kinds."""
+    where = folder / CONFIG
+    if config.get("peft_type") != "LORA":
+        raise InputError(f"{where}: peft_type is {config.get('peft_type')!r}; LORA is supported.")
+    for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters", "lora_bias"):
+        if config.get(key):
+            raise InputError(
+                f"{where}: {key} is {config[key]!r}, which is not supported. Train the adapter without it."
+            )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not (isinstance(rank, int) and isinstance(alpha, int | float)) or rank < 1 or not math.isfinite(alpha):
+        raise InputError(f"{where}: r is {rank!r}, lora_alpha is {alpha!r}; expected numbers.")
+    return rank, alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
+
+
+def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
+    """Writes the checkpoint `source` with the adapter in `folder` added to `out`. Raises InputError, StoreError."""
+    base = replace(cfg, lora=None, frozen=())
+    adapter = read_adapter(folder, base)
+    names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
+
+    def values(stored: str) -> Iterator[np.ndarray] | None:
+        name = names[stored]
+        return merged(cfg, adapter, name, source.values(stored), source.tensors[stored].shape) if name else None
+
+    export(source, out, values, progress)
+
+
+def merged(
+    cfg: ModelConfig, adapter: Adapter, name: str, read: Iterator[np.ndarray], shape: tuple[int, ...]
+) -> Iterator[np.ndarray]:
+    """A matrix with its adapter added, W + scale * B A in fp32, piece by piece; other tensors as `read` gives them."""
+    module = name.removesuffix(".weight")
+    names = shapes.adapter_names(module)
+    if PREFIX + names[0] not in adapter.source.tensors:
+        yield from (piece if dtype_of(piece) == "BF16" else convert(piece, dtype_of(piece), "F32") for piece in read)
+        return
+    a, b = map(adapter.tensor, names)
+    left, right = (a.T, b.T) if cfg.names.in_out else (b, a)
+    first, columns = 0, shape[1]
+    for piece in read:
+        n = len(piece)
+        rows = slice(first // columns, -(-(first + n) // columns))
+        delta = (left[rows] @ right).flatten()[first - rows.start * columns :][:n] * adapter.lora.scale
+        yield convert(piece, dtype_of(piece), "F32") + delta.numpy()
+        first += n

@@ -1,0 +1,161 @@
+"""Adapters out and in: peft opens ours, we open peft's, and merged they are an ordinary checkpoint."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engines import LIMITS, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
+from safetensors.numpy import load_file
+from tiny import CASES, oracle
+from transformers import AutoModelForCausalLM
+
+from trireme.engine.adapters import CONFIG, WEIGHTS, adapted, merge_adapter, read_adapter, save_adapter
+from trireme.engine.build import build, inputs
+from trireme.engine.exchange import Exchange
+from trireme.engine.lanes import InlineLanes
+from trireme.engine.plan import UnitPlan
+from trireme.engine.step import evaluate
+from trireme.models.config import InputError, Lora
+from trireme.models.rows import rope_tables
+from trireme.storage.checkpoint import open_source
+
+TARGETS = {"gpt2": ("c_attn", "c_fc"), "llama": ("q_proj", "v_proj", "down_proj"), "qwen3": ("k_proj", "gate_proj")}
+CASE = pytest.mark.parametrize("case", TARGETS)
+
+
+def based(case, folder):
+    """(cfg, the checkpoint of a random model in `folder`)"""
+    reference, cfg = oracle(*CASES[case])
+    reference.save_pretrained(folder)
+    return adapted(cfg, Lora(2, 6.0, TARGETS[case])), open_source(folder)
+
+
+def engine(cfg, source, adapters=None, tier="ssd"):
+    plan = gpu_plan(cfg, units=(UnitPlan("host", "host", base=tier),) * cfg.n_units, record=700)
+    e = build(cfg, plan, LIMITS, InlineLanes(), store=MemoryStore(), scratch=MemoryScratch())
+    Exchange(cfg, source, e.homes, adapters).load()
+    return e
+
+
+def trained(case, folder):
+    cfg, source = based(case, folder / "base")
+    e = engine(cfg, source)
+    train(e, batches(cfg, 3, 2, 24), lr=0.05)
+    save_adapter(folder / "adapter", cfg, e.homes, str(folder / "base"))
+    return cfg, source, e
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids[None]).logits[0]
+
+
+@CASE
+def test_peft_computes_what_we_compute(case, tmp_path):
+    peft = pytest.importorskip("peft")
+    cfg, _, e = trained(case, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    batch = batches(cfg, 1, 1, 24)[0][0]
+    mine = evaluate(e, [inputs(cfg, batch, rope_tables(cfg, 64, "cpu"), "cpu")])[0]
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    ids, labels = torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long()
+    losses = torch.nn.functional.cross_entropy(logits(theirs, ids), labels, reduction="none", ignore_index=-100)
+    assert torch.allclose(mine, losses, atol=2e-5)
+    with theirs.disable_adapter():  # it has learned something
+        plain = torch.nn.functional.cross_entropy(logits(theirs, ids), labels, reduction="none", ignore_index=-100)
+    assert not torch.allclose(plain, losses, atol=1e-2)
+
+
+@CASE
+def test_an_adapter_comes_back_as_it_went(case, tmp_path):
+    cfg, source, e = trained(case, tmp_path)
+    found = read_adapter(tmp_path / "adapter", replace(cfg, lora=None, frozen=()))
+    assert (found.lora.rank, found.lora.scale) == (2, 3.0)
+    again = engine(adapted(replace(cfg, frozen=()), found.lora), source, found.values, tier="gpu")
+    before, after = final_weights(e), final_weights(again)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+
+@CASE
+def test_a_merged_checkpoint_computes_the_same(case, tmp_path):
+    cfg, source, e = trained(case, tmp_path)
+    merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "merged")
+    batch = batches(cfg, 1, 1, 24)[0][0]
+    mine = evaluate(e, [inputs(cfg, batch, rope_tables(cfg, 64, "cpu"), "cpu")])[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    ids, labels = torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long()
+    losses = torch.nn.functional.cross_entropy(logits(model, ids), labels, reduction="none", ignore_index=-100)
+    assert torch.allclose(mine, losses, atol=2e-5)
+
+
+def test_frozen_tensors_are_exported_as_they_were(tmp_path):
+    _, source, e = trained("llama", tmp_path)
+    Exchange(e.cfg, source, e.homes).save(tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "base/model.safetensors").read_bytes()
+
+
+def test_a_fresh_adapter_changes_nothing(tmp_path):
+    cfg, source = based("llama", tmp_path / "base")
+    tensors = final_weights(engine(cfg, source))
+    assert all(bool(t.any()) == ("lora_A" in name) for name, t in tensors.items())
+    bound = cfg.width**-0.5
+    widest = max(float(t.abs().max()) for name, t in tensors.items() if "q_proj.lora_A" in name)
+    assert 0.8 * bound < widest <= bound
+
+
+def _config(**change):
+    def damage(folder):
+        config = json.loads((folder / CONFIG).read_text()) | change
+        (folder / CONFIG).write_text(json.dumps(config))
+
+    return damage
+
+
+BAD = {
+    "no config": (lambda folder: (folder / CONFIG).unlink(), "has no adapter_config.json"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot be read"),
+    "another kind": (_config(peft_type="IA3"), "peft_type is 'IA3'"),
+    "DoRA": (_config(use_dora=True), "use_dora is True"),
+    "whole modules": (_config(modules_to_save=["lm_head"]), "modules_to_save"),
+    "another rank": (_config(r=3), r"is \[2, 56\], for this model it would be \[3, 56\]"),
+    "no number": (_config(r="2"), "r is '2'"),
+    "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), "adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_adapter_of_this_model_is_refused_in_one_line(case, tmp_path):
+    cfg, _, _ = trained("llama", tmp_path)
+    damage, words = BAD[case]
+    damage(tmp_path / "adapter")
+    with pytest.raises(InputError, match=words) as refused:
+        read_adapter(tmp_path / "adapter", replace(cfg, lora=None, frozen=()))
+    assert "\n" not in str(refused.value)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    cfg, _, _ = trained("llama", tmp_path)
+    with pytest.raises(InputError, match=r"down_proj.lora_A.weight is \[2, 56\], for this model it would be \[2, 64\]"):
+        read_adapter(tmp_path / "adapter", replace(cfg, lora=None, frozen=(), ffn=64))
+
+
+@pytest.mark.parametrize(("lora", "words"), [
+    (Lora(0, 1.0, ("q_proj",)), "a LoRA rank of 0"),
+    (Lora(41, 1.0, ("q_proj",)), "expected 1 to 40"),
+    (Lora(2, 1.0, ("q_proj", "query")), "is called query"),
+])  # fmt: skip
+def test_ranks_and_targets_that_fit_nothing(lora, words):
+    with pytest.raises(InputError, match=words):
+        adapted(oracle(*CASES["llama"])[1], lora)
+
+
+def test_the_scale_of_a_rank_stabilised_adapter(tmp_path):
+    cfg, _, _ = trained("llama", tmp_path)
+    _config(use_rslora=True)(tmp_path / "adapter")
+    found = read_adapter(tmp_path / "adapter", replace(cfg, lora=None, frozen=()))
+    assert found.lora.scale == pytest.approx(6.0 / np.sqrt(2))
+    assert load_file(tmp_path / "adapter" / WEIGHTS).keys() == found.source.tensors.keys()

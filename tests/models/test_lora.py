@@ -1,0 +1,88 @@
+"""Frozen tensors and adapters: the gradients of what is trained are as before, and as peft's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import CASES, Tiny, oracle, relative, shifted_labels
+
+from trireme.models import shapes
+from trireme.models.config import InputError, Lora
+
+peft = pytest.importorskip("peft")
+
+LENGTHS = [9, 1, 14]
+TARGETS = {"gpt2": ("c_attn", "c_proj", "c_fc"), "llama": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")}
+FAMILIES = ("gpt2", "gpt2 untied", "llama", "llama tied", "llama biases", "qwen3", "qwen2")
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 97, (sum(LENGTHS),), generator=generator)
+    return ids, shifted_labels(ids, LENGTHS)
+
+
+def adapted(case: str, targets: tuple[str, ...]):
+    """(peft's model with random adapters, ours with the same)"""
+    reference, cfg = oracle(*CASES[case])
+    base = {name: t.clone() for name, t in reference.state_dict().items()}
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(targets), fan_in_fan_out="gpt2" in case)
+    theirs = peft.get_peft_model(reference, config)
+    state = {}
+    for name, p in theirs.named_parameters():
+        if "lora_" in name:
+            p.data.copy_(torch.randn_like(p) * 0.3)
+            state[name.removeprefix("base_model.model.").replace(".default", "")] = p.data
+    cfg = replace(cfg, lora=Lora(3, 6.0, targets), frozen=("*",))
+    ours = Tiny(replace(cfg, frozen=tuple(base) + ("lm_head.weight", "*")), base | state)
+    return theirs, ours
+
+
+def their_loss(theirs, ids, labels):
+    """The mean over labels, document by document."""
+    total, at = 0.0, 0
+    for n in LENGTHS:
+        logits = theirs(ids[None, at : at + n]).logits[0]
+        total = total + torch.nn.functional.cross_entropy(
+            logits, labels[at : at + n], reduction="sum", ignore_index=-100
+        )
+        at += n
+    return total / (labels >= 0).sum()
+
+
+@pytest.mark.parametrize("keep", [(), ("qkv", "attn_out", "lse", "resid"), ("gate_up", "fc", "resid")])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_losses_and_gradients_are_those_of_peft(case, keep):
+    theirs, ours = adapted(case, TARGETS["gpt2" if "gpt2" in case else "llama"])
+    ids, labels = tokens()
+    loss = their_loss(theirs, ids, labels)
+    loss.backward()
+    losses = ours.train(ids, labels, LENGTHS, keep)
+    assert float(losses.sum() / (labels >= 0).sum()) == pytest.approx(float(loss), rel=1e-5)
+    grads = {
+        name.removeprefix("base_model.model.").replace(".default", ""): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
+    assert grads.keys() == ours.grads.keys()
+    for name, grad in grads.items():
+        assert relative(ours.grads[name], grad) < 1e-5, name
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("frozen", [("*norm*", "*ln_*", "*bias"), ("*embed_tokens*", "*wte*", "lm_head*"), ("*mlp*",)])
+def test_the_gradients_of_what_is_trained_do_not_change(case, frozen):
+    reference, cfg = oracle(*CASES[case])
+    whole = Tiny(cfg, reference.state_dict())
+    some = Tiny(replace(cfg, frozen=frozen), reference.state_dict())
+    ids, labels = tokens()
+    assert torch.equal(whole.train(ids, labels, LENGTHS), some.train(ids, labels, LENGTHS))
+    assert 0 < len(some.grads) < len(whole.grads)
+    for name, grad in some.grads.items():
+        assert torch.equal(grad, whole.grads[name]), name
+
+
+def test_one_product_is_frozen_as_a_whole():
+    _, cfg = oracle(*CASES["llama"])
+    with pytest.raises(InputError, match="are one product here"):
+        shapes.trained_parts(replace(cfg, frozen=("*q_proj*",)), 1)

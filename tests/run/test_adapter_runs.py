@@ -1,0 +1,131 @@
+"""Runs that train adapters: where the base lies changes nothing, stopped runs go on, the output is peft's."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from runs import losses, options, stopped
+from safetensors.torch import load_file
+
+from trireme.engine.lanes import WRITES
+from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.run import train
+from trireme.engine.run.job import prepare
+from trireme.engine.run.train import finetune
+from trireme.models.config import InputError
+
+TENSORS = "adapter_model.safetensors"
+
+
+def adapters(checkpoint, out, where="gpu", **more):
+    return options(checkpoint, checkpoint / out, where, lora=4, lora_targets=("q_proj", "down_proj"), **more)
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint):
+    """(tensors, losses) of the run with everything on the device."""
+    finetune(adapters(checkpoint, "whole", merge=True))
+    return load_file(checkpoint / "whole" / TENSORS), losses(checkpoint / "whole")
+
+
+def same(out, whole) -> None:
+    found = load_file(out / TENSORS)
+    assert found.keys() == whole[0].keys()
+    assert all(torch.equal(t, whole[0][name]) for name, t in found.items())
+    assert losses(out) == whole[1]
+
+
+@pytest.fixture(scope="module")
+def far(checkpoint):
+    """A plan file: the base on the SSD, what is trained in RAM."""
+    plan = prepare(adapters(checkpoint, "planned")).plan
+    path = checkpoint / "far.json"
+    replace(plan, units=(UnitPlan("host", "host", x="ssd", base="ssd"),) * len(plan.units), window=1).save(path)
+    return str(path)
+
+
+def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, whole, far, monkeypatch):
+    moved, real = [], train.train_step
+
+    def counted(e, micro, number, rate):
+        before = [e.lanes.moved[lane] for lane in WRITES]
+        stats = real(e, micro, number, rate)
+        weights = sum(e.geo.x_bytes(mb.tokens) for mb in micro) * (e.geo.n_units - 2)  # x of blocks is swapped there
+        moved.append(sum(e.lanes.moved[lane] for lane in WRITES) - sum(before) - weights)
+        return stats
+
+    monkeypatch.setattr(train, "train_step", counted)
+    finetune(adapters(checkpoint, "far", plan=far))
+    same(checkpoint / "far", whole)
+    assert moved == [0] * len(whole[1])
+
+
+@pytest.mark.parametrize("place", ["near", "far"])
+def test_a_stopped_run_goes_on(checkpoint, whole, far, place, monkeypatch):
+    run = adapters(checkpoint, f"stopped-{place}", **({"plan": far} if place == "far" else {}))
+    stopped(run, 5, monkeypatch)
+    store = checkpoint / f"stopped-{place}" / "store"
+    base = (checkpoint / "checkpoint/model.safetensors").stat().st_size
+    assert sum(f.stat().st_size for f in store.rglob("*") if f.suffix == ".safetensors") < base
+    finetune(replace(run, resume=run.out))
+    same(checkpoint / f"stopped-{place}", whole)
+
+
+def test_a_run_moves_its_base_when_resumed(checkpoint, whole, far, monkeypatch):
+    run = adapters(checkpoint, "moved")
+    stopped(run, 5, monkeypatch)
+    there = replace(Plan.load(Path(far)), record=prepare(run).plan.record)
+    there.save(checkpoint / "there.json")
+    finetune(replace(run, resume=run.out, plan=str(checkpoint / "there.json")))
+    same(checkpoint / "moved", whole)
+
+
+def test_peft_opens_it_and_merged_it_computes_the_same(checkpoint, whole):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(checkpoint / "checkpoint", dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, checkpoint / "whole")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(checkpoint / "whole/merged", dtype=torch.float32)(ids).logits
+    assert not torch.allclose(plain, adapted, atol=1e-2)
+    assert torch.allclose(merged, adapted, atol=1e-2)  # the checkpoint is bf16 or fp32
+    said = json.loads((checkpoint / "whole/adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(checkpoint / "checkpoint")
+
+
+def test_an_adapter_is_trained_further(checkpoint, whole):
+    more = options(checkpoint, checkpoint / "further", "gpu", adapter=str(checkpoint / "whole"))
+    finetune(replace(more, lr=1e-9, max_steps=1))
+    found = load_file(checkpoint / "further" / TENSORS)
+    assert all(torch.allclose(t, whole[0][name], atol=1e-6) for name, t in found.items())
+
+
+BAD = {
+    "a rank above the width": (dict(lora=100_000), "a LoRA rank of 100000"),
+    "no such target": (dict(lora=4, lora_targets=("query",)), "is called query; there are"),
+    "alpha without a rank": (dict(lora_alpha=3.0), "Give their rank"),
+    "merge without adapters": (dict(merge=True), "Give their rank"),
+    "an adapter and a rank": (dict(adapter="x", lora=4), "has its own rank"),
+    "no adapter": (dict(adapter="nowhere"), "has no adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_fits_nothing_is_said_in_one_line(checkpoint, case):
+    change, words = BAD[case]
+    with pytest.raises(InputError, match=words) as refused:
+        prepare(options(checkpoint, checkpoint / "bad", "gpu", **change))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_plain_rule_puts_the_base_where_there_is_room(checkpoint):
+    run = adapters(checkpoint, "ruled")
+    limits = ((14, 7), (8, 7), (6, 4))  # MiB of GPU and RAM
+    plans = [prepare(replace(run, gpu_memory=gpu << 20, ram=ram << 20)).plan for gpu, ram in limits]
+    assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "host"}, {"gpu", "host", "ssd"}]
+    assert not any("ssd" in (unit.weights, unit.state) for plan in plans for unit in plan.units)
