@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trireme.engine.amounts import duration
+from trireme.engine.amounts import count, duration
 from trireme.engine.build import inputs
 from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.exchange import bring_back
@@ -315,7 +315,7 @@ class Run:
         said = f"predicted {found.step_s:.3g} s a step, " if job.device.type == "cuda" else ""
         live.screen.say(
             f"warm-up  {said}measured {seconds:.3g} s; by the times of its tasks "
-            f"{then:.3g} s, and {left:,} more steps {duration(left * then)}"
+            f"{then:.3g} s, and {count(left, 'more step')} {duration(left * then)}"
         )
         after = promise(live.job, live.progress.step)
         if not live.promised:  # on a CPU
