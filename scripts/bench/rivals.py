@@ -25,8 +25,7 @@ from pathlib import Path
 
 import torch
 from ceilings import forget_peaks
-from made_up import make_batch
-from model_shapes import MODELS
+from model_shapes import MODELS, make_batch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.amounts import size

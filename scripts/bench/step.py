@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from bare_step import bare_step
 from ceilings import against, floors, forget_peaks, held_rates, measure_rates
-from made_up import make_batch, random_homes
-from model_shapes import MODELS
+from model_shapes import MODELS, make_batch, random_homes
 
 from trireme.engine.amounts import size
 from trireme.engine.buffers import usage
