@@ -55,7 +55,7 @@ CHECKPOINTS = {
     "no config": (lambda: Path("model/config.json").unlink(), ["config.json"]),
     "config is no JSON": (lambda: write("model/config.json", "{"), ["config.json"]),
     "another kind of model": (lambda: set_config(model_type="mamba"), ["mamba", "gpt2, llama, mistral, qwen2, qwen3"]),
-    "another rotary scaling": (lambda: set_config(rope_scaling={"rope_type": "yarn", "factor": 2}), ["yarn"]),
+    "another rotary scaling": (lambda: set_config(rope_scaling={"rope_type": "ntk", "factor": 2}), ["ntk"]),
     "a key is missing": (lambda: set_config(hidden_size=None), ["hidden_size"]),
     "heads do not divide": (lambda: set_config(num_attention_heads=3), ["3"]),
     "shapes of another config": (lambda: set_config(intermediate_size=400), ["400", "config.json"]),
