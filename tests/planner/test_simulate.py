@@ -87,7 +87,7 @@ def test_what_the_drives_are_said_to_hold_is_what_the_engine_claims(plan):
 def test_a_step_timed_again_is_the_step_run_again(plan, drive):
     """What is predicted from the second step is the last of as many as it takes, each by the step's own code.
 
-    But for the order of tasks that become ready at once: one drawn plan came out 0.28 % apart.
+    To half a per cent: one drawn plan came out 0.28 % apart.
     """
     rates = replace(RATES, ssd_read=drive * RATES.ssd_read, ssd_write=drive * RATES.ssd_write)
     batch = Batch(256, 256, plan.n_micro)
