@@ -18,7 +18,7 @@ from runs import ended, go, losses, options, stopped
 from safetensors.numpy import load_file, save_file
 
 from trireme.engine.data.cache import TokenWriter
-from trireme.engine.run import demo, job, train, verify
+from trireme.engine.run import demo, job, live, train, verify
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import finetune
@@ -81,8 +81,8 @@ BEFORE_A_STEP = {
     "its tokens": (job, "load_dataset", False),
     "half of its store": (store.Store, "_copy_companions", True),
     "its store": (train, "new_store", False),
-    "its log": (train, "RunLog", False),
-    "its engine": (train, "fill_engine", False),
+    "its log": (live, "RunLog", False),
+    "its engine": (live, "fill_engine", False),
 }
 
 
