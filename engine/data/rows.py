@@ -51,9 +51,11 @@ def kind_of(value: object) -> str:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> Fields:
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise BadRow(f"the key {twice!r} occurs twice")
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise BadRow(f"the key {key!r} occurs twice")
+            seen.add(key)
     return value
 
 
