@@ -9,6 +9,7 @@ import argparse
 import difflib
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import Field, fields, replace
 from fnmatch import fnmatch
@@ -71,6 +72,11 @@ _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError
 # ---------------------------------------------------------------- reading them
 
 
+def program() -> str:
+    """The command by the name that this process was started with."""
+    return "trireme" if Path(sys.argv[0]).name == "trireme" else "python scripts/finetune.py"
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -88,6 +94,15 @@ def _resolve(name: str) -> str:
         raise InputError(f"unknown option --{name}. See --help.")
     same = f" (= {_flag(_ALIASES[near[0]])})" if near[0] in _ALIASES else ""
     raise InputError(f"unknown option --{name}. Did you mean --{near[0]}{same}?")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Prints the version; it is looked up here, for that takes longer than all of --help."""
+        from importlib.metadata import version
+
+        print(f"trireme {version('trireme')}")
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,8 +125,8 @@ def _typed(parse: Parser) -> Parser:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="finetune.py",
-        usage="finetune.py CHECKPOINT --data FILE [--out DIR] [options]",
+        prog=program(),
+        usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
         epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...).",
         allow_abbrev=False,
@@ -121,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     groups = {name: parser.add_argument_group(name) for name in (DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD)}
     for f in fields(Options):
         groups[f.metadata["group"]].add_argument(_flag(f.name), default=argparse.SUPPRESS, help=_help(f), **_kind(f))
+    groups[INSTEAD].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="which one")
     groups[INSTEAD].add_argument("-h", "--help", action="help", help="this page")
     return parser
 
@@ -151,7 +167,7 @@ def _kind(f: Field[Any]) -> dict[str, Any]:
 def _spelled(word: str) -> str:
     """A word of a command line, a flag by its own name here."""
     match = re.match(r"--([\w-]+)(?==|$)", word)
-    if not match or match[1] == "help":
+    if not match or match[1] in ("help", "version"):
         return word
     return _flag(_resolve(match[1])) + word[match.end() :]
 
@@ -250,7 +266,7 @@ def parse(argv: Sequence[str]) -> Options:
         if not (run / "config.yaml").is_file():
             raise InputError(
                 f"--resume {run}: there is no run in that folder (no config.yaml). Begin one there: "
-                f"finetune.py CHECKPOINT --data FILE --out {run}."
+                f"{program()} CHECKPOINT --data FILE --out {run}."
             )
         if _full(given.get("out", run)) != _full(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
@@ -264,7 +280,7 @@ def parse(argv: Sequence[str]) -> Options:
             raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
     if not options.model:
-        raise InputError("no checkpoint given. Try: finetune.py CHECKPOINT --data FILE, or --demo, or --help.")
+        raise InputError(f"no checkpoint given. Try: {program()} CHECKPOINT --data FILE, or --demo, or --help.")
     if not options.data:
         raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
     unknown = set(options.log) - {"tensorboard", "wandb", "trace"}

@@ -21,7 +21,7 @@ from trireme.engine.optimizer import StepStats
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
 from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.predict import predict
-from trireme.engine.run.command import changes, config_yaml
+from trireme.engine.run.command import changes, config_yaml, program
 from trireme.engine.run.job import Job, check_room, prepare
 from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, open_snapshot, reopen_adapter
 from trireme.engine.run.options import Options
@@ -227,10 +227,7 @@ class Run:
             if self.stop.leaving:
                 live.save()
                 out = live.job.out
-                live.screen.say(
-                    f"{self.stop.how} saved {out} at step {done.step}. "
-                    f"Resume: python scripts/finetune.py --resume {out}"
-                )
+                live.screen.say(f"{self.stop.how} saved {out} at step {done.step}. Resume: {program()} --resume {out}")
                 raise Interrupted
             self._finish()
 

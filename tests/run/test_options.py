@@ -370,3 +370,13 @@ def test_what_has_changed_is_named_with_what_it_was(tmp_path, monkeypatch):
         "--ram not given, was '3221225472B'",
     ]
     assert changes(now, {"lr": 0.1}) == ["--lr 0.0002, was 0.1"], "an option that there was not yet has not changed"
+
+
+@pytest.mark.parametrize("name", ["trireme", "python scripts/finetune.py"])
+def test_the_command_calls_itself_as_it_was_called(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name.split()[-1]])
+    with pytest.raises(InputError, match=f"Try: {name} CHECKPOINT --data FILE"):
+        parse([])
+    with pytest.raises(SystemExit):
+        parse(["--version"])
+    assert re.fullmatch(r"trireme \d+\.\d+\S*\n", capsys.readouterr().out)
