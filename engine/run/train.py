@@ -60,6 +60,8 @@ def finetune(options: Options, screen: Screen | None = None) -> Live | None:
     """
     screen = screen or Screen()
     check_checkpoint(options.model)
+    if not options.out:
+        raise InputError("no output folder. Name one: Options(out=...), or --out")
     if options.resume:
         with taken(Path(options.out), f"--resume {options.out}: another process is at that run. Wait for its end."):
             return _resume(options, screen)

@@ -15,6 +15,7 @@ from hostile import LAUGHS
 from script_files import script
 
 from trireme.engine.amounts import size
+from trireme.engine.run import train
 from trireme.engine.run.command import _ELSEWHERE, changes, config_yaml, kept, latest_run, parse
 from trireme.engine.run.options import Every, Options, every
 from trireme.models.config import InputError
@@ -380,3 +381,8 @@ def test_the_command_calls_itself_as_it_was_called(name, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parse(["--version"])
     assert re.fullmatch(r"trireme \d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_from_python_the_folder_is_asked_for():
+    with pytest.raises(InputError, match="no output folder"):
+        train.finetune(Options(model=".", data=("x",)))
