@@ -152,7 +152,7 @@ def _sync(file: IO[Any]) -> None:
 
 
 _META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)  # in meta.json
-_COUNTS = dict(unused=list, unknown=int, said=int, unwritten=int)  # in those of later versions
+_COUNTS = dict(unused=list, characters=int, unknown=int, said=int, unwritten=int)  # in those of later versions
 
 
 def open_tokens(folder: Path) -> TokenFile | None:

@@ -21,6 +21,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # (n,) int32
     trained: np.ndarray  # (n,) bool: the token is learned, from those before it
     starts: bool = True
+    characters: int = 0  # of the text
     unknown: int = 0  # tokens that stand for what the tokenizer has none for
     said: int = 0  # characters of a chat that are to be learned
     unwritten: int = 0  # of these, those that the chat template leaves out
@@ -61,7 +62,11 @@ def encode(
     if plain and tokenizer:
         begin(TOKENIZER, sum(len(text.text) for _, text in plain))
         for (i, piece), found in zip(plain, tokenizer.encode([text.text for _, text in plain]), strict=True):
-            results[i] = found if isinstance(found, BadRow) else _counted(_text(piece, found[0], tokenizer), tokenizer)
+            results[i] = (
+                found
+                if isinstance(found, BadRow)
+                else _counted(_text(piece, found[0], tokenizer), piece.text, tokenizer)
+            )
     if marked and tokenizer:
         begin(TOKENIZER, sum(len(whole.text) for _, _, whole in marked))
         batch = tokenizer.encode([whole.text for _, _, whole in marked], offsets=True)
@@ -69,7 +74,7 @@ def encode(
             if isinstance(found, BadRow):
                 results[i] = found
             else:
-                made = _counted(_learned(example, *found, whole.spans, tokenizer), tokenizer)
+                made = _counted(_learned(example, *found, whole.spans, tokenizer), whole.text, tokenizer)
                 results[i] = made._replace(said=whole.said, unwritten=whole.unwritten)
     return [results[i] for i in range(len(examples))]
 
@@ -122,8 +127,9 @@ def overlap(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     return trained
 
 
-def _counted(made: Encoded, tokenizer: Tokenizer) -> Encoded:
-    return made if tokenizer.unknown is None else made._replace(unknown=int((made.ids == tokenizer.unknown).sum()))
+def _counted(made: Encoded, text: str, tokenizer: Tokenizer) -> Encoded:
+    unknown = 0 if tokenizer.unknown is None else int((made.ids == tokenizer.unknown).sum())
+    return made._replace(characters=len(text), unknown=unknown)
 
 
 def _first(ids: np.ndarray, trained: np.ndarray) -> Encoded:

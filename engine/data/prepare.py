@@ -52,6 +52,7 @@ class _Tally:
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
     characters: int = 0
     unused: dict[str, None] = field(default_factory=dict)  # keys that the format does not read, in order
+    encoded: int = 0  # characters that the tokenizer was given
     unknown: int = 0  # tokens
     said: int = 0  # characters of the assistants
     unwritten: int = 0  # of these
@@ -106,7 +107,8 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         form = tally.format.name if tally.format else ""  # _judge has seen a good row
         meta = {"key": key, "name": source.path.name, "format": form, "rows": tally.rows, "bad": tally.bad}
         meta |= {"first_bad": tally.first_bad, "unused": [shown(key) for key in list(tally.unused)[:_NAMED]]}
-        meta |= {"unknown": tally.unknown, "said": tally.said, "unwritten": tally.unwritten}
+        meta |= {"characters": tally.encoded, "unknown": tally.unknown}
+        meta |= {"said": tally.said, "unwritten": tally.unwritten}
         return writer.finish(meta)
     except BaseException as error:
         writer.abandon()
@@ -181,6 +183,7 @@ def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int
             tally.reject(number, BadRow(f"token id {result.ids.max()} is in no vocabulary of {vocabulary}"))
         else:
             writer.add(result.ids, result.trained, result.starts)
+            tally.encoded += result.characters
             tally.unknown += result.unknown
             tally.said += result.said
             tally.unwritten += result.unwritten

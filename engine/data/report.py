@@ -13,6 +13,8 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import Fitted
 from trireme.engine.data.formats import CHATS
 
+DROPPED = 20  # characters a token, beyond which a tokenizer must have left some out
+
 
 @dataclass(frozen=True)
 class FileReport:
@@ -98,6 +100,10 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
     if unknown := total("unknown"):
         share = f"{100 * unknown / sum(int(file.offsets[-1]) for file in files):.2g} %"
         notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")
+    characters, tokens = total("characters"), sum(int(file.offsets[-1]) for file in files)
+    if characters > DROPPED * tokens:
+        made = f"{compact(characters)} characters become {count(tokens, 'token')}"
+        notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
     if facts.eos is None and any(file.meta["format"] not in (*talks, "input_ids") for file in files):
         notes.append("the tokenizer has no end token, so where a text ends is not learned")
     return notes

@@ -557,6 +557,20 @@ def test_unknown_tokens_and_a_missing_end_are_noted(tmp_path):
     ]
 
 
+def test_text_that_a_tokenizer_drops_is_noted(tmp_path):
+    """One without a token for what it does not know leaves it out without a word."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
+    core.add_special_tokens(["</s>"])
+    core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    lost, kept = (write(tmp_path / f"{k}.jsonl", [{"text": k * 1000 + "a" * 10}]) for k in "xb")
+    said = "1.01k characters become 11 tokens: the tokenizer drops what it does not know. Is it the one for this text?"
+    for _ in range(2):  # made, then from the cache
+        options = DataOptions(cache=tmp_path / "cache")
+        assert notes(load_dataset([lost], load_codec(tmp_path), options)) == [said]
+        assert notes(load_dataset([kept], load_codec(tmp_path), options)) == []
+
+
 # ---------------------------------------------------------------- what can be wrong
 
 
