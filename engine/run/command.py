@@ -20,6 +20,7 @@ import yaml
 
 from trireme.engine.amounts import size
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Every, Options, Parser
+from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
@@ -101,7 +102,7 @@ class _Version(argparse.Action):
         """Prints the version; it is looked up here, for that takes longer than all of --help."""
         from importlib.metadata import version
 
-        print(f"trireme {version('trireme')}")
+        Screen().say(f"trireme {version('trireme')}")
         parser.exit()
 
 

@@ -140,8 +140,8 @@ def check_free(options: Options) -> bool:
         return "config.yaml" in held
     if (out / "config.yaml").is_file():
         if any(name.endswith(".safetensors") for name in held):
-            further = "to train its result further, it is the checkpoint"
-            raise InputError(f"--out {out} holds a finished run. Name another folder; {further}.")
+            further = "if it is finished, name another folder; to train its result further, it is the checkpoint"
+            raise InputError(f"--out {out} holds a run and its checkpoint. Go on with it: --resume {out}; {further}.")
         raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
     raise InputError(f"--out {out} is not empty ({len(held)} entries). Name another folder, or empty it.")
 

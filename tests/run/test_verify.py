@@ -215,7 +215,7 @@ def test_where_it_may_not(tmp_path, monkeypatch):
     assert "is not empty (1 entries). Name another folder" in refused(full)
     assert f"holds a run. Go on with it: --resume {run}" in refused(run)
     (run / "model.safetensors").write_text("")
-    assert "holds a finished run. Name another folder" in refused(run)
+    assert f"holds a run and its checkpoint. Go on with it: --resume {run}; if it is finished" in refused(run)
     (run / "model.safetensors").unlink()
     assert f"{file} is a file" in refused(file)
     assert f"{file} is a file" in refused(file / "below")
