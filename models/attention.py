@@ -1,10 +1,9 @@
-"""The attention half of a block, forward and backward as explicit functions over named saved tensors.
+"""The attention half of a block: explicit forward and backward over named saved tensors.
 
-    out = x + attention(norm(x) @ qkv) @ o        (branch.py: with a norm behind o, a factor)
+    out = x + attention(norm(x) @ qkv) @ o        (branch.py adds a norm behind o, a factor)
 
-Legend: N tokens, D width, H query heads, K key/value heads, d head width. Saved: x (the caller's), qkv (N, (H + 2K) d),
-attn_out (N, H d), lse (H, N) fp32, and where a norm stands behind o its argument attn_branch (N, D). attn_out is of use
-only together with lse. With query/key norms qkv is kept as projected; without, q and k in it are rotated already.
+Legend: shapes.py. Saved: x (by the caller), qkv (N, (H + 2K) d), attn_out (N, H d) with lse (H, N) fp32, and before a
+norm behind o attn_branch (N, D). q and k in qkv are rotated already, unless they have norms.
 """
 
 from __future__ import annotations
@@ -22,24 +21,22 @@ from trireme.models.linear import Linear, add_gradients_, linear, linear_backwar
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Rows, Table
 
-# ops.attention_fwd, or what stands in for it: a generator's sees a cache too
+# signature of ops.attention_fwd
 Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None"], tuple[Tensor, Tensor]]
 
 
 class Weights(NamedTuple):
-    """The half's weights, or their gradients."""
+    """Or gradients."""
 
     norm: Norm | None
     qkv: Linear  # (D, (H + 2K) d)
     o: Linear  # (H d, D)
-    post: Norm | None = None  # of the product with o
+    post: Norm | None = None
     q_norm: Norm | None = None  # (d,), or (H d,) over all heads
     k_norm: Norm | None = None
 
 
 class _Heads(NamedTuple):
-    """Inputs of attention, and the statistics of the norms of q and k."""
-
     q: Tensor  # (N, H, d)
     k: Tensor  # (N, K, d)
     v: Tensor  # (N, K, d)
@@ -48,7 +45,7 @@ class _Heads(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What backward needs of forward."""
+    """Inputs of backward."""
 
     qkv: Tensor  # (N, (H + 2K) d)
     heads: _Heads
@@ -66,9 +63,9 @@ def forward(
     out: Tensor,
     attend: Attend = ops.attention_fwd,
 ) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`; names that are not in it become temporaries.
+    """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries.
 
-    An RMSNorm copies x into `out` as it reads it, and the output projection is added there in place.
+    Where branch.copies, the norm copies x to `out` and the output projection is added there.
     """
     copy = out if copies(w.norm, w.post) else None
     qkv = _project(cfg, layer, w, x, rows, saved.get("qkv"), copy)
@@ -90,7 +87,7 @@ def backward(
     rows: Rows,
     dx: Tensor,
 ) -> None:
-    """Fills dx (N, D) and adds to the gradients g, given dy (N, D). What is not in `saved` is recomputed."""
+    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     result = recall(cfg, layer, w, x, saved, rows)
     dqkv = backward_to_qkv(cfg, layer, w, g, result, dy, rows, saved.get("attn_branch"))
     del result  # shapes._block_workspace
@@ -98,7 +95,7 @@ def backward(
 
 
 def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
-    """Forward's tensors, saved or computed again."""
+    """Forward's tensors, saved or recomputed."""
     qkv = saved["qkv"] if "qkv" in saved else _project(cfg, layer, w, x, rows)
     heads = _heads(cfg, layer, w, qkv, rows)
     if "attn_out" in saved and "lse" in saved:
@@ -109,7 +106,7 @@ def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str,
 def residual(
     cfg: ModelConfig, w: Weights, x: Tensor, attn_out: Tensor, product: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward's `out` (N, D) once more, from its attn_out; with a norm behind o its argument too, made if not given."""
+    """Forward's `out` again, and the argument of a norm behind o."""
     out = x.clone() if copies(w.norm, w.post) else torch.empty_like(x)
     if w.post is None:
         add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
@@ -129,7 +126,7 @@ def backward_to_qkv(
     rows: Rows,
     product: Tensor | None,
 ) -> Tensor:
-    """Gradient of the projected qkv, packed as it is: (N, (H + 2K) d). `product` is attn_branch, if it is at hand."""
+    """Gradient of packed qkv. `product` is the saved attn_branch."""
     dy = branch_backward(cfg, dy, result.out, w.o, w.post, g.post, product)
     add_gradients_(g.o, w.o, result.out, dy)
     q, k, v, q_rstd, k_rstd = result.heads
@@ -139,14 +136,14 @@ def backward_to_qkv(
     scale, window = cfg.layer_scale(layer), cfg.layer_window(layer)
     ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window)
     _rotate_(cfg, layer, dqkv, rows, inverse=True)
-    q, k, _ = _split(cfg, result.qkv)  # before the norms, if any
+    q, k, _ = _split(cfg, result.qkv)  # before the norms
     _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm)
     _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
     return dqkv
 
 
 def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, dqkv: Tensor, dy: Tensor, dx: Tensor) -> None:
-    """Fills dx (N, D): the gradient of x through qkv, plus dy."""
+    """Fills dx: the gradient through qkv, plus dy."""
     y, stats = norm(x, w.norm, cfg.eps)
     add_gradients_(g.qkv, w.qkv, y, dqkv)
     del y  # shapes._block_workspace
@@ -162,7 +159,6 @@ def _project(
     out: Tensor | None = None,
     copy: Tensor | None = None,
 ) -> Tensor:
-    """qkv (N, (H + 2K) d) as it is saved."""
     y, _ = norm(x, w.norm, cfg.eps, copy)
     qkv = linear(y, w.qkv, out)
     if not cfg.qk_norm:
@@ -183,13 +179,13 @@ def _heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) ->
 
 
 def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
-    """(x (N, heads, d) after the norm, its statistics): of each head, or of all together."""
+    """(normed x (N, heads, d), rstd), by head or over all."""
     y, rstd = ops.head_rmsnorm_fwd(x.view(len(x), -1, len(w.weight)), w.factor, eps)
     return y.view(x.shape), rstd
 
 
 def _head_norm_backward_(d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | None, g: Norm | None) -> None:
-    """The gradient d_ (N, heads, d) behind the norm becomes that of x, before it; it stays where there is no norm."""
+    """Gradient d_ (N, heads, d) behind the norm, in place to that before it."""
     if w is not None and rstd is not None and g is not None:
         d_, x = (t.view(len(x), -1, len(w.weight)) for t in (d_, x))
         ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, or_scratch(g.weight, w.weight), d_)
@@ -203,7 +199,6 @@ def _attend(
     out: Tensor | None = None,
     attend: Attend = ops.attention_fwd,
 ) -> tuple[Tensor, Tensor]:
-    """(attn_out (N, H d), lse (H, N))."""
     q, k, v = heads[:3]
     out = None if out is None else out.view(q.shape)
     out, lse = attend(q, k, v, rows.docs, cfg.layer_scale(layer), cfg.layer_window(layer), out)
@@ -211,18 +206,18 @@ def _attend(
 
 
 def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
-    """Views of q (N, H, d), k and v (N, K, d) in a packed qkv."""
+    """Views: q (N, H, d), k and v (N, K, d)."""
     heads = qkv.view(qkv.shape[0], -1, cfg.head_dim)
     return list(heads.split((cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads), 1))
 
 
 def _rotate_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bool = False) -> None:
-    """Rotates the q and k heads of a packed qkv in one pass."""
+    """Rotates q and k in one pass."""
     heads = qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads]
     _rope_(heads, rows.table(cfg, layer), rows, inverse)
 
 
 def _rope_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
-    """Rotates the first features of heads_ (N, heads, d), as many as the table is for."""
+    """Rotates the table's features of heads_ (N, heads, d)."""
     if table is not None:
         ops.rope_(heads_[..., : 2 * table.cos.shape[1]], table.cos, table.sin, rows.docs.positions, inverse)

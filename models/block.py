@@ -1,7 +1,4 @@
-"""A block: attention, then MLP, each added to its input. Legend: N tokens, D width.
-
-Saved, beside the tensors of the halves: resid (N, D), the input of the second.
-"""
+"""A block: attention, then MLP. Saved beside their tensors: resid (N, D), the MLP's input."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from trireme.models.rows import Rows
 
 
 class Weights(NamedTuple):
-    """A block's weights, or their gradients."""
+    """Or gradients."""
 
     attention: attention.Weights
     mlp: mlp.Weights
@@ -33,7 +30,7 @@ def forward(
     out: Tensor,
     attend: Attend = ops.attention_fwd,
 ) -> None:
-    """Fills out (N, D) and every tensor of `saved`; names that are not in it become temporaries. x (N, D) is read."""
+    """Fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     resid = saved.get("resid", out)
     attention.forward(cfg, layer, w.attention, x, rows, saved, resid, attend)
     mlp.forward(cfg, w.mlp, resid, saved, out)
@@ -50,7 +47,7 @@ def backward(
     rows: Rows,
     dx: Tensor,
 ) -> None:
-    """Fills dx (N, D) and adds to the gradients g, given dy (N, D). What is not in `saved` is recomputed."""
+    """As of its halves."""
     recall = lambda: attention.recall(cfg, layer, w.attention, x, saved, rows)
     result, product = None, saved.get("attn_branch")
     if "resid" in saved:

@@ -1,8 +1,6 @@
-"""What half a block adds to its input: a linear layer, a norm behind it where the family has one, a factor.
+"""What half a block adds to its input: a linear layer, perhaps a norm, a factor.
 
-    out = x + scale * norm(inner @ weight + bias)
-
-Legend: N tokens, D width.
+out = x + scale * norm(inner @ weight + bias)
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from trireme.models.norm import Norm, norm, norm_backward
 
 
 def copies(before: Norm | None, after: Norm | None) -> bool:
-    """Whether the norm before a half copies x into `out`, where the product is then added in place."""
+    """Whether the norm before a half copies x into `out`."""
     return before is not None and before.copies and after is None
 
 
@@ -31,9 +29,9 @@ def add_branch(
     out: Tensor,
     product: Tensor | None = None,
 ) -> None:
-    """Fills out (N, D), which may be x; with a norm behind, `product` (N, D) is filled with what it normalises.
+    """Fills out (N, D), which may be x, and `product` (N, D), the argument of a norm behind.
 
-    Where `copies`, `out` holds x already, and without a bias the sum is rounded once.
+    Where `copies`, out holds x; without a bias the sum is rounded once.
     """
     if after is not None:
         add_product(cfg, x, linear(inner, w, product), after, out)
@@ -48,7 +46,7 @@ def add_branch(
 
 
 def add_product(cfg: ModelConfig, x: Tensor, product: Tensor, after: Norm, out: Tensor) -> None:
-    """Fills out (N, D), given the product (N, D) that the norm behind it normalises."""
+    """add_branch, given its `product`."""
     y, _ = norm(product, after, cfg.eps)
     torch.add(x, y, alpha=cfg.branch_scale, out=out)
 
@@ -62,7 +60,7 @@ def branch_backward(
     g_after: Norm | None,
     product: Tensor | None,
 ) -> Tensor:
-    """The gradient (N, D) of the linear layer's result; `product`, where it was not saved, is made again."""
+    """Gradient (N, D) of the linear layer's result; recomputes `product` if None."""
     if cfg.branch_scale != 1.0:
         dy = dy * cfg.branch_scale
     if after is None or g_after is None:

@@ -1,6 +1,6 @@
 """What a Hugging Face config.json says, checked and reduced to the numbers that the blocks need. No torch.
 
-A family is a row of FAMILIES: names on disk, places of norms, defaults of keys. Nothing behind this file asks for one.
+A family is a row of FAMILIES; code elsewhere never asks for one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from trireme.models.names import Names
 from trireme.models.rope import GLOBAL, LOCAL, Rope, parse_ropes
 from trireme.storage.untrusted import read_small
 
-LARGEST = 1 << 20  # bytes of a config.json
-MOST_LAYERS = 1 << 16  # where each is described by itself
+LARGEST = 1 << 20  # of config.json
+MOST_LAYERS = 1 << 16  # for lists by layer
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
-SPELLED = dict(  # our fields -> keys of config.json
+SPELLED = dict(  # field -> key of config.json
     vocab="vocab_size",
     width="hidden_size",
     n_layers="num_hidden_layers",
@@ -39,7 +39,7 @@ OLD_SPELLED = dict(
     eps="layer_norm_epsilon",
     act="activation_function",
 )
-# Keys of other architectures that change the mathematics; a value outside the tuple is refused by name.
+# Keys that change the mathematics -> accepted values.
 INERT = {
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
@@ -58,13 +58,13 @@ INERT = {
 }
 
 
-Flag = bool | tuple[str, bool]  # settled, or a key of config.json and its default
+Flag = bool | tuple[str, bool]  # fixed, or (key, default)
 BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters beside the blocks' matrices (lora.py)."""
+    """Adapters of the blocks' matrices (lora.py)."""
 
     rank: int
     alpha: float
@@ -80,21 +80,21 @@ class Lora:
 
 @dataclass(frozen=True)
 class Family:
-    """What all models of a model_type share. A key's default is that of the class in transformers."""
+    """What a model_type's models share. Defaults are those of transformers."""
 
     known_as: str
     names: Names = names.SPLIT
     spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
-    layer_norm: bool = False  # norms are LayerNorms with a bias, not RMSNorms
+    layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
     add_one: bool = False  # norms multiply by 1 + weight
-    gated: bool = True  # the MLP is a gated linear unit; otherwise an activation between two products
-    acts: tuple[str, ...] = SILU  # accepted; the first is the default
-    qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: of each head, or over the whole width
+    gated: bool = True  # otherwise an activation between two products
+    acts: tuple[str, ...] = SILU  # the first is the default
+    qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
     rotary: bool = True
-    partial: bool = False  # has the key partial_rotary_factor
+    partial: bool = False  # reads partial_rotary_factor
     theta: float = 10000.0
     local_theta: float | None = None  # of layers with a window; None: theta
-    kv_heads: int | None = None  # None: as many as query heads
+    kv_heads: int | None = None  # None: one a query head
     head_dim: int | None = None  # None: width / heads
     max_positions: int = 2048
     eps: float = 1e-6
@@ -102,18 +102,18 @@ class Family:
     qkv_bias: Flag = False
     o_bias: Flag = False
     mlp_bias: Flag = False
-    windows: Literal["none", "all", "above", "pattern"] = "none"  # layers that may have a sliding window
+    windows: Literal["none", "all", "above", "pattern"] = "none"  # with a sliding window
     window: int | None = 4096
-    period: int = 0  # of a pattern: every so manieth layer has no window; 0: none has one
-    unrotated: Literal["", "listed", "full"] = ""  # layers without rope: no_rope_layers; those without the window
-    scaled: bool = False  # has keys for the scale of embedding, attention, branches and logits
-    query_scale: bool = False  # query_pre_attn_scalar ** -0.5 is the scale of attention
-    embed_root: bool = False  # the embedding is multiplied by the root of the width
-    by_layer: bool = False  # has the keys scale_attn_weights, scale_attn_by_inverse_layer_idx
+    period: int = 0  # every period-th layer has no window; 0: all have
+    unrotated: Literal["", "listed", "full"] = ""  # no_rope_layers; layers without window
+    scaled: bool = False  # reads scales of embedding, attention, branches, logits
+    query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
+    embed_root: bool = False  # the embedding's factor is sqrt(width)
+    by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
 
     @property
     def accepts(self) -> set[str]:
-        """Keys of INERT that the family reads."""
+        """Keys of INERT that it reads."""
         found = {"query_pre_attn_scalar"} if self.query_scale else set()
         if self.partial:
             found |= {"partial_rotary_factor"}
@@ -186,7 +186,7 @@ SUPPORTED = tuple(FAMILIES)
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only Transformer. Dropout is not part of it: fine-tuning here runs without."""
+    """One decoder-only Transformer, without dropout."""
 
     model_type: str
     vocab: int
@@ -204,20 +204,20 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     rope: Rope | None = None  # None: learned positions
-    window: int = 0  # sliding attention window in tokens, the token itself included; 0: none
-    window_from: int = 0  # the first layer that has the window
-    scale_attn: bool = True  # scores times head_dim ** -0.5
-    scale_attn_by_layer: bool = False  # scores also divided by the layer's number, counted from 1
-    frozen: tuple[str, ...] = ()  # globs over names of tensors that are not trained: said by a run
-    lora: Lora | None = None  # adapters beside matrices: said by a run
-    halves: bool = False  # units are half blocks, attention and MLP: said by a plan, never by config.json
-    local_rope: Rope | None = None  # of layers with the window, where it is another
-    full_layers: tuple[int, ...] = ()  # layers from window_from on that lack the window nevertheless
+    window: int = 0  # tokens attended to, itself included; 0: all
+    window_from: int = 0  # first layer with the window
+    scale_attn: bool = True  # by head_dim ** -0.5
+    scale_attn_by_layer: bool = False  # scores also divided by layer + 1
+    frozen: tuple[str, ...] = ()  # globs over tensor names; from the run's options
+    lora: Lora | None = None  # from the run's options
+    halves: bool = False  # units are half blocks; from the plan
+    local_rope: Rope | None = None  # of layers with the window, if different
+    full_layers: tuple[int, ...] = ()  # from window_from on, without the window
     unrotated: tuple[int, ...] = ()  # layers without rope
-    attention_scale: float = 0.0  # scores times this; 0: as scale_attn says
-    embed_scale: float = 1.0  # multiplies embedded tokens
-    branch_scale: float = 1.0  # multiplies what attention and MLP add to their inputs
-    logit_scale: float = 1.0  # multiplies logits
+    attention_scale: float = 0.0  # of scores; 0: by scale_attn
+    embed_scale: float = 1.0
+    branch_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
 
     @property
     def family(self) -> Family:
@@ -225,17 +225,15 @@ class ModelConfig:
 
     @property
     def names(self) -> Names:
-        """Names of the tensors in a checkpoint."""
         return self.family.names
 
     @property
     def gated(self) -> bool:
-        """The MLP is a gated linear unit; otherwise an activation between two products."""
         return self.family.gated
 
     @property
     def silu(self) -> bool:
-        """The gate's activation is SiLU; otherwise GELU by tanh."""
+        """SiLU at the gate; otherwise GELU by tanh."""
         return self.family.acts is SILU
 
     @property
@@ -255,17 +253,17 @@ class ModelConfig:
         return self.q_width + 2 * self.kv_width
 
     def layer_window(self, layer: int) -> int:
-        """The attention window of a layer, 0 for full attention."""
+        """0 for full attention."""
         return self.window if layer >= self.window_from and layer not in self.full_layers else 0
 
     def layer_scale(self, layer: int) -> float:
-        """What attention scores of a layer are multiplied by."""
+        """Factor of scores."""
         scale = self.attention_scale or (self.head_dim**-0.5 if self.scale_attn else 1.0)
         return scale / (layer + 1) if self.scale_attn_by_layer else scale
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
-    """All of a config but what a plan adds, flat and as JSON holds it: what a run knows its model by."""
+    """A config as flat JSON, without what a plan adds: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
     del found["halves"]
     for name in ("rope", "local_rope"):
@@ -274,14 +272,14 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def default_number(name: str) -> Any:
-    """What a name of `numbers` stands for where it is absent: in what was written before the name existed."""
+    """What a name of `numbers` means where older records lack it."""
     holder, _, key = name.rpartition(".")
     defaults = {f.name: f.default for f in fields(Rope if holder else ModelConfig) if f.default is not MISSING}
     return json.loads(json.dumps(defaults.get(key)))
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """ModelConfig of the checkpoint in `folder`. InputError where config.json is missing, malformed or unsupported."""
+    """Of the checkpoint in `folder`. Raises InputError where config.json is missing, malformed or unsupported."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(read_small(path, LARGEST, links=True).decode())
@@ -297,7 +295,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """ModelConfig of a decoded config.json; `where` names it in errors."""
+    """Of a decoded config.json; `where` names it in errors."""
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED:
         raise InputError(f'model_type "{model_type}" is not supported ({where}). Supported: {", ".join(SUPPORTED)}.')
@@ -311,7 +309,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     kv_heads, head_dim = _heads(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
     if not family.gated:
-        keys.refuse_unless("use_bias", (None, True))  # the kernel of the activation adds one
+        keys.refuse_unless("use_bias", (None, True))  # gelu.py always adds one
     flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
     return ModelConfig(
         model_type=model_type,
@@ -335,7 +333,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
 
 
 def _heads(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int]:
-    """(key/value heads, width of a head)."""
+    """(key/value heads, head width)."""
     if not family.rotary:
         if width % heads:
             raise keys.error(family.spelled["n_heads"], f"a divisor of {family.spelled['width']} = {width}")
@@ -350,7 +348,7 @@ def _heads(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int
 
 
 def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers: int) -> dict[str, Any]:
-    """Fields of ModelConfig: rope and window of each layer."""
+    """Fields of ModelConfig."""
     if not family.rotary:
         return {}
     window, first, full = _window(keys, family, layers)
@@ -368,7 +366,7 @@ def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers
 
 
 def _window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
-    """(tokens, first layer that has it, later ones that have not) of the sliding window, (0, 0, ()) for none."""
+    """(window, its first layer, later layers without it); (0, 0, ()) for none."""
     given = "sliding_window" in keys.raw
     absent = keys.raw["sliding_window"] is None if given else family.window is None
     window = 0 if absent else keys.count("sliding_window", family.window)
@@ -393,7 +391,7 @@ def _window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[in
 
 
 def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int, int, tuple[int, ...]]:
-    """The window by `layer_types`, or by the family's pattern."""
+    """As _window, by `layer_types` or the family's period."""
     _few(keys, layers)
     types = keys.raw.get("layer_types")
     if types is None:
@@ -409,7 +407,7 @@ def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int,
 
 
 def _unrotated(keys: Keys, layers: int) -> tuple[int, ...]:
-    """Layers without rope: zeros of no_rope_layers, or every so manieth."""
+    """Layers without rope."""
     _few(keys, layers)
     rotated = keys.raw.get("no_rope_layers")
     if rotated is None:
@@ -421,13 +419,13 @@ def _unrotated(keys: Keys, layers: int) -> tuple[int, ...]:
 
 
 def _few(keys: Keys, layers: int) -> None:
-    """InputError where a list of all layers would fill the RAM."""
+    """Raises InputError where lists of all layers would fill the RAM."""
     if layers > MOST_LAYERS:
         raise keys.error("num_hidden_layers", f"at most {MOST_LAYERS}")
 
 
 def _scales(keys: Keys, family: Family, width: int) -> dict[str, Any]:
-    """Fields of ModelConfig: factors of scores, embedding, branches and logits."""
+    """Fields of ModelConfig."""
     if family.by_layer:
         return dict(
             scale_attn=keys.flag("scale_attn_weights", True),

@@ -1,7 +1,7 @@
-"""Text from the model being trained: a small generator with a key/value cache, through the blocks of training.
+"""Text from the model being trained: greedy decoding with a key/value cache, through the blocks of training.
 
-One pass over the units serves all prompts, so a streamed model is read once a token, however many prompts there are.
-Legend: B prompts, N tokens of a pass, T cached positions, H query heads, K key/value heads, d head width, V vocabulary.
+One pass over the units serves all prompts, so a streamed model is read once a token. Legend: B prompts, N tokens of a
+pass, T cached positions; shapes.py.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def generate(
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt: up to max_new tokens, ending with the first of `eos`.
 
-    `units()` is one pass over the model, asked for once a token: (u, weights as model.weights) in order, in `dtype` on
-    `device`. A unit's weights are read before the next is asked for, a tied embedding's again with the head's.
-    `enough()` is asked after each token, and ends all. InputError where a prompt fills the model's learned positions.
+    `units()` yields (u, model.weights) in order, once a token; a unit's weights must last until the next, a tied
+    embedding's until the end. `enough()` ends all after a token. Raises InputError where a prompt fills learned
+    positions.
     """
     assert max_new >= 1
     assert all(prompts)
@@ -59,7 +59,7 @@ def generate(
                 new[i].append(token)
         if enough() or all(done(i) for i in range(len(new))):
             return new
-        # a prompt that is done repeats its last token in place, so that the batch keeps its shape
+        # finished prompts repeat their last token in place: the batch keeps its shape
         ids = [tokens[-1] for tokens in new]
         past = [n + len(tokens) - 1 for n, tokens in zip(lengths, new, strict=True)]
         positions = torch.tensor(past, dtype=torch.int32, device=device)
@@ -67,21 +67,18 @@ def generate(
 
 
 def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
-    """Bytes that generate takes at most for prompts of `length` tokens, beside a unit's weights.
-
-    `itemsize`: bytes of a number of the compute dtype. The bound of a block's temporaries is that of training.
-    """
+    """Upper bound of generate's bytes beside a unit's weights; itemsize of the compute dtype."""
     positions, tokens = n_prompts * (length + max_new), n_prompts * length
     cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
     blocks = [shapes.workspace_bytes(cfg, u, tokens, itemsize) for u in range(1, 3 if cfg.halves else 2)]
-    whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # what goes into a block and what comes out
-    single = 2 * positions * cfg.q_width * (itemsize + 4)  # a layer's cache, once more for each head, and in fp32
-    ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits and their copies
+    whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
+    single = 2 * positions * cfg.q_width * (itemsize + 4)  # a layer's cache, repeated per head, and in fp32
+    ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits, copied
     return cache + max(whole, single) + ends
 
 
 def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
-    """How many tokens may follow a prompt. Only learned positions come to an end."""
+    """How many tokens may follow a prompt."""
     if cfg.rope is not None:
         return max_new
     if length >= cfg.max_positions:
@@ -90,7 +87,7 @@ def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
 
 
 def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Rows, cache: _Cache) -> Tensor:
-    """(B, V) fp32: what follows the last token of each document of ids (N,)."""
+    """(B, V) fp32, after each document's last token."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
     place = cache.place(rows.docs)
     for u, w in units():
@@ -108,23 +105,23 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Rows, cache: _Cac
 
 
 class _Cache:
-    """Keys and values of every layer, (B, T, K, d) each; stands in for a block's attention."""
+    """Of every layer, (B, T, K, d) each."""
 
     def __init__(
         self, cfg: ModelConfig, n_prompts: int, positions: int, device: torch.device | str, dtype: torch.dtype
     ):
         shape = (cfg.n_layers, n_prompts, positions, cfg.n_kv_heads, cfg.head_dim)
         self.dtype = dtype
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # masked places are multiplied by 0, so no NaN there
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # no NaN: masked values are multiplied by 0
         self.v = torch.zeros(shape, dtype=dtype, device=device)
 
     def place(self, docs: ops.Docs) -> Tensor:
-        """(N,) where the keys and values of a pass go, in a layer's cache as (B * T, K, d). One document a prompt."""
+        """(N,): rows of a pass in a layer's cache (B * T, K, d). One document a prompt."""
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(self.k.device)
         return prompt * self.k.shape[2] + docs.positions
 
     def attention(self, layer: int, place: Tensor) -> Attend:
-        """In place of ops.attention_fwd: whole prompts, packed, or then one token each with the cache as its past."""
+        """Stands in for ops.attention_fwd: packed prompts first, then one token each over the cache."""
         k_all, v_all = self.k[layer], self.v[layer]
         n_prompts, length = k_all.shape[:2]
 
@@ -139,6 +136,6 @@ class _Cache:
             seen = (distance >= 0) & (distance < (window or length))
             query, keys, values = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
             y = scaled_dot_product_attention(query, keys, values, seen[:, None, None], scale=scale, enable_gqa=True)
-            return y.transpose(1, 2)[:, 0], q.new_empty(0)  # the sums of exponentials serve backward alone
+            return y.transpose(1, 2)[:, 0], q.new_empty(0)  # lse serves backward alone
 
         return attend

@@ -1,6 +1,6 @@
 """The two ends of the model: embedding, and final norm with the loss.
 
-Legend: N tokens, D width, V vocabulary, P positions, M tokens with a label.
+Legend: P positions, M labels; shapes.py.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from trireme.models.shapes import embedding_name, output_name
 
 
 class EmbedWeights(NamedTuple):
-    """The embedding's weights, or their gradients."""
+    """Or gradients."""
 
     tokens: Tensor  # (V, D)
-    positions: Tensor | None  # (P, D), where positions are learned
-    scale: float = 1.0  # multiplies the embedded tokens, rounded to their dtype
+    positions: Tensor | None  # (P, D)
+    scale: float = 1.0  # of embedded tokens, in their dtype
 
 
 class HeadWeights(NamedTuple):
-    """The head's weights, or their gradients."""
+    """Or gradients."""
 
     norm: Norm
-    output: Tensor | None  # (V, D); None where the embedding serves
+    output: Tensor | None  # (V, D); None if tied
 
 
 def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
-    """EmbedWeights over `views`, the unit's tensors by Hugging Face name."""
+    """Of tensors by Hugging Face name."""
     return EmbedWeights(views[embedding_name(cfg)], views.get(f"{cfg.names.positions}.weight"), cfg.embed_scale)
 
 
 def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
-    """HeadWeights over `views`, the unit's tensors by Hugging Face name."""
+    """Of tensors by Hugging Face name."""
     name = cfg.names.final_norm
     weights = Norm(views[f"{name}.weight"], views.get(f"{name}.bias"), cfg.family.add_one)
     return HeadWeights(weights, None if cfg.tied else views[output_name(cfg)])
@@ -55,7 +55,7 @@ def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None
 
 
 def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:
-    """Adds the gradient dy (N, D) of the embedded tokens to g."""
+    """Adds the gradient dy (N, D) to g."""
     if trained(g.tokens):
         ops.embedding_bwd_(g.tokens, dy if g.scale == 1.0 else dy * _rounded(g.scale, dy.dtype), ids)
     if g.positions is not None and trained(g.positions):
@@ -63,7 +63,7 @@ def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None
 
 
 def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Stats | None]:
-    """(y (N, D), the norm's statistics): what the output matrix multiplies, the logits' factor included."""
+    """(y (N, D) with the logits' factor, statistics)."""
     y, stats = norm(x, w.norm, cfg.eps)
     return y if cfg.logit_scale == 1.0 else y.mul_(cfg.logit_scale), stats
 
@@ -80,11 +80,10 @@ def head_loss(
     g_out: Tensor | None = None,
     dx: Tensor | None = None,
 ) -> Tensor:
-    """Each token's loss, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(loss).
+    """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(loss).
 
-    x (N, D); labels (N,) int64, the token after each; loss_rows (M,) int64, the rows whose label counts: the others
-    have loss 0. w_out (V, D) is the output matrix and g_out its gradient: the embedding's where they are tied. g and
-    g_out are added to where their tensors are trained, dx (N, D) is filled.
+    x (N, D); labels (N,) int64, the next tokens; loss_rows (M,) int64, those that count. w_out, g_out (V, D), the
+    embedding's if tied. Adds to g and g_out where trained, fills dx (N, D).
     """
     y, stats = final_norm(cfg, w, x)
     g_out = g_out if g_out is not None and trained(g_out) else None

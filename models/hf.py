@@ -1,7 +1,4 @@
-"""Names in Hugging Face checkpoints <-> ours, which are those of transformers' *ForCausalLM. No torch.
-
-The base model's prefix may be missing, a tied matrix stored under either name or both, computed buffers stored too.
-"""
+"""Names in Hugging Face checkpoints <-> those of transformers' *ForCausalLM, which are ours. No torch."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from trireme.models.shapes import embedding_name, weight_groups
 
 Shape = tuple[int, ...]
 
-# Masks and rotary frequencies that older versions stored.
+# Stored by older versions.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str | None]:
-    """Each name found in a checkpoint -> its canonical name, None for a buffer that is not trained.
+    """Names in `found` (name -> shape) -> canonical names, None for a buffer.
 
-    `found` maps names to shapes. With a tied model both stored names lead to the embedding. InputError where a tensor
-    is missing, unknown, or has another shape than config.json says.
+    The base prefix may be missing; a tied matrix has either name or both. Raises InputError where a tensor is missing,
+    unknown or of another shape than config.json says.
     """
-    if cfg.n_layers > len(found):  # no work for layers of which nothing can be there
+    if cfg.n_layers > len(found):  # before work that grows with layers
         raise InputError(
             f"the checkpoint has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers. "
             "The weights and config.json are not of the same model, or it was not downloaded to the end."
@@ -44,7 +41,7 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
 
 
 def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
-    """Canonical name -> the name to read it from, of `found` (name -> shape). Errors as canonical_names."""
+    """Canonical name -> name to read, of `found`. Raises as canonical_names."""
     names = canonical_names(cfg, found)
     chosen: dict[str, str] = {}
     for name, target in names.items():
@@ -56,7 +53,7 @@ def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
 def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str | None:
     if name in wanted:
         return name
-    if name == "lm_head.weight":  # tied, else it were wanted
+    if name == "lm_head.weight":  # tied, else in `wanted`
         return embedding_name(cfg)
     prefixed = cfg.names.base + name
     if prefixed in wanted:

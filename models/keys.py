@@ -1,4 +1,4 @@
-"""Typed look-ups in a decoded config.json; every complaint is one line that names the key. No torch."""
+"""Typed look-ups in a decoded config.json. No torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """The user's input is wrong: one line that says what, where, and what to do. Exit code 2."""
+    """The user's input is wrong: one line with what, where and what to do. Exit code 2."""
 
 
 class Keys:
-    """Look-ups in an object of config.json; `where` names it in errors. An absent or null key takes the default."""
+    """Keys of config.json; `where` names it in errors. Absent or null takes the default."""
 
     def __init__(self, raw: dict[str, Any], where: str):
         self.raw, self.where = raw, where
@@ -25,7 +25,7 @@ class Keys:
         return default if value is None else value
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; an error where it is absent and there is no default."""
+        """A positive integer."""
         value = self._get(name, default)
         if type(value) is not int or not 0 < value < 1 << 31:
             raise self.error(name, "a positive integer")
@@ -45,7 +45,7 @@ class Keys:
         return value
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of so many positive numbers."""
+        """`length` positive numbers."""
         value = self.raw.get(name)
         if not isinstance(value, list) or len(value) != length or not all(_is_number(v) for v in value):
             raise self.error(name, f"a list of {length} positive numbers")
@@ -59,7 +59,7 @@ class Keys:
 
 
 def _is_number(value: Any) -> bool:
-    """A positive one that a float holds: an integer may be larger."""
+    """Positive, and within a float."""
     return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 

@@ -12,15 +12,15 @@ from trireme.models import lora
 
 
 class Linear(NamedTuple):
-    """A linear layer's weights, or their gradients: empty where a tensor is frozen."""
+    """Or gradients: empty where frozen."""
 
-    weight: Tensor  # (in, out): a transposed view where the checkpoint stores (out, in)
+    weight: Tensor  # (in, out); transposed view where stored (out, in)
     bias: Tensor | None = None  # (out,)
     adapters: lora.Adapters | None = None
 
 
 def fuse(*parts: Tensor) -> Tensor:
-    """One view over neighbours of a flat buffer that differ in their first dimension only (q, k, v; gate, up)."""
+    """One view over neighbours in memory that differ in their first dimension (q, k, v; gate, up)."""
     first, rows = parts[0], sum(p.shape[0] for p in parts)
     end = first.data_ptr()
     for p in parts:
@@ -32,7 +32,7 @@ def fuse(*parts: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, w: Linear, out: Tensor | None = None) -> Tensor:
-    """x (N, in) @ weight + bias -> (N, out), into `out` where given."""
+    """x (N, in) @ weight + bias."""
     y = torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
     if w.adapters is not None:
         lora.add_(y, x, w.adapters)
@@ -40,7 +40,7 @@ def linear(x: Tensor, w: Linear, out: Tensor | None = None) -> Tensor:
 
 
 def linear_backward(dy: Tensor, w: Linear) -> Tensor:
-    """The gradient (N, in) of a layer's input, given dy (N, out)."""
+    """Gradient (N, in) of x, given dy (N, out)."""
     dx = torch.mm(dy, w.weight.T)
     if w.adapters is not None:
         dx.addmm_(lora.down_gradient(dy, w.adapters), w.adapters.a)
@@ -48,7 +48,7 @@ def linear_backward(dy: Tensor, w: Linear) -> Tensor:
 
 
 def add_gradients_(g: Linear, w: Linear, x: Tensor, dy: Tensor) -> None:
-    """Adds the gradients of a layer's trained weights to g, given its input x (N, in) and dy (N, out)."""
+    """Adds the trained weights' gradients to g."""
     if trained(g.weight):
         if g.weight.is_contiguous():
             add_product_(g.weight, x, dy)
@@ -64,20 +64,20 @@ def add_gradients_(g: Linear, w: Linear, x: Tensor, dy: Tensor) -> None:
 
 
 def trained(gradient: Tensor) -> bool:
-    """Whether a gradient is asked for: that of a frozen tensor is empty."""
+    """A frozen tensor's gradient is empty."""
     return gradient.numel() > 0
 
 
 def or_scratch(gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient to add to: of a frozen tensor, one to be thrown away, where a kernel makes it anyhow."""
+    """Where frozen, a buffer for kernels that always add."""
     return gradient if trained(gradient) else torch.zeros_like(weight)
 
 
 def add_product_(grad_: Tensor, a: Tensor, b: Tensor) -> None:
-    """grad_ (m, n) += a.T @ b for a (N, m), b (N, n): a weight's gradient, in the dtype of a and b or in fp32."""
+    """grad_ (m, n) += a.T @ b; grad_ in their dtype or fp32."""
     if grad_.dtype == a.dtype:
         grad_.addmm_(a.T, b)
     elif grad_.is_cuda:
         torch.addmm(grad_, a.T, b, out_dtype=grad_.dtype, out=grad_)
-    else:  # no mixed product on the CPU
+    else:  # the CPU has no mixed product
         grad_.addmm_(a.T.to(grad_.dtype), b.to(grad_.dtype))

@@ -1,10 +1,9 @@
-"""The MLP half of a block, forward and backward as explicit functions over named saved tensors.
+"""The MLP half of a block: explicit forward and backward over named saved tensors.
 
     out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        gated
     out = x + gelu(norm(x) @ fc) @ down                                       not gated
 
-Legend: N tokens, D width, F hidden width. Saved: x (the caller's), gate_up (N, 2F), or fc (N, F) without its bias;
-mlp_branch (N, D), the product with down, where a norm stands behind it (branch.py).
+Saved: x (by the caller), gate_up (N, 2F) or fc (N, F) without bias, and before a norm behind `down` mlp_branch (N, D).
 """
 
 from __future__ import annotations
@@ -22,20 +21,17 @@ from trireme.models.shapes import up_name
 
 
 class Weights(NamedTuple):
-    """The half's weights, or their gradients."""
+    """Or gradients."""
 
     norm: Norm | None
     up: Linear  # (D, 2F), gate first, or (D, F)
     down: Linear  # (F, D)
-    post: Norm | None = None  # of the product with down
-    gelu_bias: Tensor | None = None  # (F,): the bias of fc, which the kernel of the activation adds
+    post: Norm | None = None
+    gelu_bias: Tensor | None = None  # (F,): bias of fc, added by the activation's kernel
 
 
 def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`; names that are not in it become temporaries.
-
-    An RMSNorm copies x into `out` as it reads it, and the product with `down` is added there in place.
-    """
+    """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
     y, _ = norm(x, w.norm, cfg.eps, copy=out if copies(w.norm, w.post) else None)
     up = linear(y, w.up, saved.get(up_name(cfg)))
     del y  # shapes._block_workspace
@@ -53,10 +49,7 @@ def backward(
     dy: Tensor,
     dx: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of x (N, D), in `dx` where given, and adds to the gradients g, given dy (N, D).
-
-    What is not in `saved` is recomputed.
-    """
+    """Gradient of x (N, D), in `dx` if given; adds to g. Recomputes what is not in `saved`."""
     y, stats = norm(x, w.norm, cfg.eps)
     up = saved[up_name(cfg)] if up_name(cfg) in saved else linear(y, w.up)
     d_down = _branch_backward(cfg, w, g, dy, up, saved)
@@ -74,22 +67,20 @@ def backward(
 def _branch_backward(
     cfg: ModelConfig, w: Weights, g: Weights, dy: Tensor, up: Tensor, saved: dict[str, Tensor]
 ) -> Tensor:
-    """The gradient (N, D) of the product with down."""
     product = saved.get("mlp_branch")
     again = w.post is not None and product is None
-    act = _activation(cfg, up, w) if again else up  # not read where the product is not made again
+    act = _activation(cfg, up, w) if again else up  # unread unless recomputing
     return branch_backward(cfg, dy, act, w.down, w.post, g.post, product)
 
 
 def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Tensor:
-    """(N, F)."""
     if w.gelu_bias is not None:
         return ops.gelu_bias_fwd(up, w.gelu_bias)
     return ops.swiglu_fwd(up) if cfg.silu else ops.geglu_fwd(up)
 
 
 def _activation_backward(cfg: ModelConfig, d_act: Tensor, up: Tensor, w: Weights, g: Weights) -> tuple[Tensor, Tensor]:
-    """(the gradient of `up`, the activation (N, F)), given the gradient d_act (N, F)."""
+    """(gradient of `up`, activation)."""
     if w.gelu_bias is not None and g.gelu_bias is not None:
         return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias))
     return ops.swiglu_bwd(d_act, up) if cfg.silu else ops.geglu_bwd(d_act, up)

@@ -1,7 +1,4 @@
-"""The model by unit number, so that the engine need not know the family: u = 0 embedding, then blocks, then head.
-
-Where a plan moves half blocks (cfg.halves) each of them is a unit.
-"""
+"""The model by unit number: embedding, blocks or half blocks, head. The engine needs no family."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from trireme.models.names import adapter_names
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows
 
-EMPTY = torch.empty(0, 0)  # stands for the gradient of a frozen tensor
+EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient
 
 BlockWeights = block.Weights | attention.Weights | mlp.Weights
 
@@ -37,7 +34,7 @@ def forward(
     out: Tensor,
     attend: Attend = ops.attention_fwd,
 ) -> None:
-    """Forward of unit u, a block or half of one: fills out (N, D) and every tensor of `saved`; x (N, D) is read."""
+    """Forward of a block or half block: fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     layer = shapes.layer(cfg, u)
     if isinstance(w, block.Weights):
         block.forward(cfg, layer, w, x, rows, saved, out, attend)
@@ -58,7 +55,7 @@ def backward(
     rows: Rows,
     dx: Tensor,
 ) -> None:
-    """Backward of unit u, a block or half of one: fills dx (N, D) and adds to the gradients g, given dy (N, D)."""
+    """Backward of a block or half block: fills dx (N, D), adds to g, given dy (N, D)."""
     layer = shapes.layer(cfg, u)
     if isinstance(w, block.Weights) and isinstance(g, block.Weights):
         block.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
@@ -71,14 +68,14 @@ def backward(
 
 
 def gradients(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
-    """As `weights`, over those of unit u's tensors that are trained; the others are empty."""
+    """As `weights`, over the trained tensors' views; empty tensors for the frozen."""
     return weights(cfg, u, {name: EMPTY for group in shapes.frozen_groups(cfg, u) for name, _ in group} | views)
 
 
 def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
-    """Unit u's weights over `views`, name -> tensor: neighbours in memory where they are a group (shapes.py).
+    """Unit u's EmbedWeights, HeadWeights or BlockWeights, or gradients, over `views`, name -> tensor.
 
-    Or its gradients. EmbedWeights, HeadWeights or BlockWeights: the caller knows which by u.
+    Groups (shapes.py) must be neighbours in memory.
     """
     what = shapes.kind(cfg, u)
     if what == "embed":
@@ -95,7 +92,7 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
 
 
 def output_matrix(cfg: ModelConfig, embed: EmbedWeights | None, top: HeadWeights) -> Tensor:
-    """The output matrix (V, D), or its gradient: the embedding's where they are tied."""
+    """The output matrix (V, D), or its gradient; the embedding's if tied."""
     found = embed.tokens if embed is not None and cfg.tied else top.output
     assert found is not None
     return found
@@ -133,7 +130,6 @@ def _linear(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) 
 
 
 def _adapters(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) -> Adapters | None:
-    """The adapters of a layer of fused `names`, of those parts that have one."""
     features = shapes.features(cfg, names)
     ends = list(accumulate(features))
     found = [(*adapter_names(name), (end - n, end)) for name, n, end in zip(names, features, ends, strict=True)]

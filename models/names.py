@@ -7,33 +7,32 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a family's tensors. Those of a block follow `block` with the layer's number in it."""
+    """A family's tensor names; a block's follow its prefix."""
 
-    base: str  # prefix of the model below its output matrix, which some checkpoints leave out
+    base: str  # prefix without the head, missing in some checkpoints
     embed: str
     final_norm: str
     block: str
-    norm1: str  # before attention; "": none
-    qkv: tuple[str, ...]  # one packed matrix, or three
+    norm1: str  # "": none
+    qkv: tuple[str, ...]  # packed or three
     o: str
-    norm2: str  # before the MLP; "": none
-    up: tuple[str, ...]  # gate and up, or one matrix
+    norm2: str  # "": none
+    up: tuple[str, ...]  # gate and up, or one
     down: str
-    positions: str = ""  # learned ones
-    post1: str = ""  # the norm of what attention adds, if any
-    post2: str = ""  # the norm of what the MLP adds
+    positions: str = ""
+    post1: str = ""  # norm behind o
+    post2: str = ""  # behind down
     q_norm: str = ""
     k_norm: str = ""
     output: str = "lm_head"
-    in_out: bool = False  # matrices are stored (in, out), not (out, in)
+    in_out: bool = False  # stored (in, out), not (out, in)
 
     def prefix(self, layer: int) -> str:
-        """What the names of a block's tensors begin with."""
         return self.block.format(layer)
 
 
 def adapter_names(module: str) -> tuple[str, str]:
-    """Names of the tensors of a module's adapter: A (rank, in) and B (out, rank)."""
+    """A module's adapter: A (rank, in), B (out, rank)."""
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 

@@ -1,4 +1,4 @@
-"""A norm over the width: RMSNorm, or LayerNorm where it has a bias. Legend: N tokens, D width."""
+"""A norm over the width: RMSNorm, or LayerNorm where it has a bias."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trireme.models.linear import or_scratch
 
 
 class Norm(NamedTuple):
-    """A norm's weights, or their gradients."""
+    """Or gradients."""
 
     weight: Tensor  # (D,)
     bias: Tensor | None = None  # (D,) of a LayerNorm
@@ -20,27 +20,24 @@ class Norm(NamedTuple):
 
     @property
     def copies(self) -> bool:
-        """Whether `norm` fills its argument `copy`: RMSNorm's kernel does, LayerNorm's does not."""
+        """Whether `norm` fills `copy`: RMSNorm alone."""
         return self.bias is None
 
     @property
     def factor(self) -> Tensor:
-        """What normalised features are multiplied by: (D,), in fp32 where 1 is added."""
+        """(D,), fp32 where 1 is added."""
         return 1 + self.weight.float() if self.add_one else self.weight
 
 
 class Stats(NamedTuple):
-    """A norm's statistics of each token, for its backward."""
+    """By token, for backward."""
 
     rstd: Tensor  # (N,) fp32
-    mean: Tensor | None = None  # (N,) fp32, of a LayerNorm
+    mean: Tensor | None = None  # LayerNorm: (N,) fp32
 
 
 def norm(x: Tensor, w: Norm | None, eps: float, copy: Tensor | None = None) -> tuple[Tensor, Stats | None]:
-    """(y (N, D), statistics for norm_backward); x itself where there is no norm.
-
-    RMSNorm also copies x into `copy`, unless they are one tensor.
-    """
+    """(y (N, D), statistics); x itself without a norm. RMSNorm fills `copy` with x."""
     if w is None:
         return x, None
     if w.bias is None:
@@ -59,7 +56,7 @@ def norm_backward(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of x (N, D), plus dresidual, in `out` where given; those of the weights are added to g."""
+    """Gradient of x, plus dresidual; adds the weights' to g."""
     if w is None or g is None or stats is None:
         return dy if dresidual is None else torch.add(dy, dresidual, out=out)
     dweight = or_scratch(g.weight, w.weight)

@@ -9,12 +9,12 @@ from typing import Any
 from trireme.models.keys import InputError, Keys
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # layer_types of transformers
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding, a table of angles. The fields after `kind` are used by the kinds that they name."""
+    """A table of angles; comments name a field's kinds."""
 
     theta: float
     kind: str = "default"
@@ -22,22 +22,21 @@ class Rope:
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     original_positions: int = 0  # llama3, yarn, longrope
-    width: int = 0  # features of a head that are rotated, the first ones; 0: all
-    attention_factor: float = 1.0  # multiplies cos and sin: yarn, longrope
+    width: int = 0  # first features of a head that are rotated; 0: all
+    attention_factor: float = 1.0  # of cos and sin: yarn, longrope
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    short_factors: tuple[float, ...] = ()  # longrope: divide the frequencies up to original_positions
+    short_factors: tuple[float, ...] = ()  # longrope: frequencies' divisors up to original_positions
     long_factors: tuple[float, ...] = ()  # longrope: beyond
 
 
 def parse_ropes(
     keys: Keys, theta: float, local_theta: float | None, head_dim: int, positions: int, typed: bool
 ) -> tuple[Rope, Rope]:
-    """(Rope of layers with full attention, of those with a window); the thetas are defaults.
+    """(Rope of full attention, of layers with a window); the thetas are defaults.
 
-    One set of parameters serves both, unless the family has a theta for layers with a window, or gives parameters per
-    layer type (`typed`).
+    They differ by a local theta or parameters per layer type (`typed`).
     """
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     params = keys.raw.get(name) or {}
@@ -61,10 +60,10 @@ def parse_ropes(
 def _parse(keys: Keys, inner: Keys, theta: float, head_dim: int, positions: int) -> Rope:
     kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
     if kind == "su" or kind == "yarn" and "short_factor" in inner.raw:
-        kind = "longrope"  # by its first names
+        kind = "longrope"  # its first names
     if kind not in KINDS:
         raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(KINDS)}.')
-    inner.refuse_unless("llama_4_scaling_beta", (None,))  # queries scaled by their position
+    inner.refuse_unless("llama_4_scaling_beta", (None,))  # position-scaled queries
     theta = inner.number("rope_theta", theta)
     width = _width(keys, inner, head_dim)
     if kind == "default":
@@ -105,7 +104,7 @@ def _width(keys: Keys, inner: Keys, head_dim: int) -> int:
 
 
 def _yarn_attention(inner: Keys, factor: float) -> float:
-    """The usual attention factor of yarn, as of transformers."""
+    """transformers' default."""
     mscale = lambda by: 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
     if inner.raw.get("mscale") and inner.raw.get("mscale_all_dim"):
         return mscale(inner.number("mscale")) / mscale(inner.number("mscale_all_dim"))

@@ -1,4 +1,4 @@
-"""What the blocks are told about the packed tokens of a micro-batch: documents, positions, rotation tables."""
+"""A micro-batch's packed tokens: documents, positions, rotation tables."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from trireme.models.rope import Rope
 
 
 class Table(NamedTuple):
-    """Rotation by position, the run's, the same object in every micro-batch."""
+    """Rotation by position, one object for the whole run."""
 
-    cos: Tensor  # (P, r/2) fp32, P at least the longest document, r the features that are rotated
+    cos: Tensor  # (P, r/2) fp32, P >= longest document, r rotated features
     sin: Tensor
 
 
-Tables = tuple["Table | None", "Table | None"]  # of layers in general, and of those with a window if it is another
+Tables = tuple["Table | None", "Table | None"]  # (general, of layers with a window if different)
 
 
 class Rows(NamedTuple):
     """N packed tokens."""
 
     docs: ops.Docs
-    rope: Table | None  # None with learned positions
-    local: Table | None  # of layers with a window, where it is another
+    rope: Table | None  # None: learned positions
+    local: Table | None  # of layers with a window, if different
 
     def table(self, cfg: ModelConfig, layer: int) -> Table | None:
-        """The table of a layer; None for a layer without."""
+        """None for an unrotated layer."""
         if layer in cfg.unrotated:
             return None
         return self.local if self.local is not None and cfg.layer_window(layer) else self.rope
 
 
 def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
-    """Rows of documents of these lengths; `tables` from rope_tables."""
+    """Of documents of these lengths."""
     return Rows(ops.make_docs(lengths, device), *tables)
 
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
-    """Tables for positions below `length`, made once a run. With longrope the run's length decides which they are."""
+    """For positions below `length`, once a run: longrope's choice depends on it."""
 
     def table(rope: Rope | None) -> Table | None:
         if rope is None:
@@ -56,7 +56,7 @@ def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Ta
 
 
 def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
-    """(width/2,) fp32: the angle that each pair of features turns by per position."""
+    """(width/2,) fp32: angle per position."""
     freq = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if rope.kind == "linear":
         return 1.0 / freq / rope.factor
@@ -71,7 +71,7 @@ def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
 
 
 def _yarn(freq: Tensor, rope: Rope) -> Tensor:
-    """YaRN (Peng et al. 2023): features of few turns in the original context are stretched, of many kept."""
+    """YaRN (Peng et al. 2023): features of few turns in the original context are stretched."""
     width = 2 * len(freq)
 
     def feature(turns: float) -> float:
@@ -87,8 +87,8 @@ def _yarn(freq: Tensor, rope: Rope) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, rope: Rope) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    turns = rope.original_positions * inv_freq / (2 * math.pi)  # full turns within the original context
+    """Llama 3.1: long wavelengths stretched by `factor`, short kept, between blended."""
+    turns = rope.original_positions * inv_freq / (2 * math.pi)  # in the original context
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
     return kept * inv_freq + (1 - kept) * inv_freq / rope.factor

@@ -1,8 +1,7 @@
 """Names and shapes of weights and saved tensors, and what computing with them costs. No torch.
 
-Legend: N tokens, D width, H query heads, K key/value heads, d head width, F hidden width, V vocabulary. A unit u is the
-embedding (0), a block or, where cfg.halves, one of its halves (1..n_units - 2), or the head (n_units - 1). `pairs`
-counts the (query, key) pairs that one layer attends to, as attended_pairs gives it. FLOPs count two per multiply-add.
+Legend: N tokens, D width, H query heads, K key/value heads, d head width, F hidden width, V vocabulary. `pairs`:
+(query, key) pairs that one layer attends to (attended_pairs). FLOPs count two per multiply-add.
 """
 
 from __future__ import annotations
@@ -19,26 +18,25 @@ HALVES = ("attention", "mlp")
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
-    """Names of the units in order, fit for file names and log lines."""
+    """In order, for file names and log lines."""
     short = {"block": "block", "attention": "attn", "mlp": "mlp"}
     inner = (f"{short[kind(cfg, u)]}{layer(cfg, u):03d}" for u in range(1, cfg.n_units - 1))
     return ["embed", *inner, "head"]
 
 
 def kind(cfg: ModelConfig, u: int) -> str:
-    """What unit u is: "embed", "block", "attention", "mlp" or "head"."""
+    """ "embed", "block", "attention", "mlp" or "head"."""
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
     return HALVES[(u - 1) % 2] if cfg.halves else "block"
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
-    """The kinds of the units between embedding and head, in the order in which they make a block."""
+    """Unit kinds of a block, in order."""
     return HALVES if cfg.halves else ("block",)
 
 
 def layer(cfg: ModelConfig, u: int) -> int:
-    """The layer that unit u, a block or half of one, is of."""
     return (u - 1) // len(inner_kinds(cfg))
 
 
@@ -46,22 +44,22 @@ def layer(cfg: ModelConfig, u: int) -> int:
 
 
 def embedding_name(cfg: ModelConfig) -> str:
-    """Name of the token embedding (V, D)."""
+    """Token embedding (V, D)."""
     return f"{cfg.names.embed}.weight"
 
 
 def output_name(cfg: ModelConfig) -> str:
-    """Name of the output matrix (V, D): the token embedding where they are tied."""
+    """Output matrix (V, D); the token embedding if tied."""
     return embedding_name(cfg) if cfg.tied else f"{cfg.names.output}.weight"
 
 
 def weight_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """(name, shape) of a unit's tensors by their Hugging Face names, grouped for storage.layout.pack."""
+    """A unit's (Hugging Face name, shape), grouped for storage.layout.pack."""
     return [group for part in weight_parts(cfg, u) for group in part]
 
 
 def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
-    """A unit's weight_groups by the parts of the unit: a block's are its attention and its MLP."""
+    """weight_groups by part: a block's are its attention and MLP."""
     what = kind(cfg, u)
     if what == "embed":
         return [_embed_groups(cfg)]
@@ -74,7 +72,7 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
 
 
 def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
-    """The trained of a unit's weight_parts, and the adapters of each part."""
+    """Without the frozen, with adapters."""
     lora = cfg.lora if 0 < u < cfg.n_units - 1 else None
     return [
         [group for group in part if not is_frozen(cfg, group)] + (_adapter_groups(cfg, lora, part) if lora else [])
@@ -83,12 +81,11 @@ def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
 
 
 def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """Those of a unit's weight_groups that are not trained."""
     return [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
 
 
 def is_frozen(cfg: ModelConfig, group: Group) -> bool:
-    """Whether a group matches cfg.frozen. InputError where only some of its tensors do: they are one product."""
+    """Whether cfg.frozen matches. Raises InputError where it matches only some tensors: they are one product."""
     found = [any(fnmatchcase(name, pattern) for pattern in cfg.frozen) for name, _ in group]
     if any(found) and not all(found):
         raise InputError(f"{', '.join(name for name, _ in group)} are one product here: freeze all of them, or none.")
@@ -96,7 +93,7 @@ def is_frozen(cfg: ModelConfig, group: Group) -> bool:
 
 
 def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[Group]:
-    """The adapters of a part of a unit: of each product every A (rank, in), neighbours, and every B (out, rank)."""
+    """Of each product every A (rank, in), neighbours, and every B (out, rank)."""
     found: list[Group] = []
     for group in groups:
         matrices = [(name.removesuffix(".weight"), shape) for name, shape in group if len(shape) == 2]
@@ -109,7 +106,7 @@ def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[G
 
 
 def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Features of each of the matrices that make a product, by their names within a block."""
+    """Features of each matrix of a product, by names within a block."""
     own = cfg.names
     if names == own.qkv:
         return (cfg.qkv_width,) if len(names) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
@@ -130,7 +127,7 @@ def _head_groups(cfg: ModelConfig) -> list[Group]:
 
 
 def _norm(cfg: ModelConfig, *names: str) -> list[Group]:
-    """The norms of these names over the width; "" names none."""
+    """Over the width; "" is none."""
     return [group for name in names if name for group in _one_norm(cfg, name)]
 
 
@@ -140,7 +137,7 @@ def _one_norm(cfg: ModelConfig, name: str) -> list[Group]:
 
 
 def _matrix(cfg: ModelConfig, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Group:
-    """Neighbouring matrices whose products are of `rows` features each, from `columns`."""
+    """Neighbours, each of `rows` features."""
     return [
         (f"{name}.weight", (columns, n) if cfg.names.in_out else (n, columns))
         for name, n in zip(names, rows, strict=True)
@@ -184,7 +181,7 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
 
 
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:
-    """Number of parameters of a unit, or of the model."""
+    """Of a unit, or of the model."""
     units = range(cfg.n_units) if u is None else [u]
     return sum(prod(shape) for i in units for group in weight_groups(cfg, i) for _, shape in group)
 
@@ -193,7 +190,7 @@ def parameters(cfg: ModelConfig, u: int | None = None) -> int:
 
 
 def up_name(cfg: ModelConfig) -> str:
-    """Name of the MLP's first product."""
+    """The MLP's first product."""
     return "gate_up" if cfg.gated else "fc"
 
 
@@ -203,10 +200,9 @@ def up_width(cfg: ModelConfig) -> int:
 
 
 def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str, tuple[tuple[int, ...], str]]:
-    """name -> (shape, "compute" or "F32") of what a block's forward can save for its backward, besides its input x.
+    """name -> (shape, "compute" or "F32") of what a block's forward can save beside its input.
 
-    Any subset may be kept; backward recomputes the rest, and the gradients are the same to the bit. attn_out without
-    lse (attention.recall) is kept for nothing. Each half has its own; `resid`, between them, is the second's input.
+    Any subset gives the same bits; attn_out and lse only serve together.
     """
     N = tokens
     found: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -226,7 +222,7 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
 
 
 def saved_bytes(cfg: ModelConfig, tokens: int, itemsize: int, kind: str = "block") -> dict[str, int]:
-    """name -> bytes of each tensor of saved_shapes, with `itemsize` bytes an element of the compute dtype."""
+    """name -> bytes of saved_shapes, `itemsize` per compute element."""
     shapes = saved_shapes(cfg, tokens, kind)
     return {name: prod(shape) * (4 if dtype == "F32" else itemsize) for name, (shape, dtype) in shapes.items()}
 
@@ -235,7 +231,7 @@ def saved_bytes(cfg: ModelConfig, tokens: int, itemsize: int, kind: str = "block
 
 
 def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
-    """(query, key) pairs of causal attention within documents of these lengths, with a sliding window or none (0)."""
+    """Causal, within documents of these lengths; window 0: none."""
 
     def pairs(n: int) -> int:
         full = min(n, window) if window else n
@@ -245,7 +241,7 @@ def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
 
 
 def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
-    """Attended pairs of a layer, the mean of all layers."""
+    """Attended pairs, mean over layers."""
     if not cfg.window:
         return attended_pairs(lengths)
     lengths, windows = list(lengths), [cfg.layer_window(i) for i in range(cfg.n_layers)]
@@ -253,7 +249,7 @@ def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
-    """Elements of the matrices of a block or half of one, by what their product makes."""
+    """Elements, by product."""
     found = {}
     if kind != "mlp":
         found["qkv"] = cfg.width * cfg.qkv_width
@@ -265,23 +261,22 @@ def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
 
 
 def attention_flops(cfg: ModelConfig, pairs: int) -> int:
-    """One layer's attention, forward: scores and weighted values."""
+    """One layer's forward: scores and weighted values."""
     return 4 * pairs * cfg.q_width
 
 
 def _adapter_params(cfg: ModelConfig, u: int) -> int:
-    """Elements of the adapters of a unit."""
     return sum(prod(shape) for part in trained_parts(cfg, u) for g in part for name, shape in g if ".lora_" in name)
 
 
 def _trained_params(cfg: ModelConfig, u: int) -> int:
-    """Elements of the matrices of a unit whose gradients are made, beside the adapters."""
+    """Of matrices, without adapters."""
     groups = [group for group in weight_groups(cfg, u) if len(group[0][1]) == 2 and not is_frozen(cfg, group)]
     return sum(prod(shape) for group in groups for _, shape in group)
 
 
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
-    """Forward of a unit. In the head `tokens` are those with a label; its forward makes the loss alone."""
+    """Of a unit. For the head, `tokens` are the labels."""
     what = kind(cfg, u)
     if what == "embed":
         return 0
@@ -292,10 +287,7 @@ def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 
 
 def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
-    """Backward of a unit without recomputation: two products for each of forward's, in attention five for two.
-
-    Of a frozen matrix there is one, for the gradient of its input.
-    """
+    """Without recomputation: two products for each of forward's, one if frozen; attention five for two."""
     what = kind(cfg, u)
     if what in ("embed", "head"):
         frozen = is_frozen(cfg, [(output_name(cfg), ())])
@@ -306,7 +298,7 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 
 
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
-    """What the backward of a block or half of one adds to rebuild those of its saved_shapes not in `kept`."""
+    """To rebuild saved_shapes not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
     linear = sum(n for name, n in _linear_params(cfg).items() if name in missing)
     attention = attention_flops(cfg, pairs) if missing & {"attn_out", "lse"} else 0
@@ -314,10 +306,10 @@ def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: 
 
 
 def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
-    """FLOPs of a training step as MFU counts them: three times forward, of matrices and attention; no recomputation.
+    """FLOPs of a training step as MFU counts them: three times forward's matrices and attention, no recomputation.
 
-    That is 6 a token and matrix parameter (the output matrix counts, looking up an embedding does not), and 12 a pair
-    and query feature in each layer. Of a frozen matrix two thirds.
+    That is 6 a token and matrix parameter (output matrix included, embedding not), 4 if frozen, and 12 a pair and query
+    feature by layer.
     """
     matrices = cfg.n_layers * sum(_linear_params(cfg).values()) + cfg.vocab * cfg.width
     if not cfg.frozen and cfg.lora is None:
@@ -330,20 +322,20 @@ def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
 
 # ---------------------------------------------------------------- memory
 
-LOSS_CHUNK = 2048  # rows of logits at a time: the default of linear_cross_entropy
-PROGRAMS = 1024  # rows of fp32 partial sums that a norm's backward holds, at most
-SLACK = 1 << 20  # small things
+LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
+PROGRAMS = 1024  # most rows of fp32 partial sums in a norm's backward
+SLACK = 1 << 20
 
 
 def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_itemsize: int | None = None) -> int:
     """Upper bound of a unit's temporaries on the GPU, forward or backward, with nothing saved.
 
-    `itemsize` is of the compute dtype, `grad_itemsize` of the gradients (default: the same). What the caller owns (x,
-    dy, dx, weights, gradients, saved tensors) is not counted, nor is cuBLAS's workspace.
+    Item sizes of compute dtype and gradients (default: the same). Excludes the caller's tensors (x, dy, dx, weights,
+    gradients, saved) and cuBLAS's workspace.
     """
     if u == 0:
         extra = tokens * cfg.width * itemsize * (cfg.rope is None or cfg.embed_scale != 1.0)
-        sums = (tokens // 8 + 8) * cfg.width  # the gradient sorts the ids; fp32 sums of those that are frequent
+        sums = (tokens // 8 + 8) * cfg.width  # sorted ids; fp32 sums of frequent ones
         return extra + sums + 80 * tokens + SLACK
     partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
     if u == cfg.n_units - 1:
@@ -352,26 +344,23 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
 
 
 def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) -> int:
-    """The fullest moment of a block or half of one: the sum of what is alive at each place that is named here.
-
-    Those places, where tensors are let go of, bear this function's name in turn.
-    """
+    """The fullest moment: a sum of live tensors. Each `del` that it counts on names it."""
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
     act = tokens * cfg.ffn * itemsize
     up = tokens * up_width(cfg) * itemsize
-    row = tokens * 4  # one fp32 number a token
+    row = tokens * 4  # one fp32 a token
     lse = cfg.n_heads * row
-    # branch.branch_backward: dy times its factor; a product, its norm, its gradient; the product of the other half
+    # branch.branch_backward: scaled dy; product, norm, gradient; the other half's product
     behind = x * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
-    normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # q, k after their norms
+    normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # normed q, k
     result = qkv + normed + attn + lse  # attention.Result
-    to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, the row sums of dout * out
-    activation = 2 * (up + act)  # mlp.backward: the activation and its argument, with their gradients
+    to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, row sums of dout * out
+    activation = 2 * (up + act)  # mlp.backward: activation, argument, their gradients
     moments = {
         "attention": (
             x + qkv,  # attention._project
             result + to_qkv,
-            qkv + x,  # attention.backward_to_x: dqkv, and y or its gradient
+            qkv + x,  # attention.backward_to_x: dqkv; y or its gradient
         ),
         "mlp": (x + activation, x + up + x),  # mlp.backward: y; then d_up, y or d_norm
         "block": (
@@ -384,12 +373,12 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
             x + x + x,
         ),
     }
-    rank = 3 * cfg.lora.rank if cfg.lora else 0  # of a fused layer's adapters
+    rank = 3 * cfg.lora.rank if cfg.lora else 0  # fused adapters
     return max(moments[kind]) + behind + 4 * row + 3 * tokens * rank * itemsize
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:
-    """The norm's result, one chunk of logits with the rows that make it; fp32 sums where the gradient is narrower."""
+    """Norm's result, a chunk's logits and rows, fp32 sums for narrower gradients."""
     chunk = min(tokens, LOSS_CHUNK)
     sums = 4 * cfg.vocab * cfg.width if grad_itemsize < 4 and tokens > chunk else 0
     return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens
