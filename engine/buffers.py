@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
-from trireme.models import shapes
+from trireme.models import costs
 from trireme.storage.layout import ITEMSIZE, round_up
 
 ENDS = ("embed", "head", "ends")  # size classes of which one unit at a time is in use
@@ -165,7 +165,7 @@ def workspace(geo: Geometry, plan: Plan) -> int:
     """GPU bytes beside the named buffers: the largest unit's temporaries, the rotary table, inputs, fragmentation."""
     wide = 4 if plan.n_micro > 1 else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.n_units)}.values()  # a unit of each kind
-    temporaries = max(shapes.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each)
+    temporaries = max(costs.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each)
     inputs = plan.tokens * plan.n_micro * 48
     return round_up(int(temporaries * 1.02)) + inputs
 

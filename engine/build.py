@@ -20,7 +20,7 @@ from trireme.engine.plan import Limits, Plan
 from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
 from trireme.engine.weights import UnitStream
-from trireme.models import shapes
+from trireme.models import costs
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Tables, make_rows
 
@@ -84,5 +84,5 @@ def inputs(cfg: ModelConfig, micro_batch: MicroBatch, tables: Tables, device: to
     tensors = (torch.from_numpy(micro_batch.ids).long(), labels, loss_rows)
     ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in tensors)
     packed = Packed(ids, labels, loss_rows, make_rows(micro_batch.lengths, tables, device))
-    pairs = shapes.layer_pairs(cfg, micro_batch.lengths)
+    pairs = costs.layer_pairs(cfg, micro_batch.lengths)
     return Inputs(len(labels), len(loss_rows), pairs, packed)

@@ -25,7 +25,7 @@ from trireme.engine.memory import Memory, OnGpu, flat
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan
 from trireme.engine.weights import UnitStream, Weights
-from trireme.models import head, model, shapes
+from trireme.models import costs, head, model
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Rows
 from trireme.storage.devices import Device
@@ -211,7 +211,7 @@ def _forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu
         model.forward(e.cfg, u, _weights(e, u, w), _rows(e, x, mb), rows, saved, _rows(e, out, mb))
 
     ready = _ready(w, x, out, *spans.values())
-    done = e.compute("forward", u, forward, ready, shapes.forward_flops(e.cfg, u, mb.tokens, mb.pairs))
+    done = e.compute("forward", u, forward, ready, costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs))
     for saved in spans:
         swap.send(saved, mb.tokens, done)
     if not train or source.tier != "gpu":
@@ -262,8 +262,8 @@ def _loss(
         losses.append(head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out))
 
     ready = _ready(*w.values(), x, *g.values())
-    flops = shapes.forward_flops(e.cfg, u, mb.trained, mb.pairs)
-    flops += shapes.backward_flops(e.cfg, u, mb.trained, mb.pairs) if g else 0
+    flops = costs.forward_flops(e.cfg, u, mb.trained, mb.pairs)
+    flops += costs.backward_flops(e.cfg, u, mb.trained, mb.pairs) if g else 0
     done = e.compute("loss", u, loss, (*ready, *(dx.ready if dx else ())), flops)
     swap.release(source, done)
     if g:
@@ -309,8 +309,8 @@ def _backward_block(e: Engine, u: int, b: int, w: Weights, gradient: Gradient, m
 
     ready = _ready(w, x, dy, *spans.values(), dx, gradient)
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
-    flops = shapes.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
-    flops += shapes.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
+    flops = costs.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
+    flops += costs.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
     done = e.compute("backward", u, backward, ready, flops)
     for used in (source, *spans, above):
         swap.release(used, done)

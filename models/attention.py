@@ -72,7 +72,7 @@ def forward(
     attn_out, lse = _attend(cfg, layer, _heads(cfg, layer, w, qkv, rows), rows, saved.get("attn_out"), attend)
     if "lse" in saved:
         saved["lse"].copy_(lse)
-    del qkv, lse  # shapes._block_workspace
+    del qkv, lse  # costs._block_workspace
     add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out, saved.get("attn_branch"))
 
 
@@ -90,7 +90,7 @@ def backward(
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     result = recall(cfg, layer, w, x, saved, rows)
     dqkv = backward_to_qkv(cfg, layer, w, g, result, dy, rows, saved.get("attn_branch"))
-    del result  # shapes._block_workspace
+    del result  # costs._block_workspace
     backward_to_x(cfg, w, g, x, dqkv, dy, dx)
 
 
@@ -146,7 +146,7 @@ def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, dqkv: Ten
     """Fills dx: the gradient through qkv, plus dy."""
     y, stats = norm(x, w.norm, cfg.eps)
     add_gradients_(g.qkv, w.qkv, y, dqkv)
-    del y  # shapes._block_workspace
+    del y  # costs._block_workspace
     norm_backward(linear_backward(dqkv, w.qkv), x, w.norm, stats, g.norm, dy, dx)
 
 

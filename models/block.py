@@ -56,8 +56,8 @@ def backward(
         result = recall()
         resid, product = attention.residual(cfg, w.attention, x, result.out, product)
     dresid = mlp.backward(cfg, w.mlp, g.mlp, resid, saved, dy)
-    del resid  # shapes._block_workspace
+    del resid  # costs._block_workspace
     result = result or recall()
     dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result, dresid, rows, product)
-    del result, product  # shapes._block_workspace
+    del result, product  # costs._block_workspace
     attention.backward_to_x(cfg, w.attention, g.attention, x, dqkv, dresid, dx)

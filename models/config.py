@@ -1,44 +1,23 @@
 """What a Hugging Face config.json says, checked and reduced to the numbers that the blocks need. No torch.
 
-A family is a row of FAMILIES; code elsewhere never asks for one.
+Nothing behind this file asks for a family's name.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from trireme.models import names
-from trireme.models.keys import InputError, Keys
-from trireme.models.names import Names
-from trireme.models.rope import GLOBAL, LOCAL, Rope, parse_ropes
+from trireme.models.families.keys import InputError, Keys
+from trireme.models.families.names import Names
+from trireme.models.families.rope import Rope, parse_ropes
+from trireme.models.families.table import FAMILIES, SILU, Family
+from trireme.models.families.windows import sliding_window, unrotated_layers
 from trireme.storage.untrusted import read_small
 
 LARGEST = 1 << 20  # of config.json
-MOST_LAYERS = 1 << 16  # for lists by layer
-SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
-SPELLED = dict(  # field -> key of config.json
-    vocab="vocab_size",
-    width="hidden_size",
-    n_layers="num_hidden_layers",
-    n_heads="num_attention_heads",
-    ffn="intermediate_size",
-    max_positions="max_position_embeddings",
-    eps="rms_norm_eps",
-    act="hidden_act",
-)
-OLD_SPELLED = dict(
-    vocab="vocab_size",
-    width="n_embd",
-    n_layers="n_layer",
-    n_heads="n_head",
-    ffn="n_inner",
-    max_positions="n_positions",
-    eps="layer_norm_epsilon",
-    act="activation_function",
-)
 # Keys that change the mathematics -> accepted values.
 INERT = {
     "partial_rotary_factor": (None, 1, 1.0),
@@ -56,10 +35,7 @@ INERT = {
     "logits_scaling": (None, 1, 1.0),
     "no_rope_layers": (None,),
 }
-
-
-Flag = bool | tuple[str, bool]  # fixed, or (key, default)
-BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
+SUPPORTED = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -76,112 +52,6 @@ class Lora:
 
     def adapts(self, module: str) -> bool:
         return any(f".{module}".endswith(f".{target}") for target in self.targets)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a model_type's models share. Defaults are those of transformers."""
-
-    known_as: str
-    names: Names = names.SPLIT
-    spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
-    layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
-    add_one: bool = False  # norms multiply by 1 + weight
-    gated: bool = True  # otherwise an activation between two products
-    acts: tuple[str, ...] = SILU  # the first is the default
-    qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
-    rotary: bool = True
-    partial: bool = False  # reads partial_rotary_factor
-    theta: float = 10000.0
-    local_theta: float | None = None  # of layers with a window; None: theta
-    kv_heads: int | None = None  # None: one a query head
-    head_dim: int | None = None  # None: width / heads
-    max_positions: int = 2048
-    eps: float = 1e-6
-    tied: bool = False
-    qkv_bias: Flag = False
-    o_bias: Flag = False
-    mlp_bias: Flag = False
-    windows: Literal["none", "all", "above", "pattern"] = "none"  # with a sliding window
-    window: int | None = 4096
-    period: int = 0  # every period-th layer has no window; 0: all have
-    unrotated: Literal["", "listed", "full"] = ""  # no_rope_layers; layers without window
-    scaled: bool = False  # reads scales of embedding, attention, branches, logits
-    query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
-    embed_root: bool = False  # the embedding's factor is sqrt(width)
-    by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
-
-    @property
-    def accepts(self) -> set[str]:
-        """Keys of INERT that it reads."""
-        found = {"query_pre_attn_scalar"} if self.query_scale else set()
-        if self.partial:
-            found |= {"partial_rotary_factor"}
-        if self.scaled:
-            found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
-        return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())
-
-
-FAMILIES = {
-    "gpt2": Family(
-        "GPT-2, DistilGPT-2",
-        names=names.IN_OUT, spelled=OLD_SPELLED, layer_norm=True, gated=False, acts=("gelu_new", *GELU), rotary=False,
-        max_positions=1024, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, by_layer=True,
-    ),
-    "llama": Family(
-        "LLaMA 1 to 3, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distills",
-        qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS,
-    ),
-    "mistral": Family("Mistral 7B, Nemo, Small (text)", kv_heads=8, max_positions=131072, windows="all"),
-    "qwen2": Family("Qwen 1.5 to 2.5", kv_heads=32, max_positions=32768, qkv_bias=True, windows="above"),
-    "qwen3": Family(
-        "Qwen 3 (dense)",
-        kv_heads=32, head_dim=128, max_positions=32768, qk_norm="head", qkv_bias=BIAS,
-        o_bias=BIAS, windows="above",
-    ),
-    "phi3": Family(
-        "Phi-3, 3.5 and 4 (text)",
-        names=names.PACKED, partial=True, max_positions=4096, eps=1e-5, windows="all", window=None,
-    ),
-    "smollm3": Family(
-        "SmolLM3",
-        kv_heads=4, max_positions=32768, theta=2e6, tied=True, qkv_bias=BIAS, o_bias=BIAS,
-        mlp_bias=MLP_BIAS, windows="pattern", window=None, unrotated="listed",
-    ),
-    "granite": Family("Granite 3 (dense)", qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS, scaled=True),
-    "starcoder2": Family(
-        "StarCoder 2",
-        names=names.PLAIN_MLP, spelled=SPELLED | dict(eps="norm_epsilon"), layer_norm=True, gated=False, acts=GELU,
-        kv_heads=2, max_positions=4096, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, windows="all",
-        window=None,
-    ),
-    "olmo2": Family(
-        "OLMo 2",
-        names=names.POST, qk_norm="width", eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
-    ),
-    "olmo3": Family(
-        "OLMo 3",
-        names=names.POST, qk_norm="width", eps=1e-5, theta=5e5, qkv_bias=BIAS, o_bias=BIAS,
-        windows="pattern", period=4,
-    ),
-    "exaone4": Family(
-        "EXAONE 4",
-        names=names.POST, qk_norm="head", eps=1e-5, kv_heads=32, windows="pattern", period=4, unrotated="full",
-    ),
-    "seed_oss": Family(
-        "Seed-OSS",
-        kv_heads=8, head_dim=128, max_positions=524288, qkv_bias=("attention_bias", True),
-        o_bias=("attention_out_bias", False), mlp_bias=MLP_BIAS,
-    ),
-    "gemma3_text": Family(
-        "Gemma 3 (270M, 1B)",
-        names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
-        theta=1e6, local_theta=1e4, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
-        qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6, query_scale=True,
-        embed_root=True,
-    ),
-}  # fmt: skip
-SUPPORTED = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -351,7 +221,7 @@ def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers
     """Fields of ModelConfig."""
     if not family.rotary:
         return {}
-    window, first, full = _window(keys, family, layers)
+    window, first, full = sliding_window(keys, family, layers)
     rope, local = parse_ropes(keys, family.theta, family.local_theta, head_dim, positions, family.windows == "pattern")
     if rope.width and not family.partial:
         raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
@@ -359,69 +229,10 @@ def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers
     if local != rope and window:
         found["local_rope"] = local
     if family.unrotated == "listed":
-        found["unrotated"] = _unrotated(keys, layers)
+        found["unrotated"] = unrotated_layers(keys, layers)
     elif family.unrotated:
         found["unrotated"] = full
     return found
-
-
-def _window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
-    """(window, its first layer, later layers without it); (0, 0, ()) for none."""
-    given = "sliding_window" in keys.raw
-    absent = keys.raw["sliding_window"] is None if given else family.window is None
-    window = 0 if absent else keys.count("sliding_window", family.window)
-    if family.windows == "all":
-        return window, 0, ()
-    if family.windows == "pattern":
-        return _pattern(keys, family, layers, window)
-    if family.windows == "none" or not keys.flag("use_sliding_window", False):
-        window = 0
-    first = keys.raw.get("max_window_layers", 28)
-    if type(first) is not int or first < 0:
-        raise keys.error("max_window_layers", "an integer >= 0")
-    first = min(first, layers) if window else layers
-    types = keys.raw.get("layer_types")
-    wanted = lambda: [GLOBAL] * first + [LOCAL] * (layers - first)
-    if types is not None and not (isinstance(types, list) and len(types) == layers and types == wanted()):
-        raise InputError(
-            f'{keys.where}: "layer_types" must be full_attention in the first {first} layers and sliding_attention in '
-            "the others, as use_sliding_window and max_window_layers say; other patterns are not supported."
-        )
-    return (window, first, ()) if first < layers else (0, 0, ())
-
-
-def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int, int, tuple[int, ...]]:
-    """As _window, by `layer_types` or the family's period."""
-    _few(keys, layers)
-    types = keys.raw.get("layer_types")
-    if types is None:
-        period = keys.count("sliding_window_pattern", family.period or (layers + 1 if window else 1))
-        types = [GLOBAL if (i + 1) % period == 0 else LOCAL for i in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not all(t in (GLOBAL, LOCAL) for t in types):
-        raise keys.error("layer_types", f"a list of {layers} names, each {GLOBAL} or {LOCAL}")
-    if LOCAL not in types:
-        return 0, 0, ()
-    if not window:
-        raise keys.error("sliding_window", f"a positive integer, as layer_types names {LOCAL}")
-    return window, 0, tuple(i for i, kind in enumerate(types) if kind == GLOBAL)
-
-
-def _unrotated(keys: Keys, layers: int) -> tuple[int, ...]:
-    """Layers without rope."""
-    _few(keys, layers)
-    rotated = keys.raw.get("no_rope_layers")
-    if rotated is None:
-        every = keys.count("no_rope_layer_interval", 4)
-        rotated = [int((i + 1) % every != 0) for i in range(layers)]
-    if not isinstance(rotated, list) or len(rotated) != layers or not all(r in (0, 1) for r in rotated):
-        raise keys.error("no_rope_layers", f"a list of {layers} times 0 or 1")
-    return tuple(i for i, r in enumerate(rotated) if not r)
-
-
-def _few(keys: Keys, layers: int) -> None:
-    """Raises InputError where lists of all layers would fill the RAM."""
-    if layers > MOST_LAYERS:
-        raise keys.error("num_hidden_layers", f"at most {MOST_LAYERS}")
 
 
 def _scales(keys: Keys, family: Family, width: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trireme.kernels import ops
-from trireme.models import head, model, shapes
+from trireme.models import costs, head, model, shapes
 from trireme.models.attention import Attend
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Rows, make_rows, rope_tables
@@ -70,7 +70,7 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
     """Upper bound of generate's bytes beside a unit's weights; itemsize of the compute dtype."""
     positions, tokens = n_prompts * (length + max_new), n_prompts * length
     cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
-    blocks = [shapes.workspace_bytes(cfg, u, tokens, itemsize) for u in range(1, 3 if cfg.halves else 2)]
+    blocks = [costs.workspace_bytes(cfg, u, tokens, itemsize) for u in range(1, 3 if cfg.halves else 2)]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
     single = 2 * positions * cfg.q_width * (itemsize + 4)  # a layer's cache, repeated per head, and in fp32
     ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits, copied

@@ -34,9 +34,9 @@ def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], o
     """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
     y, _ = norm(x, w.norm, cfg.eps, copy=out if copies(w.norm, w.post) else None)
     up = linear(y, w.up, saved.get(up_name(cfg)))
-    del y  # shapes._block_workspace
+    del y  # costs._block_workspace
     act = _activation(cfg, up, w)
-    del up  # shapes._block_workspace
+    del up  # costs._block_workspace
     add_branch(cfg, x, act, w.down, w.norm, w.post, out, saved.get("mlp_branch"))
 
 
@@ -54,13 +54,13 @@ def backward(
     up = saved[up_name(cfg)] if up_name(cfg) in saved else linear(y, w.up)
     d_down = _branch_backward(cfg, w, g, dy, up, saved)
     d_up, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
-    del up  # shapes._block_workspace
+    del up  # costs._block_workspace
     add_gradients_(g.down, w.down, act, d_down)
-    del act, d_down  # shapes._block_workspace
+    del act, d_down  # costs._block_workspace
     add_gradients_(g.up, w.up, y, d_up)
-    del y  # shapes._block_workspace
+    del y  # costs._block_workspace
     d_norm = linear_backward(d_up, w.up)
-    del d_up  # shapes._block_workspace
+    del d_up  # costs._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
 
 

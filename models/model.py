@@ -12,10 +12,10 @@ from trireme.kernels import ops
 from trireme.models import attention, block, head, mlp, shapes
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
+from trireme.models.families.names import adapter_names
 from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Linear, fuse
 from trireme.models.lora import Adapters
-from trireme.models.names import adapter_names
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows
 

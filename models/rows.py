@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
-from trireme.models.rope import Rope
+from trireme.models.families.rope import Rope
 
 
 class Table(NamedTuple):

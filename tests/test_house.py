@@ -18,11 +18,12 @@ from trireme.engine.run.options import Options
 
 ROOT = Path(__file__).parents[1]
 BELOW = {"models", "storage", "kernels"}
-ALL = BELOW | {"engine", "engine/data", "engine/planner", "engine/run"}
+ALL = BELOW | {"models/families", "engine", "engine/data", "engine/planner", "engine/run"}
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
     "kernels/attention": {"kernels"},
-    "models": {"kernels", "storage"},
+    "models": {"kernels", "models/families", "storage"},
+    "models/families": set(),
     "storage": set(),
     "engine": BELOW,
     "engine/data": {"engine", "models", "storage"},
@@ -42,6 +43,7 @@ TORCH_FREE = [
         "engine/planner/rates",
         "models/config",
         "models/shapes",
+        "models/costs",
         "models/hf",
     ],
     *(
@@ -70,7 +72,7 @@ def module(path: Path) -> str:
 
 MODULES = {module(path): path for room in ROOMS for path in sources(room)}
 TORCH_FREE = [f"trireme.{name.replace('/', '.')}" for name in TORCH_FREE]
-TORCH_FREE += [name for name, path in MODULES.items() if path.parent.name in ("storage", "data")]
+TORCH_FREE += [name for name, path in MODULES.items() if path.parent.name in ("storage", "data", "families")]
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:

@@ -17,7 +17,7 @@ from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import RAM_SHARE, TB, Machine
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.variants import LEANS
-from trireme.models import shapes
+from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
@@ -110,8 +110,8 @@ class Forecast:
     @property
     def tflops(self) -> float:
         """10^12 model FLOPs a second: three times forward's, recomputation not counted."""
-        pairs = shapes.layer_pairs(self.cfg, self.work.lengths)
-        return shapes.model_flops(self.cfg, self.work.tokens, pairs) / self.step.step_s / 1e12
+        pairs = costs.layer_pairs(self.cfg, self.work.lengths)
+        return costs.model_flops(self.cfg, self.work.tokens, pairs) / self.step.step_s / 1e12
 
     @property
     def written(self) -> int:

@@ -14,7 +14,7 @@ from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds
 from trireme.engine.step import Engine, Inputs, train_step
-from trireme.models import shapes
+from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
 
@@ -65,7 +65,7 @@ class Batch:
         return self.tokens * self.n_micro
 
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
-        pairs = shapes.layer_pairs(cfg, self.lengths)
+        pairs = costs.layer_pairs(cfg, self.lengths)
         return [Inputs(self.tokens, self.learned, pairs)] * self.n_micro
 
 
@@ -174,7 +174,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs
     row = N * ITEMSIZE[plan.dtype]  # bytes of one feature of every token
-    attended = shapes.attention_flops(cfg, pairs)
+    attended = costs.attention_flops(cfg, pairs)
     gemm = rates.matmul * rates.gemm
     long = batch.seq_len / (batch.seq_len + HALF)
     forward_attention = attended / (rates.matmul * rates.attention * long)
@@ -201,8 +201,8 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         kept = frozenset(name for name, _ in plan.units[u].saved)
         missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
         attends, again = kind != "mlp", bool(missing & {"attn_out", "lse"})
-        once = shapes.forward_flops(cfg, u, N, pairs) - attends * attended
-        rebuilt = shapes.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
+        once = costs.forward_flops(cfg, u, N, pairs) - attends * attended
+        rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
         small = row * features[kind] / rates.copy
         summed = wide * parameters[kind] / rates.copy
         forward = once / gemm + attends * forward_attention + small
@@ -220,7 +220,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
 
 def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> float:
     """Logits, their gradient and two products: five passes over the logits, and over the fp32 gradient each chunk."""
-    chunks = -(-tokens // shapes.LOSS_CHUNK)
+    chunks = -(-tokens // costs.LOSS_CHUNK)
     moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width
-    seconds = 3 * shapes.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy
+    seconds = 3 * costs.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy
     return _launched(LOSS_KERNELS[0] + LOSS_KERNELS[1] * chunks, seconds, rates)

@@ -20,7 +20,7 @@ from trireme.engine.planner.rule import (
     simple_plan,
     spread,
 )
-from trireme.models import shapes
+from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 
 MICRO_BATCHES = 2  # sizes tried, from the rule's down
@@ -140,9 +140,9 @@ def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
 
 def front(cfg: ModelConfig, document: int) -> list[tuple[str, ...]]:
     """Sets of a block's saved tensors that no other set beats in both bytes and recomputation, thinned to two."""
-    pairs, kinds = shapes.layer_pairs(cfg, [document]), shapes.inner_kinds(cfg)
+    pairs, kinds = costs.layer_pairs(cfg, [document]), shapes.inner_kinds(cfg)
     nbytes = {name: size for kind in kinds for name, size in shapes.saved_bytes(cfg, document, 2, kind).items()}
-    rebuilt = lambda names: sum(shapes.recompute_flops(cfg, frozenset(names), document, pairs, kind) for kind in kinds)
+    rebuilt = lambda names: sum(costs.recompute_flops(cfg, frozenset(names), document, pairs, kind) for kind in kinds)
     found = sorted(
         (sum(nbytes[name] for name in names), rebuilt(names), names)
         for count in range(1, len(nbytes) + 1)

@@ -35,7 +35,7 @@ from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.verify import check_checkpoint, new_run, reopen, taken, tidy
 from trireme.engine.schedule import learning_rate
 from trireme.engine.step import Inputs, evaluate, train_step
-from trireme.models import shapes
+from trireme.models import costs
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
@@ -262,7 +262,7 @@ class Run:
         """The log's record of the step that has ended."""
         live, job = self.live, self.live.job
         tokens, trained = sum(mb.tokens for mb in micro), sum(mb.trained for mb in micro)
-        flops = sum(shapes.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
+        flops = sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
         gpu, ram = memory_in_use(job.device)
         read = sum(live.lanes.moved[lane] - self.moved[lane] for lane in READS)
         self.moved = live.lanes.moved.copy()

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from trireme.engine.planner.probe import timed
-from trireme.models import shapes
+from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 
 Call = Callable[[], object]
@@ -49,8 +49,8 @@ def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) ->
     """
     forward, backward = products(cfg, tokens, device)
     calls = [*forward, *backward, *_attention(cfg, tokens // seq, seq, device)]
-    pairs = shapes.attended_pairs([seq] * (tokens // seq), cfg.window)
-    flops = shapes.forward_flops(cfg, 1, tokens, pairs) + shapes.backward_flops(cfg, 1, tokens, pairs)
+    pairs = costs.attended_pairs([seq] * (tokens // seq), cfg.window)
+    flops = costs.forward_flops(cfg, 1, tokens, pairs) + costs.backward_flops(cfg, 1, tokens, pairs)
     return held(calls, flops, device)
 
 

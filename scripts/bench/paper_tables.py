@@ -28,7 +28,7 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.run.settle import record_size
-from trireme.models import shapes
+from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
@@ -67,8 +67,8 @@ def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int) -> fl
     reading and writing the drives add up, the two directions of the bus do not.
     """
     r, p, tokens = fuyou_server(gpu, drives).rates, shapes.parameters(cfg), sequences * SEQ
-    pairs = shapes.attended_pairs([SEQ] * sequences)
-    forward = shapes.model_flops(cfg, tokens, pairs) / 3 / FUYOU_BLOCK[gpu]
+    pairs = costs.attended_pairs([SEQ] * sequences)
+    forward = costs.model_flops(cfg, tokens, pairs) / 3 / FUYOU_BLOCK[gpu]
     checkpoint = 2 * tokens * cfg.width * cfg.n_layers
     inner = cfg.n_layers * sum(shapes.saved_bytes(cfg, tokens, 2).values())
 
@@ -170,7 +170,7 @@ def throughput() -> list[dict]:
     rows = []
     for p in THROUGHPUT:
         cfg = GPT[p.model]
-        flops = shapes.model_flops(cfg, p.sequences * SEQ, shapes.attended_pairs([SEQ] * p.sequences))
+        flops = costs.model_flops(cfg, p.sequences * SEQ, costs.attended_pairs([SEQ] * p.sequences))
         simulated = flops / fuyou_seconds(cfg, p.sequences, p.gpu, p.drives) / 1e12
         ours = best(cfg, fuyou_server(p.gpu, p.drives), p.sequences, "backward")
         alike = best(cfg, fuyou_server(p.gpu, p.drives), p.sequences, "backward", "state-ssd")

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.amounts import size
 from trireme.engine.planner.host import choose_device, memory_in_use
-from trireme.models import shapes
+from trireme.models import costs
 
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 ADAMW = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01)
@@ -154,7 +154,7 @@ def run_rival(a) -> dict:
     if not tried:
         sys.exit(f"error: {a.rival} needs more GPU memory")
     best = min(tried, key=lambda one: one["step_s"])
-    flops = shapes.model_flops(cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq)))
+    flops = costs.model_flops(cfg, a.tokens, costs.attended_pairs([a.seq] * (a.tokens // a.seq)))
     rates = {"tokens_per_s": a.tokens / best["step_s"], "model_tflops": flops / best["step_s"] / 1e12}
     speed = f"{rates['tokens_per_s']:.0f} tokens/s, {rates['model_tflops']:.1f} model TFLOP/s"
     print(f"{a.rival}, {a.model}, {a.tokens} tokens: step {best['step_s']:.3f} s, {speed}")

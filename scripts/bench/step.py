@@ -40,7 +40,7 @@ from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.run.settle import record_size
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
-from trireme.models import shapes
+from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Tables, rope_tables
 from trireme.storage.devices import open_device
@@ -201,7 +201,7 @@ def against_floor(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, 
     step_s, floor = statistics.median(run.times), floors(run.last, rates, on_cpu)
     at_work = busy(run.last) | {"ssd": measured(run.last)["ssd"]}
     bound = max(floor, key=lambda lane: floor[lane])
-    flops = shapes.model_flops(e.cfg, a.tokens, shapes.attended_pairs([a.seq] * (a.tokens // a.seq), e.cfg.window))
+    flops = costs.model_flops(e.cfg, a.tokens, costs.attended_pairs([a.seq] * (a.tokens // a.seq), e.cfg.window))
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
     for lane in floor:
         print(f"{lane:10} {floor[lane]:9.3f} {at_work.get(lane, 0):9.3f}")

@@ -3,15 +3,15 @@
 from importlib.metadata import version
 from pathlib import Path
 
-from trireme.models import names
-from trireme.models.config import FAMILIES, SILU, Family
-from trireme.models.rope import KINDS
+from trireme.models.families import names
+from trireme.models.families.rope import KINDS
+from trireme.models.families.table import FAMILIES, SILU, Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TEXT = """# Models that can be trained
 
-Made by `python scripts/dev/models.py` from `FAMILIES` in `models/config.py`: a family is a row there, never a branch in
-the code behind it. Each is tested with random weights against transformers {version}: logits and every gradient in fp32
+Made by `python scripts/dev/models.py` from `models/families/table.py`: a family is a row there, never a branch in the
+code behind it. Each is tested with random weights against transformers {version}: logits and every gradient in fp32
 within 1e-5, tables of angles to the bit, 50 steps of training within 1e-4, every set of saved tensors to the same bits,
 and a saved folder that transformers opens again with equal weights.
 

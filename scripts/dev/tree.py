@@ -9,7 +9,8 @@ PAGE = ROOT / "docs" / "tree.md"
 ROOMS = {
     "kernels": "Triton; imports torch and triton, nothing of ours. One op, one file",
     "kernels/attention": "causal flash attention over packed documents",
-    "models": "a block: weights, saved tensors, forward, backward; families; generation",
+    "models": "a block: weights, saved tensors, forward, backward; generation",
+    "models/families": "what a config.json means, per model_type; no torch",
     "storage": "bytes on the SSD; no torch, nothing of ours outside storage",
     "engine": "what a step is made of",
     "engine/data": "rows to micro-batches; no torch",

@@ -10,7 +10,7 @@ import torch
 from tiny import Tiny, empty_saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trireme.models import attention, linear, mlp, model, norm, shapes
+from trireme.models import attention, costs, linear, mlp, model, norm, shapes
 from trireme.models.config import parse_config
 from trireme.storage.layout import pack
 
@@ -66,27 +66,27 @@ def test_vectors_come_last_in_a_layout():
 def test_attended_pairs(window):
     lengths = [1, 7, 4]
     seen = sum(1 for n in lengths for q in range(n) for k in range(q + 1) if not window or q - k < window)
-    assert shapes.attended_pairs(lengths, window) == seen
+    assert costs.attended_pairs(lengths, window) == seen
 
 
 def test_pairs_of_a_layer_are_the_mean_over_windows():
     cfg = parse_config(SMALL | dict(model_type="olmo3", num_hidden_layers=4, sliding_window=3))
     lengths = [1, 7, 4]
-    by_layer = [shapes.attended_pairs(lengths, cfg.layer_window(i)) for i in range(4)]
-    assert by_layer == [by_layer[0]] * 3 + [shapes.attended_pairs(lengths)]
-    assert shapes.layer_pairs(cfg, lengths) == sum(by_layer) // 4
-    assert shapes.layer_pairs(parse_config(GPT2), lengths) == shapes.attended_pairs(lengths)
+    by_layer = [costs.attended_pairs(lengths, cfg.layer_window(i)) for i in range(4)]
+    assert by_layer == [by_layer[0]] * 3 + [costs.attended_pairs(lengths)]
+    assert costs.layer_pairs(cfg, lengths) == sum(by_layer) // 4
+    assert costs.layer_pairs(parse_config(GPT2), lengths) == costs.attended_pairs(lengths)
 
 
 def test_model_flops_are_six_a_parameter():
     cfg = parse_config(LLAMA3_8B)
     vectors = (2 * 32 + 1) * 4096
     matrices = shapes.parameters(cfg) - 128256 * 4096 - vectors
-    assert shapes.model_flops(cfg, 1000, 0) == 6 * 1000 * matrices
-    pairs = shapes.attended_pairs([1000])
-    assert shapes.model_flops(cfg, 1000, pairs) - shapes.model_flops(cfg, 1000, 0) == 12 * pairs * 32 * 4096
+    assert costs.model_flops(cfg, 1000, 0) == 6 * 1000 * matrices
+    pairs = costs.attended_pairs([1000])
+    assert costs.model_flops(cfg, 1000, pairs) - costs.model_flops(cfg, 1000, 0) == 12 * pairs * 32 * 4096
     units = range(cfg.n_units)
-    assert sum(shapes.forward_flops(cfg, u, 1000, pairs) for u in units) * 3 == shapes.model_flops(cfg, 1000, pairs)
+    assert sum(costs.forward_flops(cfg, u, 1000, pairs) for u in units) * 3 == costs.model_flops(cfg, 1000, pairs)
 
 
 def test_saved_bytes():
@@ -181,8 +181,8 @@ UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 
 def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
     cfg, forward, backward = replace(parse_config(SMALL_MODELS[name]), halves=halves), Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    sums = 8 * cfg.width * TOKENS + shapes.SLACK  # inside kernels, which these do not have
-    bound = shapes.workspace_bytes(cfg, u, TOKENS, 4) - sums
+    sums = 8 * cfg.width * TOKENS + costs.SLACK  # inside kernels, which these do not have
+    bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - sums
     assert 0 < forward.peak < backward.peak
     assert 0.98 * bound < backward.peak <= bound
 
@@ -192,7 +192,7 @@ def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
 def test_workspace_is_enough_for_every_family(name, halves, u, monkeypatch):
     cfg, forward, backward = replace(parse_config(DIALECTS[name]), halves=halves), Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = shapes.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - shapes.SLACK
+    bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > 0.7 * bound
 
@@ -206,9 +206,9 @@ def test_flops_are_those_of_the_products(name, halves, u, monkeypatch):
     for keep in (frozenset(c) for k in range(len(names) + 1) for c in combinations(names, k)):
         forward, backward = Watch(), Watch()
         _watched(cfg, u, monkeypatch, keep, forward, backward)
-        assert forward.flops == shapes.forward_flops(cfg, u, TOKENS, 0)
-        rebuilt = shapes.recompute_flops(cfg, keep, TOKENS, 0, kind)
-        assert backward.flops == shapes.backward_flops(cfg, u, TOKENS, 0) + rebuilt, keep
+        assert forward.flops == costs.forward_flops(cfg, u, TOKENS, 0)
+        rebuilt = costs.recompute_flops(cfg, keep, TOKENS, 0, kind)
+        assert backward.flops == costs.backward_flops(cfg, u, TOKENS, 0) + rebuilt, keep
 
 
 def test_halves_make_a_block():
@@ -221,7 +221,7 @@ def test_halves_make_a_block():
         for u in (1, whole.n_layers):
             pair = (2 * u - 1, 2 * u)
             assert shapes.weight_parts(whole, u) == [part for v in pair for part in shapes.weight_parts(cut, v)]
-            for count in (shapes.forward_flops, shapes.backward_flops):
+            for count in (costs.forward_flops, costs.backward_flops):
                 assert count(whole, u, 100, 5050) == sum(count(cut, v, 100, 5050) for v in pair)
         saved = {kind: shapes.saved_shapes(whole, 10, kind) for kind in ("block", *shapes.HALVES)}
         assert saved["attention"] | saved["mlp"] == {n: s for n, s in saved["block"].items() if n != "resid"}
@@ -230,10 +230,10 @@ def test_halves_make_a_block():
 
 def test_attention_flops():
     cfg = parse_config(LLAMA3_8B)
-    pairs = shapes.attended_pairs([100])
+    pairs = costs.attended_pairs([100])
     attention = 4 * pairs * 32 * 128
-    assert shapes.forward_flops(cfg, 1, 100, pairs) - shapes.forward_flops(cfg, 1, 100, 0) == attention
+    assert costs.forward_flops(cfg, 1, 100, pairs) - costs.forward_flops(cfg, 1, 100, 0) == attention
     kept = frozenset(shapes.saved_shapes(cfg, 1))
-    assert shapes.recompute_flops(cfg, kept, 100, pairs) == 0
+    assert costs.recompute_flops(cfg, kept, 100, pairs) == 0
     for name in ("attn_out", "lse"):
-        assert shapes.recompute_flops(cfg, kept - {name}, 100, pairs) == attention
+        assert costs.recompute_flops(cfg, kept - {name}, 100, pairs) == attention

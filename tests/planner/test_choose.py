@@ -20,7 +20,7 @@ from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.planner.variants import front, updated_alike
 from trireme.engine.run.settle import record_size
-from trireme.models import shapes
+from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig, Rope
 
 SMALL = replace(LLAMA, width=512, n_layers=8, n_heads=4, n_kv_heads=4, head_dim=128, ffn=1408, vocab=2048)
@@ -162,7 +162,7 @@ def test_floors_are_below_what_is_simulated():
 def test_the_front_costs_more_bytes_for_less_recomputation():
     sets = front(GPT3_13B, 1024)
     nbytes = [sum(shapes.saved_bytes(GPT3_13B, 1024, 2)[n] for n in names) for names in sets]
-    again = [shapes.recompute_flops(GPT3_13B, frozenset(names), 1024, 1 << 19) for names in sets]
+    again = [costs.recompute_flops(GPT3_13B, frozenset(names), 1024, 1 << 19) for names in sets]
     assert nbytes == sorted(nbytes)
     assert again == sorted(again, reverse=True)
     assert again[-1] == 0

@@ -12,9 +12,9 @@ def tables():
 def test_published_figures_are_met_or_the_difference_is_named(tables):
     for p in tables.THROUGHPUT:
         cfg, tokens = tables.GPT[p.model], p.sequences * tables.SEQ
-        pairs = tables.shapes.attended_pairs([tables.SEQ] * p.sequences)
+        pairs = tables.costs.attended_pairs([tables.SEQ] * p.sequences)
         seconds = tables.fuyou_seconds(cfg, p.sequences, p.gpu, p.drives)
-        ratio = tables.shapes.model_flops(cfg, tokens, pairs) / seconds / 1e12 / p.tflops
+        ratio = tables.costs.model_flops(cfg, tokens, pairs) / seconds / 1e12 / p.tflops
         assert (abs(ratio - 1) > 0.15) == bool(p.why), (p, ratio)
         assert p.why in ("", *tables.WHY)
 

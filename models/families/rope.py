@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from trireme.models.keys import InputError, Keys
+from trireme.models.families.keys import InputError, Keys
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types

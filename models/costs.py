@@ -1,0 +1,178 @@
+"""What computing with a unit costs: FLOPs, and temporaries on the GPU. No torch.
+
+Legend: N tokens, D width, F hidden width, V vocabulary. `pairs`: (query, key) pairs that one layer attends to
+(attended_pairs). FLOPs count two per multiply-add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from trireme.models.config import ModelConfig
+from trireme.models.shapes import (
+    is_frozen,
+    kind,
+    output_name,
+    saved_shapes,
+    trained_parts,
+    up_name,
+    up_width,
+    weight_groups,
+)
+
+# ---------------------------------------------------------------- FLOPs
+
+
+def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
+    """Causal, within documents of these lengths; window 0: none."""
+
+    def pairs(n: int) -> int:
+        full = min(n, window) if window else n
+        return full * (full + 1) // 2 + (n - full) * window
+
+    return sum(map(pairs, lengths))
+
+
+def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
+    """Attended pairs, mean over layers."""
+    if not cfg.window:
+        return attended_pairs(lengths)
+    lengths, windows = list(lengths), [cfg.layer_window(i) for i in range(cfg.n_layers)]
+    return sum(attended_pairs(lengths, window) * windows.count(window) for window in set(windows)) // cfg.n_layers
+
+
+def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
+    """Elements, by product."""
+    found = {}
+    if kind != "mlp":
+        found["qkv"] = cfg.width * cfg.qkv_width
+        found["attn_branch" if cfg.names.post1 else "resid"] = cfg.q_width * cfg.width
+    if kind != "attention":
+        found[up_name(cfg)] = cfg.width * up_width(cfg)
+        found["mlp_branch" if cfg.names.post2 else "out"] = cfg.ffn * cfg.width
+    return found
+
+
+def attention_flops(cfg: ModelConfig, pairs: int) -> int:
+    """One layer's forward: scores and weighted values."""
+    return 4 * pairs * cfg.q_width
+
+
+def _adapter_params(cfg: ModelConfig, u: int) -> int:
+    return sum(prod(shape) for part in trained_parts(cfg, u) for g in part for name, shape in g if ".lora_" in name)
+
+
+def _trained_params(cfg: ModelConfig, u: int) -> int:
+    """Of matrices, without adapters."""
+    groups = [group for group in weight_groups(cfg, u) if len(group[0][1]) == 2 and not is_frozen(cfg, group)]
+    return sum(prod(shape) for group in groups for _, shape in group)
+
+
+def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
+    """Of a unit. For the head, `tokens` are the labels."""
+    what = kind(cfg, u)
+    if what == "embed":
+        return 0
+    if what == "head":
+        return 2 * tokens * cfg.vocab * cfg.width
+    attention = attention_flops(cfg, pairs) if what != "mlp" else 0
+    return 2 * tokens * (sum(_linear_params(cfg, what).values()) + _adapter_params(cfg, u)) + attention
+
+
+def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
+    """Without recomputation: two products for each of forward's, one if frozen; attention five for two."""
+    what = kind(cfg, u)
+    if what in ("embed", "head"):
+        frozen = is_frozen(cfg, [(output_name(cfg), ())])
+        return (1 if frozen else 2) * forward_flops(cfg, u, tokens, pairs)
+    attention = attention_flops(cfg, pairs) if what != "mlp" else 0
+    products = sum(_linear_params(cfg, what).values()) + _trained_params(cfg, u) + 2 * _adapter_params(cfg, u)
+    return 2 * tokens * products + attention * 5 // 2
+
+
+def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
+    """To rebuild saved_shapes not in `kept`."""
+    missing = saved_shapes(cfg, tokens, kind).keys() - kept
+    linear = sum(n for name, n in _linear_params(cfg).items() if name in missing)
+    attention = attention_flops(cfg, pairs) if missing & {"attn_out", "lse"} else 0
+    return 2 * tokens * linear + attention
+
+
+def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
+    """FLOPs of a training step as MFU counts them: three times forward's matrices and attention, no recomputation.
+
+    That is 6 a token and matrix parameter (output matrix included, embedding not), 4 if frozen, and 12 a pair and query
+    feature by layer.
+    """
+    matrices = cfg.n_layers * sum(_linear_params(cfg).values()) + cfg.vocab * cfg.width
+    if not cfg.frozen and cfg.lora is None:
+        return 6 * tokens * matrices + 3 * cfg.n_layers * attention_flops(cfg, pairs)
+    inner = range(1, cfg.n_units - 1)
+    trained = sum(_trained_params(cfg, u) + 3 * _adapter_params(cfg, u) for u in inner)
+    trained += cfg.vocab * cfg.width * (not is_frozen(cfg, [(output_name(cfg), ())]))
+    return 2 * tokens * (2 * matrices + trained) + 3 * cfg.n_layers * attention_flops(cfg, pairs)
+
+
+# ---------------------------------------------------------------- memory
+
+LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
+PROGRAMS = 1024  # most rows of fp32 partial sums in a norm's backward
+SLACK = 1 << 20
+
+
+def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_itemsize: int | None = None) -> int:
+    """Upper bound of a unit's temporaries on the GPU, forward or backward, with nothing saved.
+
+    Item sizes of compute dtype and gradients (default: the same). Excludes the caller's tensors (x, dy, dx, weights,
+    gradients, saved) and cuBLAS's workspace.
+    """
+    if u == 0:
+        extra = tokens * cfg.width * itemsize * (cfg.rope is None or cfg.embed_scale != 1.0)
+        sums = (tokens // 8 + 8) * cfg.width  # sorted ids; fp32 sums of frequent ones
+        return extra + sums + 80 * tokens + SLACK
+    partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
+    if u == cfg.n_units - 1:
+        return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
+    return _block_workspace(cfg, kind(cfg, u), tokens, itemsize) + partials
+
+
+def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) -> int:
+    """The fullest moment: a sum of live tensors. Each `del` that it counts on names it."""
+    x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
+    act = tokens * cfg.ffn * itemsize
+    up = tokens * up_width(cfg) * itemsize
+    row = tokens * 4  # one fp32 a token
+    lse = cfg.n_heads * row
+    # branch.branch_backward: scaled dy; product, norm, gradient; the other half's product
+    behind = x * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
+    normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # normed q, k
+    result = qkv + normed + attn + lse  # attention.Result
+    to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, row sums of dout * out
+    activation = 2 * (up + act)  # mlp.backward: activation, argument, their gradients
+    moments = {
+        "attention": (
+            x + qkv,  # attention._project
+            result + to_qkv,
+            qkv + x,  # attention.backward_to_x: dqkv; y or its gradient
+        ),
+        "mlp": (x + activation, x + up + x),  # mlp.backward: y; then d_up, y or d_norm
+        "block": (
+            x + x + up,  # mlp.forward: resid, y, up
+            x + up + act,
+            result + x + x + activation,  # block.backward: resid; mlp.backward: y
+            result + x + x + up + x,
+            result + x + to_qkv,  # block.backward: dresid
+            x + qkv + x,
+            x + x + x,
+        ),
+    }
+    rank = 3 * cfg.lora.rank if cfg.lora else 0  # fused adapters
+    return max(moments[kind]) + behind + 4 * row + 3 * tokens * rank * itemsize
+
+
+def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:
+    """Norm's result, a chunk's logits and rows, fp32 sums for narrower gradients."""
+    chunk = min(tokens, LOSS_CHUNK)
+    sums = 4 * cfg.vocab * cfg.width if grad_itemsize < 4 and tokens > chunk else 0
+    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens

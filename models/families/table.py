@@ -1,0 +1,139 @@
+"""The families: one row for all models of a model_type, what config.json leaves unsaid. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trireme.models.families import names
+from trireme.models.families.names import Names
+
+SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
+SPELLED = dict(  # field -> key of config.json
+    vocab="vocab_size",
+    width="hidden_size",
+    n_layers="num_hidden_layers",
+    n_heads="num_attention_heads",
+    ffn="intermediate_size",
+    max_positions="max_position_embeddings",
+    eps="rms_norm_eps",
+    act="hidden_act",
+)
+OLD_SPELLED = dict(
+    vocab="vocab_size",
+    width="n_embd",
+    n_layers="n_layer",
+    n_heads="n_head",
+    ffn="n_inner",
+    max_positions="n_positions",
+    eps="layer_norm_epsilon",
+    act="activation_function",
+)
+
+Flag = bool | tuple[str, bool]  # fixed, or (key, default)
+BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model_type's models share. Defaults are those of transformers."""
+
+    known_as: str
+    names: Names = names.SPLIT
+    spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
+    layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
+    add_one: bool = False  # norms multiply by 1 + weight
+    gated: bool = True  # otherwise an activation between two products
+    acts: tuple[str, ...] = SILU  # the first is the default
+    qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
+    rotary: bool = True
+    partial: bool = False  # reads partial_rotary_factor
+    theta: float = 10000.0
+    local_theta: float | None = None  # of layers with a window; None: theta
+    kv_heads: int | None = None  # None: one a query head
+    head_dim: int | None = None  # None: width / heads
+    max_positions: int = 2048
+    eps: float = 1e-6
+    tied: bool = False
+    qkv_bias: Flag = False
+    o_bias: Flag = False
+    mlp_bias: Flag = False
+    windows: Literal["none", "all", "above", "pattern"] = "none"  # with a sliding window
+    window: int | None = 4096
+    period: int = 0  # every period-th layer has no window; 0: all have
+    unrotated: Literal["", "listed", "full"] = ""  # no_rope_layers; layers without window
+    scaled: bool = False  # reads scales of embedding, attention, branches, logits
+    query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
+    embed_root: bool = False  # the embedding's factor is sqrt(width)
+    by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
+
+    @property
+    def accepts(self) -> set[str]:
+        """Keys of INERT that it reads."""
+        found = {"query_pre_attn_scalar"} if self.query_scale else set()
+        if self.partial:
+            found |= {"partial_rotary_factor"}
+        if self.scaled:
+            found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+        return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())
+
+
+FAMILIES = {
+    "gpt2": Family(
+        "GPT-2, DistilGPT-2",
+        names=names.IN_OUT, spelled=OLD_SPELLED, layer_norm=True, gated=False, acts=("gelu_new", *GELU), rotary=False,
+        max_positions=1024, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, by_layer=True,
+    ),
+    "llama": Family(
+        "LLaMA 1 to 3, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distills",
+        qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS,
+    ),
+    "mistral": Family("Mistral 7B, Nemo, Small (text)", kv_heads=8, max_positions=131072, windows="all"),
+    "qwen2": Family("Qwen 1.5 to 2.5", kv_heads=32, max_positions=32768, qkv_bias=True, windows="above"),
+    "qwen3": Family(
+        "Qwen 3 (dense)",
+        kv_heads=32, head_dim=128, max_positions=32768, qk_norm="head", qkv_bias=BIAS,
+        o_bias=BIAS, windows="above",
+    ),
+    "phi3": Family(
+        "Phi-3, 3.5 and 4 (text)",
+        names=names.PACKED, partial=True, max_positions=4096, eps=1e-5, windows="all", window=None,
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        kv_heads=4, max_positions=32768, theta=2e6, tied=True, qkv_bias=BIAS, o_bias=BIAS,
+        mlp_bias=MLP_BIAS, windows="pattern", window=None, unrotated="listed",
+    ),
+    "granite": Family("Granite 3 (dense)", qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS, scaled=True),
+    "starcoder2": Family(
+        "StarCoder 2",
+        names=names.PLAIN_MLP, spelled=SPELLED | dict(eps="norm_epsilon"), layer_norm=True, gated=False, acts=GELU,
+        kv_heads=2, max_positions=4096, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, windows="all",
+        window=None,
+    ),
+    "olmo2": Family(
+        "OLMo 2",
+        names=names.POST, qk_norm="width", eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
+    ),
+    "olmo3": Family(
+        "OLMo 3",
+        names=names.POST, qk_norm="width", eps=1e-5, theta=5e5, qkv_bias=BIAS, o_bias=BIAS,
+        windows="pattern", period=4,
+    ),
+    "exaone4": Family(
+        "EXAONE 4",
+        names=names.POST, qk_norm="head", eps=1e-5, kv_heads=32, windows="pattern", period=4, unrotated="full",
+    ),
+    "seed_oss": Family(
+        "Seed-OSS",
+        kv_heads=8, head_dim=128, max_positions=524288, qkv_bias=("attention_bias", True),
+        o_bias=("attention_out_bias", False), mlp_bias=MLP_BIAS,
+    ),
+    "gemma3_text": Family(
+        "Gemma 3 (270M, 1B)",
+        names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
+        theta=1e6, local_theta=1e4, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
+        qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6, query_scale=True,
+        embed_root=True,
+    ),
+}  # fmt: skip
