@@ -1,6 +1,6 @@
 """Options from a command line, a YAML file or an interrupted run, and back to YAML.
 
-Dashes and underscores mean the same; names of other trainers are understood.
+Accepts dashes or underscores, and names of other trainers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trireme.storage.untrusted import shown
 _FIELDS = {f.name: f for f in fields(Options)}
 _ALIASES = {alias: f.name for f in fields(Options) for alias in f.metadata.get("also", "").split()}
 
-# Options of other trainers that have no equal here: the answer -> their names, patterns among them.
+# Answer -> options and patterns of other trainers without an equal here.
 _ELSEWHERE = {
     "--batch-size is the sequences of a whole step; micro-batches are planned": (
         "per-device-train-batch-size gradient-accumulation-steps"
@@ -67,14 +67,14 @@ _ELSEWHERE = {
     "nothing is uploaded; leave it out": "push-to-hub hub-*",
 }
 
-# What PyYAML's constructors raise where a value is not what its tag says, or too deep.
+# Raised by PyYAML's constructors where a value belies its tag or is too deep.
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
 
-# ---------------------------------------------------------------- reading them
+# ---------------------------------------------------------------- reading
 
 
 def program() -> str:
-    """The command by the name that this process was started with."""
+    """The command as it was called."""
     return "trireme" if Path(sys.argv[0]).name == "trireme" else "python scripts/finetune.py"
 
 
@@ -83,7 +83,7 @@ def _flag(name: str) -> str:
 
 
 def _resolve(name: str) -> str:
-    """The field of an option's name or alias, given without its dashes. Raises InputError."""
+    """The field of an option or alias, without dashes. Raises InputError."""
     key = name.replace("_", "-")
     found = _ALIASES.get(key, key.replace("-", "_"))
     if found in _FIELDS:
@@ -99,7 +99,7 @@ def _resolve(name: str) -> str:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Prints the version; it is looked up here, for that takes longer than all of --help."""
+        # late: slower than all of --help
         from importlib.metadata import version
 
         Screen().say(f"trireme {version('trireme')}")
@@ -108,12 +108,11 @@ class _Version(argparse.Action):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raises InputError, as every other error of input."""
         raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
 
 
 def _typed(parse: Parser) -> Parser:
-    """`parse`, with errors whose text argparse passes on."""
+    """Errors as argparse shows them."""
 
     def typed(text: str) -> Any:
         try:
@@ -143,9 +142,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _help(f: Field[Any]) -> str:
-    """The field's help and default."""
     if f.name == "model":
-        return argparse.SUPPRESS  # the page calls it CHECKPOINT
+        return argparse.SUPPRESS  # shown as CHECKPOINT
     text = f.metadata["help"].replace("%", "%%")
     plain = "[" in text or f.default is False or f.default in (None, "", ())
     default = ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
@@ -153,7 +151,7 @@ def _help(f: Field[Any]) -> str:
 
 
 def _kind(f: Field[Any]) -> dict[str, Any]:
-    """The field's arguments for add_argument."""
+    """For add_argument."""
     meta = f.metadata
     if meta["parse"] is bool:
         return {"action": "store_true"}
@@ -166,7 +164,7 @@ def _kind(f: Field[Any]) -> dict[str, Any]:
 
 
 def _spelled(word: str) -> str:
-    """A word of a command line, a flag by its own name here."""
+    """Resolves a flag's alias."""
     match = re.match(r"--([\w-]+)(?==|$)", word)
     if not match or match[1] in ("help", "version"):
         return word
@@ -174,7 +172,6 @@ def _spelled(word: str) -> str:
 
 
 def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """The values on a command line, by field."""
     space, rest = _parser().parse_known_args([_spelled(word) for word in argv])
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(space).items()}
     for word in rest:
@@ -187,7 +184,6 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
-    """The values in a configuration file, by field."""
     given, wrong = {}, []
     for key, value in _read_yaml(path):
         try:
@@ -210,7 +206,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> list[tuple[str, Any]]:
-    """The keys and values of a YAML file, as they are given: a key twice is there twice."""
+    """Keys and values, duplicates too."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -227,7 +223,7 @@ def _read_yaml(path: Path) -> list[tuple[str, Any]]:
 
 
 def _written(value: Any, where: str) -> str:
-    """A plain YAML value as text. Nested lists are refused: a few bytes of aliases expand to gigabytes."""
+    """A plain value as text. Refuses nested lists: a few bytes of aliases expand to gigabytes."""
     if isinstance(value, (list, Mapping, Set)):
         raise InputError(f"{where}: a {type(value).__name__} is not a plain value.")
     try:
@@ -252,7 +248,7 @@ def _convert(f: Field[Any], value: Any, where: str) -> Any:
 
 
 def latest_run(folder: Path) -> Path:
-    """The run in `folder` that was written last."""
+    """The run written last. Raises InputError."""
     runs = [path.parent for path in folder.glob("*/config.yaml")]
     if not runs:
         raise InputError(f"--resume: no run in {folder}/. Name the run: --resume RUN.")
@@ -260,7 +256,7 @@ def latest_run(folder: Path) -> Path:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Options from a command line, without the program's name. Raises InputError; --help exits."""
+    """`argv` lacks the program's name. Raises InputError; --help exits."""
     given = _from_flags(argv)
     if "resume" in given:
         run = Path(given["resume"] or latest_run(Path("runs")))
@@ -296,13 +292,13 @@ def parse(argv: Sequence[str]) -> Options:
     return replace(options, out=out)
 
 
-# ---------------------------------------------------------------- writing them
+# ---------------------------------------------------------------- writing
 
-_NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # of one command, not of the run
+_NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # not of the run
 
 
 def kept(options: Options) -> dict[str, Any]:
-    """The options that belong to a run, by field, as JSON and YAML values; paths absolute."""
+    """The run's options as JSON and YAML values; paths absolute."""
     content: dict[str, Any] = {}
     for f in fields(Options):
         value = getattr(options, f.name)
@@ -321,24 +317,23 @@ def kept(options: Options) -> dict[str, Any]:
 
 
 def config_yaml(options: Options) -> bytes:
-    """The config.yaml of a run, for --config and --resume."""
     content = {name: value for name, value in kept(options).items() if value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
 
 
 def changes(options: Options, before: Mapping[str, Any]) -> list[str]:
-    """A line for each option that differs from `before`, the `kept` options of an earlier time."""
+    """A line per option that differs from `before`, earlier `kept` options."""
     said = lambda value: "not given" if value in (None, []) else shown(repr(value), 500)
     both = [(name, value, before[name]) for name, value in kept(options).items() if name in before]
     return [f"{_flag(name)} {said(value)}, was {said(was)}" for name, value, was in both if value != was]
 
 
 def _full(path: str | Path) -> str:
-    """The absolute path, links kept."""
-    return os.path.abspath(path)  # noqa: PTH100, which would follow links
+    """Absolute, links kept."""
+    return os.path.abspath(path)  # noqa: PTH100, follows links
 
 
 def _absolute(data: str) -> str:
-    """FILE or FILE:WEIGHT with an absolute path; a share (0.02), standard input (-) and `plain` as they are."""
+    """FILE or FILE:WEIGHT made absolute; a share (0.02), `-` and `plain` as given."""
     word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
     return _full(data) if Path(re.sub(r":[\d.]+$", "", data)).exists() and not word else data

@@ -1,4 +1,4 @@
-"""loss.svg: training and evaluation loss over steps. Standard library only."""
+"""loss.svg: training and evaluation loss over steps."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 WIDTH, HEIGHT = 820, 440
-LEFT, RIGHT, TOP, BOTTOM = 64, 20, 34, 46  # margins around the plot
+LEFT, RIGHT, TOP, BOTTOM = 64, 20, 34, 46  # margins
 TRAIN, TRAIN_FAINT, EVAL, INK, GRID = "#1f5fa8", "#b9cde4", "#d8572a", "#333", "#e3e3e3"
 
-MOST = 4096  # points of a curve that are kept, an even number
-ABSURD = 1e30  # a loss that no scale could show
+MOST = 4096  # points kept, even
+ABSURD = 1e30  # loss beyond any scale
 
 Point = tuple[float, float]  # step, loss
-Scale = Callable[[float], float]  # a value -> its place in the picture
+Scale = Callable[[float], float]  # value -> coordinate
 
 
 class Curve:
-    """The points of a curve in bounded memory: all while they are fewer than MOST, then means of neighbours."""
+    """Beyond MOST points, means of neighbours."""
 
     def __init__(self) -> None:
-        self._points: list[Point] = []  # each the mean of `_each` added ones
+        self._points: list[Point] = []  # means of `_each` added ones
         self._each = 1
-        self._steps = self._losses = 0.0  # sums over the `_waiting` points not in `_points` yet
+        self._steps = self._losses = 0.0  # over `_waiting` points not in `_points` yet
         self._waiting = 0
 
     def add(self, step: float, loss: float) -> None:
-        """Adds a point, unless it is not finite."""
+        """Ignores losses that are not finite."""
         if not abs(loss) < ABSURD:
             return
         self._steps, self._losses, self._waiting = self._steps + step, self._losses + loss, self._waiting + 1
@@ -44,12 +44,12 @@ class Curve:
 
     @property
     def points(self) -> list[Point]:
-        """In the order of the steps."""
+        """By step."""
         return [*self._points, self._mean()] if self._waiting else list(self._points)
 
 
 def draw(train: Sequence[Point], evals: Sequence[Point]) -> str:
-    """The picture as SVG text, from the losses of the steps and those of the evaluations."""
+    """SVG text."""
     smooth = _smoothed(train)
     shape = [*smooth, *evals] or [(0.0, 0.0)]
     first, last = min(x for x, _ in shape), max(x for x, _ in shape)
@@ -77,7 +77,7 @@ def draw(train: Sequence[Point], evals: Sequence[Point]) -> str:
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """The mean over a centred window of about a twenty-fifth of the run, which does not lag behind a falling loss."""
+    """Means over a centred window of a twenty-fifth of the run: no lag behind falling losses."""
     half = len(points) // 50
     sums = [0.0, *accumulate(y for _, y in points)]
     ends = [(max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points))]
@@ -85,13 +85,13 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def _thinned(points: Sequence[Point], most: int = 1000) -> list[Point]:
-    """About `most` points, the last among them, to keep the file small."""
+    """About `most` points, with the last."""
     stride = -(-len(points) // most) or 1
     return [*points[::stride], *points[-1:]]
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers in [low, high], 1, 2 or 5 times a power of ten apart."""
+    """Numbers in [low, high], 1, 2 or 5 times a power of ten apart."""
     rough = (high - low) / about
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)

@@ -1,4 +1,4 @@
-"""--demo: a small random LLaMA checkpoint, a tokenizer and stories of a small grammar, learned in a minute on a CPU."""
+"""--demo: a random LLaMA checkpoint, a tokenizer and stories, a minute of training on a CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ _ENDS = [
 
 
 def story(dice: random.Random) -> str:
-    """One story of six sentences."""
     name, other = dice.sample(_ROWERS, 2)
     thing, place, friend = dice.choice(_THINGS), dice.choice(_PLACES), dice.choice(_FRIENDS)
     bare = thing.removeprefix("a ")
@@ -68,15 +67,12 @@ def story(dice: random.Random) -> str:
 
 @contextmanager
 def prepared(options: Options, screen: Screen) -> Iterator[Options]:
-    """Makes a checkpoint and stories in a temporary folder; gives `options` to train on them.
-
-    The folder stays if it holds a run, or if a run needs it to be resumed.
-    """
+    """Gives `options` with a checkpoint and stories in a temporary folder, kept for a run that needs it."""
     temporary = Temporary("trireme-demo-")
     folder = temporary.path
     out = options.out or str(folder / "out")
     if options.out:
-        temporary.keep()  # also if the run is killed
+        temporary.keep()  # even if killed
     try:
         screen.say(
             f"demo     made a LLaMA with 0.85 M random weights, a tokenizer and {STORIES:,} small stories in {folder}"
@@ -102,13 +98,12 @@ def prepared(options: Options, screen: Screen) -> Iterator[Options]:
 
 
 def make_text(path: Path, stories: int, seed: int) -> None:
-    """A text file of `stories` stories, each a document."""
     dice = random.Random(seed)
     path.write_text("\n<|endoftext|>\n".join(story(dice) for _ in range(stories)) + "\n", encoding="utf-8")
 
 
 def make_checkpoint(folder: Path, text: Path, seed: int) -> None:
-    """A Hugging Face folder: LLaMA with random weights, and a byte-level BPE tokenizer trained on `text`."""
+    """A random LLaMA; a byte-level BPE tokenizer trained on `text`."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -154,7 +149,7 @@ def _make_tokenizer(text: Path) -> Tokenizer:
 
 
 def _random_weights(seed: int) -> dict[str, np.ndarray]:
-    """By Hugging Face's names; deviation 0.02, less where a branch joins the residual stream, as in GPT-2."""
+    """Deviation 0.02, less where a branch joins the residual stream, as in GPT-2."""
     dice = np.random.default_rng(seed)
 
     def normal(*shape: int, std: float = 0.02) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A job: everything about a run that is settled before the first byte is written."""
+"""A job: all that is settled before a run writes its first byte."""
 
 from __future__ import annotations
 
@@ -33,24 +33,22 @@ from trireme.storage.companions import CONTENT, beside
 from trireme.storage.files import Say, existing, to_stderr
 from trireme.storage.versions import version_files
 
-EVALUATING = 0.1  # of a run's time: evaluations
-SMALL = 3_000_000_000  # parameters below which the usual learning rate is twice as high
+EVALUATING = 0.1  # evaluations' share of a run's time
+SMALL = 3_000_000_000  # parameters; below, the default learning rate is doubled
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what, where and for how long."""
-
     options: Options
     out: Path
     cfg: ModelConfig
     source: Source
-    stored: dict[str, str]  # canonical tensor name -> name in the source
+    stored: dict[str, str]  # tensor name -> name in the source
     codec: Codec | None
     data: Dataset
     device: torch.device
     plan: Plan
-    because: tuple[str, ...]  # why the plan is what it is
+    because: tuple[str, ...]  # reasons for the plan
     limits: Limits
     machine: Machine
     work: Work
@@ -67,7 +65,7 @@ class Job:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that the run begins with, if one is given."""
+        """The adapter to begin with."""
         return (
             read_adapter(Path(self.options.adapter), replace(self.cfg, lora=None, frozen=()))
             if self.options.adapter
@@ -93,7 +91,7 @@ class Job:
 
     @property
     def eval_rows(self) -> int | None:
-        """Rows of the held-out data that an evaluation reads; None: all."""
+        """Held-out rows an evaluation reads; None: all."""
         held_out, tokens = self.data.held_out, self.work.held_out
         if held_out is None or tokens >= held_out.tokens:
             return None
@@ -101,17 +99,14 @@ class Job:
 
     @property
     def micro_rows(self) -> int:
-        """Rows of a micro-batch."""
         return self.plan.tokens // self.seq_len
 
     @property
     def pinned(self) -> Pinned:
-        """What a run that goes on from here keeps."""
         return Pinned.of(self.plan, self.options.batch_size, self.micro_rows, identity(self.cfg, self.source))
 
     @cached_property
     def forecast(self) -> Forecast:
-        """What the run will take."""
         return Forecast(self.cfg, self.plan, self.machine, self.limits, self.work, self.files)
 
 
@@ -121,10 +116,10 @@ def prepare(
     progress: Progress | None = None,
     say: Say = to_stderr,
 ) -> Job:
-    """Reads and checks everything that the options name, and plans.
+    """Reads and checks what the options name, and plans.
 
-    `kept`: what a run that is resumed keeps, as its snapshot holds it (Pinned.json). `progress(name, position, size)`
-    hears of data files as they are read, in bytes. Raises InputError, CheckpointError, DoesNotFit.
+    `kept`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file.
+    Raises InputError, CheckpointError, DoesNotFit.
     """
     assert options.model
     assert options.out
@@ -152,7 +147,7 @@ def prepare(
 
 
 def _adapted(options: Options, cfg: ModelConfig) -> ModelConfig:
-    """`cfg` with the adapters that the options ask for. Raises InputError."""
+    """`cfg` with adapters. Raises InputError."""
     details = options.lora_alpha is not None or bool(options.lora_targets)
     if options.adapter:
         if options.lora is not None or details:
@@ -177,7 +172,7 @@ def _codec(options: Options, folder: Path) -> Codec | None:
 
 
 def _trained_with(options: Options, folder: Path, codec: Codec | None) -> dict[str, CONTENT]:
-    """The output's companions: with the tokenizer and the chat template that were asked for."""
+    """The output's companions, with the given tokenizer and chat template."""
     other = Path(options.tokenizer) if options.tokenizer else None
     if other and other.samefile(folder):
         other = None
@@ -192,10 +187,7 @@ def _seq_len(options: Options, cfg: ModelConfig) -> int:
 
 
 def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
-    """The machine that --assume says, and what a plan may use of it.
-
-    What --gpu-memory and --ram say takes the place of what is assumed. Raises InputError, DoesNotFit.
-    """
+    """The machine of --assume and its limits; --gpu-memory and --ram override them. Raises InputError, DoesNotFit."""
     if not options.dry_run:
         raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
     made = assume(machine)
@@ -222,8 +214,9 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
 
 
 def _work(options: Options, data: Dataset, seq_len: int) -> Work:
-    """What the run computes on. Evaluations read so much that they take about a tenth of the run, and a step's tokens
-    at least: a token of theirs costs a third of a token of training, or less.
+    """Evaluations take about EVALUATING of the run and read a step's tokens at least.
+
+    An evaluation's token costs at most a third of a trained one.
     """
     epochs = options.epochs or (1 if data.is_text else 3)
     steps = options.max_steps or max(1, math.ceil(data.steps_per_epoch(options.batch_size) * epochs))
@@ -233,13 +226,13 @@ def _work(options: Options, data: Dataset, seq_len: int) -> Work:
         return work
     due = options.eval_every.count(steps)
     evaluations = 1 + due + (not options.eval_every.due(steps, steps, 0.0))
-    share = 3 * EVALUATING * steps / (1 - EVALUATING) / evaluations  # of a step's tokens
+    share = 3 * EVALUATING * steps / (1 - EVALUATING) / evaluations  # of a step's tokens, each
     read = options.eval_tokens or math.ceil(max(1.0, share) * work.tokens)
     return replace(work, evaluations=evaluations, held_out=min(read, data.held_out.tokens))
 
 
 def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset) -> Files:
-    """What the run has on its drives, and will have, beside training state."""
+    """What the run has and will have on drives, beside training state."""
     held = [*(file for d in _stores(options) or [out / "store"] for file in version_files(d))]
     held += (out / "best").glob("*.safetensors")
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else data.nbytes)
@@ -249,15 +242,11 @@ def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: 
 
 
 def _stores(options: Options) -> list[Path]:
-    """The folders that --store names."""
     return [Path(d) for d in options.store]
 
 
 def check_room(job: Job) -> None:
-    """Raises DoesNotFit where a drive has no room for what the run cannot do without: a disk full at its end is late.
-
-    Snapshots may be had or not; the report says what they would take.
-    """
+    """Raises DoesNotFit where a drive has no room for what the run must write; snapshots are not counted."""
     part = job.forecast.disk_parts()
     wanted = [(job.out, part["export"] + part["best"], "--out")]
     if job.plan.uses("ssd"):

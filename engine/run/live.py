@@ -36,27 +36,27 @@ from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
 from trireme.storage.store import Store
 
-TRIAL = 256 << 20  # most bytes written to measure a drive
+TRIAL = 256 << 20  # bytes written to measure a drive, at most
 
-Snapshot = dict[str, Any]  # written by Live.save
+Snapshot = dict[str, Any]  # settle.SNAPSHOT
 
 
 def new_store(job: Job, screen: Screen) -> Store:
-    """An empty store. Raises StoreError."""
+    """Raises StoreError."""
     trial = min(TRIAL, 4 * job.parameters)
     return Store.create(job.store_dirs, job.options.keep, job.source.companions, trial, screen.warn)
 
 
 def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snapshot | None]:
-    """The store of an interrupted run and its last snapshot; (None, None) before the first.
+    """The store and last snapshot; (None, None) before the first.
 
-    Raises InputError where the run is finished or its store is elsewhere, StoreError.
+    Raises StoreError, and InputError where the run is finished or its store missing.
     """
     out = Path(options.out)
     dirs = [Path(d) for d in options.store] or [out / "store"]
     finished = any((d / FINISHED).exists() for d in dirs)
     lost = [d for d in dirs if not (d / IDENTITY).exists()]
-    ours = not options.store or all(d.is_dir() for d in dirs)  # an empty one may be a drive that is not mounted
+    ours = not options.store or all(d.is_dir() for d in dirs)  # else a drive may not be mounted
     exported = any(out.glob("*.safetensors"))
     if (finished and (exported or has_begun(out))) or (lost and ours and exported):
         remove_finished(dirs)
@@ -76,7 +76,7 @@ def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snaps
 
 
 def check_continues(job: Job, snapshot: Snapshot) -> None:
-    """Raises InputError unless the job has the data of the snapshot, and no fewer steps."""
+    """Raises InputError where the job has other data or fewer steps."""
     if snapshot["data"] != job.data.fingerprint:
         raise InputError(f"--resume {job.out}: the data is not what the run was started with. Restore it.")
     if job.total_steps < snapshot["step"]:
@@ -88,32 +88,27 @@ def check_continues(job: Job, snapshot: Snapshot) -> None:
 
 @dataclass
 class Progress:
-    """How far a run has come, as its snapshots say it."""
-
-    step: int = 0  # steps done
-    best: float | None = None  # the least eval_loss
-    best_step: int | None = None  # None before the first step
-    evaluated: int | None = None  # step of the last evaluation
-    written: int = 0  # bytes written to the SSD by earlier processes
-    eval_rows: int | None = None  # rows of the held-out data that an evaluation reads; None: all
+    step: int = 0
+    best: float | None = None  # lowest eval_loss
+    best_step: int | None = None  # None: before the first step
+    evaluated: int | None = None  # last evaluated step
+    written: int = 0  # bytes to the SSD, by earlier processes
+    eval_rows: int | None = None  # rows an evaluation reads; None: all
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Progress:
-        """What the last snapshot of a run says."""
         best, best_step = snapshot["best"]
         evaluated, rows = Mark(*snapshot["log"]).evaluated, snapshot.get("eval_rows") or None
         return cls(snapshot["step"], best, best_step, evaluated, snapshot["written"], rows)
 
 
 class Live:
-    """A job in progress: its engine, its store and its log."""
-
     def __init__(self, job: Job, store: Store, snapshot: Snapshot | None, screen: Screen):
-        """`snapshot`: of a run that is resumed. Raises InputError, StoreError."""
+        """`snapshot`: of a resumed run. Raises InputError, StoreError."""
         self.job, self.store, self.screen = job, store, screen
         self.resumed = snapshot is not None
         self.progress = Progress.of(snapshot) if snapshot else Progress()
-        if job.options.eval_tokens or not snapshot:  # a run that goes on keeps what it has compared its weights by
+        if job.options.eval_tokens or not snapshot:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         since = Mark(*snapshot["log"]) if snapshot else None
         self.log = RunLog(job.out, job.options, job.total_steps, screen, since, job.work.evaluations)
@@ -128,13 +123,13 @@ class Live:
 
     @property
     def written(self) -> int:
-        """Bytes written to the SSD since the run's first step."""
+        """Bytes to the SSD in the whole run."""
         return self.progress.written + sum(self.lanes.moved[lane] for lane in WRITES)
 
     def load(self, asked: Sequence[int] = ()) -> None:
-        """Makes the engine and fills it, from the checkpoint or, if resumed, from the snapshot.
+        """Makes and fills the engine.
 
-        Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces once `asked` holds anything.
+        Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between pieces once `asked` is not empty.
         """
         with self.clock.at("start"):
             self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
@@ -143,7 +138,7 @@ class Live:
             fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked)
 
     def move(self, job: Job) -> None:
-        """Continues with the plan of `job`, through a snapshot: memory does not hold everything twice."""
+        """Takes over the plan of `job`, through a snapshot: memory holds no second state."""
         self.save()
         self.give_back()
         self.job = job
@@ -151,17 +146,15 @@ class Live:
         fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)
 
     def settle(self) -> None:
-        """Applies all updates and waits for all lanes."""
+        """Applies all updates; drains lanes."""
         self.engine.optimizer.flush()
         self.lanes.drain()
 
     @property
     def is_saved(self) -> bool:
-        """Whether the last snapshot is of this step."""
         return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
 
     def save(self) -> None:
-        """Makes a snapshot of this step. Files on the SSD are linked, not copied."""
         if self.is_saved:
             return
         self.settle()
@@ -185,10 +178,10 @@ class Live:
         return f"Last snapshot: step {snapshots[-1].step}" if snapshots else "There is no snapshot yet"
 
     def export(self, best: bool = False) -> None:
-        """Writes the checkpoint to OUT, or replaces OUT/best, and reads it back."""
+        """Writes OUT or, if `best`, replaces OUT/best; reads it back."""
         job, homes = self.job, self.engine.homes
         best_folder, base = job.out / "best", str(Path(job.options.model or "").resolve())
-        nbytes = 2 * job.source.nbytes  # and reads it back
+        nbytes = 2 * job.source.nbytes  # written and read back
         if job.cfg.lora is not None:
             with self.clock.at("export"):
                 self._export_adapter(job.cfg, base, best_folder if best else None)
@@ -211,7 +204,7 @@ class Live:
                 merge_adapter(job.out, cfg, job.source, job.out / "merged", more)
 
     def give_back(self) -> None:
-        """Frees the engine's memory; a second call does nothing."""
+        """Frees the engine's memory. Idempotent."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -220,13 +213,13 @@ class Live:
                 torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Ends the lanes and frees the engine's memory; a second call does nothing."""
+        """Ends the lanes; gives back. Idempotent."""
         self.lanes.close()
         self.give_back()
 
 
 def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
-    """Opens the adapter that was written; returns the lines to print. Raises StoreError where it cannot be read."""
+    """Returns the lines to print. Raises StoreError where the adapter cannot be read."""
     try:
         found = read_adapter(out, replace(cfg, lora=None, frozen=()))
     except InputError as error:
@@ -239,11 +232,11 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------- the engine, made and filled
+# ---------------------------------------------------------------- the engine
 
 
 def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen) -> Engine:
-    """An engine of the job's plan, its homes empty. Raises DoesNotFit."""
+    """An engine with empty homes. Raises DoesNotFit."""
     o = job.options
     adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
     hold_to(job.limits, job.device)
@@ -265,9 +258,9 @@ def fill_engine(
     asked: Sequence[int] = (),
     everything: bool = True,
 ) -> None:
-    """Reserves the engine's room on the drives; loads the snapshot if `resumed`, else the checkpoint.
+    """Loads the snapshot if `resumed`, else the checkpoint. Raises as Live.load.
 
-    Without `everything`, homes on the SSD are not read. Raises as Live.load.
+    Without `everything`, homes on the SSD are not read.
     """
     e.claim_scratch(store.devices)
     if resumed:
@@ -285,7 +278,6 @@ def fill_engine(
 
 
 def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:
-    """Fills the homes from the last snapshot and compares checksums. Raises StoreError."""
     expected = {shard.name: shard.layout for shard in e.homes.shards()}
     if {name: shard.layout for name, shard in store.shards.items()} != expected:
         folder = Path(store.devices[0].path) / store.snapshots[-1].folder
@@ -299,7 +291,7 @@ def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int]
 
 
 def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> str:
-    """The advice for a damaged last snapshot; reads older ones until one is whole."""
+    """Advice for a damaged last snapshot; reads older ones until one is whole."""
     *older, last = store.snapshots
     newer = [last.folder]
     for snapshot in reversed(older):

@@ -1,7 +1,7 @@
 """The log of a run: log.jsonl and log.csv, the line on the terminal, loss.svg, and trackers by request.
 
-log.jsonl is the record: one object a line, Hugging Face's names. log.csv and loss.svg follow from it. Nothing here can
-stop a run: a full disk delays the lines and is reported once, a tracker that fails is left out.
+log.csv and loss.svg follow from log.jsonl. Nothing here stops a run: a full disk delays lines and is reported once, a
+failing tracker is left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _wandb(out: Path, options: Options) -> Tracker:
 
 
 def _trackers(out: Path, options: Options) -> list[Tracker]:
-    """The trackers in --log, imported by request. Raises InputError where one is not installed."""
+    """Raises InputError where a tracker is not installed."""
     made = []
     for name, start in (("tensorboard", _tensorboard), ("wandb", _wandb)):
         if name in options.log:
@@ -59,16 +59,14 @@ def _trackers(out: Path, options: Options) -> list[Tracker]:
 
 @dataclass
 class Totals:
-    """Sums over the steps and evaluations of a run."""
-
     steps: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
     trained: float = 0.0
-    losses: tuple[float, float] | None = None  # of the first and the last step
+    losses: tuple[float, float] | None = None  # first and last
     evals: tuple[float, float] | None = None
-    best: tuple[float, int] | None = None  # the least eval_loss, and its step
-    evaluated: int | None = None  # the step of the last evaluation
+    best: tuple[float, int] | None = None  # lowest eval_loss, its step
+    evaluated: int | None = None  # last evaluated step
     evaluations: int = 0
     evaluating: float = 0.0  # seconds
 
@@ -88,7 +86,6 @@ class Totals:
             self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
 
     def line(self) -> str:
-        """The last line of a run: steps, time, losses, tokens."""
         parts = [f"done     {self.steps:,} steps"]
         if self.seconds:
             parts.append(duration(self.seconds))
@@ -106,7 +103,7 @@ class Totals:
 
 
 class RunLog:
-    """The log files, the live line, the picture and the trackers of a run. One thread at a time."""
+    """One thread at a time."""
 
     def __init__(
         self,
@@ -117,8 +114,9 @@ class RunLog:
         since: Mark | None = None,
         evaluations: int = 0,
     ):
-        """Opens OUT's logs. `since`: how far they had come at a resumed run's snapshot; later lines are dropped, and a
-        changed log is reported. `evaluations`: of the whole run. Raises InputError, StoreError.
+        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: of the whole run.
+
+        Raises InputError, StoreError.
         """
         self._out, self._total, self._evaluations = out, total_steps, evaluations
         self._trackers = _trackers(out, options)
@@ -128,14 +126,14 @@ class RunLog:
         self._jsonl = Appender(path, read_until(path, since) if since else ())
         self._csv = Appender(out / "log.csv", self._taken_over(path))
         self._screen = screen
-        self._ends: deque[float] = deque(maxlen=50)  # ends of the last steps, evaluations between them left out
-        self._evaluated = 0.0  # seconds of evaluations in this process
+        self._ends: deque[float] = deque(maxlen=50)  # of the last steps, evaluations between them left out
+        self._evaluated = 0.0  # seconds, in this process
         self._warned = False
         if since and not whole:
             screen.warn(f"{path} is not as it was at step {since.step:,}: lines were lost or changed")
 
     def _taken_over(self, path: Path) -> Iterator[bytes]:
-        """The lines of log.csv from those of log.jsonl; counts them."""
+        """log.csv's lines; counts log.jsonl's."""
         yield ",".join(COLUMNS).encode() + b"\n"
         for _, record in read_log(path):
             self._count(record)
@@ -148,14 +146,14 @@ class RunLog:
                 curve.add(record["step"], record[key])
 
     def step(self, record: Record) -> None:
-        """One optimizer step: `step`, `loss`, and any other of COLUMNS."""
+        """A step's `step`, `loss` and any other of COLUMNS."""
         self._add(record)
         self._ends.append(time.monotonic() - self._evaluated)
         final = record["step"] >= self._total
         self._screen.show(progress(record, self._total, None if final else self._eta(record)), final)
 
     def eval(self, record: Record) -> None:
-        """An evaluation: `step` (0 before training), `eval_loss`, `epoch`, perhaps `sample`, a text."""
+        """An evaluation's `step` (0 before training), `eval_loss`, `epoch`, perhaps `sample`, a text."""
         best = self._totals.best[0] if self._totals.best else math.inf
         self._add({key: value for key, value in record.items() if key != "sample"})
         self._evaluated += record.get("eval_time_s", 0.0)
@@ -166,19 +164,18 @@ class RunLog:
         self.draw()
 
     def summary(self) -> str:
-        """Draws the picture; returns the last line of a run."""
+        """Draws loss.svg; returns the run's last line."""
         self.draw()
         return self._totals.line()
 
     def sync(self, step: int, evaluated: int | None) -> Mark:
-        """Makes the log durable; returns how far it has come, after `step` and the evaluation after `evaluated`."""
+        """Makes the log durable; returns its Mark."""
         for file in (self._jsonl, self._csv):
             if error := file.sync():
                 self._warn(error)
         return Mark(step, evaluated, self._jsonl.nbytes, self._jsonl.crc32)
 
     def draw(self) -> None:
-        """Writes loss.svg."""
         scratch = partial_of(self._out / "loss.svg")
         try:
             scratch.write_text(draw(self._losses.points, self._evals.points), encoding="utf-8")
@@ -211,7 +208,6 @@ class RunLog:
                 self._warn_of_tracker(error)
 
     def _warn_of_tracker(self, error: Exception) -> None:
-        """A failing tracker ends no run."""
         self._screen.warn(f"a tracker of --log has failed and is left out from here on ({error!r})")
 
     def _warn(self, error: OSError) -> None:
@@ -220,7 +216,7 @@ class RunLog:
             self._warned = True
 
     def _eta(self, record: Record) -> float | None:
-        """Seconds to go at the pace of the last steps, with the evaluations to come."""
+        """Seconds to go, evaluations included."""
         left, t = self._total - record["step"], self._totals
         evaluations = t.evaluating / t.evaluations * max(0, self._evaluations - t.evaluations) if t.evaluations else 0.0
         if len(self._ends) > 1:

@@ -1,6 +1,6 @@
 """The command: options, a run, and each foreseen failure as one line and an exit code.
 
-Exit codes: 0 done; 1 a bug; 2 wrong input; 3 the model does not fit; 4 a disk failed or is full; 130 interrupted.
+Exit codes: 0 done; 1 bug; 2 input; 3 does not fit; 4 disk failed or full; 130 interrupted; 141 output closed.
 """
 
 import errno
@@ -21,17 +21,16 @@ from trireme.models.config import InputError
 from trireme.storage.checkpoint import CheckpointError
 from trireme.storage.untrusted import shown
 
-LONGEST = 2000  # characters of an error
+LONGEST = 2000  # characters
 
 
 def command() -> int:
-    """`trireme ...` of a shell."""
     open_streams()
     return main(sys.argv[1:])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`; returns the exit code. Every foreseen failure is one line on stderr."""
+    """Returns the exit code."""
     options, screen = Options(), Screen()
 
     def fail(message: str, code: int) -> int:
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return fail(str(error), 2)
     except DoesNotFit as error:
         return fail(str(error), 3)
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader has gone
         return 141
     except OSError as error:
         return fail(about_disk(error, options), 4)
@@ -64,7 +63,6 @@ def is_resumable(options: Options) -> bool:
 
 
 def about_disk(error: OSError, options: Options) -> str:
-    """What failed on the disk, and what to do."""
     where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
     if is_resumable(options):
         return f"{where}: {what}. When that is mended: --resume {options.out}"
@@ -73,7 +71,7 @@ def about_disk(error: OSError, options: Options) -> str:
 
 
 def open_streams() -> None:
-    """Sends closed output nowhere; replaces characters that the terminal's encoding lacks."""
+    """Closed streams go nowhere; unencodable characters are replaced."""
     nowhere = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
     sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
@@ -82,7 +80,7 @@ def open_streams() -> None:
 
 
 def give_up_output() -> None:
-    """Drops the text waiting for an output that cannot be written."""
+    """Drops text that cannot be written."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -91,16 +89,16 @@ def give_up_output() -> None:
 
 
 def run(options: Options, screen: Screen) -> int:
-    """Trains; 130 when interrupted with everything saved."""
-    # Waiting threads of torch should sleep: spinning ones make a step ten times slower on a busy CPU.
+    """Returns 0, or 130 if interrupted and saved."""
+    # spinning threads of torch: steps ten times slower on a busy CPU
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.showwarning = lambda message, *_, **__: screen.urgent(f"warning: {message}")
 
     def leave(_: int) -> None:
         raise KeyboardInterrupt
 
-    with stop_signals(leave, lambda: screen.urgent("left at once")):  # until the steps begin: see train.Run
-        # late: torch takes seconds, and a mistyped option or --help should not
+    with stop_signals(leave, lambda: screen.urgent("left at once")):  # until train.Run's
+        # late: torch takes seconds
         from trireme.engine.run import demo, train
 
         try:

@@ -1,4 +1,4 @@
-"""Options: one field each, with its help, its parser and the names that other trainers have for it."""
+"""Options: one field each, with help, parser and names in other trainers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
 
 @dataclass(frozen=True)
 class Every:
-    """An interval: steps, seconds, or a share of the run; never where all are None."""
+    """Steps, seconds or a share of the run; all None: never."""
 
     steps: int | None = None
     seconds: float | None = None
     share: float | None = None
 
     def due(self, step: int, total_steps: int, seconds: float) -> bool:
-        """Whether it is time after `step` (from 1) of `total_steps`, `seconds` after the last time."""
+        """After `step`, from 1; `seconds` after the last time."""
         if self.steps:
             return step % self.steps == 0
         if self.seconds:
@@ -41,7 +41,7 @@ class Every:
         return False
 
     def count(self, total_steps: int) -> int:
-        """How many of `total_steps` steps it is due after; of an interval in seconds, taken to be ten."""
+        """How often it is due; ten times for an interval in seconds."""
         if self.steps:
             return total_steps // self.steps
         if self.seconds:
@@ -49,14 +49,14 @@ class Every:
         return min(int(1 / self.share + 1e-9), total_steps) if self.share else 0
 
     def __str__(self) -> str:
-        """The text of which `every` makes the same."""
+        """The inverse of `every`."""
         if not self.seconds:
             return str(self.steps or self.share or "never")
         whole = self.seconds % 60 == 0
         return str(self.seconds / 60 if whole else self.seconds).removesuffix(".0") + ("min" if whole else "s")
 
 
-# ---------------------------------------------------------------- parsers: each raises ValueError with what is wrong
+# ---------------------------------------------------------------- parsers, raise ValueError
 
 
 def every(text: str) -> Every:
@@ -76,14 +76,13 @@ def every(text: str) -> Every:
 
 
 def integral(text: str) -> int:
-    """A whole number, also written as 100.0 or 1e2."""
+    """A whole number, also as 100.0 or 1e2."""
     if not float(text).is_integer():
         raise ValueError(f"{text!r} is not a whole number")
     return int(float(text))
 
 
 def one_of(*values: Any) -> Parser:
-    """A parser of one of these values."""
 
     def parse(text: str) -> Any:
         for value in values:
@@ -95,7 +94,7 @@ def one_of(*values: Any) -> Parser:
 
 
 def either(*parsers: Parser, expected: str) -> Parser:
-    """The first of these parsers that takes the text; `expected` is what they take together."""
+    """The first parser that accepts the text; `expected` describes all."""
 
     def parse(text: str) -> Any:
         for parser in parsers:
@@ -107,7 +106,7 @@ def either(*parsers: Parser, expected: str) -> Parser:
 
 
 def listed(parser: Parser, like: str = "") -> Parser:
-    """A parser of values separated by commas; as many as in the example `like`, if given."""
+    """Values separated by commas, as many as in `like`."""
 
     def parse(text: str) -> tuple[Any, ...]:
         values = [part for part in text.strip("()[] ").split(",") if part] if like else text.split(",")
@@ -119,7 +118,7 @@ def listed(parser: Parser, like: str = "") -> Parser:
 
 
 def _option(group: str, text: str, default: Any = None, parse: Parser = str, **more: Any) -> Any:
-    """A field of Options. `more`: metavar, or choices; also (names elsewhere); repeat (each use adds a value)."""
+    """`more`: metavar or choices; also (names elsewhere); repeat (each use adds a value)."""
     if choices := more.pop("choices", ()):
         parse, more["metavar"] = one_of(*choices), "{" + ",".join(choices) + "}"
     return field(default=default, metadata={"group": group, "help": text, "parse": parse, **more})
@@ -130,7 +129,7 @@ def _option(group: str, text: str, default: Any = None, parse: Parser = str, **m
 
 @dataclass(frozen=True)
 class Options:
-    """What a user asks for. None, or an empty name: chosen from the data, the model or the machine."""
+    """None or empty: chosen from data, model or machine."""
 
     model: str = _option(DATA, "Hugging Face checkpoint", "", metavar="DIR", also="model-name-or-path base-model")
     data: tuple[str, ...] = _option(
@@ -297,7 +296,7 @@ class Options:
     )
     demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
 
-    eps: ClassVar[float] = 1e-8  # of AdamW, as in PyTorch
+    eps: ClassVar[float] = 1e-8  # PyTorch's
 
     @property
     def beta1(self) -> float:
@@ -309,7 +308,6 @@ class Options:
 
     @property
     def trace(self) -> bool:
-        """Whether to write a timeline of the run."""
         return "trace" in self.log
 
     def warmup_steps(self, total_steps: int) -> int:

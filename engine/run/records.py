@@ -1,4 +1,4 @@
-"""log.jsonl and log.csv: appended in whole lines, synced with each snapshot, read without trust."""
+"""log.jsonl and log.csv: whole lines, synced with each snapshot, read without trust."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ COLUMNS = [
     "bound",
 ]
 DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be NaN or infinite
-HUGE = 1e15  # the other columns are smaller
-Record = dict[str, Any]  # of a step or an evaluation, by column
+HUGE = 1e15  # bound of the others
+Record = dict[str, Any]  # of a step or evaluation, by column
 
 
 class Mark(NamedTuple):
-    """How far log.jsonl had come at a snapshot."""
+    """log.jsonl's extent at a snapshot."""
 
     step: int
-    evaluated: int | None  # the step of the last evaluation
+    evaluated: int | None  # last evaluated step
     nbytes: int
     crc32: int
 
 
 class Appender:
-    """A text file that grows by whole lines. On a full disk, lines wait in memory; `nbytes` and `crc32` count them."""
+    """On a full disk, lines wait in memory; `nbytes` and `crc32` include them."""
 
     def __init__(self, path: Path, lines: Iterable[bytes]):
-        """Replaces the file atomically by `lines`, each with its newline, and opens it for more. Raises StoreError."""
+        """Replaces the file atomically by `lines`, with newlines. Raises StoreError."""
         self.path, self.nbytes, self.crc32 = path, 0, 0
         write_synced(partial_of(path), map(self._counted, lines))
         partial_of(path).replace(path)
@@ -65,7 +65,7 @@ class Appender:
         return line
 
     def append(self, line: bytes) -> OSError | None:
-        """Adds a line after those that wait. Returns the error where they could not be written."""
+        """Returns the error where writing failed."""
         self._waiting += self._counted(line)
         return self._flush()
 
@@ -75,7 +75,7 @@ class Appender:
                 written = os.write(self._fd, self._waiting)
                 end = self._waiting.rfind(b"\n", 0, written) + 1
                 if end < written:
-                    os.ftruncate(self._fd, self._size + end)  # removes a torn line
+                    os.ftruncate(self._fd, self._size + end)  # a torn line
                 self._size += end
                 self._waiting = self._waiting[end:]
                 if not end:
@@ -85,7 +85,7 @@ class Appender:
         return None
 
     def sync(self) -> OSError | None:
-        """Makes the file durable. Returns the error where that failed."""
+        """Makes the file durable. Returns the error."""
         error = self._flush()
         try:
             os.fdatasync(self._fd)
@@ -99,7 +99,7 @@ class Appender:
 
 
 def read_log(path: Path, nbytes: float = math.inf) -> Iterator[tuple[bytes, Record]]:
-    """The lines in the first `nbytes` of a log.jsonl and their records, without torn or damaged ones."""
+    """Sound lines in the first `nbytes`, with their records."""
     at = 0
     with path.open("rb") if path.exists() else nullcontext(()) as lines:
         for line in lines:
@@ -109,7 +109,7 @@ def read_log(path: Path, nbytes: float = math.inf) -> Iterator[tuple[bytes, Reco
 
 
 def read_until(path: Path, mark: Mark) -> Iterator[bytes]:
-    """The lines that a log.jsonl held when the snapshot was made; of a damaged one, those of steps before it."""
+    """The lines at the snapshot; of a damaged file, those of steps up to it."""
     evaluated = -1 if mark.evaluated is None else mark.evaluated
     for line, record in read_log(path, mark.nbytes if is_whole(path, mark) else math.inf):
         if record["step"] <= (evaluated if "eval_loss" in record else mark.step):
@@ -117,7 +117,7 @@ def read_until(path: Path, mark: Mark) -> Iterator[bytes]:
 
 
 def is_whole(path: Path, mark: Mark) -> bool:
-    """Whether a log.jsonl begins with its content at the snapshot."""
+    """Whether the content at the snapshot is intact."""
     value, left = 0, mark.nbytes
     with path.open("rb") if path.exists() else nullcontext(io.BytesIO()) as file:
         while left and (block := file.read(min(left, 1 << 20))):
@@ -126,7 +126,7 @@ def is_whole(path: Path, mark: Mark) -> bool:
 
 
 def _record(line: bytes) -> Record | None:
-    """The record in a line of log.jsonl, None if there is none."""
+    """None where the line is damaged."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -138,7 +138,6 @@ def _record(line: bytes) -> Record | None:
 
 
 def _is_sound(column: str, value: Any) -> bool:
-    """Whether a value is of its column's type and size, or the name of a lane."""
     if column == "bound":
         return type(value) is str and value.isascii() and value.isprintable()
     if column in DIVERGING and type(value) is float:
@@ -147,7 +146,7 @@ def _is_sound(column: str, value: Any) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """The value for JSON, NaN and infinity as text."""
+    """NaN and infinity as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

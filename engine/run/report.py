@@ -1,4 +1,4 @@
-"""All that is printed before the first step: model, data, method, machine, plan, and what the run will take."""
+"""The report before the first step: model, data, method, machine, plan, memory, disk, time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ BINDS = {
     "cpu": "updates on the CPU",
     "ssd": "the SSD",
 }
-LONG = 5  # seconds of a start that are worth a line
+LONG = 5  # seconds of a start worth a line
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
 
 def report(job: Job) -> list[str]:
-    """The lines that are printed before the first step."""
     forecast, on_gpu = job.forecast, job.device.type == "cuda"
     lines = [
         model_line(job),
@@ -51,24 +50,22 @@ def report(job: Job) -> list[str]:
     lines.append(f"disk     {disk_line(forecast)}")
     if on_gpu:
         lines.append(f"ready    {ready_line(promise(job, start=True))}")
-    if on_gpu and job.options.dry_run:  # each is planned anew: that takes seconds
+    if on_gpu and job.options.dry_run:  # planning each takes seconds
         changes = forecast.faster(job.data.n_sequences, bits_open=job.options.resume is None)
         lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
     return [*lines, *_labelled("because", list(job.because))]
 
 
 def gpu_lines(f: Forecast) -> list[str]:
-    """Time, and the start if it is long."""
     start = [f"start    {start_line(f)}"] if f.pinning_s() >= LONG else []
     return [f"time     {time_line(f)}", *start]
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:
-    """Lines under one label, the following ones indented."""
     return [f"{label if i == 0 else '':8} {line}" for i, line in enumerate(lines)]
 
 
-# ---------------------------------------------------------------- model, method, machine, length
+# ---------------------------------------------------------------- model, method, length
 
 
 def model_line(job: Job) -> str:
@@ -111,7 +108,7 @@ def steps_line(job: Job) -> str:
 
 
 def _length_notes(job: Job) -> list[str]:
-    """What the options say of the run's length that is not as it seems."""
+    """Options of length without effect."""
     o, notes = job.options, []
     if o.max_steps and o.epochs:
         notes.append(f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}")
@@ -126,7 +123,7 @@ def _length_notes(job: Job) -> list[str]:
 
 
 def memory_lines(f: Forecast, device: str = "GPU") -> list[str]:
-    """The table of what each tier holds, against its limit. `device`: what the gpu tier is called."""
+    """The table of what each tier holds, and its limit. `device`: heading of the gpu tier."""
     held, total = f.memory(), usage(f.geo, f.plan)
     lines = [f"plan     {'':18}{device:>10}{'RAM':>10}{'SSD':>10}"]
     lines += [_row(row, *(tiers[tier] for tier in TIERS)) + _decisions(f.plan, row) for row, tiers in held.items()]
@@ -140,7 +137,7 @@ def _row(name: str, *nbytes: int) -> str:
 
 
 def cell(nbytes: int) -> str:
-    """Bytes in a column of ten characters."""
+    """Bytes in ten characters."""
     if not nbytes:
         return f"{'–':>10}"
     if nbytes >= 1000 << 30:
@@ -149,7 +146,6 @@ def cell(nbytes: int) -> str:
 
 
 def _decisions(plan: Plan, row: str) -> str:
-    """A row's decisions in words."""
     n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
     if row == "weights":
         homes = _counted(u.weights for u in plan.units)
@@ -173,7 +169,7 @@ def _counted(tiers: Iterable[str]) -> str:
 
 
 def disk_line(f: Forecast) -> str:
-    """What goes to the drives, part by part, and whether there is room."""
+    """Bytes on the drives by part, against the room."""
     part, keep = f.disk_parts(), f.files.keep
     parts = f"store {gb(part['store'])}, as much again for {count(keep, 'snapshot')}"
     parts += f", spare files {gb(part['spares'])}" if part["spares"] else ""
@@ -192,7 +188,7 @@ def disk_line(f: Forecast) -> str:
 
 
 def time_line(f: Forecast) -> str:
-    """A step, the run, and what limits both."""
+    """A step, the run, their limit."""
     found, step, work = f.step, f.step.step_s, f.work
     return (
         f"{seconds(step)} a step ({count(work.sequences, 'sequence')}, {compact(work.tokens)} tokens: "
@@ -203,17 +199,17 @@ def time_line(f: Forecast) -> str:
 
 
 def promise(job: Job, done: int = 0, start: bool = False) -> dict[Part, float]:
-    """Seconds of each part of the run after `done` steps, with the `start` or without."""
+    """Seconds by part of the run after `done` steps; of `start`, 0 unless asked."""
     o, total = job.options, job.total_steps
     steps_s = (total - done) * job.forecast.step.step_s
     evaluations = 0
     if job.data.held_out:
         evaluations = often(o.eval_every, done, total, steps_s) + (done == 0)
-        evaluations += total > done and not o.eval_every.due(total, total, 0)  # at the end in any case
+        evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
     events = Events(
         evaluations=evaluations,
         held_out=job.eval_rows or (job.data.held_out.n_sequences if job.data.held_out else 0),
-        exports=1 + max(0, evaluations - (done == 0)),  # of the result; of the best, if each is better than the last
+        exports=1 + max(0, evaluations - (done == 0)),  # the result, and the best if each is better
         snapshots=often(o.save_every, done, total, steps_s),
         tokens=MAX_NEW * (evaluations + 1) if job.codec else 0,
     )
@@ -222,20 +218,20 @@ def promise(job: Job, done: int = 0, start: bool = False) -> dict[Part, float]:
 
 
 def often(every: Every, done: int, total: int, seconds: float) -> int:
-    """How many times something is due after `done` steps of `total`, which take so many seconds more."""
+    """How often it is due in the rest of the run, of `seconds`."""
     if every.seconds:
         return int(seconds / every.seconds)
     return sum(every.due(step, total, 0.0) for step in range(done + 1, total + 1))
 
 
 def ready_line(parts: Times) -> str:
-    """When the model will be there, and the parts of the wait."""
+    """Time until the checkpoint, by part."""
     listed = ", ".join(f"{part} {duration(s)}" for part, s in parts.items() if s >= 0.5)
     return f"in about {duration(sum(parts.values()))}{f': {listed}' if listed else ''}"
 
 
 def took_line(clock: Clock, promised: Times) -> str:
-    """What the run took, part by part, beside what was promised."""
+    """Time taken and promised, by part."""
     other = clock.whole - sum(clock.spent.values())
     parts = [
         f"{part} {duration(clock.spent[part])}" + (f" of {duration(promised[part])}" if promised else "")
@@ -248,7 +244,7 @@ def took_line(clock: Clock, promised: Times) -> str:
 
 
 def eval_line(job: Job) -> str:
-    """How often the held-out data is evaluated, how much of it, and how long that takes."""
+    """Number, size and time of evaluations."""
     f, held_out = job.forecast, job.data.held_out
     assert held_out is not None
     n, tokens, each = f.work.evaluations, f.work.held_out, f"{compact(f.work.held_out)} tokens"
@@ -262,13 +258,13 @@ def eval_line(job: Job) -> str:
 
 
 def start_line(f: Forecast) -> str:
-    """The longest part of the start."""
+    """The start's longest part."""
     held = usage(f.geo, f.plan)["host"] / 2**30
     return f"{duration(f.pinning_s())} before the first step, to pin {held:.1f} GiB of RAM for the bus"
 
 
 def wear_line(f: Forecast) -> str:
-    """What is read and written, beside what the drives are rated for."""
+    """Bytes read and written; the drives' endurance."""
     rated = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB)
     return (
         f"{gb(f.step.ssd_read)} read and {gb(f.step.ssd_written)} written a step, {gb(f.written)} written "

@@ -1,4 +1,4 @@
-"""Samples from the model as it is being trained, through the engine's own weight stream."""
+"""Samples from the model in training, through the engine's weight stream."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trireme.engine.step import Engine, forward_units
 from trireme.models import model
 from trireme.models.generate import generate, needs
 
-LEAD = 8  # tokens of running text that serve as a prompt
-FIRST = 100  # sequences in which prompts are sought
-MAX_NEW = 48  # tokens that follow a prompt, at most
+LEAD = 8  # tokens of a prompt from running text
+FIRST = 100  # sequences searched for prompts
+MAX_NEW = 48  # tokens after a prompt
 NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
 
 
 class Sample(NamedTuple):
-    """A prompt as the model saw it, its continuation, and whether the model ended it."""
+    """A fitted prompt, its continuation, whether the model ended it."""
 
     prompt: str
     text: str
@@ -33,9 +33,7 @@ class Sample(NamedTuple):
 
 
 def prompts(data: Dataset, count: int) -> list[list[int]]:
-    """Up to `count` different beginnings of documents among the first FIRST sequences: the tokens before the first
-    trained one, or LEAD tokens of running text.
-    """
+    """Up to `count` different prompts (token ids): a document's tokens before the first trained one, LEAD at least."""
     found: list[list[int]] = []
     for mb in islice(data.batches(1), FIRST):
         for ids, labels in zip(*(np.split(a, np.cumsum(mb.lengths)[:-1]) for a in (mb.ids, mb.labels)), strict=True):
@@ -49,7 +47,7 @@ def prompts(data: Dataset, count: int) -> list[list[int]]:
 
 
 def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[list[int]]:
-    """The ends of the prompts, as long as memory allows: a step's workspace is free between steps."""
+    """The prompts' ends, as long as memory, a step's free workspace included, allows."""
     room = e.memory.gpu_limit - e.memory.used("gpu") + workspace(e.geo, e.plan)
     most = max(map(len, given), default=0)
     most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None else most
@@ -65,10 +63,7 @@ def sample(
     max_new: int = MAX_NEW,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Sample]:
-    """The greedy continuation of each prompt (token ids), `fitted`. Applies updates that are due.
-
-    Stops before the next token once `enough()`. If memory runs out, the text says so.
-    """
+    """Greedy continuations of prompts, fitted. Applies due updates. Ends once `enough()`. Out of memory: NO_ROOM."""
     given = fitted(e, given, max_new)
     shown = [codec.decode(ids) for ids in given]
     none = [Sample(prompt, NO_ROOM, True) for prompt in shown]
@@ -86,7 +81,7 @@ def sample(
 
 
 def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
-    """Every unit in order with its weights, as generate reads them; the next ones are on their way meanwhile."""
+    """Units in order, with prefetched weights."""
     for u in forward_units(e):
         held = e.weights.get(u)
         e.lanes.run("compute", "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
@@ -98,7 +93,7 @@ def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
 
 
 def _let_go(e: Engine) -> None:
-    """Releases the units that a pass held or had on their way when it broke off."""
+    """Releases a broken-off pass's units."""
     on_their_way = [task for held in e.weights.held for task in held.ready]
     done = e.lanes.run("compute", "other", "break off the sample", lambda: None, on_their_way)
     e.weights.release_all(done)

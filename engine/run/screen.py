@@ -1,4 +1,4 @@
-"""The one channel of a run to a person: lines that stay, a live line on a terminal (plain lines in a pipe), errors."""
+"""A run's output: lines that stay, a live line on a terminal (plain lines in a pipe), errors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trireme.storage.files import StoreError
 from trireme.storage.untrusted import LINE, shown
 
 OUTPUT = "standard output"
-PLAIN_SECONDS = 10.0  # between lines in a pipe; log.jsonl has every step
+PLAIN_SECONDS = 10.0  # between lines in a pipe
 LIVE_SECONDS = 0.1
-PATIENCE = 3.0  # seconds before long work shows its progress
+PATIENCE = 3.0  # seconds before progress shows
 
 
 def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> dict[str, str]:
-    """The parts of a step's line by name, in order, as far as the record has them."""
+    """A step's line by part, in order."""
     r = {key: value for key, value in record.items() if value is not None}
     parts = {"step": f"step {r['step']:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {r['loss']:.4f}"}
     if "learning_rate" in r:
@@ -47,7 +47,7 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
 
 
 def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
-    """The parts as a line shorter than `width`: the least telling ones go, then the end."""
+    """Shorter than `width`: the least telling parts go, then the end."""
     parts = {name: shown(part, LINE) for name, part in parts.items()}
     for name in ("memory", "mfu", "time", "norm", "lr", "bound", "speed"):
         if len("  ".join(parts.values())) < width:
@@ -58,18 +58,17 @@ def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
 
 
 class Screen:
-    """Standard output and standard error of a run. One thread at a time, but for `urgent`."""
+    """Standard output and error. One thread at a time, except `urgent`."""
 
     def __init__(self, stream: TextIO | None = None):
-        """`stream`: in place of standard output."""
         self._stream: TextIO | None = stream or sys.stdout
         self._live = self._stream.isatty()
-        self._parts: Mapping[str, str] = {}  # of the live line, when there is one
+        self._parts: Mapping[str, str] = {}  # of the live line
         self._last = -math.inf
         self._may_fail = True
 
     def forgive(self) -> None:
-        """From now on an output that cannot be written is forgotten: the log has it all."""
+        """From now on drops output that cannot be written."""
         self._may_fail = False
 
     def _write(self, text: str) -> None:
@@ -85,21 +84,20 @@ class Screen:
             self._stream = None
 
     def say(self, line: str) -> None:
-        """Prints a line above the live line. Raises StoreError, BrokenPipeError until `forgive`."""
+        """Prints above the live line. Raises StoreError, BrokenPipeError until `forgive`."""
         line = shown(line, LINE)
         self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
 
     def warn(self, line: str) -> None:
-        """Prints a warning."""
         self.say(f"warning: {line}")
 
     def urgent(self, line: str) -> None:
-        """Prints a line on standard error; safe in a signal handler."""
-        with suppress(OSError, RuntimeError):  # a closed terminal, or in the middle of another line
+        """Safe in a signal handler."""
+        with suppress(OSError, RuntimeError):  # a closed terminal; within another line
             print(line, file=sys.stderr, flush=True)
 
     def show(self, parts: Mapping[str, str], final: bool) -> None:
-        """Redraws the live line; in a pipe, prints a line every few seconds and at the end."""
+        """Redraws the live line; in a pipe, prints one every PLAIN_SECONDS and the final one."""
         now = time.monotonic()
         if not final and now - self._last < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
             return
@@ -114,17 +112,16 @@ class Screen:
             self._parts = {}
 
     def _drawn(self) -> str:
-        """The live line in the terminal's width: a wrapped one could not be redrawn."""
+        """In the terminal's width: a wrapped line cannot be redrawn."""
         return one_line(self._parts, shutil.get_terminal_size().columns)
 
     def clear(self) -> None:
-        """Erases the live line."""
         if self._parts:
             self._write("\r\x1b[K")
             self._parts = {}
 
     def far(self, what: str, done: int, total: int, begun: float, unit: str = "B") -> None:
-        """Shows how much of long work in `unit` is done, `begun` by time.monotonic."""
+        """`begun`: by time.monotonic."""
         seconds = time.monotonic() - begun
         if seconds > PATIENCE and 0 < done < total:
             size, prefix = next((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")) if total >= s)
@@ -135,7 +132,7 @@ class Screen:
 
     @contextmanager
     def working(self, what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
-        """Gives a function to call with the size of each part of long work; restores the live line at the end."""
+        """Gives a function to call with each finished part's size; restores the live line."""
         begun, done, before = time.monotonic(), 0, self._parts
 
         def more(size: int) -> None:

@@ -1,7 +1,4 @@
-"""The plan of a job: kept from the run that is resumed, read from a file, or found for the model, data and machine.
-
-Options that contradict it are refused. No torch.
-"""
+"""The plan of a job: pinned by a resumed run, read from --plan, or found for model, data and machine. No torch."""
 
 from __future__ import annotations
 
@@ -29,15 +26,13 @@ from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import complaint
 
 DTYPES = {"bf16": "BF16", "fp32": "F32"}
-RECORDS = 1.03  # a margin of RAM to ask for: more RAM brings larger records of state
-MICRO_TOKENS = {True: 16384, False: 4096}  # on a GPU or not: beyond this a larger micro-batch is no faster
+RECORDS = 1.03  # margin of RAM to ask for: more RAM brings larger records
+MICRO_TOKENS = {True: 16384, False: 4096}  # by on_cuda: larger micro-batches are no faster
 
 
 @dataclass(frozen=True)
 class Pinned:
-    """What a resumed run keeps, so that it goes on to the bit: the model, the step's shape, how state is stored, and
-    by the plan where updates run.
-    """
+    """What a resumed run keeps to give the same bits; of the plan, where updates run."""
 
     tokens: int  # of a micro-batch
     n_micro: int
@@ -47,7 +42,7 @@ class Pinned:
     halves: bool
     batch_size: int
     rows: int  # sequences of a micro-batch
-    model: dict[str, dict[str, Any]]  # see `identity`
+    model: dict[str, dict[str, Any]]  # `identity`
     plan: Plan
 
     @classmethod
@@ -67,12 +62,11 @@ class Pinned:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Pinned:
-        """From what `json` made of one; raises InputError, KeyError."""
+        """The inverse of `json`. Raises InputError, KeyError."""
         wanted = {f.name: data[f.name] for f in fields(cls) if f.name != "plan"}
         return cls(**wanted, plan=Plan.of(data["plan"]))
 
     def json(self) -> dict[str, Any]:
-        """As a snapshot holds it."""
         return asdict(self)
 
     @property
@@ -80,13 +74,13 @@ class Pinned:
         return self.tokens // self.rows
 
 
-# What a snapshot says beside its files, as Live.save writes it.
+# What Live.save writes into a snapshot's manifest.
 SNAPSHOT = {
     "step": int,
     "options": dict,
     "data": str,
     "written": int,
-    "eval_rows": {int, type(None)},  # None: all, as in snapshots that do not say it
+    "eval_rows": {int, type(None)},  # None or missing: all
     "best": ({float, type(None)}, {int, type(None)}),
     "log": (int, {int, type(None)}, int, int),
     "cut": {
@@ -100,7 +94,7 @@ SNAPSHOT = {
 
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
-    """Raises InputError unless a snapshot says what one of this version says."""
+    """Raises InputError where a snapshot is not of this version's form."""
     wrong = complaint({"eval_rows": None, **said}, SNAPSHOT)
     if not wrong:
         try:
@@ -117,7 +111,7 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
 
 
 def pinned_of(options: Options, data: Mapping[str, Any]) -> Pinned:
-    """What a snapshot pins. Raises InputError where it cannot be gone on with, or the options contradict it."""
+    """Raises InputError where the snapshot's form is old or the options contradict it."""
     try:
         pinned = Pinned.read(data)
     except (InputError, KeyError):
@@ -128,10 +122,10 @@ def pinned_of(options: Options, data: Mapping[str, Any]) -> Pinned:
         asked["--seq-len"] = options.seq_len, pinned.seq_len
     if options.dtype != "auto":
         asked["--dtype"] = options.dtype, next(name for name, dtype in DTYPES.items() if dtype == pinned.dtype)
-    if not options.plan:  # which says these
+    if not options.plan:  # else the plan says these
         asked["--adam-bits"] = options.adam_bits, pinned.adam_bits
         if isinstance(options.micro_batch, int):
-            most = pinned.rows if pinned.n_micro == 1 else options.micro_batch  # of a whole step there is no more
+            most = pinned.rows if pinned.n_micro == 1 else options.micro_batch  # one micro-batch is the whole step
             asked["--micro-batch"] = min(options.micro_batch, most), pinned.rows
     for flag, (now, before) in asked.items():
         if now != before:
@@ -140,12 +134,12 @@ def pinned_of(options: Options, data: Mapping[str, Any]) -> Pinned:
 
 
 def identity(cfg: ModelConfig, source: Source) -> dict[str, dict[str, Any]]:
-    """What a run knows its model by: the numbers of its config, and dtype and shape of every tensor in its files."""
+    """The config's numbers; dtype and shape of every tensor."""
     return {"config": numbers(cfg), "tensors": {name: [t.dtype, *t.shape] for name, t in source.tensors.items()}}
 
 
 def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Source) -> None:
-    """Raises InputError where the model is not the one that the resumed run was begun with."""
+    """Raises InputError unless the model is the resumed run's."""
     for kind, now in identity(cfg, source).items():
         before = pinned.model[kind]
         for name in [*before, *now]:
@@ -161,7 +155,7 @@ def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Sour
 
 
 def misfit(plan: Plan, cfg: ModelConfig) -> str:
-    """Why a plan is none of the model's; "" where it is."""
+    """Why a plan does not suit the model; "" where it does."""
     if len(plan.units) != plan.cut(cfg).n_units:
         return "the plan is for another model"
     geo = Geometry.of(cfg, plan)
@@ -173,7 +167,7 @@ def misfit(plan: Plan, cfg: ModelConfig) -> str:
 
 
 def given_plan(options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned | None, on_cuda: bool) -> Plan | None:
-    """The plan that was given; InputError where it is not for this model, this run or this device."""
+    """The plan of --plan. Raises InputError where it does not suit model, run or device."""
     if not options.plan:
         return None
     plan = Plan.load(Path(options.plan))
@@ -197,14 +191,14 @@ def given_plan(options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned 
 
 
 def check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: Limits) -> None:
-    """Raises DoesNotFit where the plan that was given takes more than there is."""
+    """Raises DoesNotFit."""
     need = usage(Geometry.of(cfg, plan), plan)
     if limits.lacking(need):
         raise DoesNotFit(f"{options.plan}: the plan needs {shortage(need, limits)}. Change it, or leave it out.")
 
 
 def check_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> None:
-    """Raises InputError where a step of so many sequences has more micro-batches than the plan that was given."""
+    """Raises InputError where a step has more micro-batches than the given plan."""
     rows = plan.tokens // seq_len
     needed = math.ceil(sequences / rows)
     if needed > plan.n_micro:
@@ -215,7 +209,7 @@ def check_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> No
 
 
 class Settled(NamedTuple):
-    """A plan, why it is so, and the machine, with its drives measured where the plan may use them."""
+    """A plan, its reasons, and the machine, drives measured where the plan may use them."""
 
     plan: Plan
     because: tuple[str, ...]
@@ -224,7 +218,7 @@ class Settled(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """What a plan is made for, as far as it is known before the data is read."""
+    """All that decides a plan before the data is read."""
 
     options: Options
     cfg: ModelConfig
@@ -235,33 +229,29 @@ class Planner:
 
     @cached_property
     def given(self) -> Plan | None:
-        """The plan of --plan. Raises InputError."""
         return given_plan(self.options, self.cfg, self.seq_len, self.pinned, self.on_cuda)
 
     @property
     def dtype(self) -> str:
-        """What to compute in: BF16 or F32."""
+        """BF16 or F32."""
         if self.pinned:
             return self.pinned.dtype
         return self.given.dtype if self.given else DTYPES.get(self.options.dtype, "BF16" if self.on_cuda else "F32")
 
     @property
     def _one_memory(self) -> bool:
-        """Whether both tiers are RAM, and its division between them is open."""
+        """Whether both tiers are RAM, in any proportion."""
         return not (self.on_cuda or self.options.gpu_memory or self.given)
 
     def refuse_early(self) -> None:
-        """Raises DoesNotFit where not even steps of one sequence fit: then the data need not be read.
-
-        How many there are is not known yet, and a step has no more than all of them.
-        """
+        """Raises DoesNotFit where steps of one sequence do not fit: no data can help."""
         if self.given:
             check_memory(self.options, self.cfg, self.given, self.limits)
             return
         try:
             self._smallest_plan(1)
         except DoesNotFit:
-            self._smallest_plan(self.options.batch_size)  # which says what a usual step needs
+            self._smallest_plan(self.options.batch_size)  # its error says what a usual step needs
             raise
 
     def _smallest_plan(self, sequences: int) -> None:
@@ -271,9 +261,7 @@ class Planner:
             simple_plan(self.cfg, self.limits, self.wanted(sequences))
 
     def limits_for(self, sequences: int) -> Limits:
-        """`limits` for steps of so many sequences; on a CPU, where equal halves are too small for one tier, a division
-        of the same RAM that fits. Raises DoesNotFit.
-        """
+        """`limits`; on a CPU, where half of the RAM is too small for a tier, another division. Raises DoesNotFit."""
         if not self._one_memory:
             return self.limits
         wanted, room, refused = self.wanted(sequences), self.limits.both, []
@@ -288,7 +276,6 @@ class Planner:
         raise DoesNotFit(self._refusal(min(refused, key=lambda need: need.both), wanted))
 
     def _refusal(self, need: Limits, wanted: Wanted) -> str:
-        """What to do where one memory is too small for both tiers."""
         room = self.limits.both
         smaller = {
             "--seq-len": tuple((1, n) for _, n in wanted.sizes),
@@ -304,7 +291,7 @@ class Planner:
         )
 
     def _lacking(self, wanted: Wanted) -> Limits | None:
-        """What the smallest plan needs where none fits; None where one does."""
+        """What the smallest plan needs; None where one fits."""
         try:
             simple_plan(self.cfg, self.limits, wanted)
         except DoesNotFit as error:
@@ -312,7 +299,7 @@ class Planner:
         return None
 
     def find(self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]) -> Settled:
-        """The plan within `limits`, of limits_for. `stores`: folders on its drives. Raises InputError, DoesNotFit."""
+        """`limits`: of limits_for; `stores`: folders on drives. Raises InputError, DoesNotFit."""
         o, wanted = self.options, replace(self.wanted(work.sequences), document=work.document, trained=work.trained)
         if self.given:
             check_step(o, self.given, work.sequences, self.seq_len)
@@ -331,7 +318,7 @@ class Planner:
         return Settled(choice.plan, choice.because, machine)
 
     def wanted(self, sequences: int) -> Wanted:
-        """What a plan is asked for, for steps of so many sequences. Raises InputError."""
+        """Raises InputError."""
         o, pinned = self.options, self.pinned
         auto: Mode = "forward" if o.max_grad_norm else "backward"
         mode = next((mode for mode in MODES if mode == o.optimizer_mode), auto)
@@ -351,5 +338,5 @@ class Planner:
 
 
 def record_size(parameters: int, ram: int) -> int:
-    """Parameters of an optimizer record: large enough for the drive and for few files, small beside the RAM."""
+    """Parameters of a record: many for the drive, few beside the RAM."""
     return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096

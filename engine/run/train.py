@@ -1,4 +1,4 @@
-"""Training: the loop around the step, evaluations, a change of plan, and the finished checkpoint."""
+"""Training: the loop around the step, evaluations, a change of plan, the finished checkpoint."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
 from trireme.storage.store import Store
 
-BOUND_EVERY = 50  # steps between those whose lanes are timed
-SAMPLING = 60.0  # seconds that a sample may take: each token is a pass over all weights
+BOUND_EVERY = 50  # steps between timings of the lanes
+SAMPLING = 60.0  # seconds for samples: each token is a pass over all weights
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and is saved. Exit code 130."""
+    """Asked to stop, and saved."""
 
 
 class Diverged(InputError):
-    """The loss or the gradient norm is not finite."""
+    """Loss or gradient norm is not finite."""
 
 
 def finetune(options: Options, screen: Screen | None = None) -> Live | None:
-    """Trains as the options say. Returns the run as it ended, its engine closed; None of a dry run.
+    """Returns the run, its engine closed; None of a dry run.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted.
     """
@@ -84,7 +84,7 @@ def _resume(options: Options, screen: Screen) -> Live | None:
         job = _prepared(options, screen, snapshot)
         if options.dry_run:
             return None
-        replace_synced(job.out / "config.yaml", config_yaml(options))  # changed options hold from now on
+        replace_synced(job.out / "config.yaml", config_yaml(options))  # keeps changed options
         store = store or new_store(job, screen)
         return _train(job, store, snapshot, screen)
     finally:
@@ -93,7 +93,6 @@ def _resume(options: Options, screen: Screen) -> Live | None:
 
 
 def _prepared(options: Options, screen: Screen, snapshot: Snapshot | None = None) -> Job:
-    """The job, after its report. `snapshot`: of a run that is resumed."""
     begun = time.monotonic()
     far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)
     try:
@@ -124,7 +123,7 @@ def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen) ->
 
 
 def _load(live: Live) -> None:
-    """Loads the run. A signal meanwhile is acted on between two pieces, with no drive request in flight."""
+    """A signal acts between two pieces, with no drive request in flight."""
     asked: list[int] = []
 
     def ask(number: int) -> None:
@@ -140,7 +139,7 @@ def _load(live: Live) -> None:
 
 
 class Evaluation:
-    """Evaluations: the loss on the held-out data, a sample, the best checkpoint in OUT/best."""
+    """Loss on the held-out data, a sample, the best checkpoint in OUT/best."""
 
     def __init__(self, live: Live, stop: Stop):
         self.live, self.stop = live, stop
@@ -151,7 +150,7 @@ class Evaluation:
         return inputs(self.live.job.cfg, mb, self.tables, self.live.job.device)
 
     def run_if_due(self, final: bool = False) -> None:
-        """Evaluates before training, every --eval-every, and at the end; a run that stops does so when resumed."""
+        """Evaluates before training, every --eval-every and at the end, unless the run stops."""
         job, done = self.live.job, self.live.progress
         seconds = time.monotonic() - self.ended
         due = final or done.step == 0 or job.options.eval_every.due(done.step, job.total_steps, seconds)
@@ -159,7 +158,7 @@ class Evaluation:
             self._run(job.data.held_out)
 
     def _run(self, held_out: Dataset) -> None:
-        """Evaluates; if asked to stop meanwhile, nothing counts, and a resumed run evaluates anew."""
+        """A request to stop discards the result: a resumed run evaluates anew."""
         live, done = self.live, self.live.progress
         began = time.monotonic()
         with live.clock.at("evaluations"):
@@ -178,7 +177,7 @@ class Evaluation:
         self.ended, done.evaluated = time.monotonic(), done.step
 
     def _loss(self, held_out: Dataset) -> float:
-        """Mean loss over the labels of the held-out data, up to a request to stop."""
+        """Mean over labels."""
         live, job, total, count = self.live, self.live.job, 0.0, 0
         rows = live.progress.eval_rows
         batches = held_out.batches(job.micro_rows, rows)
@@ -193,7 +192,7 @@ class Evaluation:
         return total / max(1, count)
 
     def samples(self, count: int) -> list[Sample]:
-        """Greedy continuations of held-out documents' beginnings."""
+        """Greedy continuations of `count` documents' beginnings, held-out if any."""
         job = self.live.job
         if job.codec is None or self.stop.leaving:
             return []
@@ -204,21 +203,21 @@ class Evaluation:
 
 
 class Run:
-    """The loop: steps, with evaluations and snapshots between them."""
+    """The loop."""
 
     def __init__(self, live: Live):
         self.live = live
         self.stop = Stop(live.job.total_steps, live.screen, live.last_snapshot)
         self.evaluation = Evaluation(live, self.stop)
-        self.first = live.progress.step  # steps before this process
+        self.first = live.progress.step  # this process's first step
         self.stop.begins(self.first)
-        self.saved = time.monotonic()  # when, or when it began
+        self.saved = time.monotonic()
         self.peak = live.job.machine.rates.matmul  # FLOPs a second, for mfu
-        self.bound: str | None = None  # the busiest lane of the last traced step
-        self.moved = live.lanes.moved.copy()  # bytes of each lane by the end of the last step
+        self.bound: str | None = None  # busiest lane of the last traced step
+        self.moved = live.lanes.moved.copy()  # bytes by lane at the last step's end
 
     def go(self) -> None:
-        """Trains to the end. Raises Interrupted, Diverged, StoreError."""
+        """Raises Interrupted, Diverged, StoreError."""
         live, done = self.live, self.live.progress
         with stop_signals(self.stop.ask, self.stop.insist):
             self.evaluation.run_if_due()
@@ -234,11 +233,10 @@ class Run:
             self._finish()
 
     def _step(self) -> None:
-        """A step, then the evaluation and the snapshot due after it."""
         live, job, o = self.live, self.live.job, self.live.job.options
         done, total = live.progress, job.total_steps
         began = time.perf_counter()
-        warm = done.step == self.first + 1  # the second step of this process
+        warm = done.step == self.first + 1
         live.lanes.tracing = o.trace or warm or done.step % BOUND_EVERY == 0
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
         with live.clock.at("steps"):
@@ -259,7 +257,6 @@ class Run:
             self.saved = time.monotonic()
 
     def _record(self, stats: StepStats, rate: float, micro: Sequence[Inputs], seconds: float) -> Record:
-        """The log's record of the step that has ended."""
         live, job = self.live, self.live.job
         tokens, trained = sum(mb.tokens for mb in micro), sum(mb.trained for mb in micro)
         flops = sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
@@ -284,7 +281,7 @@ class Run:
         return record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {})
 
     def _diverged(self, stats: StepStats) -> None:
-        """Drops the gradients. Updates made under backward are undone only by a snapshot."""
+        """Drops the gradients. Only a snapshot undoes updates made under backward."""
         self.live.engine.gradients.discard()
         raise Diverged(
             f"step {self.live.progress.step + 1}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of "
@@ -292,7 +289,7 @@ class Run:
         )
 
     def _trace(self) -> list[Span]:
-        """The tasks of the last step. Notes its busiest lane; writes its timeline if asked for."""
+        """The last step's tasks; notes the busiest lane."""
         live = self.live
         live.lanes.drain()
         spans = live.lanes.trace()
@@ -304,13 +301,13 @@ class Run:
         return spans
 
     def _correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
-        """Compares a traced step with its prediction; moves to another plan if that pays."""
+        """Corrects rates by a traced step; moves to another plan if that pays."""
         live, job = self.live, self.live.job
         left = job.total_steps - live.progress.step
         found = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
         rates = corrected(job.machine.rates, found, spans, seconds)
         live.job = replace(job, machine=replace(job.machine, rates=rates))
-        then = live.job.forecast.step.step_s  # not every step is as large as this one
+        then = live.job.forecast.step.step_s  # steps differ in size
         said = f"predicted {found.step_s:.3g} s a step, " if job.device.type == "cuda" else ""
         live.screen.say(
             f"warm-up  {said}measured {seconds:.3g} s; by the times of its tasks "
@@ -326,7 +323,6 @@ class Run:
             self.saved = time.monotonic()
 
     def _finish(self) -> None:
-        """The last evaluation, the checkpoint, and the end of the store."""
         live, job, done = self.live, self.live.job, self.live.progress
         live.settle()
         self.evaluation.run_if_due(final=True)
@@ -339,12 +335,12 @@ class Run:
             live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
         live.screen.say(f"took     {took_line(live.clock, live.promised)}")
         if done.best_step == done.step:
-            shutil.rmtree(job.out / "best", ignore_errors=True)  # it is the output itself
+            shutil.rmtree(job.out / "best", ignore_errors=True)  # equals the output
         elif done.best is not None and done.best_step is not None:
             live.screen.say(f"best     {job.out / 'best'}: eval_loss {done.best:.4f} at step {done.best_step}")
         live.close()
         live.log.sync(done.step, done.evaluated)
-        live.store.remove()  # a finished run is not resumed
+        live.store.remove()
         tidy(job.out)
 
 

@@ -1,4 +1,4 @@
-"""The output folder: free before a run, as promised after it. No torch."""
+"""The output folder: free before a run, as promised after it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from trireme.storage.files import StoreError, existing, lock, make_folder, parti
 from trireme.storage.store import Store
 
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
-# What a run makes in its folder before its first step, beside its store. config.yaml is made first and removed last: it
-# marks the folder of a killed run.
+# Made before the first step. config.yaml marks a killed run's folder: made first, removed last.
 OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
 UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
 
 def check_checkpoint(model: str) -> None:
-    """Raises InputError where a checkpoint is named as on the Hugging Face hub, and no such folder is here."""
+    """Raises InputError where `model` is a name of the Hugging Face hub and no folder."""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
         folder = model.rpartition("/")[2]
         raise InputError(
@@ -40,27 +39,24 @@ def check_checkpoint(model: str) -> None:
 
 @dataclass
 class NewRun:
-    """What a new run has made beside its folder."""
-
     store: Store | None = None
 
 
 @contextmanager
 def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
-    """Locks the folder of a new run, writes config.yaml, and closes the run's store at the end.
+    """Locks a new run's folder, writes config.yaml, closes the store at the end.
 
-    If the run fails before a step is in its log or in a snapshot, its files are removed; not after `saved`, the
-    exception of a run that saved itself. If the same command was killed before its first step, it begins anew and keeps
-    the files there. Raises InputError where the folder is not free, StoreError.
+    Removes the files of a run that fails before a step is logged or saved; not after `saved`, a request to stop, nor
+    where the same command was killed before. Raises StoreError, InputError where the folder is not free.
     """
     out, run = Path(options.out), NewRun()
     with _writable(out):
         check_free(options)
     with taken(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
-        again = check_free(options)  # another process may have been faster
+        again = check_free(options)  # another process may have begun
         try:
             for stale in (out / "tokens").glob("stdin*"):
-                stale.unlink()  # standard input is read anew
+                stale.unlink()  # is read anew
             with _writable(out):
                 replace_synced(out / "config.yaml", config_yaml(options))
             yield run
@@ -68,7 +64,7 @@ def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
             raise
         except BaseException:
             if not has_begun(out) and not (run.store and run.store.snapshots):
-                with suppress(OSError):  # the first error is the one to report
+                with suppress(OSError):  # report the first error
                     _undo(run, made, () if again else [out / name for name in OURS])
             raise
         finally:
@@ -77,7 +73,6 @@ def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
 
 
 def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
-    """Removes the files of a run."""
     if run.store:
         run.store.remove()
         remove_folders(run.store.made)
@@ -87,7 +82,7 @@ def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
 
 
 def tidy(out: Path) -> None:
-    """Removes the leftovers in a finished run's folder, after its store."""
+    """Removes a finished run's leftovers, after its store."""
     for name in ("tokens", "best.new", "best.old"):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in LOGS:
@@ -97,9 +92,9 @@ def tidy(out: Path) -> None:
 
 @contextmanager
 def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
-    """Makes the folder and locks it, leaving no lock file; gives the folders made.
+    """Makes and locks the folder, without a lock file; gives the folders made.
 
-    Raises InputError where it cannot be made or, with the text `otherwise`, where another process has it.
+    Raises InputError, with `otherwise` where another process holds it.
     """
     with _writable(out):
         made = make_folder(out)
@@ -114,7 +109,7 @@ def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
 
 @contextmanager
 def _writable(out: Path) -> Iterator[None]:
-    """Turns errors of an unusable folder, not those of a failing drive, into InputError."""
+    """Makes errors of an unusable folder InputErrors; not those of a failing drive."""
     try:
         yield
     except OSError as error:
@@ -124,10 +119,7 @@ def _writable(out: Path) -> Iterator[None]:
 
 
 def check_free(options: Options) -> bool:
-    """Raises InputError unless the folder of a new run is empty or missing, and not the source.
-
-    Returns whether the same command was killed there before its first step.
-    """
+    """True where the same command was killed before its first step. Raises InputError where not free."""
     out, source = Path(options.out), Path(options.model)
     if out.is_symlink() and not out.exists():
         raise InputError(f"--out {out} is a link to {out.readlink()}, which is not there. Name another folder.")
@@ -147,7 +139,7 @@ def check_free(options: Options) -> bool:
 
 
 def _is_same(options: Options, held: set[str]) -> bool:
-    """Whether these names were left by the same command, killed before its first step."""
+    """See check_free. `held`: names in OUT."""
     out = Path(options.out)
     if not (out / "config.yaml").is_file():
         return held == {partial_of(out / "config.yaml").name}
@@ -158,16 +150,12 @@ def _is_same(options: Options, held: set[str]) -> bool:
 
 
 def has_begun(out: Path) -> bool:
-    """Whether the log in the folder has a line."""
     log = out / "log.jsonl"
     return log.exists() and log.stat().st_size > 0
 
 
 def reopen(source: Source, out: Path) -> list[str]:
-    """Opens the exported checkpoint and compares it with its source; returns the lines to print.
-
-    Raises StoreError where anything but the values differs.
-    """
+    """Returns the lines to print. Raises StoreError where export and source differ in more than values."""
     written = open_source(out)
     ours, theirs = _signature(written), _signature(source)
     if ours != theirs:
@@ -194,7 +182,7 @@ Entry = tuple[str, tuple[int, ...], str]  # dtype, shape, file
 
 
 def _signature(source: Source) -> dict[str, Entry]:
-    """Every tensor's entry; a tied weight stored once, or twice, must stay so."""
+    """By tensor: a tied weight stored once, or twice, stays so."""
     return {name: (t.dtype, t.shape, t.file) for name, t in source.tensors.items()}
 
 
