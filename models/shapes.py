@@ -23,7 +23,7 @@ def unit_names(cfg: ModelConfig) -> list[str]:
 
 
 def kind(cfg: ModelConfig, u: int) -> str:
-    """ "embed", "block", "attention", "mlp" or "head"."""
+    """Unit u: "embed", "block", "attention", "mlp" or "head"."""
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
     return HALVES[(u - 1) % 2] if cfg.halves else "block"

@@ -1,8 +1,7 @@
 """Asynchronous reads and writes of large aligned buffers, many in flight, results as futures.
 
-A request moves in pieces of `block` bytes: at most `depth` in flight while only one direction has work, `mixed` in
-each while both have; devices.py measures all three. Requests of one direction take turns, a piece each. Every result is
-checked. A future ends when no piece of its request is in flight, also after an error: its buffer is free then.
+Requests of a direction take turns by pieces of `block` bytes; `depth` in flight, `mixed` each way while both have work
+(devices.py measures them). A future ends, also with an error, when no piece is in flight: its buffer is free.
 """
 
 from __future__ import annotations
@@ -28,34 +27,34 @@ from trireme.storage.layout import ALIGN, round_up
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-HUGE_PAGE = 2 << 20  # bytes
+HUGE_PAGE = 2 << 20
 
 
 def arena(nbytes: int) -> memoryview:
-    """Zeroed memory of round_up(nbytes), on 2 MiB pages if possible: a drive's command holds a limited number of pages.
-    A forked child does not get it, since copying on write would break transfers in flight.
+    """Zeroed memory of round_up(nbytes), on 2 MiB pages if possible, as a drive's command holds limited pages.
+
+    Not for forked children: copy on write would break transfers.
     """
     size = round_up(nbytes, HUGE_PAGE)
     area = mmap.mmap(
         -1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )  # shared memory has no huge pages
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        with suppress(OSError):  # a kernel without huge pages works, slower
+        with suppress(OSError):  # without huge pages, slower
             area.madvise(advice)
     start = -address_of(area) % HUGE_PAGE
     return memoryview(area)[start : start + round_up(nbytes)]
 
 
 def address_of(buffer: Buffer) -> int:
-    """The address of a buffer's first byte."""
     return np.frombuffer(memoryview(buffer), np.uint8, count=1).ctypes.data
 
 
 class File:
-    """A file and its one descriptor. `direct`: past the page cache; offset, size and address are multiples of 4,096."""
+    """`direct` (O_DIRECT): offset, size, address are multiples of 4,096."""
 
     def __init__(self, path: AnyPath, direct: bool, size: int | None = None):
-        """Opens `path`; with `size` it is made, and its blocks are allocated. Raises StoreError."""
+        """With `size`, creates the file and allocates its blocks. Raises StoreError."""
         self.path, self.direct = os.fspath(path), direct
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         try:
@@ -68,11 +67,11 @@ class File:
                 self.allocate(size)
             except StoreError:
                 self.close()
-                Path(self.path).unlink()  # a failed allocation leaves the file grown
+                Path(self.path).unlink()  # grown by the failed allocation
                 raise
 
     def allocate(self, size: int) -> None:
-        """Claims the blocks of the first `size` bytes. Raises StoreError."""
+        """Raises StoreError."""
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as e:
@@ -83,7 +82,7 @@ class File:
 
 
 def _open(path: str, flags: int) -> int:
-    """os.open; where descriptors run out, up to the hard limit of them."""
+    """os.open; lifts the soft limit where descriptors run out."""
     try:
         return os.open(path, flags, 0o666)
     except OSError as e:
@@ -104,11 +103,11 @@ class _Request:
         self.left = len(starts)  # not over
         self.error: StoreError | None = None
         self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()  # what the kernel has begun cannot be cancelled
+        self.future.set_running_or_notify_cancel()  # the kernel cannot cancel
 
 
 class Piece:
-    """Part of a request: `view` goes to or comes from `offset` of `file`."""
+    """`view` at `offset` of `file`."""
 
     __slots__ = ("request", "offset", "view")
 
@@ -125,7 +124,7 @@ class Piece:
 
 
 class IO:
-    """What the back ends share: pieces, the depth limit, checks. A back end gives `_start` and calls `_finish`."""
+    """A back end implements `_start`."""
 
     name = "?"
 
@@ -143,15 +142,15 @@ class IO:
         return f"{self.name}, {self.block >> 10} KiB x {self.depth} ({self.mixed} + {self.mixed} mixed)"
 
     def read(self, file: File, offset: int, buffer: Buffer, need: int | None = None) -> Future[None]:
-        """Fills `buffer` from `offset`. `need`: bytes that must be there (default all); a file may end after them."""
+        """Fills `buffer`; the file may end after `need` bytes (default all)."""
         return self._request(file, False, offset, buffer, need)
 
     def write(self, file: File, offset: int, buffer: Buffer) -> Future[None]:
-        """Writes `buffer` at `offset`; done means handed to the drive, fsync makes it durable."""
+        """Done is not durable: fsync."""
         return self._request(file, True, offset, buffer, None)
 
     def close(self) -> None:
-        """Waits for pieces in flight; requests with pieces that have not begun fail."""
+        """Waits for pieces in flight; other requests fail."""
         with self._lock:
             already, self._closed = self._closed, True
             dropped = [request for waiting in self._waiting for request in waiting]
@@ -165,7 +164,7 @@ class IO:
             self._stop()
 
     def _stop(self) -> None:
-        """Ends the back end; nothing is in flight."""
+        """When nothing is in flight."""
 
     def _request(self, file: File, write: bool, offset: int, buffer: Buffer, need: int | None) -> Future[None]:
         view = memoryview(buffer).cast("B")
@@ -182,7 +181,7 @@ class IO:
         return request.future
 
     def _pump(self) -> None:
-        """Starts waiting pieces up to the depth limit."""
+        """Starts waiting pieces up to the limit."""
         while True:
             with self._lock:
                 busy = [bool(n or w) for n, w in zip(self._flying, self._waiting, strict=True)]
@@ -200,11 +199,11 @@ class IO:
             self._start(batch)
 
     def _start(self, pieces: list[Piece]) -> None:
-        """Begins moving these; `_finish` must follow for each, from any thread."""
+        """`_finish` must follow for each, from any thread."""
         raise NotImplementedError
 
     def _finish(self, piece: Piece, result: int) -> None:
-        """A piece came back: `result` bytes moved, or minus errno. The caller pumps afterwards."""
+        """`result`: bytes moved or -errno. Caller pumps."""
         request, path, error, again = piece.request, piece.file.path, None, False
         reached, verb = piece.offset + result, "writing" if piece.write else "reading"
         if result == -errno.EINTR:
@@ -228,7 +227,7 @@ class IO:
             self._idle.notify_all()
 
     def _put_back(self, piece: Piece) -> bool:
-        """Queues the rest of a piece again, unless its request is lost anyway."""
+        """Queues the rest, unless the request has failed."""
         with self._lock:
             request = piece.request
             if self._closed or request.error:
@@ -239,7 +238,7 @@ class IO:
             return True
 
     def _end(self, request: _Request, error: StoreError | None, pieces: int) -> None:
-        """So many pieces are over. After an error the rest is not begun; the last piece ends the request's future."""
+        """After an error no other piece begins; the last ends the future."""
         with self._lock:
             before, request.left = request.left, request.left - pieces
             if error and not request.error:
@@ -248,7 +247,7 @@ class IO:
                     self._waiting[request.write].remove(request)
                 request.left -= len(request.waiting)
                 request.waiting.clear()
-            over = before > request.left == 0  # once: a request that close() drops may have ended meanwhile
+            over = before > request.left == 0  # once: close() may have dropped it already
         if over and request.error:
             request.future.set_exception(request.error)
         elif over:
@@ -258,7 +257,7 @@ class IO:
 def together(
     parts: Sequence[Future[None]], finish: Callable[[BaseException | None], None] | None = None
 ) -> Future[None]:
-    """One future for all parts: it ends after the last of them, with the first error. finish(error) runs before."""
+    """Ends after all parts, with the first error; finish(error) runs before."""
     joint: Future[None] = Future()
     joint.set_running_or_notify_cancel()
     lock, left = threading.Lock(), [len(parts)]
@@ -289,7 +288,7 @@ def together(
 
 
 def then(first: Future[None], work: Callable[[], None], pool: Executor) -> Future[None]:
-    """One future for `first` and work() after it, in a thread of `pool`; after an error of `first` there is no work."""
+    """work() in `pool` after `first`, unless that failed."""
     joint: Future[None] = Future()
     joint.set_running_or_notify_cancel()
 
@@ -312,7 +311,7 @@ def then(first: Future[None], work: Callable[[], None], pool: Executor) -> Futur
 
 
 class ThreadIO(IO):
-    """One thread per piece in flight, calling preadv and pwritev, which do not hold the interpreter's lock."""
+    """A thread per piece in flight; transfers release the GIL."""
 
     name = "threads"
 
@@ -337,10 +336,10 @@ class ThreadIO(IO):
             self._pump()
 
     def _move(self, piece: Piece) -> int:
-        """Moves a piece, or a part of it; returns the bytes moved or raises OSError."""
+        """Bytes moved. Raises OSError."""
         fd = piece.file.fd
         moved = (os.pwritev if piece.write else os.preadv)(fd, [piece.view], piece.offset)
-        if not piece.file.direct:  # give the page cache back
+        if not piece.file.direct:  # free the page cache
             if piece.write:
                 os.fdatasync(fd)
             os.posix_fadvise(fd, piece.offset, moved, os.POSIX_FADV_DONTNEED)

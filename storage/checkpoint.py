@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint folder: opened without trust, read tensor by tensor, written back in the same form.
 
-Only safetensors is read; nothing is unpickled. Memory use is one chunk, and the page cache is given back.
+Only safetensors is read. Memory is one chunk; the page cache is given back.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from trireme.storage.untrusted import checksum, is_plain, parse_json, read_small
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CHUNK = 16 << 20  # bytes read or written at a time
-PIECE = 1 << 20  # bytes handed on at a time: they stay in a core's cache while they are worked on
-NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bf16 travels as its bits
+CHUNK = 16 << 20
+PIECE = 1 << 20  # fits in a core's cache
+NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bf16 as bits
 
 
 class SourceTensor(NamedTuple):
-    """Where one tensor lies. `dtype` is safetensors' word; `offset` counts from the beginning of `file`."""
+    """`dtype` in safetensors' words; `offset` from the start of `file`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,26 +57,26 @@ class SourceTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint whose headers have been checked. `files` are its safetensors files, relative to `folder`."""
+    """A checkpoint with checked headers; `files` are its safetensors."""
 
     folder: Path
     files: tuple[str, ...]
     tensors: dict[str, SourceTensor]
-    companions: dict[str, CONTENT]  # the files that travel with the weights, by name
+    companions: dict[str, CONTENT]  # other files, by name
 
     @property
     def others(self) -> dict[str, CONTENT]:
-        """All files but those of the weights. Beside a single one of these the library ignores an index."""
+        """All but weights; without an index beside model.safetensors, which libraries ignore."""
         index = SINGLE not in self.files and (self.folder / INDEX).exists()
         return self.companions | ({INDEX: self.folder / INDEX} if index else {})
 
     @property
     def nbytes(self) -> int:
-        """Of its safetensors files."""
+        """Of its safetensors."""
         return sum((self.folder / f).stat().st_size for f in self.files)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor's bytes as they lie in the file, (nbytes,) uint8. Raises StoreError where the disk fails."""
+        """Its bytes, (nbytes,) uint8. Raises StoreError."""
         t = self.tensors[name]
         out = np.empty(t.nbytes, np.uint8)
         filled = 0
@@ -86,9 +86,8 @@ class Source:
         return out
 
     def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
-        """Elements [first, last) of a tensor in its own dtype (bf16 as uint16 bits), piece by piece.
-
-        Each piece is valid until the next: small enough to stay in a cache while it is worked on.
+        """Elements [first, last) in their dtype (bf16 as uint16 bits); a piece is valid until the next. Raises
+        CheckpointError.
         """
         t = self.tensors[name]
         if t.dtype not in NUMPY:
@@ -100,10 +99,7 @@ class Source:
 
 
 def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
-    """Checks every header of the checkpoint in `folder`. `say` is told of files that will not travel with the weights.
-
-    Raises CheckpointError with the way out.
-    """
+    """Checks all headers; `say` hears of files left behind. Raises CheckpointError."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the folder of a Hugging Face checkpoint.")
@@ -128,7 +124,7 @@ def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, every file inside the folder."""
+    """Tensor name -> file name within the folder."""
     path = folder / INDEX
     try:
         weight_map = parse_json(read_small(path, MAX_HEADER, links=True), "index").get("weight_map")
@@ -145,7 +141,7 @@ def _read_index(folder: Path) -> dict[str, str]:
             raise CheckpointError(f"{path} names {file[:80]!r}; only .safetensors files are read.")
         try:
             missing = not (folder / file).exists()
-        except OSError:  # a name too long
+        except OSError:  # name too long
             missing = True
         if missing:
             raise CheckpointError(f"{path} names {file[:80]}, which is missing. Download it again.")
@@ -153,7 +149,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | None) -> Source:
-    """The Source of these files; with a weight_map, of the tensors that it names."""
+    """Of the tensors in weight_map, or all."""
     tensors = {}
     for file in files:
         header = read_header(folder / file)
@@ -170,7 +166,7 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
 
 
 def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> Iterator[np.ndarray]:
-    """The bytes [offset, offset + nbytes) of a file, at `most` so many at once; each chunk is valid until the next."""
+    """Bytes [offset, offset + nbytes), `most` at once; a chunk is valid until the next."""
     buffer = np.empty(min(most or CHUNK, nbytes), np.uint8)
     fd, end = -1, offset + nbytes
     try:
@@ -196,12 +192,12 @@ def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> It
 
 
 def dtype_of(values: np.ndarray) -> str:
-    """safetensors' word for the dtype of an array of weights; uint16 are the bits of bf16."""
+    """safetensors' dtype of weights."""
     return next(word for word, kind in NUMPY.items() if kind == values.dtype)
 
 
 def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
-    """`values` of `dtype` as `to` (keys of NUMPY; bf16 as uint16 bits). Rounds to nearest even; a NaN stays one."""
+    """From `dtype` to `to` (keys of NUMPY), to nearest even; NaN stays."""
     if dtype == to:
         return values
     if dtype == "BF16":
@@ -224,9 +220,9 @@ def export(
 ) -> None:
     """Writes a checkpoint with the source's files, names, shapes, dtypes, metadata and companions into `out`.
 
-    fetch(name) gives the tensor's new values in pieces, flat float32 or uint16 (bf16 bits), which are rounded to the
-    source's dtype; None: the tensor is copied. `progress(nbytes)` counts bytes written and bytes read back. Files get
-    their names when all of them are written, synced and read back. Raises StoreError, leaving no files.
+    fetch(name) yields values, flat float32 or uint16 (bf16 bits), rounded to the source's dtype; None copies the
+    tensor. `progress(nbytes)` counts bytes written and read back. Files are named once all are synced and compared.
+    Raises StoreError, leaving no files.
     """
     out = Path(out)
     files = [*source.others, *source.files]
@@ -275,7 +271,7 @@ def _counted(content: Iterable[np.ndarray], progress: Callable[[int], None]) -> 
 
 
 def _rewritten(source: Source, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
-    """The bytes of a weight file with new data: nothing but the data changes, so the header is copied as it is."""
+    """A weight file with new data; the header is copied."""
     tensors = sorted(((t.offset, name) for name, t in source.tensors.items() if t.file == file and t.nbytes))
     path, position = source.folder / file, 0
     for offset, name in tensors:

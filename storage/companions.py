@@ -12,21 +12,20 @@ from trireme.storage.untrusted import SMALL, is_plain, parse_json, read_small, s
 SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 TEMPLATES = "additional_chat_templates"
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-CONTENT = Path | bytes  # of a companion: the file to copy, or what is to be written
-BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # what a download cache calls a file: its hash
-NAMED = 3  # files that are named where some stay behind
+CONTENT = Path | bytes  # to copy, or to write
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # hashes that name files of download caches
+NAMED = 3  # files named in a message
 
 
 def companions(folder: Path) -> list[str]:
-    """The names of the files that travel with the weights, relative to `folder`."""
+    """Their names, relative to `folder`."""
     return sorted(name for name, why in _looks_alike(folder).items() if not why)
 
 
 def beside(folder: Path, tokenizer: Path | None = None, template: str | None = None) -> dict[str, CONTENT]:
-    """The companions of the weights in `folder` by name, with those of another tokenizer, or another chat template.
+    """Companions by name, with another tokenizer's or template (in both places that readers know).
 
-    The template goes to both places where readers look for it. Raises CheckpointError where the tokenizer cannot be
-    copied or its configuration is not JSON, StoreError.
+    Raises StoreError, CheckpointError where the tokenizer cannot be copied or its configuration is not JSON.
     """
     files: dict[str, CONTENT] = {name: folder / name for name in companions(folder)}
     if tokenizer:
@@ -46,12 +45,12 @@ def beside(folder: Path, tokenizer: Path | None = None, template: str | None = N
 
 
 def content_of(companion: CONTENT) -> bytes:
-    """Its bytes. Raises OSError, StoreError."""
+    """Raises OSError, StoreError."""
     return companion if isinstance(companion, bytes) else read_small(companion, links=True)
 
 
 def _is_tokenizers(name: str) -> bool:
-    """Whether a file belongs to the tokenizer: it has no meaning beside another one."""
+    """Whether it is useless beside another tokenizer."""
     known = ("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.", "merges.txt")
     return name.startswith(known) or Path(name).suffix in (".model", ".tiktoken") or _is_template(name)
 
@@ -61,7 +60,7 @@ def _is_template(name: str) -> bool:
 
 
 def _with_template(folder: Path, template: str) -> bytes:
-    """The tokenizer's configuration with another chat template."""
+    """The tokenizer's configuration."""
     try:
         fields = parse_json(read_small(folder / CONFIG, links=True), "file")
     except ValueError as error:
@@ -70,10 +69,7 @@ def _with_template(folder: Path, template: str) -> bytes:
 
 
 def left_behind(folder: Path) -> str:
-    """A line about the files that do not travel although they look like it, "" where there are none.
-
-    Raises CheckpointError where the weights are of no use without one of them.
-    """
+    """A line about files refused as companions, or "". Raises CheckpointError for config.json."""
     left = sorted((name, why) for name, why in _looks_alike(folder).items() if why)
     for name, why in left:
         if name == "config.json":
@@ -84,23 +80,23 @@ def left_behind(folder: Path) -> str:
 
 
 def is_companion(name: str) -> bool:
-    """Whether such a file may be called so: nothing that leaves its folder."""
+    """Whether the name stays in its folder."""
     folder, _, file = name.rpartition("/")
     return is_plain(name) and folder in ("", TEMPLATES) and Path(file).suffix in SUFFIXES
 
 
 def _looks_alike(folder: Path) -> dict[str, str]:
-    """Every file that looks like a companion, and why it does not travel."""
+    """Candidate -> why it is refused, or ""."""
     found = [p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.endswith(".index.json")]
     found += (folder / TEMPLATES).glob("*.jinja")
     return {str(p.relative_to(folder)): _unfit(folder, p) for p in found if not p.name.startswith(".")}
 
 
 def _unfit(folder: Path, path: Path) -> str:
-    """Why a file is not to be copied, or "".
+    """Why a file is not copied, or "".
 
-    A link out of the folder may lead to anything, a key for example, which would then be published with the weights.
-    But a download cache of Hugging Face consists of links: snapshots/<revision>/<file> -> ../../blobs/<hash>.
+    A link out of the folder may lead to a key. Download caches of Hugging Face are links: snapshots/<revision>/<file>
+    -> ../../blobs/<hash>.
     """
     if not is_companion(str(path.relative_to(folder))):
         return "has no plain name"

@@ -1,4 +1,4 @@
-"""A folder on a drive, and the way of moving bytes that was measured to be the fastest there."""
+"""A folder on a drive, and the back end measured to be fastest there."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from trireme.storage.layout import ALIGN, round_up
 
 PROBE = ".store-probe"
 MIB = 1 << 20
-# Back end, block, depth, mixed; the first stays unless another is clearly faster. All keep more than 100 MiB in flight,
-# so that the drive has work while a busy Python thread holds the interpreter's lock, 5 ms at a time. Threads need the
-# lock after every block, so theirs are large.
+# Back end, block, depth, mixed; the first is the default. Over 100 MiB in flight keep the drive busy while Python holds
+# the GIL, 5 ms at a time. Threads need it after every block: larger blocks.
 SETTINGS = (
     (KernelIO, 16 * MIB, 8, 3),
     (ThreadIO, 64 * MIB, 4, 2),
@@ -31,7 +30,7 @@ SETTINGS = (
 
 @dataclass
 class Device:
-    """`direct`: the filesystem really goes past the page cache. Speeds in bytes per second, one direction at a time."""
+    """`direct`: bypasses the page cache. Bytes per second, one direction at a time."""
 
     path: Path
     io: IO
@@ -44,13 +43,13 @@ class Device:
 
     @property
     def speed(self) -> float:
-        """Bytes per second of what is read and written back."""
+        """Read and written back."""
         return 2 / (1 / self.read + 1 / self.write)
 
 
 def is_direct(folder: Path) -> bool:
-    """Whether files in `folder` go past the page cache. Accepting O_DIRECT proves nothing: where an unaligned read
-    succeeds (tmpfs, overlay, btrfs at times), the cache served it.
+    """Whether files in `folder` bypass the page cache. Accepting O_DIRECT proves nothing: where unaligned reads succeed
+    (tmpfs, overlay, sometimes btrfs), the cache served them.
     """
     path = folder / PROBE
     path.unlink(missing_ok=True)
@@ -78,9 +77,9 @@ def is_direct(folder: Path) -> bool:
 
 
 def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) -> Device:
-    """Makes the folder, tries the back ends on `nbytes` of test data there (0: on none) and keeps the fastest.
+    """Makes the folder and picks the fastest back end on `nbytes` of test data (0: untested).
 
-    `say` is told what makes the drive slower than it could be. Raises StoreError.
+    `say` hears what slows it. Raises StoreError.
     """
     path = Path(path)
     try:
@@ -105,7 +104,7 @@ def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) ->
 
 
 def _candidates(path: Path, direct: bool, say: Say) -> Iterator[Device]:
-    """The settings that work here; threads always do."""
+    """Settings that work here."""
     for backend, block, depth, mixed in SETTINGS:
         if direct or backend is ThreadIO:
             try:
@@ -116,7 +115,7 @@ def _candidates(path: Path, direct: bool, say: Say) -> Iterator[Device]:
 
 @contextmanager
 def _test_file(folder: Path, direct: bool, nbytes: int) -> Iterator[tuple[File, list[memoryview]]]:
-    """A file of about nbytes, written once (the first write of a block costs more), and buffers for its two halves."""
+    """About nbytes, written (first writes cost more), and two buffers of half."""
     path, half = folder / PROBE, round_up(nbytes // 2)
     path.unlink(missing_ok=True)
     file = File(path, direct, 2 * half)
@@ -134,13 +133,13 @@ def _test_file(folder: Path, direct: bool, nbytes: int) -> Iterator[tuple[File, 
 
 
 def _measure(device: Device, file: File, halves: list[memoryview]) -> float:
-    """Fills in the device's speeds; returns the seconds for reading, writing, and both at once, together."""
+    """Sets the speeds; total seconds to read, write, do both."""
     io, half = device.io, len(halves[0])
 
     def timed(*requests: Future[None]) -> float:
         start = time.perf_counter()
         while not all(request.done() for request in requests):
-            pass  # as busy as a training loop: what suffers from that is not chosen
+            pass  # busy as a training loop, so that what suffers loses
         seconds = time.perf_counter() - start
         for request in requests:
             request.result()

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FLUSH = 256 << 20  # dirty bytes allowed in the page cache while a file is written
+FLUSH = 256 << 20  # dirty bytes in the page cache while writing
 LOCK = "store.lock"
 AnyPath = str | os.PathLike[str]
-Say = Callable[[str], None]  # is told a line that the user should read
+Say = Callable[[str], None]  # hears lines for the user
 
 
 class StoreError(OSError):
-    """A disk that fails, is full, or holds something else than it should: which file, where, what to do."""
+    """A disk that fails, is full or holds something wrong: which file, what to do."""
 
 
 class NoSnapshot(StoreError):
-    """No store, or one that has not come to a first snapshot."""
+    """No store, or none with a snapshot."""
 
 
 def to_stderr(line: str) -> None:
@@ -35,7 +35,7 @@ def to_stderr(line: str) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raises StoreError where `needed` bytes do not fit."""
+    """Raises StoreError without `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         message = f"has {free / 1e9:.2f} GB free, {what} needs {needed / 1e9:.2f} GB"
@@ -43,7 +43,7 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 def write_synced(path: Path, content: Iterable[Buffer]) -> None:
-    """Writes the buffers of `content` to a new file and fsyncs it; its pages do not stay in the cache."""
+    """A new file, fsynced, its pages dropped. Raises StoreError."""
     fd = -1
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -67,12 +67,12 @@ def write_synced(path: Path, content: Iterable[Buffer]) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """The name under which a file is written before it gets its own."""
+    """Its name while it is written."""
     return path.with_name(f".{path.name}.partial")
 
 
 def replace_synced(path: Path, text: bytes) -> None:
-    """Gives a small file new content in one step: after a crash it holds the old content or the new, whole."""
+    """After a crash, the old content or the new. Raises StoreError."""
     partial = partial_of(path)
     try:
         write_synced(partial, [text])
@@ -85,7 +85,7 @@ def replace_synced(path: Path, text: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes new names, renames and removals in `folder` durable."""
+    """Makes names in `folder` durable. Raises StoreError."""
     fd = -1
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -98,10 +98,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> list[Path]:
-    """Makes a folder, and those above it that are missing; their names are durable. Returns them, innermost first.
-
-    Raises OSError, leaving none of them.
-    """
+    """Makes a folder and missing parents, durably; returns them, innermost first. Raises OSError, leaving none."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -114,14 +111,14 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """Removes those of the folders that are empty, in this order."""
+    """The empty ones."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 def check_folder(path: Path) -> None:
-    """Raises StoreError where a folder of a store is something else: a link may lead to what is somebody else's."""
+    """Raises StoreError unless a folder: links may lead elsewhere."""
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise StoreError(errno.ENOTDIR, "is not a folder of the store", str(path))
@@ -130,10 +127,7 @@ def check_folder(path: Path) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Takes an open file or folder for this process until it is closed; whether nobody else has it.
-
-    On a filesystem without locks nobody ever has.
-    """
+    """Locks an open file or folder until closed; False where held. True on filesystems without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -144,9 +138,9 @@ def lock(fd: int) -> bool:
 
 
 def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
-    """Makes the folder and takes it for this process, until `stack` closes or the process ends, however it ends.
+    """Makes and locks the folder until `stack` closes or the process ends.
 
-    Returns the folders that were made, innermost first. Raises StoreError, leaving none of them.
+    Returns folders made, innermost first. Raises StoreError, leaving none.
     """
     made: list[Path] = []
     try:
@@ -159,14 +153,14 @@ def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
     if not lock(fd):
         owner = os.pread(fd, 20, 0).decode(errors="replace")
         raise StoreError(errno.EWOULDBLOCK, f"is in use by process {owner}", str(path))
-    if os.fstat(fd).st_nlink == 0:  # whoever comes next would lock another file
+    if os.fstat(fd).st_nlink == 0:  # deleted: the next process would lock another file
         raise StoreError(errno.EAGAIN, "was in use until this moment, by a run that has ended. Start again", str(path))
-    with suppress(OSError):  # a full disk: only whom it names is lost
+    with suppress(OSError):  # full disk: only the owner's id is lost
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
     return made
 
 
 def existing(folder: str | Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The nearest existing folder upwards."""
     return next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.exists())

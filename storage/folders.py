@@ -1,8 +1,7 @@
 """The folders of a store: which store they belong to, which process holds them, what is removed from them.
 
-`store.id` names the store, the folder's place in it, and the companions in the first folder. It is written before
-anything else; removal renames it to `store.finished` and deletes that last. So after a kill the store's files can be
-told from other people's. Only the holder of `store.lock` makes or removes files.
+`store.id` is written first and, renamed `store.finished`, removed last: after a kill it tells the store's files from
+others. Only the holder of `store.lock` makes or removes files.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from trireme.storage.versions import FOLDER, version_files
 
 IDENTITY, FINISHED = "store.id", "store.finished"
 FORMAT = 2
-LARGEST = 1 << 20  # bytes
+LARGEST = 1 << 20
 SHAPE = {"store": str, "device": int, "devices": int, "companions": [str]}
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A folder's place in a store: `device` of so many `devices`, and the companions in the first folder."""
+    """A folder's place, and the first folder's companions."""
 
     store: str
     device: int
@@ -52,7 +51,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
 
 
 def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
-    """Raises NoSnapshot where no store is in the folder, StoreError where nobody can say which."""
+    """Raises NoSnapshot where no store is, StoreError where unreadable."""
     path = folder / name
     try:
         text = read_small(path, LARGEST)
@@ -75,9 +74,9 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
 
 
 def is_taken(folder: Path, first: Path) -> bool:
-    """Whether a new store that begins with folder `first` would destroy a snapshot in `folder`.
+    """Whether a new store, `first` its first folder, would destroy a snapshot in `folder`.
 
-    Snapshots count on their first device only: on others they may be remains of a killed commit.
+    Beyond the first device they may be a killed commit's.
     """
     if not snapshots.folders(folder):
         return False
@@ -88,14 +87,12 @@ def is_taken(folder: Path, first: Path) -> bool:
 
 
 def in_order(folders: Sequence[Path]) -> list[int]:
-    """The folders' places in the order of the store's devices. Raises StoreError where one is missing or foreign, and
-    NoSnapshot where that does not matter.
-    """
+    """The folders by device. Raises StoreError where one is missing or foreign, NoSnapshot if none holds a snapshot."""
     found = [read_identity(folder) for folder in folders]
     order = sorted(range(len(folders)), key=lambda i: found[i].device)
     expected = [replace(found[0], device=k, devices=len(folders)) for k in range(len(folders))]
     if [found[i] for i in order] != expected:
-        if not any(map(snapshots.folders, folders)):  # killed when it was made anew in some of them
+        if not any(map(snapshots.folders, folders)):  # killed while being replaced
             raise NoSnapshot(errno.ENOENT, "holds no snapshot", str(folders[0]))
         message = f"belongs to a store of {found[0].devices} folders; give all of them and no others"
         raise StoreError(errno.EINVAL, message, str(folders[0]))
@@ -103,10 +100,10 @@ def in_order(folders: Sequence[Path]) -> list[int]:
 
 
 def take(paths: Sequence[Path], companions: Sequence[str], stack: ExitStack, undo: ExitStack) -> list[Path]:
-    """Locks the folders for a new store until `stack` closes; removes remains of stores that are finished or have no
-    snapshot. Returns the folders made. `undo` gives all of it back.
+    """Locks the folders for a new store until `stack` closes; clears stores without a snapshot.
 
-    Raises StoreError where a folder is in use, holds a snapshot, or a foreign file of a name that a store takes.
+    Returns folders made; `undo` reverts. Raises StoreError where a folder is in use, holds a snapshot, or a foreign
+    file of a store's name.
     """
     made: list[Path] = []
     undo.callback(remove_folders, made)
@@ -126,7 +123,7 @@ def take(paths: Sequence[Path], companions: Sequence[str], stack: ExitStack, und
 
 
 def sign(paths: Sequence[Path], companions: Sequence[str], undo: ExitStack) -> None:
-    """Makes the folders those of one new store. `undo` ends it."""
+    """Writes a new store's identities. `undo` ends it."""
     name = uuid.uuid4().hex
     for k, path in enumerate(paths):
         undo.callback(remove_folders, [path / FOLDER])
@@ -136,7 +133,7 @@ def sign(paths: Sequence[Path], companions: Sequence[str], undo: ExitStack) -> N
 
 
 def remove(paths: Sequence[Path]) -> None:
-    """Removes everything that the store made in its folders, whose locks are held. Killed meanwhile, it is finished."""
+    """Removes the store's files and held locks. Killed meanwhile, it is finished."""
     for path in paths:
         _mark_finished(path)
     for path in paths:
@@ -145,7 +142,7 @@ def remove(paths: Sequence[Path]) -> None:
 
 
 def remove_finished(paths: Sequence[Path]) -> None:
-    """Removes what is left in the folders of a store whose removal was killed. Raises StoreError if one is in use."""
+    """Completes a killed removal. Raises StoreError where in use."""
     left = [*_finished(paths), *(path for path in paths if (path / LOCK).exists() and not _holds_store(path))]
     with ExitStack() as stack:
         for path in left:
@@ -154,13 +151,13 @@ def remove_finished(paths: Sequence[Path]) -> None:
 
 
 def finish(path: Path) -> None:
-    """Ends the store that this folder is a part of, and removes this part. Its lock is held, and stays."""
+    """Removes this folder's part of a store; its lock stays held."""
     _mark_finished(path)
     _erase(path)
 
 
 def let_go(path: Path) -> None:
-    """Removes the lock, which is held, unless the folder holds a store."""
+    """Removes the lock unless the folder holds a store."""
     if not _holds_store(path):
         (path / LOCK).unlink(missing_ok=True)
 
@@ -170,7 +167,7 @@ def _holds_store(path: Path) -> bool:
 
 
 def _finished(paths: Sequence[Path]) -> list[Path]:
-    """Those of the folders that belong to a store of which one of them says that it is finished."""
+    """Folders of stores that any of them marks finished."""
     over = [path for path in paths if (path / FINISHED).exists()]
     names = {known.store for path in over if (known := _read(path, FINISHED))}
     begun = [path for path in paths if (known := _read(path, IDENTITY)) and known.store in names]
@@ -184,16 +181,15 @@ def _mark_finished(path: Path) -> None:
 
 
 def _erase(path: Path) -> None:
-    """Removes what a finished store has left in a folder; where there is none, nothing."""
+    """Removes a finished store's files."""
     if (path / FINISHED).exists():
         _empty(path, _read(path, FINISHED))
         (path / FINISHED).unlink()
 
 
 def _empty(path: Path, identity: Identity | None) -> None:
-    """Removes a store's files from a folder, except its identity and lock; without a readable identity, no companions.
-
-    Raises StoreError where its folder of files is a link.
+    """Removes all but identity and lock; companions only if the identity is readable. Raises StoreError if FOLDER is a
+    link.
     """
     beside = (*identity.companions, INDEX) if identity and identity.device == 0 else ()
     for name in (*beside, scratch.NAME, PROBE):
@@ -205,14 +201,14 @@ def _empty(path: Path, identity: Identity | None) -> None:
     for version in version_files(path):
         version.unlink()
     for name in (TEMPLATES, FOLDER):
-        with suppress(OSError):  # not there; or a file of somebody else's stays, with its folder
+        with suppress(OSError):  # absent, or keeping foreign files
             (path / name).rmdir()
     for folder in filter(Path.exists, (path / FOLDER, path)):
         sync_folder(folder)
 
 
 def _read(path: Path, name: str) -> Identity | None:
-    """What a folder's store.id or store.finished says; nothing where it says nothing that makes sense."""
+    """None where unreadable."""
     try:
         return read_identity(path, name)
     except StoreError:
@@ -220,7 +216,7 @@ def _read(path: Path, name: str) -> Identity | None:
 
 
 def _refuse_others(paths: Sequence[Path], companions: Sequence[str]) -> None:
-    """Raises StoreError where a file that a store makes in its folders, and removes, is somebody else's."""
+    """Raises StoreError for foreign files of a store's names."""
     names = [(paths[0], name) for name in (*companions, INDEX)] + [(path, scratch.NAME) for path in paths]
     there = [(path, path / name) for path, name in names if (path / name).exists()]
     for path in paths:

@@ -1,7 +1,6 @@
 """The safetensors format: 8 bytes of header length, a JSON header, then tensors back to back.
 
-Reading trusts nothing: as in the safetensors library, the tensors must cover the data without gap or overlap. Writing
-pads the header with spaces, so that data begins on a block boundary.
+Tensors must cover the data. Written headers are padded to a block boundary.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from typing import Any
 from trireme.storage.layout import ITEMSIZE, Layout, TensorSpec, round_up
 from trireme.storage.untrusted import parse_json, shown
 
-MAX_HEADER = 32 << 20  # bytes
-MAX_TENSORS = 100_000  # of one file; the largest mixtures of experts have as many in all their files
-MARKS = {b"{": 1, b"[": 2, b",": 16}  # how often, for each tensor, at most: parsed JSON is far larger than its text
+MAX_HEADER = 32 << 20
+MAX_TENSORS = 100_000  # of one file; the largest models have as many in all
+MARKS = {b"{": 1, b"[": 2, b",": 16}  # most for each tensor, before parsing: objects outgrow text
 LFS_POINTER = b"version https://git-lfs"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: which file, what is wrong, what to do. One line."""
+    """An unusable checkpoint: which file, what is wrong, what to do."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """A validated header. Tensor offsets are relative to `data`, the offset in the file where data begins."""
+    """Tensor offsets count from `data`, an offset in the file."""
 
     layout: Layout
     metadata: dict[str, str]
@@ -35,10 +34,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a safetensors file. Raises CheckpointError on anything but a complete, consistent file."""
+    """Raises CheckpointError unless complete and consistent."""
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path} is not a regular file.")
         with path.open("rb") as f:
             start = f.read(len(LFS_POINTER))
@@ -64,7 +63,7 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
-    """(tensors by offset, metadata) from a header's JSON and the number of bytes after it. Raises ValueError."""
+    """(tensors by offset, metadata), with data_bytes after the header. Raises ValueError."""
     if any(text.count(mark) > most * MAX_TENSORS for mark, most in MARKS.items()):
         raise ValueError(f"the header lists more than {MAX_TENSORS} tensors, the most accepted")
     fields = parse_json(text, "header")
@@ -83,7 +82,7 @@ def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
 
 
 def parse_tensors(fields: dict[str, Any]) -> Layout:
-    """The tensors that a header's JSON lists, by offset, without gap or overlap. Raises ValueError."""
+    """By offset, without gap or overlap. Raises ValueError."""
     tensors = [_tensor(name, *_entry(name, entry)) for name, entry in fields.items()]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
     end = 0
@@ -96,7 +95,7 @@ def parse_tensors(fields: dict[str, Any]) -> Layout:
 
 
 def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
-    """(dtype, shape, data_offsets) of one header entry, each of the right kind."""
+    """By type."""
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{shown(name)!r} lacks dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -111,9 +110,9 @@ def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
 
 
 def _tensor(name: str, dtype: str, shape: list[int], offsets: list[int]) -> TensorSpec:
-    """A tensor whose bytes are there, checked against its shape."""
+    """Checked against its shape."""
     nbytes = 0 if 0 in shape else ITEMSIZE[dtype]
-    for n in shape:  # stops early: a product of a million numbers is itself an attack
+    for n in shape:  # stops early: a product of a million numbers is an attack
         nbytes *= n
         if nbytes > offsets[1]:
             break
@@ -128,7 +127,7 @@ def _short(n: int) -> str:
 
 
 def encode_header(layout: Layout, metadata: dict[str, str] | None = None) -> bytes:
-    """The bytes before the data, padded with spaces to a multiple of 4,096."""
+    """Length and header, padded to a multiple of 4,096."""
     fields = ({"__metadata__": metadata} if metadata else {}) | list_tensors(layout)
     text = json.dumps(fields, separators=(",", ":")).encode()
     length = round_up(8 + len(text)) - 8
@@ -136,7 +135,7 @@ def encode_header(layout: Layout, metadata: dict[str, str] | None = None) -> byt
 
 
 def list_tensors(layout: Layout) -> dict[str, dict[str, Any]]:
-    """The tensors as a header's JSON lists them; parse_tensors is the way back."""
+    """Inverse of parse_tensors."""
     return {
         t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
         for t in layout.tensors

@@ -1,6 +1,6 @@
 """The kernel's asynchronous I/O (io_submit) through ctypes: deep queues without a thread per request.
 
-One call starts a batch, one thread sleeps in the kernel until something ends; both leave the interpreter's lock alone.
+One call starts a batch, one thread waits; both without the GIL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREAD, PWRITE = 0, 1
 
 
 class _Iocb(ctypes.Structure):
-    """struct iocb of linux/aio_abi.h, little endian."""
+    """struct iocb of linux/aio_abi.h."""
 
     _fields_ = [
         *[("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("rw_flags", ctypes.c_uint32)],
@@ -33,7 +33,7 @@ class _Iocb(ctypes.Structure):
 
 
 class _Event(ctypes.Structure):
-    """struct io_event: `data` as given, `res` bytes moved or minus errno."""
+    """struct io_event; `res` is bytes moved or -errno."""
 
     _fields_ = [("data", ctypes.c_uint64), ("obj", ctypes.c_uint64), ("res", ctypes.c_int64), ("res2", ctypes.c_int64)]
 
@@ -47,13 +47,13 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def _call(number: int, *args: Any) -> int:
-    """A system call: its result, or minus errno. Plain ints would be passed as 32 bits, so they are wrapped."""
+    """Result or -errno. Bare ints would pass as 32 bits."""
     result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in (number, *args)))
     return result if result >= 0 else -ctypes.get_errno()
 
 
 class KernelIO(IO):
-    """Raises StoreError when made where the kernel has no asynchronous I/O or no free slots (fs.aio-max-nr)."""
+    """Raises StoreError without kernel AIO or free slots (fs.aio-max-nr)."""
 
     name = "kernel aio"
 
@@ -67,7 +67,7 @@ class KernelIO(IO):
         error = _call(self._setup, self._slots, ctypes.byref(self._context))
         if error:
             raise StoreError(-error, f"io_setup: {os.strerror(-error)}; see /proc/sys/fs/aio-max-nr")
-        self._pieces: dict[int, Piece] = {}  # in the kernel's hands, by id; keeps their buffers alive
+        self._pieces: dict[int, Piece] = {}  # in flight, by id; keeps buffers alive
         self._work = threading.Condition()
         self._stopping = False
         self._reaper = threading.Thread(target=self._reap, daemon=True)
@@ -90,8 +90,8 @@ class KernelIO(IO):
             if result > 0:
                 done += result
             elif result in (0, -errno.EAGAIN):
-                time.sleep(0.001)  # the kernel is short of slots until something ends
-            elif result != -errno.EINTR:  # about the first of them: a bad descriptor, say
+                time.sleep(0.001)  # no slot until something ends
+            elif result != -errno.EINTR:  # of the first: a bad descriptor, say
                 with self._work:
                     del self._pieces[id(pieces[done])]
                 self._finish(pieces[done], result)
@@ -99,14 +99,14 @@ class KernelIO(IO):
 
     def _reap(self) -> None:
         events = (_Event * self._slots)()
-        patience = _Timespec(0, 100_000_000)  # a piece may leave without an event when its submission fails
+        patience = _Timespec(0, 100_000_000)  # a failed submission gives no event
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._pieces or self._stopping)
                 if self._stopping and not self._pieces:
                     return
             count = _call(self._getevents, self._context, 1, self._slots, events, ctypes.byref(patience))
-            for event in events[: max(count, 0)]:  # a negative count is EINTR
+            for event in events[: max(count, 0)]:  # negative: EINTR
                 with self._work:
                     piece = self._pieces.pop(event.data)
                 self._finish(piece, event.res)

@@ -1,7 +1,7 @@
 """A unit is a span of bytes with a Layout: the same offsets on the SSD, in RAM and on the GPU.
 
-Tensors lie back to back: safetensors allows no gaps. Groups of multiples of 4,096 bytes come first, so that nearly all
-matrices begin on a block boundary, and vectors (norm weights, biases) last, so that weight decay applies to a prefix.
+No gaps, as safetensors requires. Groups of multiples of 4,096 bytes come first: most matrices are block-aligned.
+Vectors come last: weight decay applies to a prefix.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ ITEMSIZE = {
 
 
 def round_up(n: int, to: int = ALIGN) -> int:
-    """The smallest multiple of `to` that is >= n."""
     return -(-n // to) * to
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One named tensor in a span. `dtype` is safetensors' word for it; `offset` is in bytes."""
+    """`dtype` in safetensors' words, `offset` in bytes."""
 
     name: str
     dtype: str
@@ -56,7 +55,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Named tensors of one span, in order. `nbytes` is exact, `span` is rounded up to 4,096."""
+    """In order; `span` is nbytes rounded up to 4,096."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -76,7 +75,7 @@ class Layout:
 
 
 def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1) -> Layout:
-    """A Layout of (name, dtype, shape) entries in exactly the given order, each at a multiple of `align` bytes."""
+    """In the given order, at multiples of `align` bytes."""
     tensors, offset = [], 0
     for name, dtype, shape in specs:
         offset = round_up(offset, align)
@@ -87,17 +86,14 @@ def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1
 
 
 def pack(groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: str) -> Layout:
-    """A Layout of one dtype from groups of (name, shape); a group's members stay neighbours (q, k, v; gate, up).
-
-    Order: matrices in aligned groups, other matrices, then vectors; stable within each class.
-    """
+    """Groups stay together (q, k, v; gate, up), stably by rank."""
 
     ordered = sorted(groups, key=lambda group: rank(group, dtype))
     return sequential([(name, dtype, shape) for group in ordered for name, shape in group])
 
 
 def rank(group: Sequence[tuple[str, tuple[int, ...]]], dtype: str) -> int:
-    """Where `pack` puts a group: 0 matrices in aligned groups, 1 other matrices, 2 vectors."""
+    """0 matrices in aligned groups, 1 other matrices, 2 vectors."""
     if any(len(shape) < 2 for _, shape in group):
         return 2
     return 0 if all(prod(shape) * ITEMSIZE[dtype] % ALIGN == 0 for _, shape in group) else 1

@@ -1,6 +1,6 @@
 """Bytes that need not outlive the run, striped over the drives: swapped activations and gradients.
 
-Written in place, never synced. The files have no names: they are gone when the process ends, however it ends.
+Written in place, never synced, in unlinked files: gone with the process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trireme.storage.files import check_space
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-NAME = "scratch"  # of a file, for the moment before it loses it
-STRIPE = 4 << 20  # bytes on one device before the next one's turn
-MOST_TURNS = 8  # of the fastest device for one of the slowest
+NAME = "scratch"  # until unlinked
+STRIPE = 4 << 20  # bytes on a device in turn
+MOST_TURNS = 8  # of the fastest device to one of the slowest
 Move = Callable[[File, int, memoryview], Future[None]]
 
 
 class Scratch:
-    """`nbytes` on some devices, claimed at once. Raises StoreError where they do not fit."""
+    """`nbytes` on devices, claimed at once. Raises StoreError without space."""
 
     def __init__(self, devices: Sequence[Device], nbytes: int):
         self.devices, self.turns = tuple(devices), _turns([device.speed for device in devices])
@@ -37,26 +37,26 @@ class Scratch:
             raise
 
     def read(self, offset: int, buffer: Buffer) -> Future[None]:
-        """Fills `buffer` from `offset`; both multiples of 4,096."""
+        """Multiples of 4,096."""
         return self._move([device.io.read for device in self.devices], offset, buffer)
 
     def write(self, offset: int, buffer: Buffer) -> Future[None]:
-        """Writes `buffer` at `offset`; both multiples of 4,096."""
+        """Multiples of 4,096."""
         return self._move([device.io.write for device in self.devices], offset, buffer)
 
     def close(self) -> None:
-        """Gives the bytes back. Nothing may be in flight."""
+        """Nothing may be in flight."""
         for file in self.files:
             file.close()
 
     def _move(self, moves: Sequence[Move], offset: int, buffer: Buffer) -> Future[None]:
-        """`moves`: each device's read or write."""
+        """`moves`: by device."""
         view = memoryview(buffer).cast("B")
         parts = [moves[d](self.files[d], place, view[a:b]) for d, place, a, b in self._parts(offset, len(view))]
         return parts[0] if len(parts) == 1 else together(parts)
 
     def _parts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """(device, place in its file, begin and end in the buffer) of each part of [offset, offset + nbytes)."""
+        """(device, place in its file, begin, end in the buffer)."""
         if len(self.turns) == 1:
             yield 0, offset, 0, nbytes
             return
@@ -71,7 +71,7 @@ class Scratch:
             done += length
 
     def _share(self, d: int, nbytes: int) -> int:
-        """Bytes of the file on device d."""
+        """Bytes on device d."""
         rounds, rest = divmod(nbytes, STRIPE * len(self.turns))
         ends = [min(max(rest - i * STRIPE, 0), STRIPE) for i, turn in enumerate(self.turns) if turn == d]
         return rounds * STRIPE * self.turns.count(d) + sum(ends)
@@ -80,7 +80,7 @@ class Scratch:
 def _claim(device: Device, nbytes: int) -> File:
     check_space(device.path, nbytes, "the file of swapped activations and gradients")
     path = Path(device.path) / NAME
-    path.unlink(missing_ok=True)  # of a run that was killed at this very place
+    path.unlink(missing_ok=True)  # of a run killed right here
     file = File(path, device.direct, 0)
     try:
         path.unlink()
@@ -92,6 +92,6 @@ def _claim(device: Device, nbytes: int) -> File:
 
 
 def _turns(speeds: Sequence[float]) -> tuple[int, ...]:
-    """The devices in turn, faster ones more often, each as evenly as can be."""
+    """Devices in turn, by speed, evenly spread."""
     counts = [min(MOST_TURNS, round(speed / min(speeds))) for speed in speeds]
     return tuple(d for _, d in sorted(((i + 0.5) / n, d) for d, n in enumerate(counts) for i in range(n)))

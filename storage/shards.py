@@ -1,7 +1,6 @@
 """Named shards on one or more drives: read, verified, and written copy-on-write.
 
-A write goes to a spare file, which becomes the current version when it is complete. Versions that neither the current
-state nor a snapshot needs become spares, so that in the steady state no file is made, grown or removed.
+Versions without users become spares: in the steady state no file is made, grown or removed.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from trireme.storage.versions import Version, Versions
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-IN_FLIGHT = 2  # spares of each size beyond the snapshots' files: writes under way while old versions can still be read
+IN_FLIGHT = 2  # spares of a size beyond snapshots': writes under way while old versions are read
 DAMAGED = "is damaged: its bytes are not those that were written"
 
 
 class Damaged(StoreError):
-    """The bytes of a file are not those that were written, and the drive did not say so."""
+    """Silently changed bytes."""
 
 
 @dataclass
 class Shard:
-    """A layout's bytes under a name: one stripe on each device, and the current version of each stripe."""
+    """A named layout, one stripe per device, with current versions."""
 
     layout: Layout
     weights: bool
@@ -48,7 +47,7 @@ class Shard:
 
     @cached_property
     def headers(self) -> list[memoryview]:
-        """The stripes' headers in page-aligned memory."""
+        """In page-aligned memory."""
         buffers = [memoryview(mmap.mmap(-1, len(stripe.header))) for stripe in self.stripes]
         for buffer, stripe in zip(buffers, self.stripes, strict=True):
             buffer[:] = stripe.header
@@ -56,24 +55,23 @@ class Shard:
 
 
 class Shards:
-    """The shards of a store by name. read, verify and write may be called from any thread."""
+    """A store's shards by name. read, verify, write are thread-safe."""
 
     def __init__(self, devices: Sequence[Device], keep: int):
-        """`keep`: how many snapshots hold versions beside the current ones."""
+        """`keep`: snapshots that hold further versions."""
         self.devices, self.keep = list(devices), keep
         self.shards: dict[str, Shard] = {}
         self.snapshots: list[snapshots.Snapshot] = []  # oldest first
         self._versions = Versions(self.devices)
-        self._sums = ThreadPoolExecutor(len(self.devices) + 1)  # checksums, taken while the drives work
+        self._sums = ThreadPoolExecutor(len(self.devices) + 1)  # checksums, while drives work
         self._load = [0.0] * len(self.devices)
 
     @property
     def paths(self) -> list[Path]:
-        """The devices' folders."""
         return [device.path for device in self.devices]
 
     def add(self, name: str, layout: Layout, weights: bool = False) -> None:
-        """Declares a shard. `weights`: tensors stay whole and are listed in Hugging Face's index."""
+        """`weights`: tensors stay whole, in Hugging Face's index."""
         assert snapshots.SHARD.fullmatch(name), name
         assert name not in self.shards, name
         speeds = [device.speed for device in self.devices]
@@ -81,7 +79,7 @@ class Shards:
         self.shards[name] = Shard(layout, weights, stripes)
 
     def reserve(self) -> None:
-        """Allocates every file that the steady state needs. Raises StoreError, taking nothing, where space is short."""
+        """Allocates the steady state's files. Raises StoreError, taking nothing, where space is short."""
         wanted: dict[tuple[int, int], int] = defaultdict(lambda: IN_FLIGHT)
         for shard in self.shards.values():
             for stripe in shard.stripes:
@@ -91,11 +89,11 @@ class Shards:
     # ------------------------------------------------------------ reading
 
     def read(self, name: str, buffer: Buffer) -> Future[None]:
-        """Fills `buffer` (page-aligned, layout.span bytes) with the current version. The future raises StoreError."""
+        """Fills `buffer` (page-aligned, layout.span bytes). The future raises StoreError."""
         return self._read(name, buffer, verify=False)
 
     def verify(self, name: str, buffer: Buffer) -> Future[None]:
-        """As read, and compares with the checksum of what was written: the future may raise Damaged."""
+        """read, compared by checksum; the future may raise Damaged."""
         return self._read(name, buffer, verify=True)
 
     def _read(self, name: str, buffer: Buffer, verify: bool) -> Future[None]:
@@ -119,7 +117,7 @@ class Shards:
         return together(parts, lambda _: self._versions.drop(versions))
 
     def _compare(self, name: str, stripe: int, version: Version, data: list[memoryview]) -> None:
-        """Raises Damaged unless the data of a stripe is what was written."""
+        """Raises Damaged."""
         if checksum(data) == version.sum:
             return
         sound = [s.step for s in self.snapshots if version not in self._held(s)]
@@ -128,23 +126,23 @@ class Shards:
         raise Damaged(errno.EIO, f"{DAMAGED}. {last}", str(path))
 
     def _known_as(self, name: str, stripe: int, version: Version) -> Path:
-        """The file's name in the last snapshot that holds it, else its own."""
+        """Its name in the last snapshot with it, else its own."""
         for snapshot in reversed(self.snapshots):
             if name in snapshot.shards and (version.device, version.id) in snapshot.shards[name].keys:
                 return self.paths[version.device] / snapshot.folder / snapshots.file_name(name, stripe)
         return Path(version.file.path)
 
     def _held(self, snapshot: snapshots.Snapshot) -> list[Version]:
-        """The versions that a snapshot names."""
+        """A snapshot's versions."""
         return [self._versions[key] for record in snapshot.shards.values() for key in record.keys]
 
     # ------------------------------------------------------------ writing
 
     def write(self, name: str, buffer: Buffer) -> Future[None]:
-        """Writes `buffer` (page-aligned, layout.span bytes) as a new version; reads that begin once it is done get it.
+        """Writes `buffer` (page-aligned, layout.span bytes) as a new version, current once done; after an error the old
+        one stays.
 
-        After an error the old version is still current. One write of a name at a time. Raises StoreError at once if
-        there is no space.
+        One write of a name at a time. Raises StoreError at once without space.
         """
         shard = self.shards[name]
         view = _view(shard, buffer)
@@ -168,7 +166,7 @@ class Shards:
         return together(parts, finish)
 
     def _take(self, stripes: Sequence[Stripe]) -> list[Version]:
-        """A file to write into for each stripe. Raises StoreError, taking none, where there is no space."""
+        """A file per stripe. Raises StoreError, taking none."""
         versions: list[Version] = []
         with ExitStack() as undo:
             for stripe in stripes:

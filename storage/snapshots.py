@@ -1,7 +1,7 @@
 """Snapshots on disk: a folder of hard links, a manifest, and an index, so that it is a Hugging Face checkpoint too.
 
-A snapshot is made under another name. When all its bytes are synced, its folder on the first device is renamed; removal
-goes in the reverse order. So a folder of that name on the first device is complete, even after a power failure.
+One rename on the first device publishes a snapshot, or begins its removal: under its name it is complete, even after a
+power failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trireme.storage.versions import FOLDER
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-LARGEST = 256 << 20  # bytes of a manifest; that of a run with 405 billion parameters has 20 million
+LARGEST = 256 << 20  # 405 billion parameters take 20 million
 NAME = re.compile(r"snapshot-(\d{6,})-step-(\d+)")
 LEFTOVER = re.compile(NAME.pattern + r"\.(partial|dropped)")
 NONE_OLDER = "There is no older snapshot (--keep 1 keeps one)"
@@ -47,7 +47,7 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Record:
-    """One span in a snapshot: `files` holds the id of the version of each stripe, `sums` the checksum of its data."""
+    """A span in a snapshot; by stripe, `files` are version ids, `sums` checksums."""
 
     layout: Layout
     weights: bool
@@ -66,7 +66,7 @@ class Snapshot:
     sequence: int
     step: int
     extra: dict[str, Any]
-    companions: dict[str, str]  # name -> checksum of its content
+    companions: dict[str, str]  # name -> checksum
     shards: dict[str, Record]
 
     @property
@@ -74,14 +74,14 @@ class Snapshot:
         return f"snapshot-{self.sequence:06d}-step-{self.step}"
 
     def links(self) -> list[tuple[int, str, int]]:
-        """(device, name in the snapshot's folder, id of the file) of everything."""
+        """(device, name in the snapshot, file id) of all files."""
         found: list[tuple[int, str, int]] = []
         for name, record in self.shards.items():
             found += ((device, file_name(name, k), id) for k, (device, id) in enumerate(record.keys))
         return found
 
     def index(self, prefix: str = "") -> bytes:
-        """Hugging Face's index of the weights, with `prefix` before each file name."""
+        """Hugging Face's index of the weights; `prefix` precedes file names."""
         weight_map: dict[str, str] = {}
         total = 0
         for name, record in self.shards.items():
@@ -92,12 +92,12 @@ class Snapshot:
 
 
 def file_name(shard: str, stripe: int) -> str:
-    """What a stripe of a shard is called in a snapshot's folder."""
+    """A stripe's name in snapshots."""
     return f"{shard}.{stripe}.safetensors" if stripe else f"{shard}.safetensors"
 
 
 def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Makes the snapshot; the files that it names must be synced already. Raises StoreError, leaving nothing."""
+    """Makes the snapshot from synced files. Raises StoreError, leaving nothing."""
     first = devices[0]
     partial = first / f"{snapshot.folder}.partial"
     places = [partial, *(device / snapshot.folder for device in devices[1:])]
@@ -106,7 +106,7 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
             place.mkdir()
         for device, name, id in snapshot.links():
             os.link(devices[device] / FOLDER / f"{id:06d}.safetensors", places[device] / name)
-            if device:  # readers of the first folder find it too
+            if device:  # for readers of the first folder
                 (partial / name).symlink_to((places[device] / name).resolve())
         for name in snapshot.companions:
             (partial / name).parent.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
                 sync_folder(folder)
         for other in devices[1:]:
             sync_folder(other)
-        partial.rename(first / snapshot.folder)  # from here on it is a snapshot
+        partial.rename(first / snapshot.folder)  # published
     except BaseException as e:
         for place in places:
             shutil.rmtree(place, ignore_errors=True)
@@ -128,14 +128,14 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 
 
 def publish(snapshot: Snapshot, first: Path) -> None:
-    """Makes the snapshot's name durable and points the index of the store's own folder at it."""
+    """Makes the rename durable and updates the store's own index."""
     sync_folder(first)
     if any(record.weights for record in snapshot.shards.values()):
         replace_synced(first / INDEX, snapshot.index(f"{snapshot.folder}/"))
 
 
 def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Ends a snapshot. Its files may be written again only afterwards."""
+    """Removes a snapshot. Its files may be rewritten only afterwards."""
     dropped = devices[0] / f"{snapshot.folder}.dropped"
     try:
         (devices[0] / snapshot.folder).rename(dropped)
@@ -147,18 +147,18 @@ def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 
 
 def folders(device: Path) -> list[str]:
-    """Names of the snapshots in a device's folder, oldest first."""
+    """A device's snapshots, oldest first."""
     found = [p.name for p in device.iterdir() if NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
     return sorted(found, key=lambda name: int(name.split("-")[1]))
 
 
 def leftovers(device: Path) -> list[Path]:
-    """Folders of snapshots that were being made or removed."""
+    """Unfinished, or half removed."""
     return [p for p in device.iterdir() if LEFTOVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
 
 
 def load(first: Path) -> list[Snapshot]:
-    """The snapshots in the first device's folder, oldest first."""
+    """A device's snapshots, oldest first."""
     return [_read(first / name) for name in folders(first)]
 
 
@@ -176,7 +176,7 @@ def _read(folder: Path) -> Snapshot:
 
 
 def way_back(folder: Path) -> str:
-    """What to do where a snapshot is damaged: the one in `folder`, on the first device."""
+    """What to do where a snapshot is damaged."""
     names = folders(folder.parent)
     older, newer = names[: names.index(folder.name)], names[names.index(folder.name) + 1 :]
     if newer:
@@ -187,11 +187,10 @@ def way_back(folder: Path) -> str:
 
 
 def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Raises StoreError unless every file of the snapshot has its size and header, and every companion its checksum.
+    """Raises StoreError unless every file has its size and header, and every companion its checksum.
 
-    The shards' data is checked as it is read.
-
-    If a copy of the run has made two files of a hard link, the snapshot's counts. Symbolic links are refused.
+    Shard data is checked when read. Where a copy of the run split a hard link, the snapshot's file counts. Symbolic
+    links are refused.
     """
     first, back = devices[0] / snapshot.folder, way_back(devices[0] / snapshot.folder)
     stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
@@ -219,16 +218,14 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 
 
 def make_place(path: Path, folder: Path) -> None:
-    """Makes the folder for a companion of a store, if it has one of its own in the store's `folder`. Raises StoreError,
-    OSError.
-    """
-    if path.parent != folder:  # which itself may be a link: the user named it
+    """Makes a companion's subfolder. Raises StoreError, OSError."""
+    if path.parent != folder:  # the user may name a link
         path.parent.mkdir(exist_ok=True)
         check_folder(path.parent)
 
 
 def _check_header(path: Path, stripe: Stripe, back: str) -> None:
-    """Raises StoreError unless the file has the stripe's size and header, OSError."""
+    """Raises StoreError, OSError."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
         size, header = os.fstat(f.fileno()).st_size, f.read(len(stripe.header))
     if size != stripe.nbytes:
@@ -238,7 +235,7 @@ def _check_header(path: Path, stripe: Stripe, back: str) -> None:
 
 
 def _link(path: Path, name: Path) -> None:
-    """Makes `name` another name of the file `path`, unless it is one."""
+    """Makes `name` a hard link to `path`."""
     if not (os.path.lexists(name) and os.path.samestat(os.lstat(name), os.lstat(path))):
         partial = name.with_suffix(".partial")
         partial.unlink(missing_ok=True)
@@ -247,7 +244,7 @@ def _link(path: Path, name: Path) -> None:
 
 
 def clean(devices: Sequence[Path], valid: set[str]) -> None:
-    """Removes what a crash left of snapshots that were being made or removed. Nothing else is touched."""
+    """Removes a crash's partial snapshots, nothing else."""
     for k, device in enumerate(devices):
         orphans = [device / name for name in folders(device) if k > 0 and name not in valid]
         for path in (*orphans, *leftovers(device)):
@@ -267,9 +264,7 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def parse(manifest: bytes) -> Snapshot:
-    """The snapshot that a manifest describes. Raises ValueError unless it is what `write` wrote, or could have written;
-    StoreError where its format is another one.
-    """
+    """Of a manifest. Raises ValueError for what `write` cannot have written, StoreError for another format."""
     fields = unseal(manifest, FORMAT, "manifest")
     if wrong := complaint(fields, SHAPE):
         raise ValueError(f"its manifest{wrong}")
@@ -284,7 +279,7 @@ def parse(manifest: bytes) -> Snapshot:
 
 
 def may_lie_beside(name: str) -> bool:
-    """Whether a companion of that name may lie beside the snapshots, and in them: it takes no name of ours."""
+    """Whether a companion's name is none of ours."""
     return is_companion(name) and name not in (MANIFEST, INDEX)
 
 

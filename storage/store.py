@@ -1,19 +1,17 @@
 """The store: one safetensors file per shard and drive, and snapshots that copy nothing.
 
-    store = Store.create(["/nvme0/run", "/nvme1/run"], companions=checkpoint_folder)
-    store.add("block-000", weights_layout, weights=True)   # tensors stay whole, listed for Hugging Face readers
-    store.add("block-000.adam", state_layout)
-    store.reserve()                                        # claims the disk space
-    store.write("block-000", buffer).result()
-    store.read("block-000", buffer).result()
-    store.verify("block-000", buffer).result()             # reads, and compares with the checksum of what was written
-    store.commit(step=100, extra={...})                    # a snapshot, to which a crash or restore() goes back
+store = Store.create(["/nvme0/run", "/nvme1/run"], companions=checkpoint_folder)
+store.add("block-000", weights_layout, weights=True)   # indexed for Hugging Face
+store.add("block-000.adam", state_layout)
+store.reserve()                                        # disk space
+store.write("block-000", buffer).result()
+store.read("block-000", buffer).result()
+store.verify("block-000", buffer).result()             # by checksum
+store.commit(step=100, extra={...})
 
-In each folder:
-
-    files/000012.safetensors      every version and every spare (versions.py)
-    snapshot-000003-step-100/     hard links to versions, manifest, index (snapshots.py)
-    store.id, store.lock          which store this is; the lock is held while a process uses it (folders.py)
+files/000012.safetensors      versions, spares (versions.py)
+snapshot-000003-step-100/     hard links, manifest, index (snapshots.py)
+store.id, store.lock          (folders.py)
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ from trireme.storage.versions import FOLDER, Version
 
 
 class Store(Shards):
-    """Shards that outlive the process. Made by Store.create or Store.open; closed by close, remove, or `with`."""
+    """Shards that outlive the process, by Store.create or Store.open."""
 
     def __init__(self, devices: Sequence[Device], keep: int):
         super().__init__(devices, keep)
-        self.made: list[Path] = []  # folders that this process made for it, innermost first
+        self.made: list[Path] = []  # by this process, innermost first
         self._companions: dict[str, str] = {}  # name -> checksum
         self._resources = ExitStack()
 
@@ -62,12 +60,11 @@ class Store(Shards):
         trial: int = 256 << 20,
         say: Say = to_stderr,
     ) -> Store:
-        """A new, empty store that keeps the last `keep` snapshots.
+        """A new store that keeps `keep` snapshots; clears remains of stores without one.
 
-        `companions`: a checkpoint's folder, or its files other than weights; they make snapshots loadable. `trial`:
-        bytes written to measure each drive; `say` is told what slows one down. Remains of a store without a snapshot
-        are removed. Raises StoreError, leaving nothing, where a folder is in use, holds a snapshot, or a foreign file
-        of a name that a store takes.
+        `companions`: a checkpoint's folder, or its files besides weights. `trial`: bytes written to measure a drive;
+        `say` hears what slows it. Raises StoreError, leaving nothing, where a folder is in use, holds a snapshot, or a
+        foreign file of a store's name.
         """
         paths = [_path(d) for d in dirs]
         content = _companions(companions)
@@ -87,10 +84,7 @@ class Store(Shards):
     def open(
         cls, dirs: Sequence[AnyPath | Device], keep: int = 1, trial: int = 256 << 20, say: Say = to_stderr
     ) -> Store:
-        """The store in these folders, at its last snapshot; arguments as in `create`. Removes what a crash left.
-
-        Raises StoreError.
-        """
+        """At its last snapshot; arguments as `create`. Removes a crash's remains. Raises StoreError."""
         with ExitStack() as stack:
             dirs = [dirs[i] for i in folders.in_order([_path(d) for d in dirs])]
             for d in dirs:
@@ -115,7 +109,6 @@ class Store(Shards):
             self._companions[name] = checksum([content])
 
     def _adopt(self, loaded: list[snapshots.Snapshot]) -> None:
-        """Takes over the snapshots and their files; removes what a crash left beside them."""
         snapshots.clean(self.paths, {s.folder for s in loaded})
         for snapshot in loaded:
             snapshots.check(snapshot, self.paths)
@@ -132,9 +125,9 @@ class Store(Shards):
     # ------------------------------------------------------------ snapshots
 
     def commit(self, step: int, extra: dict[str, Any]) -> None:
-        """Makes the current state a snapshot with `extra` (JSON), and drops the oldest beyond `keep`. Copies nothing.
+        """Makes a snapshot with `extra` (JSON), drops the oldest beyond `keep`.
 
-        Raises StoreError; the earlier snapshots are then as they were. Writes under way belong to the next one.
+        Writes under way belong to the next. Raises StoreError, keeping earlier snapshots.
         """
         with self._versions.lock:
             state = {name: list(shard.current or ()) for name, shard in self.shards.items()}
@@ -160,7 +153,7 @@ class Store(Shards):
             self._versions.drop(self._held(self.snapshots.pop(0)))
 
     def restore(self, step: int | None = None) -> dict[str, Any]:
-        """Makes the last snapshot (of `step`, if given) current and returns its `extra`. Nothing may be under way."""
+        """Makes the last snapshot (of `step`) current; nothing may be under way. Returns `extra`. Raises StoreError."""
         matching = [s for s in self.snapshots if step is None or s.step == step]
         if not matching:
             raise StoreError(errno.ENOENT, f"holds no snapshot of step {step}", str(self.paths[0]))
@@ -175,7 +168,6 @@ class Store(Shards):
         return snapshot.extra
 
     def _sync(self, snapshot: snapshots.Snapshot) -> None:
-        """Makes the versions of a coming snapshot durable, each at its exact size."""
         stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
         with ThreadPoolExecutor(8) as pool:
             pairs = zip(self._held(snapshot), stripes, strict=True)
@@ -188,15 +180,15 @@ class Store(Shards):
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Waits for requests in flight, closes every file and releases the folders."""
+        """After requests in flight."""
         self._resources.close()
 
     def _end(self) -> None:
-        self._versions.close()  # first: requests that end here hand over their checksums
+        self._versions.close()  # requests ending here still hand over checksums
         self._sums.shutdown()
 
     def remove(self) -> None:
-        """Removes all files that the store made, and closes it. If killed, the next process completes the removal."""
+        """Removes all files and closes; if killed, the next process completes it."""
         folders.remove(self.paths)
         self.close()
 
@@ -218,13 +210,13 @@ def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Devi
 
 
 def _companions(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
-    """The files of a checkpoint that lie beside a store's snapshots."""
+    """Those that may lie beside snapshots."""
     found = given if isinstance(given, Mapping) else beside(Path(given)) if given else {}
     return {name: companion for name, companion in found.items() if snapshots.may_lie_beside(name)}
 
 
 def _sync(version: Version, nbytes: int) -> None:
-    """Makes a version durable at its exact size. Raises StoreError."""
+    """At its exact size. Raises StoreError."""
     try:
         if version.lost:
             raise OSError(errno.EIO, "an earlier fsync failed; it must be written again")

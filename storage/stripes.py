@@ -1,4 +1,4 @@
-"""How a layout's bytes are striped over drives: one safetensors file on each, its size by the drive's speed."""
+"""Layouts striped over drives: one safetensors file on each, its size by the drive's speed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from trireme.storage.layout import ALIGN, Layout, TensorSpec
 
 @dataclass(frozen=True)
 class Stripe:
-    """The part of a shard on one device, a safetensors file of its own.
+    """A shard's part on one device, a safetensors file.
 
-    `layout`: the file's tensors, offsets from the beginning of its data. `segments`: (offset in the shard, offset in
-    the data, bytes), all multiples of 4,096 but the bytes of the last.
+    `segments`: (offset in the shard, in the data, bytes), multiples of 4,096 except the last's bytes.
     """
 
     device: int
@@ -25,26 +24,26 @@ class Stripe:
 
     @cached_property
     def header(self) -> bytes:
-        """What precedes the data; a multiple of 4,096 bytes."""
+        """A multiple of 4,096 bytes."""
         return encode_header(self.layout, {"format": "pt"})
 
     @property
     def nbytes(self) -> int:
-        """Exact size of the file."""
+        """Exact file size."""
         return len(self.header) + self.layout.nbytes
 
     @property
     def capacity(self) -> int:
-        """Size of the file while it is in use: whole blocks."""
+        """In use: whole blocks."""
         return len(self.header) + self.layout.span
 
     def data_of(self, span: memoryview) -> list[memoryview]:
-        """The file's data, in order, as parts of the span's bytes."""
+        """The data, in order, as views of the span."""
         return [span[at : at + n] for at, _, n in self.segments]
 
 
 def check_stripes(layout: Layout, stripes: Sequence[Stripe]) -> None:
-    """Raises ValueError unless the stripes hold each byte of the span once, in whole blocks, one on each device."""
+    """Raises ValueError unless they hold each byte once, in whole blocks, one stripe a device."""
     if any(a.device >= b.device for a, b in pairwise(stripes)):
         raise ValueError("two stripes are on one device")
     for stripe in stripes:
@@ -61,9 +60,7 @@ def check_stripes(layout: Layout, stripes: Sequence[Stripe]) -> None:
 
 
 def stripe_bytes(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
-    """Stripes by the speeds alone, so that all devices end together. For internal state: a stripe may end in a tensor,
-    whose parts are listed as U8, `name[begin:end]` in bytes.
-    """
+    """Stripes by speed alone: devices end together. A cut tensor's parts are U8, `name[begin:end]` in bytes."""
     stripes, begin, total = [], 0, sum(speeds)
     for device in range(len(speeds)):
         share = sum(speeds[: device + 1]) / total
@@ -79,7 +76,7 @@ def stripe_bytes(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
 
 
 def _window(layout: Layout, begin: int, end: int) -> Layout:
-    """The tensors of [begin, end), offsets from `begin`."""
+    """Tensors of [begin, end)."""
     tensors = []
     for t in layout.tensors:
         lo, hi = max(begin, t.offset), min(end, t.offset + t.nbytes)
@@ -92,10 +89,10 @@ def _window(layout: Layout, begin: int, end: int) -> Layout:
 
 
 def stripe_tensors(layout: Layout, speeds: Sequence[float], load: list[float]) -> tuple[Stripe, ...]:
-    """Stripes of whole tensors, which any safetensors reader finds; the largest first, each to the device that would
-    end first. `load`, seconds of work per device, is carried from shard to shard and evens out their differences.
+    """Stripes of whole tensors, for any reader: largest first, each to the device that ends first.
 
-    Tensors from the first that does not fill whole blocks go to one device: they cannot be addressed alone.
+    `load`, seconds of work by device, evens out shards. From the first tensor that does not fill blocks, all lie on one
+    device: alone they have no address.
     """
     aligned = [t for t in layout.tensors if t.offset % ALIGN == 0 and t.nbytes % ALIGN == 0]
     aligned = aligned[: next((i for i, t in enumerate(aligned) if t != layout.tensors[i]), len(aligned))]
@@ -115,7 +112,7 @@ def stripe_tensors(layout: Layout, speeds: Sequence[float], load: list[float]) -
 
 
 def _whole_stripe(device: int, tensors: list[TensorSpec]) -> Stripe:
-    """A file of these tensors, and the fewest segments that connect it with the span."""
+    """In the fewest segments."""
     specs, offset = [], 0
     segments: list[tuple[int, int, int]] = []
     for t in tensors:

@@ -1,6 +1,4 @@
-"""Folders that need not outlive a process. Each holds a file that its process has locked; the next process that makes
-such a folder in the same place removes those without a lock.
-"""
+"""Folders that end with their process, by a locked file; the next process there removes unlocked ones."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 LOCK = "lock"
-HIDDEN = ".trireme-"  # how the names of such folders begin where a user looks
+HIDDEN = ".trireme-"  # prefix where users look
 
 
 class Temporary:
-    """A new folder `path`, for this user alone, removed when the object is closed or gone. Raises OSError."""
+    """A new private folder, removed when closed or collected. Raises OSError."""
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None):
-        """`parent`: where it is made; None: in the system's folder for temporary files."""
+        """`parent` None: the system's temporary folder."""
         parent = Path(parent or tempfile.gettempdir())
         for left in parent.glob(prefix + "*"):
             _sweep(left)
@@ -29,7 +27,7 @@ class Temporary:
         self._end = weakref.finalize(self, _end, self.path, fd)
 
     def keep(self) -> None:
-        """Leaves the folder where it is: it is no temporary one any more."""
+        """Makes it permanent."""
         if ended := self._end.detach():
             (self.path / LOCK).unlink(missing_ok=True)
             os.close(ended[2][1])
@@ -45,7 +43,7 @@ class Temporary:
 
 
 def _make(prefix: str, parent: Path) -> tuple[Path, int]:
-    """(a new folder, the descriptor that holds its lock)"""
+    """(folder, descriptor of its lock)."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
@@ -53,15 +51,15 @@ def _make(prefix: str, parent: Path) -> tuple[Path, int]:
         except OSError:
             path.rmdir()
             raise
-        with suppress(OSError):  # a filesystem without locks: nobody sweeps there
+        with suppress(OSError):  # without locks nobody sweeps
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return path, fd
-        os.close(fd)  # taken for one that was left, between two of these lines
+        os.close(fd)  # swept before the lock
 
 
 def _sweep(left: Path) -> None:
-    """Removes a folder that is this user's, holds a lock, and belongs to no process any more."""
+    """Removes this user's folder with an unlocked lock."""
     with suppress(OSError):
         found = left.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -75,7 +73,7 @@ def _sweep(left: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes the folder, its lock last: who is killed meanwhile leaves what the next one removes."""
+    """The lock last: a kill leaves it to the next process."""
     for inside in path.iterdir():
         if inside.is_dir() and not inside.is_symlink():
             shutil.rmtree(inside, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""What is read back is not trusted: checksums of data, sealed JSON, small files read within bounds and checked.
+"""What is read back is not trusted: checksums, sealed JSON, small files within bounds.
 
-The checksum is XXH3 with 64 bits (some 25 GB/s a thread). It finds bits that a drive or a cable has changed silently.
+XXH3, 64 bits (25 GB/s a thread), finds silent errors of drives.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trireme.storage.files import StoreError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-SMALL = 256 << 20  # bytes; tokenizers have up to 60 million
-NAME = 60  # characters of somebody else's name that an error shows
-LINE = 20_000  # characters of a line on the terminal
-# Controls of C0 and C1, halves of surrogate pairs, and what turns the direction of writing, ends lines or is invisible.
+SMALL = 256 << 20  # tokenizers: up to 60 million
+NAME = 60  # characters shown of a foreign name
+LINE = 20_000  # characters on the terminal
+# C0 and C1 controls, surrogates, characters that turn direction, end lines or are invisible.
 _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\ud800-\udfff"
     "\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
@@ -34,14 +34,11 @@ SUM = re.compile(r"[0-9a-f]{16}")
 SEAL = re.compile(rb'\{"format": (\d{1,9}), "xxh3_64": "([0-9a-f]{16})", (?=")')
 KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 NUMBERS = {int: "a whole number", float: "a number"}
-Shape = Any  # a type, [Shape], (Shape, ...) or {key: Shape}: see complaint
+Shape = Any  # type, set, [Shape], (Shape, ...), {key: Shape}
 
 
 def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
-    """The content of a regular file of at most `limit` bytes; with `links` also where the name is a symbolic link.
-
-    Raises StoreError where it is something else (a pipe would be waited for, a device read, for ever), or OSError.
-    """
+    """A regular file's content. Raises OSError; StoreError beyond `limit` or for pipes and devices, which never end."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -53,7 +50,7 @@ def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `text`, no key twice. Raises ValueError whatever the bytes are."""
+    """The JSON object in `text`, no key twice. Raises ValueError whatever the bytes."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -73,10 +70,10 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
 
 
 def complaint(value: object, shape: Shape) -> str:
-    """What is wrong with a JSON value, "" where it has the shape.
+    """What is wrong with a JSON value, "" if nothing.
 
-    A shape is a type, where int means 0 to 2^63, or a set of types; `[shape]`, a list of such; `(shape, shape)`, a list
-    of just these; `{str: shape}`, an object of such; `{"name": shape}`, an object with just these names.
+    Shapes: a type (int: 0 to 2^63) or set of types; `[shape]`, a list; `(shape, shape)`, a list of that length; `{str:
+    shape}`, an object; `{"name": shape}`, one of just these names.
     """
     if isinstance(shape, (type, set)):
         kinds = shape if isinstance(shape, set) else {shape}
@@ -110,7 +107,7 @@ def _is_not(value: object, expected: str) -> str:
 
 
 def shown(text: str, most: int = NAME) -> str:
-    """A stranger's text as part of one line: control characters escaped, the middle left out beyond `most`."""
+    """Foreign text in one line: controls escaped, the middle cut."""
     half = most // 2
     if len(text) > most:
         text = f"{text[:half]}…({len(text) - 2 * half:,} more characters)…{text[-half:]}"
@@ -118,13 +115,13 @@ def shown(text: str, most: int = NAME) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a file name, or a path with `/`, stays in its folder and can be shown as it is."""
+    """A path within its folder, printable."""
     parts = name.split("/")
     return name.isprintable() and "\\" not in name and not any(part in ("", ".", "..") for part in parts)
 
 
 def checksum(buffers: Iterable[Buffer]) -> str:
-    """The checksum of buffers one after another, as 16 hexadecimal digits. Does not hold the interpreter's lock."""
+    """Of concatenated buffers, 16 hexadecimal digits. Releases the GIL."""
     sums = xxhash.xxh3_64()
     for buffer in buffers:
         sums.update(buffer)
@@ -132,7 +129,7 @@ def checksum(buffers: Iterable[Buffer]) -> str:
 
 
 def summed(buffers: Iterable[Any], found: Callable[[str], None]) -> Iterator[Any]:
-    """The buffers one after another, and after the last of them found(their checksum)."""
+    """The buffers; after the last, found(checksum)."""
     sums = xxhash.xxh3_64()
     for buffer in buffers:
         sums.update(buffer)
@@ -141,15 +138,13 @@ def summed(buffers: Iterable[Any], found: Callable[[str], None]) -> Iterator[Any
 
 
 def seal(version: int, fields: dict[str, Any]) -> bytes:
-    """`fields` as a JSON object that begins with the version of its format and the checksum of all that follows."""
+    """JSON of `fields` behind its format version and checksum."""
     rest = json.dumps(fields).encode().removeprefix(b"{")
     return b'{"format": %d, "xxh3_64": "%s", ' % (version, checksum([rest]).encode()) + rest
 
 
 def unseal(text: bytes, version: int, what: str) -> dict[str, Any]:
-    """The fields that `seal` put into `text`. Raises ValueError where a bit is another one; StoreError where all is
-    of another version.
-    """
+    """The sealed fields. Raises ValueError where changed, StoreError for another version."""
     found = re.match(rb'\{"format": (\d{1,9})[,}]', text)
     if found and int(found[1]) != version:
         message = f"is of format {int(found[1])}, this version reads {version}. Go on with the version that wrote it"

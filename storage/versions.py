@@ -1,4 +1,4 @@
-"""The files of a store: each is in use by somebody or a spare, ready to be written again."""
+"""The files of a store: each in use, or a spare to be written again."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FOLDER = "files"
 
 @dataclass(eq=False)
 class Version:
-    """One file. `users` counts who refers to it: the current state, snapshots, reads and writes under way."""
+    """One file. `users`: current state, snapshots, reads and writes under way."""
 
     id: int
     device: int
     capacity: int  # bytes, whole blocks
     file: File
     users: int = 0
-    sum: str = ""  # checksum of its data, known when all of it has been written
-    synced: bool = False  # durable, and at its exact size
-    lost: bool = False  # an fsync failed: nobody knows what is on the drive
+    sum: str = ""  # of its data, once written
+    synced: bool = False  # durable, exact size
+    lost: bool = False  # an fsync failed: content unknown
 
     def resize(self, nbytes: int) -> None:
         try:
@@ -38,26 +38,26 @@ class Version:
 
 
 class Versions:
-    """All versions on all devices. Thread-safe."""
+    """Thread-safe."""
 
     def __init__(self, devices: Sequence[Device]):
         self.devices = devices
         self.lock = threading.RLock()
-        self._all: dict[tuple[int, int], Version] = {}  # by device and id
-        self._spares: dict[tuple[int, int], list[Version]] = defaultdict(list)  # by device and capacity
+        self._all: dict[tuple[int, int], Version] = {}  # by device, id
+        self._spares: dict[tuple[int, int], list[Version]] = defaultdict(list)  # by device, capacity
         self._next_id = 0
 
     def __getitem__(self, key: tuple[int, int]) -> Version:
         return self._all[key]
 
     def take(self, device: int, capacity: int) -> Version:
-        """A file to write into, with one user: a spare, or a new one. Raises StoreError where there is no space."""
+        """A spare or new file with one user. Raises StoreError without space."""
         with self.lock:
             spares = self._spares[device, capacity]
             version = spares.pop() if spares else self._allocate(device, capacity)
             version.users = 1
         try:
-            if version.synced:  # cut to its exact size; growing again while it is written would cost speed
+            if version.synced:  # cut to exact size; growth during writes costs speed
                 version.resize(capacity)
         except BaseException:
             self.drop([version])
@@ -66,13 +66,12 @@ class Versions:
         return version
 
     def hold(self, versions: Iterable[Version]) -> None:
-        """One user more."""
         with self.lock:
             for version in versions:
                 version.users += 1
 
     def drop(self, versions: Iterable[Version]) -> None:
-        """One user less; a file without users becomes a spare."""
+        """Files without users become spares."""
         with self.lock:
             for version in versions:
                 version.users -= 1
@@ -80,7 +79,7 @@ class Versions:
                     self._spares[version.device, version.capacity].append(version)
 
     def reserve(self, wanted: Mapping[tuple[int, int], int]) -> None:
-        """Allocates until there are `wanted` files of each (device, capacity). Raises StoreError if space is short."""
+        """Allocates up to `wanted` files of each (device, capacity). Raises StoreError without space."""
         there = Counter((v.device, v.capacity) for v in self._all.values())
         missing = {key: n - there[key] for key, n in wanted.items() if n > there[key]}
         for k, device in enumerate(self.devices):
@@ -98,10 +97,7 @@ class Versions:
         return version
 
     def adopt(self, named: Mapping[tuple[int, int], int]) -> None:
-        """Opens the files that snapshots name, (device, id) -> capacity, and spares of those sizes.
-
-        The store's other files are remains of a crash and are removed.
-        """
+        """Opens files that snapshots name, (device, id) -> capacity, and spares of those sizes; removes others."""
         sizes = {(device, capacity) for (device, _), capacity in named.items()}
         for k, device in enumerate(self.devices):
             for path in version_files(device.path):
@@ -117,7 +113,7 @@ class Versions:
                     path.unlink()
 
     def close(self) -> None:
-        """Ends what is in flight, then closes every file."""
+        """After transfers in flight."""
         for device in self.devices:
             device.io.close()
         for version in self._all.values():
@@ -127,7 +123,7 @@ class Versions:
 
 
 def version_files(folder: Path) -> list[Path]:
-    """Our files in a device's folder; whatever else lies there is not touched. Raises StoreError where it is a link."""
+    """A store's files in a device's folder. Raises StoreError where FOLDER is a link."""
     if (folder / FOLDER).is_symlink():
         check_folder(folder / FOLDER)
     found = (folder / FOLDER).glob("*.safetensors")
