@@ -1,8 +1,7 @@
 """Activations from forward to backward: kept on the GPU, swapped to RAM or the SSD, or recomputed, as the plan says.
 
-A block saves its input `x` and the tensors that the plan names; those of one tier are one span, so a hop is one copy.
-A unit's output (`x` of the next unit in forward, `dx` in backward) stays on the GPU until the next unit has used it.
-With too many micro-batches for that (`plan.between` is "host") `x` goes to its tier for backward, and `dx` to RAM.
+Saved tensors of one tier are one span: a hop is one copy. A unit's output (`x` of the next in forward, `dx` in
+backward) stays on the GPU until used there; with `plan.between` "host" `x` goes to its tier, `dx` to RAM.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from trireme.engine.plan import TIERS, Plan, Tier
 
 
 class Activation(NamedTuple):
-    """A span of unit u for micro-batch b: its input, the gradient of that, or saved tensors; its tier between uses."""
+    """A span for micro-batch b: unit u's input, its gradient, or saved tensors; `tier`: between uses."""
 
     u: int
     b: int
@@ -29,7 +28,7 @@ class Activation(NamedTuple):
 
 
 class ActivationSwap:
-    """Hands out spans to be filled in forward and brings them back, in reverse, in backward."""
+    """Spans to fill in forward, brought back in reverse in backward."""
 
     def __init__(
         self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None, first: int = 0
@@ -39,16 +38,16 @@ class ActivationSwap:
         self.rings = {what: homes.ring("gpu", f"{what} ring") for what in ("x", "dx")}
         self.swap_rings = {tier: homes.ring("gpu", f"swap ring {tier}") for tier in ("host", "ssd")}
         self.host_ring = homes.ring("host", "swap ring ssd")
-        self.fixed: dict[Activation, Tensor] = {}  # on the GPU, in a buffer of its own
+        self.fixed: dict[Activation, Tensor] = {}  # on the GPU, outside rings
         self.host: dict[Activation, Tensor] = {}
-        self.offset: dict[Activation, int] = {}  # place in the scratch space
-        self.first, self.scratch_bytes = first, 0  # of the scratch space, which begins with other things
+        self.offset: dict[Activation, int] = {}  # in the scratch space
+        self.first, self.scratch_bytes = first, 0
         self._place(homes)
         self.here: dict[Activation, OnGpu] = {}
-        self.away: dict[Activation, Task] = {}  # the last task that touches the copy outside the GPU
+        self.away: dict[Activation, Task] = {}  # last tasks on copies outside the GPU
 
     def _place(self, homes: Homes) -> None:
-        """Gives every span that does not pass through a ring its place."""
+        """Gives every span outside the rings its place."""
         on_gpu, in_ram = iter(homes.many("gpu", "x")), iter(homes.many("host", "x"))
         for u in range(1, self.geo.n_units):
             name = self.geo.names[u]
@@ -68,7 +67,7 @@ class ActivationSwap:
     # ------------------------------------------------ the spans of a unit
 
     def x(self, u: int, b: int) -> Activation:
-        """Unit u's input. The head's is needed at once, so it leaves the GPU only for want of room."""
+        """Unit u's input. The head's, needed at once, stays on the GPU unless `between` is "host"."""
         at_once = u == self.geo.head and self.plan.between == "gpu"
         return Activation(u, b, "x", "gpu" if at_once else self.plan.units[u].x)
 
@@ -77,13 +76,13 @@ class ActivationSwap:
         return Activation(u, b, "dx", self.plan.between)
 
     def saved(self, u: int, b: int) -> list[Activation]:
-        """The saved tensors of unit u, one span for each tier that some of them go to."""
+        """Unit u's saved tensors, a span for each tier."""
         if not 0 < u < self.geo.head:
             return []
         return [Activation(u, b, "saved", tier) for tier in TIERS if self.names[u, tier]]
 
     def tensors(self, spans: Mapping[Activation, OnGpu], tokens: int) -> dict[str, Tensor]:
-        """The saved tensors in some of a unit's spans by name, as views of them."""
+        """The saved tensors in these spans by name."""
         found: dict[str, Tensor] = {}
         for activation, span in spans.items():
             found |= views(self.geo.saved_layout(self.names[activation.u, activation.tier], tokens), span.buffer)
@@ -104,7 +103,7 @@ class ActivationSwap:
     # ------------------------------------------------ on the GPU, and out
 
     def open(self, activation: Activation) -> OnGpu:
-        """A span on the GPU to be filled; whoever writes it is ordered after `ready`."""
+        """A span on the GPU to fill; its writers come after `ready`."""
         if activation in self.fixed:
             here = OnGpu(self.fixed[activation], ())
         else:
@@ -114,10 +113,7 @@ class ActivationSwap:
         return here
 
     def send(self, activation: Activation, tokens: int, after: Task) -> None:
-        """The span is filled once `after` is over: it starts on its way out where its tier is not the GPU.
-
-        Its place on the GPU is then given back, but that of an `x` which the next unit is about to read there.
-        """
+        """Sends a span, filled by `after`, to its tier. Its place on the GPU is freed unless the next unit reads there."""
         here = self.here[activation]
         here.ready = (after,)
         if activation.tier != "gpu":
@@ -146,7 +142,7 @@ class ActivationSwap:
     # ------------------------------------------------ back
 
     def prefetch(self, activations: Iterable[Activation], tokens: int) -> None:
-        """Starts spans on their way back; nothing where they are on the GPU."""
+        """Starts spans on their way back, unless on the GPU."""
         for activation in activations:
             if activation not in self.here:
                 self._fetch(activation, self._nbytes(activation, tokens))
@@ -167,15 +163,15 @@ class ActivationSwap:
         task = self.lanes.run("h2d", "activations", label, back, (*gpu.ready, *come), nbytes=nbytes)
         if slot is not None:
             slot.ring.release(slot, (task,))
-        self.away[waits] = task  # the next writer of that copy comes after this reader
+        self.away[waits] = task  # orders the copy's next writer after this read
         self.here[activation] = OnGpu(gpu.buffer, (task,), gpu)
 
     def get(self, activation: Activation) -> OnGpu:
-        """A span that was opened or prefetched."""
+        """An opened or prefetched span."""
         return self.here[activation]
 
     def release(self, activation: Activation, after: Task) -> None:
-        """The span's place on the GPU is free once `after`, and what still copies it out, is over."""
+        """Frees the span's place on the GPU after `after` and its copies out."""
         here = self.here.pop(activation)
         if here.slot is not None:
             here.slot.ring.release(here.slot, (*here.ready, after))
@@ -201,5 +197,5 @@ class ActivationSwap:
 
 
 def _waiting_place(activation: Activation) -> Activation:
-    """What names a span's place outside the GPU: `dx` takes that of the next unit's, which has been used."""
+    """The key of its place outside the GPU; per micro-batch the units' `dx` share one in turn."""
     return activation._replace(u=0) if activation.what == "dx" else activation

@@ -1,4 +1,4 @@
-"""Adapters on disk in peft's format: a folder with adapter_config.json and adapter_model.safetensors, fp32."""
+"""Adapters in peft's format: a folder with adapter_config.json and adapter_model.safetensors, fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIX = "base_model.model."  # of peft's names
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter given by its folder: what it adapts and, by canonical names, its tensors."""
+    """What is adapted, and the tensors by canonical names."""
 
     lora: Lora
     source: Source
@@ -45,7 +45,7 @@ class Adapter:
 
 
 def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
-    """`cfg` with adapters, which alone are trained. InputError where the rank or a target fits nothing."""
+    """`cfg` with adapters alone trained. Raises InputError on a rank or target that fits nothing."""
     if not 1 <= lora.rank <= cfg.width:
         raise InputError(f"a LoRA rank of {lora.rank}: expected 1 to {cfg.width}, the width of the model.")
     modules = [*cfg.names.qkv, cfg.names.o, *cfg.names.up, cfg.names.down]
@@ -56,13 +56,13 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
 
 
 def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """name -> shape of all adapters of a model."""
+    """name -> shape of all adapters."""
     units = (shapes.trained_parts(cfg, u) for u in range(cfg.n_units))
     return {name: shape for unit in units for part in unit for group in part for name, shape in group}
 
 
 def save_adapter(folder: Path, cfg: ModelConfig, homes: Homes, base: str) -> None:
-    """Writes the adapters as they now stand into `folder`; `base` names the model that they are for. StoreError."""
+    """Writes the current adapters into `folder`; `base` names their model. Raises StoreError."""
     assert cfg.lora is not None
     reader = Reader(homes)
     unit = {t.name: u for u, layout in enumerate(homes.geo.weights) for t in layout.tensors}
@@ -107,7 +107,7 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
 
 
 def read_adapter(folder: Path, cfg: ModelConfig) -> Adapter:
-    """The adapter in `folder`, for the model `cfg`. Raises InputError on another format, kind or base."""
+    """The adapter in `folder`. Raises InputError on another format, kind or base."""
     try:
         config = parse_json(read_small(folder / CONFIG, links=True), str(folder / CONFIG))
         header = read_header(folder / WEIGHTS)
@@ -130,7 +130,7 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> Adapter:
 
 
 def _numbers(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
-    """(rank, alpha) of a plain LoRA; alpha as if it were not rank-stabilised. Raises InputError on other kinds."""
+    """(rank, alpha), rank-stabilised alpha as its plain equivalent. Raises InputError on other kinds."""
     where = folder / CONFIG
     if config.get("peft_type") != "LORA":
         raise InputError(f"{where}: peft_type is {config.get('peft_type')!r}; LORA is supported.")
@@ -146,7 +146,7 @@ def _numbers(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
 
 
 def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
-    """Writes the checkpoint `source` with the adapter in `folder` added to `out`. Raises InputError, StoreError."""
+    """Writes `source` plus the adapter in `folder` to `out`. Raises InputError, StoreError."""
     base = replace(cfg, lora=None, frozen=())
     adapter = read_adapter(folder, base)
     names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
@@ -161,7 +161,7 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
 def merged(
     cfg: ModelConfig, adapter: Adapter, name: str, read: Iterator[np.ndarray], shape: tuple[int, ...]
 ) -> Iterator[np.ndarray]:
-    """A matrix with its adapter added, W + scale * B A in fp32, piece by piece; other tensors as `read` gives them."""
+    """W + scale * B A in fp32, in pieces; other tensors as read."""
     module = name.removesuffix(".weight")
     names = shapes.adapter_names(module)
     if PREFIX + names[0] not in adapter.source.tensors:

@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: bytes, counts, durations. No torch."""
+"""Amounts as text: bytes, counts, durations. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-MOST = 1e12  # more than anybody means by a number, and few enough to compute with
+MOST = 1e12  # no option means more
 
-# ---------------------------------------------------------------- read: a parser raises ValueError with what is wrong
+# ---------------------------------------------------------------- parsers: ValueError says what is wrong
 
 
 def number(low: float, high: float = MOST, kind: Callable[[str], float] = float) -> Callable[[str], Any]:
-    """A parser of numbers of `kind` in [low, high]."""
+    """A parser of `kind` in [low, high]."""
 
     def parse(text: str) -> Any:
         try:
@@ -33,7 +33,7 @@ whole = number(1, kind=int)
 
 
 def positive(text: str) -> float:
-    """A number greater than 0."""
+    """A number above 0."""
     value = number(0)(text)
     if value == 0:
         raise ValueError("it must be greater than 0")
@@ -41,7 +41,7 @@ def positive(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes of `24GiB`, `2TB`, `512MiB`. A bare number is refused: nobody knows what 24 means."""
+    """Bytes of `24GiB`, `2TB`, `512MiB`. A bare number is ambiguous: refused."""
     match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 24GiB, 2TB or 512MiB")
@@ -55,7 +55,7 @@ def size(text: str) -> int:
 
 
 def gib(nbytes: float, digits: int = 2) -> str:
-    """Bytes of memory, in binary units: `1.50 GiB`."""
+    """Binary units: `1.50 GiB`."""
     for unit, nbytes_of in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= nbytes_of:
             return f"{nbytes / nbytes_of:.{digits}f} {unit}"
@@ -63,18 +63,18 @@ def gib(nbytes: float, digits: int = 2) -> str:
 
 
 def rounded_up(nbytes: float) -> str:
-    """Bytes of memory to ask for: never less than what is needed."""
+    """As `gib`, never less than `nbytes`."""
     unit, name = (1 << 30, "GiB") if nbytes >= 1 << 28 else (1 << 20, "MiB")
     return f"{math.ceil(100 * nbytes / unit) / 100:.2f} {name}"
 
 
 def whole_gib(nbytes: float) -> str:
-    """The next whole GiB, as `size` reads it: `24GiB`."""
+    """The next whole GiB: `24GiB`."""
     return f"{math.ceil(nbytes / (1 << 30))}GiB"
 
 
 def gb(nbytes: float) -> str:
-    """Bytes on a drive, in decimal units as drives are sold: `3.2 GB`."""
+    """Decimal units, as of drives: `3.2 GB`."""
     for nbytes_of, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
         if nbytes >= nbytes_of:
             return (
@@ -89,7 +89,7 @@ def count(n: int, noun: str) -> str:
 
 
 def compact(n: float) -> str:
-    """Three figures or so: `243`, `11.7k`, `1.24M`, `13B`."""
+    """Three figures: `243`, `11.7k`, `1.24M`, `13B`."""
     units = ["", "k", "M", "B"]
     while n >= 999.5 and len(units) > 1:
         n /= 1000
@@ -98,7 +98,7 @@ def compact(n: float) -> str:
 
 
 def seconds(s: float) -> str:
-    """A time that may be short: `0.599 s`, `41.2 s`, and from 1000 s on as a duration."""
+    """`0.599 s`, `41.2 s`; from 1000 s on a duration."""
     return f"{s:.3g} s" if s < 1000 else duration(s)
 
 

@@ -1,8 +1,4 @@
-"""Every buffer that follows from a plan: its memory is known to the byte before the run. Pure; no torch.
-
-What the engine allocates is exactly what `buffers` lists, so a plan that cannot fit is refused with its numbers before
-anything is read.
-"""
+"""Every buffer that follows from a plan: its memory is known to the byte before the run. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -15,16 +11,16 @@ from trireme.engine.plan import TIERS, Limits, Plan, Tier
 from trireme.models import costs
 from trireme.storage.layout import ITEMSIZE, round_up
 
-ENDS = ("embed", "head", "ends")  # size classes of which one unit at a time is in use
-OUT_SLOTS = 2  # slots through which pieces of rounded gradients leave the GPU: one is filled, one emptied
-GRADIENT_SLOTS = 2  # host slots in which gradients come back from the SSD, a record in each
+ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
+OUT_SLOTS = 2  # for pieces of gradients leaving the GPU: one filled, one emptied
+GRADIENT_SLOTS = 2  # host slots for records of gradients from the SSD
 
-Alike = Sequence[tuple[int, int]]  # a unit, and how many there are like it: in kind and in what is planned for it
+Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind and plan)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One line of the memory table: `count` equal buffers of `nbytes`. `key` is how the engine asks for it."""
+    """`count` equal buffers of `nbytes`; the engine asks by `key`."""
 
     tier: Tier
     key: str
@@ -33,7 +29,7 @@ class Buffer:
 
 
 def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
-    """Every buffer that the engine makes for this plan, by tier and key."""
+    """All buffers that the engine makes, and no others."""
     return _buffers(geo, plan, [(u, 1) for u in range(geo.n_units)])
 
 
@@ -45,7 +41,6 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
 
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
-    """One unit of each kind and plan, and how many there are."""
     sizes = ((geo.numel[u], geo.base[u].span) for u in range(geo.n_units))
     keys = list(zip(geo.kinds, map(id, plan.units), sizes, strict=True))
     one = dict(zip(keys, range(geo.n_units), strict=True))
@@ -53,7 +48,7 @@ def _alike(geo: Geometry, plan: Plan) -> Alike:
 
 
 def _by_class(geo: Geometry, units: Alike, size: Callable[[int], int]) -> dict[str, tuple[int, int]]:
-    """size class -> (largest size, number of units) over those of `units` that have a size."""
+    """size class -> (largest size, number of units), without units of size 0."""
     found: dict[str, tuple[int, int]] = {}
     for u, alike in units:
         if not size(u):
@@ -95,7 +90,7 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
-    """Bytes of the host buffer through which pieces not at home in RAM are loaded and saved between steps."""
+    """Bytes of the host buffer to load and save what is not at home in RAM."""
     weights = (geo.weights[u].span for u, _ in units if plan.units[u].weights != "host")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
     base = (geo.base[u].span for u, _ in units if plan.units[u].base != "host")
@@ -104,7 +99,7 @@ def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
 
 def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     wide = geo.gradients if plan.n_micro > 1 else geo.weights
-    tied = geo.cfg.tied  # then the embedding's gradient is added to from the head on; all others come one by one
+    tied = geo.cfg.tied  # then the head adds to the embedding's gradient; all others come one by one
     yield Buffer("gpu", "gradient", max(wide[u].span for u, _ in units if u >= tied))
     yield Buffer("gpu", "gradient embed", wide[0].span if tied else 0)
     for u, alike in units:
@@ -123,7 +118,7 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
         passing = count if plan.mode == "backward" else spilled
         yield Buffer("host", f"gradient {kind}", size, count - passing + min(plan.host_window, passing))
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.spilled(u)])
-    size = round_up(n * ITEMSIZE[plan.dtype]) + 4096  # a record begins and ends within a block of the drive
+    size = round_up(n * ITEMSIZE[plan.dtype]) + 4096  # a record begins and ends within a drive's block
     yield Buffer("host", "gradient ring", size, min(GRADIENT_SLOTS, count))
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].update == "gpu"])
     size = geo.state_layout(n).span + round_up(n * ITEMSIZE[plan.dtype])
@@ -133,7 +128,7 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
 
 
 def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
-    """(parameters of the largest, number) of the optimizer records of `units`."""
+    """(parameters of the largest, number) of the units' records."""
     largest = max((geo.numel[u] for u, _ in units), default=0)
     return min(largest, plan.record), sum(n * len(geo.records(u, plan.record)) for u, n in units)
 
@@ -141,7 +136,7 @@ def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
 def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
     away = plan.between == "host"
-    inner = [(u, alike) for u, alike in units if u]  # the embedding's input is the token ids
+    inner = [(u, alike) for u, alike in units if u]  # the embedding's input is token ids
     homes: Counter[Tier] = Counter()
     for u, alike in inner:
         homes[plan.units[u].x] += alike
@@ -162,16 +157,16 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
 
 
 def workspace(geo: Geometry, plan: Plan) -> int:
-    """GPU bytes beside the named buffers: the largest unit's temporaries, the rotary table, inputs, fragmentation."""
+    """GPU bytes beside the buffers: the largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.n_micro > 1 else ITEMSIZE[plan.dtype]
-    each = {geo.kinds[u]: u for u in range(geo.n_units)}.values()  # a unit of each kind
+    each = {geo.kinds[u]: u for u in range(geo.n_units)}.values()  # by kind
     temporaries = max(costs.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each)
     inputs = plan.tokens * plan.n_micro * 48
     return round_up(int(temporaries * 1.02)) + inputs
 
 
 def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
-    """Bytes in each of gpu and host: all buffers, and on the GPU the workspace."""
+    """Bytes of gpu and host: buffers and workspace."""
     total = {"gpu": workspace(geo, plan), "host": 0}
     for b in _buffers(geo, plan, _alike(geo, plan)):
         total[b.tier] += b.nbytes * b.count

@@ -1,4 +1,4 @@
-"""Puts an engine together from a plan: memory, homes, rings, lanes."""
+"""Assembly of an engine from a plan."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def build(
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
-    """An engine with every buffer made and nothing in its homes yet: Exchange.load or Homes.load_from_store fills them.
+    """An engine with all buffers; Exchange.load or Homes.load_from_store fills its homes. Raises DoesNotFit.
 
-    `poison` fills released slots with NaN (tests). `pinned`: register RAM
-    with CUDA, without which copies are several times slower. Raises DoesNotFit.
+    `poison` fills released slots with NaN (tests). `pinned`: register RAM with CUDA; copies without are several times
+    slower.
     """
     geo = Geometry.of(cfg, plan)
     memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned)
@@ -57,28 +57,28 @@ def build(
 
 def _poison(lanes: Lanes, slot: Slot) -> Task:
     def fill() -> None:
-        slot.buffer.fill_(0xFF)  # every float format reads this as NaN
-        if slot.buffer.is_cuda:  # the lane has no stream, so nothing else tells the next user when this is over
+        slot.buffer.fill_(0xFF)  # NaN in every float format
+        if slot.buffer.is_cuda:  # the lane has no stream to order the next user by
             torch.cuda.current_stream(slot.buffer.device).synchronize()
 
     return lanes.run("poison", "other", f"poison {slot.ring.name}", fill, slot.ready)
 
 
 class MicroBatch(Protocol):
-    """Packed tokens, as the dataset gives them."""
+    """Packed tokens of the dataset."""
 
     @property
     def ids(self) -> np.ndarray: ...  # (N,)
 
     @property
-    def labels(self) -> np.ndarray: ...  # (N,): the token after each, -100 where none counts
+    def labels(self) -> np.ndarray: ...  # (N,): the next token, -100 for none
 
     @property
     def lengths(self) -> Sequence[int]: ...  # of the documents
 
 
 def inputs(cfg: ModelConfig, micro_batch: MicroBatch, tables: Tables, device: torch.device | str) -> Inputs:
-    """A micro-batch on the device. `tables` from rope_tables."""
+    """A micro-batch on the device; `tables` from rope_tables."""
     labels = torch.from_numpy(micro_batch.labels).long()
     loss_rows = torch.nonzero(labels >= 0)[:, 0]
     tensors = (torch.from_numpy(micro_batch.ids).long(), labels, loss_rows)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors into the homes of a run, and back out in the checkpoint's own names, dtypes and files."""
+"""Tensors between a checkpoint's files and the homes of a run."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.files import sync_folder
 from trireme.storage.layout import TensorSpec
 
-Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> its elements, piece by piece
+Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> elements in pieces
 LOADERS = 4  # tensors read at once
-PIECE = 1 << 18  # elements handled at a time: they stay in a core's cache
+PIECE = 1 << 18  # elements at a time: they fit a core's cache
 
 
 class Exchange:
-    """Between a source checkpoint and the homes. Used between steps, when all lanes are idle."""
+    """Between source and homes, for use between steps: all lanes idle."""
 
     def __init__(self, cfg: ModelConfig, source: Source, homes: Homes, adapters: Read | None = None):
-        """`adapters` gives their values; without it they begin as peft's do."""
+        """`adapters`: their values; None begins as peft does."""
         self.source, self.homes, self.adapters = source, homes, adapters
         self.shapes = {t.name: t.shape for layout in homes.geo.weights for t in layout.tensors}
         shapes = {name: t.shape for name, t in source.tensors.items()}
-        self.stored = hf.sources(cfg, shapes)  # canonical name -> name in the source
-        self.canonical = hf.canonical_names(cfg, shapes)  # name in the source -> canonical name, None if not trained
+        self.stored = hf.sources(cfg, shapes)  # canonical name -> source's name
+        self.canonical = hf.canonical_names(cfg, shapes)  # source's name -> canonical name, None if not trained
         self.unit = {t.name: u for u, layout in enumerate(homes.geo.weights) for t in layout.tensors}
 
     def load(self, progress: Progress = silent) -> None:
-        """Fills the homes; moments are zero. Raises InputError on a value that is not finite, StoreError."""
+        """Fills the homes, moments with zeros. Raises InputError on a value that is not finite, StoreError."""
         self._check_tied()
         in_bf16 = {name for name, stored in self.stored.items() if self.source.tensors[stored].dtype == "BF16"}
         fill(self.homes, self._values, in_bf16, progress)
         fill_base(self.homes, self._values, progress)
 
     def load_base(self, progress: Progress = silent) -> None:
-        """Fills the homes of frozen weights alone: the rest comes from a snapshot. Errors as load."""
+        """Fills the homes of frozen weights alone; a snapshot has the rest. Errors as load."""
         fill_base(self.homes, self._values, progress)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
-        """Writes the checkpoint as it now stands into `folder`. Raises StoreError."""
+        """Writes the current checkpoint into `folder`. Raises StoreError."""
         reader = Reader(self.homes)
 
         def values(stored: str) -> Iterator[np.ndarray] | None:
             name = self.canonical[stored]
-            if name not in self.unit:  # frozen, or not used at all
+            if name not in self.unit:  # frozen or unused
                 return None
             return fetch(reader, self.unit[name], name, exact=self.source.tensors[stored].dtype != "BF16")
 
         export(self.source, folder, values, progress)
 
     def replace(self, folder: Path, progress: Progress = silent) -> None:
-        """As save, over an older checkpoint in `folder`, which stands until the new one is whole."""
+        """As save, by `replace_folder`."""
         replace_folder(folder, lambda new: self.save(new, progress))
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
@@ -73,7 +73,7 @@ class Exchange:
             yield initial(name, self.shapes[name]).flatten()[first:last].numpy()
 
     def _check_tied(self) -> None:
-        """A tied matrix that is stored twice must be the same twice; else nobody can say which is meant."""
+        """Raises InputError where a tied matrix is stored twice and differs."""
         for stored, name in self.canonical.items():
             first = self.stored.get(name) if name else None
             if first not in (None, stored) and not np.array_equal(self.source.read(first), self.source.read(stored)):
@@ -84,7 +84,7 @@ class Exchange:
 
 
 def replace_folder(folder: Path, save: Callable[[Path], None]) -> None:
-    """Saves over an older `folder`, which stands until the new one is whole."""
+    """Saves over `folder`, which stands until the new one is whole."""
     new, old = (folder.with_name(folder.name + ending) for ending in (".new", ".old"))
     bring_back(folder)
     for left in (new, old):
@@ -98,21 +98,21 @@ def replace_folder(folder: Path, save: Callable[[Path], None]) -> None:
 
 
 def bring_back(folder: Path) -> None:
-    """Undoes a `replace` of `folder` that was killed when the older checkpoint was out of its place already."""
+    """Undoes a replacement of `folder` that was killed between its two renames."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         old.rename(folder)
 
 
-# ---------------------------------------------------------------- the homes, from values and as values
+# ---------------------------------------------------------------- values to homes and back
 
 
 def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progress = silent) -> None:
-    """Fills every home from a checkpoint: weights as read, moments zero. `progress(nbytes)` hears of what is there.
+    """Fills every home: weights as read, moments zero. Raises InputError on a value that is not finite.
 
-    `in_bf16`: names of tensors whose high halves are all of it. Raises InputError on a value that is not finite.
+    `in_bf16`: names of tensors without low halves.
     """
-    with ThreadPoolExecutor(LOADERS) as pool:  # numpy and the drive work without Python's lock
+    with ThreadPoolExecutor(LOADERS) as pool:  # numpy and reads release the GIL
         for u in range(homes.geo.n_units):
             _fill_weights(homes, Entry("weights", u), read, pool, progress)
             for r in range(len(homes.state[u])):
@@ -121,7 +121,7 @@ def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progr
 
 
 def fill_base(homes: Homes, read: Read, progress: Progress = silent) -> None:
-    """Fills the homes of frozen weights, which no snapshot holds. Errors as `fill`."""
+    """Fills homes of frozen weights, which no snapshot holds. Errors as `fill`."""
     with ThreadPoolExecutor(LOADERS) as pool:
         for u in range(homes.geo.n_units):
             _fill_weights(homes, Entry("base", u), read, pool, progress)
@@ -153,7 +153,7 @@ def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[st
 
 
 def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
-    """A tensor of unit u, flat, piece by piece: bf16 bits as computed with, or with `exact` the fp32 master."""
+    """A tensor of unit u, flat, in pieces: bf16 bits, or with `exact` the fp32 master."""
     homes, weights = reader.homes, Entry("weights", u)
     t = homes.geo.weights[u][name]
     high = _numpy(reader.read(weights), t)
@@ -161,7 +161,7 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
         yield from _pieces(high)
         return
     if homes.in_ram(weights) is None:
-        high = high.copy()  # the low halves come through the same staging buffer
+        high = high.copy()  # low halves come through the same staging buffer
     start = t.offset // 2
     for r, (a, b) in enumerate(homes.geo.records(u, homes.plan.record)):
         first, last = max(a, start), min(b, start + t.numel)
@@ -177,7 +177,7 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
 
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
-    """A tensor of a buffer in RAM, flat; bf16 as its bits."""
+    """A tensor of a buffer in RAM, flat; bf16 as bits."""
     return buffer[t.offset : t.offset + t.nbytes].numpy().view(np.int16 if t.dtype == "I16" else NUMPY[t.dtype])
 
 
@@ -186,7 +186,7 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> None:
-    """Fills tensor t of a unit's buffer. Raises InputError on a value that is not finite."""
+    """Fills tensor t. Raises InputError on a value that is not finite."""
     out, at = _numpy(buffer, t), 0
     for raw in read(t.name, 0, t.numel):
         values = raw if dtype_of(raw) == t.dtype == "BF16" else convert(raw, dtype_of(raw), "F32")

@@ -1,4 +1,4 @@
-"""Sizes that follow from a model: where each unit's tensors, gradients, optimizer records and activations lie. Pure."""
+"""Sizes and offsets of a model's tensors, gradients, optimizer records and activations. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 Part = Literal["all", "weights", "moments"]  # of an update
-ADAM_BYTES = 28  # of the CPU's memory that an fp32 AdamW update moves a parameter: gradient, master, moments, weights
-# Bytes that an update, or a part of it, moves a parameter: of RAM, and on the GPU. The parts are scaled to their times,
-# as measured on a Xeon: 9.9 and 9.1 G parameters/s beside 7.1 for all.
+ADAM_BYTES = 28  # of RAM that an fp32 AdamW moves a parameter: gradient, master, moments, weights
+# Bytes moved a parameter in RAM; parts scaled to their times on a Xeon: 9.9 and 9.1 G parameters/s beside 7.1 for all.
 PART_BYTES: dict[Part, int] = {"all": ADAM_BYTES, "weights": 20, "moments": 22}
-GPU_BYTES = 26
-STRETCH = 1 << 25  # most elements of a gradient that are rounded, and their squares summed, at once
+GPU_BYTES = 26  # moved a parameter by an update there
+STRETCH = 1 << 25  # most elements rounded, their squares summed, at once
 
 
-Alike = tuple[str, tuple[tuple[int, ...], ...]]  # kind and trained shapes of a unit
+Alike = tuple[str, tuple[tuple[int, ...], ...]]  # a unit's kind and trained shapes
 
 
 class Stretch(NamedTuple):
-    """Elements [start, stop) of a unit's gradient, and the place of the sum of their squares among the unit's."""
+    """Elements [start, stop) of a unit's gradient; `place`: index of their sum of squares in the unit."""
 
     start: int
     stop: int
@@ -36,7 +35,7 @@ class Stretch(NamedTuple):
 
 
 class Geometry:
-    """Sizes that follow from a model, its units and a compute dtype: layouts, records, stretches."""
+    """Layouts, records and stretches of a model, its units and a compute dtype."""
 
     @staticmethod
     def of(cfg: ModelConfig, plan: Plan) -> Geometry:
@@ -58,18 +57,18 @@ class Geometry:
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
-        """The layout of each unit's trained weights, gradients in the compute dtype included."""
+        """Of each unit's trained weights, and its gradients in the compute dtype."""
         parts = (shapes.trained_parts(self.cfg, u) for u in range(self.n_units))
         return tuple(pack([group for part in unit for group in part], self.dtype) for unit in parts)
 
     @cached_property
     def base(self) -> tuple[Layout, ...]:
-        """The layout of each unit's frozen weights."""
+        """Of each unit's frozen weights."""
         return tuple(pack(shapes.frozen_groups(self.cfg, u), self.dtype) for u in range(self.n_units))
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:
-        """The layout of each unit's fp32 gradient accumulators: the same tensors in the same order as the weights."""
+        """Of each unit's fp32 gradient accumulators, in the weights' order."""
         return tuple(sequential([(t.name, "F32", t.shape) for t in layout.tensors]) for layout in self.weights)
 
     @cached_property
@@ -78,15 +77,15 @@ class Geometry:
 
     @cached_property
     def n_decay(self) -> tuple[int, ...]:
-        """Elements of each unit that weight decay applies to: the matrices, which come first."""
+        """Elements of each unit under weight decay: matrices, which come first."""
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
     def _alike(self, u: int) -> Alike:
         return self.kinds[u], tuple(t.shape for t in self.weights[u].tensors)
 
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
-        """A unit's stretches in the order of its weights. They follow from the model and its dtype alone, so that the
-        bits of the gradients' norm do: matrices and vectors of each half block have their own.
+        """A unit's stretches in the order of its weights. The norm's bits must depend on model and dtype alone: so
+        matrices and vectors of each half block have stretches of their own.
         """
         kind = self._alike(u)
         if kind not in self._cut:
@@ -105,11 +104,11 @@ class Geometry:
 
     @cached_property
     def first_stretch(self) -> tuple[int, ...]:
-        """How many stretches come before each unit's, and at the end how many there are."""
+        """The number of stretches before each unit's and, last, of all."""
         return tuple(accumulate((len(self._stretches(u)) for u in range(self.n_units)), initial=0))
 
     def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
-        """A unit's stretches, as many neighbours together as have no more than `most` elements; at least one."""
+        """A unit's stretches, neighbours grouped up to `most` elements; at least one in each."""
         kind = self._alike(u)
         if (kind, most) not in self._pieces:
             pieces: list[list[Stretch]] = []
@@ -122,18 +121,18 @@ class Geometry:
         return self._pieces[kind, most]
 
     def half_piece(self) -> int:
-        """The piece size that cuts the largest block's gradient in two."""
+        """The piece size that halves the largest block's gradient."""
         u = max(range(1, self.head), key=self.numel.__getitem__)
         return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
 
     def size_class(self, u: int) -> str:
-        """Units of one size class share rings. The two ends follow each other, so they share one slot unless tied."""
+        """Units of a class share rings. The two ends follow each other: one slot for both, unless tied."""
         if 0 < u < self.head or self.cfg.tied:
             return self.kinds[u]
         return "ends"
 
     def records(self, u: int, record: int) -> list[tuple[int, int]]:
-        """[start, stop) element ranges of a unit's optimizer records."""
+        """[start, stop) of the elements of a unit's records."""
         n = self.numel[u]
         if (n, record) not in self._records:
             self._records[n, record] = [(a, min(a + record, n)) for a in range(0, n, record)]
@@ -143,7 +142,7 @@ class Geometry:
         return [b - a for a, b in self.records(u, record)]
 
     def state_layout(self, n: int) -> Layout:
-        """Optimizer state of one record of n parameters: its parts, one after another."""
+        """Of a record of n parameters: its parts, one after another."""
         if n not in self._state:
             parts = self.state_parts(n).values()
             tensors = (replace(t, offset=first + t.offset) for first, layout in parts for t in layout.tensors)
@@ -151,9 +150,9 @@ class Geometry:
         return self._state[n]
 
     def state_parts(self, n: int) -> dict[str, tuple[int, Layout]]:
-        """part -> (its first byte, its layout): m and v; and lo where the master is split, a shard of its own.
+        """part -> (first byte, layout): m and v; lo, where the master is split, as its own shard.
 
-        8-bit moments have a floor for each 256 of them (kernels/moments.py).
+        8-bit moments have a floor per 256 (kernels/moments.py).
         """
         if n not in self._parts:
             if self.adam_bits == 8:
@@ -167,29 +166,28 @@ class Geometry:
         return self._parts[n]
 
     def state_span(self, u: int, record: int) -> int:
-        """Bytes of a unit's whole optimizer state, each record rounded up to 4,096."""
+        """Bytes of a unit's optimizer state; records rounded up to 4,096."""
         return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
 
     def saved_names(self, kind: str) -> tuple[str, ...]:
-        """What a block or half of one can save for its backward."""
+        """What a block or half block can save."""
         if kind not in self._names:
             self._names[kind] = tuple(shapes.saved_shapes(self.cfg, 1, kind))
         return self._names[kind]
 
     def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
-        """Layout of some of a block's saved tensors for a micro-batch of `tokens`."""
+        """Of these saved tensors of a block, for a micro-batch of `tokens`."""
         wanted = frozenset(names)
         if (wanted, tokens) not in self._saved:
             found = shapes.saved_shapes(self.cfg, tokens)
             specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in wanted]
-            self._saved[wanted, tokens] = sequential(specs, align=256)  # the allocator's: cuBLAS chooses by alignment
+            self._saved[wanted, tokens] = sequential(specs, align=256)  # as torch's: cuBLAS chooses by alignment
         return self._saved[wanted, tokens]
 
     def x_bytes(self, tokens: int) -> int:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
 
 
-@lru_cache(maxsize=4)  # a search asks for the same one a hundred times
+@lru_cache(maxsize=4)  # a search asks a hundred times
 def geometry(cfg: ModelConfig, dtype: str, adam_bits: int) -> Geometry:
-    """The Geometry of these."""
     return Geometry(cfg, dtype, adam_bits)

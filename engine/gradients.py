@@ -1,9 +1,8 @@
 """Gradients, from backward to their update.
 
-A unit's gradient is summed over the micro-batches on the GPU, in fp32 where there are several. Unless it is updated
-there it leaves once a step, in the compute dtype, for a slot in RAM: piece by piece, so that little of it lies on the
-GPU a second time. Where all gradients wait for the norm and RAM cannot hold them, those of units whose state is on the
-SSD wait there too: 2 bytes a parameter each way, beside the 10 of their update.
+They are summed over the micro-batches on the GPU, in fp32 where there are several. Unless updated there, a gradient
+leaves in the compute dtype, piece by piece: little of it lies on the GPU twice. Where RAM cannot hold all until the
+norm is known, those with SSD-home state wait on the SSD.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ from trireme.storage.layout import ITEMSIZE, round_up
 
 
 class Gradient(NamedTuple):
-    """The accumulator of a unit's gradient by the names of its trained tensors; who adds to it comes after `ready`."""
+    """A unit's accumulator by tensor names; additions come after `ready`."""
 
     tensors: dict[str, Tensor]
     ready: tuple[Task, ...]
 
 
 class Gradients:
-    """Owns the accumulators, and the gradients that wait for their update: `landed`."""
+    """The accumulators and, in `landed`, the gradients due for updates."""
 
     def __init__(
         self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None, first: int = 0
     ):
-        """`scratch`: where gradients wait on the SSD, from its byte `first` on."""
+        """`scratch`: for gradients on the SSD, from byte `first` on."""
         self.geo, self.plan, self.homes, self.lanes, self.scratch = geo, plan, homes, lanes, scratch
-        self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # layout of the accumulators
+        self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # of the accumulators
         self.accumulator, self.tied = homes.ring("gpu", "gradient"), homes.ring("gpu", "gradient embed")
-        self.out = homes.ring("gpu", "gradient out")  # rounded, on its way
+        self.out = homes.ring("gpu", "gradient out")  # rounded
         self.landings, self.back = homes.rings("host", "gradient"), homes.ring("host", "gradient ring")
         self.holding: dict[int, Slot] = {}  # accumulators in use
-        self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM or none, when it is there
-        self.offset: dict[int, int] = {}  # place in the scratch file of a unit whose gradient waits on the SSD
-        self.written: dict[int, Task] = {}  # the last write of it
-        self.read: dict[int, Task] = {}  # the last read of it
+        self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM or None, its arrival
+        self.offset: dict[int, int] = {}  # in the scratch space
+        self.written: dict[int, Task] = {}  # last write there
+        self.read: dict[int, Task] = {}  # last read
         self.scratch_bytes = 0
         for u in range(geo.n_units):
             if plan.spilled(u):
@@ -56,7 +55,7 @@ class Gradients:
             self.sums = torch.zeros(geo.first_stretch[-1], dtype=torch.float32, device=lanes.device)
 
     def get(self, u: int) -> Gradient:
-        """The gradient of unit u, to be added to."""
+        """Unit u's accumulator, zero at first."""
         if not self.geo.numel[u]:
             return Gradient({}, ())
         if u not in self.holding:
@@ -74,7 +73,7 @@ class Gradients:
         return Gradient({} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready)
 
     def finish(self, u: int, after: Task) -> None:
-        """Unit u's gradient is complete: takes its norm, rounds it, and sends it to where its update runs."""
+        """Rounds unit u's complete gradient, sums its squares, and sends it to its update."""
         if not self.geo.numel[u]:
             return
         accumulator, name = self.holding.pop(u), self.geo.names[u]
@@ -89,13 +88,13 @@ class Gradients:
                 task = self._round(u, piece, accumulator, out.buffer, (after, *out.ready))
                 landed = self._land(u, piece, out, host, task)
                 out.ring.release(out, (landed,))
-            self.landed[u] = (host, landed)  # one lane, first in first out: the last piece comes after the others
+            self.landed[u] = (host, landed)  # a lane is first in, first out: the last piece lands last
             if u in self.offset:
                 self.landed[u] = (None, self._spill(u, host, landed))
         accumulator.ring.release(accumulator, (task,))
 
     def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor, after: Sequence[Task]) -> Task:
-        """Rounds a piece of unit u's gradient into `out`, and keeps the sums of its squares for the norm."""
+        """Rounds a piece into `out`, and sums its squares by stretch."""
         first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_stretch[u]
 
         def finish() -> None:
@@ -108,7 +107,7 @@ class Gradients:
         return self.lanes.run("compute", "finish", self.geo.names[u], finish, after, nbytes=nbytes)
 
     def _land(self, u: int, piece: Sequence[Stretch], out: Slot, host: Slot, rounded: Task) -> Task:
-        """Brings a rounded piece to its place in unit u's slot in RAM."""
+        """Copies a rounded piece to unit u's slot in RAM."""
         size = ITEMSIZE[self.geo.dtype]
         first, nbytes = piece[0].start * size, (piece[-1].stop - piece[0].start) * size
 
@@ -118,7 +117,7 @@ class Gradients:
         return self.lanes.run("d2h", "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
 
     def _spill(self, u: int, host: Slot, landed: Task) -> Task:
-        """Sends unit u's gradient on to the SSD, and gives its slot in RAM back."""
+        """Writes unit u's gradient to the SSD, and frees its slot."""
         nbytes, before = self.geo.weights[u].span, (self.read[u],) if u in self.read else ()
 
         def write() -> None:
@@ -135,7 +134,7 @@ class Gradients:
         return self.scratch
 
     def fetch(self, u: int, a: int, b: int) -> tuple[Slot, int]:
-        """Elements a..b of unit u's gradient from the SSD: the slot in RAM that they come to, and their first byte."""
+        """Elements a..b of unit u's gradient from the SSD: (slot in RAM, their first byte there)."""
         size, slot = ITEMSIZE[self.geo.dtype], self.back.acquire(f"{self.geo.names[u]} gradient {a}")
         first, end = a * size // 4096 * 4096, round_up(b * size)
 
@@ -148,11 +147,11 @@ class Gradients:
         return slot, a * size - first
 
     def norm(self) -> Tensor:
-        """The global norm of all gradients of a step, fp64 on the device."""
+        """The global norm of a step, fp64 on the device."""
         return self.sums.double().sum().sqrt()
 
     def discard(self) -> None:
-        """Drops the gradients that wait for their update: the step is skipped, and nothing of it is applied."""
+        """Drops waiting gradients: the step is skipped."""
         for slot, task in self.landed.values():
             if slot is not None:
                 slot.ring.release(slot, (task,))

@@ -1,7 +1,7 @@
-"""Homes: where each unit's weights and optimizer state live between uses, and the way there and back.
+"""Homes of weights and optimizer state between uses, and the transfers to and from them.
 
-A home is a buffer on the GPU, a buffer in RAM, or some shards of the store on the SSD. Optimizer state is kept in
-records of equal size, so that the ring it passes through has equal slots whatever the size of a unit.
+A home is a buffer on the GPU, a buffer in RAM, or shards on the SSD. State is kept in records of equal size: one ring
+serves units of any size.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from trireme.engine.plan import Plan, Tier
 from trireme.models.shapes import HALVES
 from trireme.storage.layout import Layout
 
-Progress = Callable[[int], None]  # hears of so many bytes more
-Transfer = Callable[[str, memoryview], "Future[None]"]  # (shard's name, its bytes)
+Progress = Callable[[int], None]  # (bytes since the last call)
+Transfer = Callable[[str, memoryview], "Future[None]"]  # (shard's name, bytes)
 
-READ_AHEAD = 4  # entries under way at once when all are read
+READ_AHEAD = 4  # entries read at once
 
 
 def silent(nbytes: int) -> None:
-    """No progress is shown."""
+    """No progress."""
 
 
 class Store(Protocol):
@@ -39,14 +39,14 @@ class Store(Protocol):
     def read(self, name: str, buffer: memoryview) -> Future[None]: ...
 
     def verify(self, name: str, buffer: memoryview) -> Future[None]:
-        """Reads, and compares with the checksum."""
+        """Reads and compares with the checksum."""
         ...
 
     def write(self, name: str, buffer: memoryview) -> Future[None]: ...
 
 
 class Scratch(Protocol):
-    """Bytes on the SSD, by offset, that need not survive the run."""
+    """Bytes on the SSD by offset, for one run."""
 
     def read(self, offset: int, buffer: memoryview) -> Future[None]: ...
 
@@ -56,7 +56,7 @@ class Scratch(Protocol):
 
 
 class Entry(NamedTuple):
-    """What a home holds: a unit's trained weights, its frozen ones (`base`), or one record of its optimizer state."""
+    """A unit's trained weights, its frozen ones (`base`), or record `r` of its optimizer state."""
 
     kind: Literal["weights", "base", "state"]
     u: int
@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A shard of an entry in the store, and its first byte in a buffer that holds the whole entry."""
+    """A shard of an entry, and its first byte in the entry's buffer."""
 
     entry: Entry
     name: str
@@ -87,7 +87,7 @@ class Homes:
     ):
         self.geo, self.plan, self.memory, self.lanes = geo, plan, memory, lanes
         self.store, self.scratch = store, scratch
-        self.base_offset: dict[int, int] = {}  # place in the scratch space of frozen weights whose home is the SSD
+        self.base_offset: dict[int, int] = {}  # in the scratch space, where the SSD is home
         self.base_bytes = 0
         for u, unit in enumerate(plan.units):
             if unit.base == "ssd":
@@ -102,15 +102,15 @@ class Homes:
         self.gradients = [self.one("gpu", f"gradient out {name}") for name in names]
 
     def one(self, tier: Tier, key: str) -> Tensor:
-        """The single buffer of that name; empty where the plan has none, and in a simulation."""
+        """Buffer `key`; empty if not in the plan, and in a simulation."""
         return self._made.get((tier, key), [NOTHING])[0]
 
     def many(self, tier: Tier, key: str) -> list[Tensor]:
-        """The equal buffers of that name."""
+        """The equal buffers `key`."""
         return self._made.get((tier, key), [])
 
     def ring(self, tier: Tier, key: str) -> Ring:
-        """A ring over the buffers of that name."""
+        """A new ring over the buffers `key`."""
         ring = Ring(f"{tier} {key}", self.many(tier, key), self.memory.poison)
         self.memory.rings.append(ring)
         return ring
@@ -134,7 +134,7 @@ class Homes:
         return {"weights": unit.weights, "base": unit.base, "state": unit.state}[entry.kind]
 
     def home(self, entry: Entry) -> Tensor | None:
-        """The entry's buffer on the GPU or in RAM; None where its home is the SSD."""
+        """The entry's buffer on the GPU or in RAM, None for the SSD."""
         if self.tier(entry) == "ssd":
             return None
         if entry.kind == "state":
@@ -142,12 +142,12 @@ class Homes:
         return (self.weights if entry.kind == "weights" else self.base)[entry.u]
 
     def in_ram(self, entry: Entry) -> Tensor | None:
-        """The entry's buffer where the host can reach it."""
+        """The entry's buffer if it is host memory."""
         home = self.home(entry)
         return home if home is not None and home.device.type == "cpu" else None
 
     def shards_of(self, entry: Entry, *parts: str) -> list[Stored]:
-        """The shards of an entry, or of some parts of a record (Geometry.state_parts)."""
+        """The shards of an entry, or of these parts of a record (Geometry.state_parts)."""
         if entry.kind != "state":
             return [Stored(entry, f"{entry.kind}-{entry.u:05d}", 0, self.layout(entry))]
         a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
@@ -161,7 +161,7 @@ class Homes:
         return self.geo.state_layout(b - a)
 
     def entries(self, everything: bool = True) -> Iterator[Entry]:
-        """Every entry of a snapshot, or those whose home is the GPU or RAM. Frozen weights come from the checkpoint."""
+        """A snapshot's entries, or those on the GPU or in RAM alone; frozen weights come from the checkpoint."""
         for u, unit in enumerate(self.plan.units):
             if self.geo.numel[u] and (everything or unit.weights != "ssd"):
                 yield Entry("weights", u)
@@ -169,38 +169,36 @@ class Homes:
                 yield from (Entry("state", u, r) for r in range(len(self.state[u])))
 
     def nbytes(self, everything: bool = True) -> int:
-        """Bytes of all entries, or of those that a snapshot writes: with a home on the GPU or in RAM."""
+        """Bytes of `entries`."""
         return sum(self.layout(entry).span for entry in self.entries(everything))
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of all frozen weights."""
         return sum(layout.span for layout in self.geo.base)
 
     def shards(self) -> Iterator[Stored]:
-        """Every shard that a snapshot of this run consists of."""
+        """All shards of a snapshot."""
         return (shard for entry in self.entries() for shard in self.shards_of(entry))
 
     # ------------------------------------------------ traffic with the store in a step
 
     def read_weights(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
-        """Reads a unit's trained or frozen weights."""
         return self._io("ssd_read", "weights", self.label(entry), self.shards_of(entry), buffer, after)
 
     def label(self, entry: Entry) -> str:
-        """What tasks say that they move."""
+        """Label of its tasks."""
         return self.geo.names[entry.u] + (" base" if entry.kind == "base" else "")
 
     def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
         return self._io("ssd_write", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)
 
     def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Reads a record, or some parts of it, to their places in the whole."""
+        """Reads a record, or these parts to their offsets in it."""
         shards = self.shards_of(Entry("state", u, r), *parts)
         return self._io("state_read", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
     def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Writes a record, or some parts of it."""
+        """Writes a record, or these parts."""
         shards = self.shards_of(Entry("state", u, r), *parts)
         return self._io("state_write", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
@@ -218,7 +216,7 @@ class Homes:
         return self.store
 
     def transfer(self, entry: Entry, way: Literal["read", "verify", "write"]) -> Transfer:
-        """The method that moves shards of an entry; frozen weights have a place in the scratch space."""
+        """The method that moves an entry's shards: the store's or, for frozen weights, the scratch space's."""
         if entry.kind != "base":
             return {"read": self.ssd.read, "verify": self.ssd.verify, "write": self.ssd.write}[way]
         assert self.scratch is not None, "frozen weights are at home on the SSD, and no scratch space was claimed"
@@ -226,13 +224,11 @@ class Homes:
         return lambda _, buffer: move(offset, buffer)
 
     def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
-        """Moves shards from or to their places in `buffer` by a method of the store. Then, also after an error, nothing
-        is in flight: the buffer may go.
-        """
+        """Moves shards from or to their offsets in `buffer`. Nothing is in flight afterwards, even on an error."""
         _finish(self._start(transfer, shards, buffer))
 
     def _start(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> list[Future[None]]:
-        """The requests that `move` waits for. After an error nothing is in flight."""
+        """The requests of `move`. On an error nothing is in flight."""
         moving: list[Future[None]] = []
         try:
             for s in shards:
@@ -245,16 +241,16 @@ class Homes:
     # ------------------------------------------------ all of it, for a snapshot
 
     def save_to_store(self, progress: Progress = silent) -> None:
-        """Writes every entry whose home is the GPU or RAM into its shards, so that the store is whole."""
+        """Writes all entries on the GPU or in RAM to their shards."""
         reader = Reader(self)
         for entry in self.entries(everything=False):
             self.move(self.ssd.write, self.shards_of(entry), reader.read(entry))
             progress(self.layout(entry).span)
 
     def load_from_store(self, progress: Progress = silent, everything: bool = True) -> None:
-        """Reads and verifies every entry whose home is the GPU or RAM; with `everything` verifies the others too.
+        """Reads and verifies all entries on the GPU or in RAM; with `everything` verifies the others too.
 
-        Raises StoreError, Damaged among them. After an error, of `progress` too, nothing is in flight.
+        Raises StoreError, Damaged among them. Nothing is in flight on an error, one of `progress` included.
         """
         coming: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
 
@@ -277,7 +273,7 @@ class Homes:
             wait([future for _, _, moving in coming for future in moving])
 
     def _places(self, everything: bool) -> Iterator[tuple[Entry, Tensor]]:
-        """Each entry, and the buffer in RAM that it is read to: its home, or one that it passes through in a step."""
+        """Entries with a buffer in RAM for each: its home, a ring's slot or staging."""
         turns: dict[str, Iterator[Tensor]] = {}
         for entry in self.entries(everything):
             home = self.in_ram(entry)
@@ -290,7 +286,7 @@ class Homes:
 
 
 def _finish(moving: Iterable[Future[None]]) -> None:
-    """Waits for all of them; the first error is raised."""
+    """Waits for all; raises the first error."""
     moving = list(moving)
     wait(moving)
     for future in moving:
@@ -298,18 +294,13 @@ def _finish(moving: Iterable[Future[None]]) -> None:
 
 
 class Reader:
-    """Reads entries into RAM between steps. Nothing may be trained or written while it is in use: the staging buffer
-    keeps the last entry that is not at home in RAM, for many tensors of it in a row.
-    """
+    """Reads entries between steps. The staging buffer keeps the last: homes may not change meanwhile."""
 
     def __init__(self, homes: Homes):
         self.homes, self._staged = homes, ""
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
-        """The entry, or some parts of a record at their places in it: its home in RAM, or a copy until the next read.
-
-        Raises StoreError.
-        """
+        """The entry: its home in RAM, or until the next read a copy, of `parts` alone if given. Raises StoreError."""
         homes = self.homes
         buffer = homes.in_ram(entry)
         if buffer is not None:
@@ -327,7 +318,7 @@ class Reader:
 
 
 class Writer:
-    """A `with` that gives the buffer for a whole entry, between steps: its home in RAM, or one copied home on exit."""
+    """Context with a buffer for a whole entry, between steps: its home in RAM, or staging, copied home on exit."""
 
     def __init__(self, homes: Homes, entry: Entry):
         self.homes, self.entry, self.home = homes, entry, homes.home(entry)
@@ -347,5 +338,5 @@ class Writer:
 
 
 def staging(homes: Homes, entry: Entry) -> Tensor:
-    """The host buffer through which entries not at home in RAM are loaded and saved."""
+    """The host buffer for an entry away from RAM."""
     return homes.one("host", "staging")[: homes.layout(entry).span]

@@ -1,14 +1,13 @@
 """Lanes: resources that run tasks one after another, and the trace of what they did.
 
-A step is straight-line code that hands tasks to named lanes. A task waits only for tasks handed over before it, and
-each lane is first in, first out; so program order is a legal schedule, and tasks never wait in a circle. Three kinds of
-lanes run the same step:
+A task waits only for tasks handed over before it, and lanes are first in, first out: no deadlock is possible. Three
+kinds run the same step:
 
-- `InlineLanes`: every task at once, in program order;
-- `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; hand-over by CUDA event or future;
-- `SimulatedLanes` (planner/simulate.py): nothing runs; start = max(lane free, inputs ready), end = start + seconds.
+- `InlineLanes`: every task at once;
+- `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; ordered by CUDA events or futures;
+- `SimulatedLanes` (planner/simulate.py): times alone; start = max(lane free, inputs ready), end = start + seconds.
 
-The `compute` lane is the calling thread (and its current CUDA stream) in all three.
+`compute` is the calling thread, with its current CUDA stream, in all three.
 """
 
 from __future__ import annotations
@@ -26,44 +25,42 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-# Two lanes each way to the SSD: one for what a step waits for, one for the optimizer's records, which wait for slots
-# and updates. With queues of their own the records never stand in the step's way.
+# Weights and activations, which the step waits for; optimizer records, which would hold them up in the same queue.
 READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
 LANES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer kernels on the GPU
 
 Kind = Literal[
     "forward", "backward", "loss", "zero", "finish", "statistics",  # computation
-    "adamw", "adamw weights", "adamw moments",  # updates, whole or in two parts
-    "weights", "state", "gradient", "activations",  # copies and transfers, by what moves
+    "adamw", "adamw weights", "adamw moments",  # updates, whole or in parts
+    "weights", "state", "gradient", "activations",  # transfers, by content
     "other",
 ]  # fmt: skip
 
 
 def _named(kind: Kind, of: str) -> str:
-    """A task's name for people."""
     return of if kind == "other" else f"{kind} {of}".rstrip()
 
 
 class Task:
-    """One piece of work on a lane: what it is, what it moves, when it ran."""
+    """A piece of work on a lane, its amounts and times."""
 
     __slots__ = ("lane", "kind", "of", "nbytes", "flops", "start", "end")
 
     def __init__(self, lane: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
         self.lane, self.kind, self.of, self.nbytes, self.flops = lane, kind, of, nbytes, flops
-        self.start = self.end = 0.0  # seconds; for work on a GPU stream filled in when the trace is read
+        self.start = self.end = 0.0  # seconds; on GPU streams set when the trace is read
 
     @property
     def name(self) -> str:
         return _named(self.kind, self.of)
 
     def wait(self) -> Any:
-        """Blocks this thread until the work is over; returns its result or raises its error."""
+        """Blocks until the work is over, on the GPU too; returns its result or raises its error."""
         raise NotImplementedError(f"{self.name}: simulated work has no result")
 
 
 class RealTask(Task):
-    """A task that runs, and the future of its result."""
+    """A task that runs, and its result."""
 
     __slots__ = ("result", "error", "began", "ended", "_issued")
 
@@ -71,12 +68,11 @@ class RealTask(Task):
         super().__init__(lane, kind, of, nbytes, flops)
         self.result: Any = None
         self.error: BaseException | None = None
-        self.began: torch.cuda.Event | None = None  # on a stream: the work is over when `ended` has happened there
+        self.began: torch.cuda.Event | None = None  # on a stream: over once `ended` has happened
         self.ended: torch.cuda.Event | None = None
-        self._issued = threading.Event()  # the lane has run the task's function
+        self._issued = threading.Event()  # the function has run
 
     def wait(self) -> Any:
-        """Blocks this thread until the work is over, on the GPU too; returns the result or raises the task's error."""
         self._issued.wait()
         if self.error is not None:
             raise self.error
@@ -85,7 +81,7 @@ class RealTask(Task):
         return self.result
 
     def order_before(self, stream: torch.cuda.Stream | None) -> None:
-        """Makes what `stream` does next come after this task; with no stream, blocks this thread until it is over."""
+        """Orders `stream`'s next work after this task; without a stream blocks until it is over. Raises its error."""
         if stream is None:
             self.wait()
             return
@@ -98,7 +94,7 @@ class RealTask(Task):
 
 @dataclass(frozen=True)
 class Span:
-    """What a task did and when: seconds since the trace began, bytes moved, FLOPs done."""
+    """A task in a trace: seconds since its beginning, bytes moved, FLOPs."""
 
     lane: str
     kind: Kind
@@ -118,7 +114,7 @@ class Span:
 
 
 class Lanes(Protocol):
-    """What a step hands its tasks to."""
+    """Where a step's tasks run."""
 
     simulated: bool
     device: torch.device
@@ -133,19 +129,16 @@ class Lanes(Protocol):
         nbytes: float = 0,
         flops: float = 0,
     ) -> Task:
-        """Hands `fn` to a lane, to run once all of `after` are over. Returns its task at once.
-
-        `of`: the unit, or the piece of it, that the task is about.
-        """
+        """Hands `fn` to a lane, to run after all of `after`; returns its task at once. `of`: its unit or piece."""
         ...
 
     def drain(self) -> None:
-        """Returns when everything handed over is done; raises the first error of any task."""
+        """Returns when all tasks are over; raises the first error."""
         ...
 
 
 class InlineLanes:
-    """Runs every task at once in the calling thread: the simplest lanes, and the reference of the others."""
+    """Every task at once in the calling thread: the reference of the other lanes."""
 
     simulated = False
 
@@ -155,7 +148,7 @@ class InlineLanes:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.tasks: list[RealTask] = []
         self.tracing = False
-        self.moved: Counter[str] = Counter()  # bytes handed to each lane so far
+        self.moved: Counter[str] = Counter()  # bytes by lane
         self.zero = time.perf_counter()
 
     def run(
@@ -172,7 +165,7 @@ class InlineLanes:
         execute(task, fn, after, None, self.zero)
         if task.error is not None:
             raise task.error
-        if self.device.type == "cuda":  # nothing overlaps here: the next task may read the bytes on the CPU
+        if self.device.type == "cuda":  # the next task may read the bytes on the CPU
             torch.cuda.current_stream(self.device).synchronize()
         return task
 
@@ -183,13 +176,13 @@ class InlineLanes:
         return task
 
     def drain(self) -> None:
-        """Everything handed over is done already."""
+        """No task is under way."""
 
     def close(self) -> None:
-        """There are no threads to end."""
+        """There are no threads."""
 
     def trace(self) -> list[Span]:
-        """The spans recorded while `tracing`, and forgets them. Call after drain()."""
+        """Spans recorded while `tracing`, since the last call. Call after drain()."""
         spans = [Span.over(t) for t in self.tasks]
         self.tasks = []
         return spans
@@ -198,7 +191,7 @@ class InlineLanes:
 def execute(
     task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None, zero: float
 ) -> None:
-    """Runs `fn` on this thread, ordered after `after` on `stream`; an error is kept for whoever waits for the task."""
+    """Runs `fn` on this thread, ordered after `after` on `stream`; its error is kept in the task."""
     try:
         for other in after:
             assert isinstance(other, RealTask), other
@@ -218,13 +211,13 @@ def execute(
         task._issued.set()
 
 
-SWITCH = 5e-4  # seconds until a waiting thread gets the GIL. The usual 5e-3 is as long as a whole copy or update.
+SWITCH = 5e-4  # seconds between switches of the GIL; the usual 5e-3 is as long as a copy or update
 
 
 class RealLanes(InlineLanes):
-    """A thread per lane; on CUDA a stream each for `h2d`, `d2h`, `update`. `compute` is the caller's stream.
+    """A thread per lane; on CUDA a stream each for `h2d`, `d2h`, `update`; `compute` is the caller's.
 
-    While they are open, threads of this process take turns every SWITCH seconds; `close` restores the interval.
+    Sets the interpreter's switch interval to SWITCH until `close`.
     """
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = ()):
@@ -274,7 +267,7 @@ class RealLanes(InlineLanes):
             if stream is not None:
                 torch.cuda.set_device(self.device)
                 torch.cuda.set_stream(stream)
-        except BaseException as error:  # for whoever waits for a task of this lane
+        except BaseException as error:  # kept for the lane's tasks
             self.error = self.error or error
         while (item := self.queues[lane].get()) is not None:
             task, fn, after = item
@@ -285,7 +278,7 @@ class RealLanes(InlineLanes):
             execute(task, fn, after, stream, self.zero)
             if task.error is not None and self.error is None:
                 self.error = task.error
-            del task, fn, after, item  # a slot's memory must not live on in an idle thread's locals
+            del task, fn, after, item  # locals of an idle thread would keep a slot's memory
 
     def drain(self) -> None:
         last = [self._sentinel(name) for name in self.queues]
@@ -304,7 +297,7 @@ class RealLanes(InlineLanes):
         return task
 
     def close(self) -> None:
-        """Ends the lanes' threads. What is queued behind a failed task is not run."""
+        """Ends the threads; tasks queued behind a failed one do not run."""
         for waiting in self.queues.values():
             waiting.put(None)
         for thread in self.threads:
@@ -323,7 +316,7 @@ class RealLanes(InlineLanes):
 
 
 def busy(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds each lane was at work."""
+    """Seconds of work by lane."""
     total: dict[str, float] = {}
     for s in spans:
         total[s.lane] = total.get(s.lane, 0.0) + s.end - s.start
@@ -331,7 +324,7 @@ def busy(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def write_perfetto(path: Path, spans: Sequence[Span], process: str = "measured") -> None:
-    """Writes spans as a Chrome trace, which ui.perfetto.dev opens: a row a lane, microseconds."""
+    """Writes a Chrome trace (ui.perfetto.dev): a row a lane, microseconds."""
     rows = {lane: i for i, lane in enumerate(dict.fromkeys((*LANES, *(s.lane for s in spans))))}
     events = [
         {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": lane}} for lane, i in rows.items()

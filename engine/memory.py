@@ -1,8 +1,7 @@
-"""The only allocator of the step: exact buffers made before the first step, rings of equal slots, hard limits.
+"""The step's only allocator: exact buffers made before the first step, rings of equal slots, hard limits.
 
-Host buffers are anonymous mappings on 2 MiB pages where the system grants them, registered with CUDA for copies at the
-full rate of the bus, and handed to O_DIRECT as they are. (torch's pinned allocator rounds up to powers of two and never
-gives back.)
+Host buffers are anonymous mappings on 2 MiB pages, registered with CUDA for copies at full rate, ready for O_DIRECT.
+torch's pinned allocator rounds up to powers of two and never gives back.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ DTYPE = {
     "U8": torch.uint8,
 }
 HUGE_PAGE = 2 << 20
-NOTHING = torch.empty(0, dtype=torch.uint8)  # stands for a buffer that the plan does not have, and in a simulation
+NOTHING = torch.empty(0, dtype=torch.uint8)  # absent from the plan, or simulated
 
 
 def views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
-    """The tensors of `layout` as views of a flat uint8 buffer, by name."""
+    """The tensors of `layout` by name, views of a flat uint8 buffer."""
     return {t.name: buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype]).view(t.shape) for t in layout.tensors}
 
 
 def flat(buffer: Tensor, dtype: str, numel: int) -> Tensor:
-    """The first `numel` elements of a uint8 buffer as a flat tensor."""
+    """A uint8 buffer's first `numel` elements, flat."""
     real = DTYPE[dtype]
     return buffer[: numel * real.itemsize].view(real)
 
 
 def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
-    """The first `nbytes` of a host buffer as a writable memoryview, which keeps the memory alive."""
+    """A host buffer's first `nbytes`, writable; keeps the memory alive."""
     return memoryview(buffer[:nbytes].numpy().data)
 
 
 class Slot:
-    """One buffer of a ring, owned from acquire to release. `ready`: tasks that its next writer comes after."""
+    """A buffer of a ring, owned from acquire to release. Its next writer comes after `ready`."""
 
     __slots__ = ("ring", "buffer", "owner", "ready")
 
@@ -69,7 +68,7 @@ Poison = Callable[[Slot], Task]  # fills a released slot with NaN (tests)
 
 @dataclass
 class OnGpu:
-    """Bytes on the GPU: their buffer, the tasks that readers and writers come after, and the slot if it is a ring's."""
+    """Bytes on the GPU; readers and writers come after `ready`. `slot`: of a ring, if any."""
 
     buffer: Tensor
     ready: tuple[Task, ...]
@@ -77,11 +76,10 @@ class OnGpu:
 
 
 class Ring:
-    """Equal slots, handed out first released first.
+    """Equal slots, handed out in order of release.
 
-    Acquire and release happen in program order on one thread and never block: an acquired slot carries the tasks that
-    its last owner had in flight, and its first writer comes after them. No free slot means a wrong plan: an error at
-    once, in a simulation too, instead of a hang.
+    For one thread in program order. Nothing blocks: a slot carries the last owner's tasks, and its next writer comes
+    after them. Without a free slot the plan is wrong: an error, in a simulation too, instead of a hang.
     """
 
     def __init__(self, name: str, buffers: Sequence[Tensor], poison: Poison | None = None):
@@ -90,7 +88,7 @@ class Ring:
         self.slots = list(self.free)
 
     def acquire(self, owner: str) -> Slot:
-        """A free slot, now owned by `owner`."""
+        """A free slot. Raises RuntimeError if there is none."""
         if not self.free:
             owners = ", ".join(str(s.owner) for s in self.slots)
             raise RuntimeError(f"ring {self.name}: {owner} needs a slot and all {len(self.slots)} are owned ({owners})")
@@ -99,7 +97,7 @@ class Ring:
         return slot
 
     def release(self, slot: Slot, after: Sequence[Task] = ()) -> None:
-        """Gives the slot back; its next writer waits for the tasks `after`."""
+        """Frees the slot; its next writer comes after `after`."""
         assert slot.ring is self, f"ring {self.name}: a slot of ring {slot.ring.name}"
         assert slot.owner is not None, f"ring {self.name}: a slot released twice"
         slot.owner, slot.ready = None, tuple(after)
@@ -114,9 +112,9 @@ class Ring:
 
 @dataclass(eq=False)
 class Memory:
-    """Allocates named buffers in the gpu and host tiers under hard limits in bytes. On the CPU both tiers are RAM.
+    """Named buffers of the gpu and host tiers under limits in bytes. On the CPU both are RAM.
 
-    `simulated`: counts alone. `poison` is called with every released slot.
+    `simulated`: counts alone. `poison`: called with each released slot.
     """
 
     device: torch.device
@@ -124,19 +122,19 @@ class Memory:
     ram_limit: int
     simulated: bool = False
     poison: Poison | None = None
-    pinned: bool = True  # whether host memory is to be registered with CUDA: no more once that was refused
-    refused: int = 0  # bytes of host memory that CUDA did not register, although they were to be
+    pinned: bool = True  # register host memory with CUDA; False after a refusal
+    refused: int = 0  # bytes that CUDA refused to register
     table: list[tuple[str, str, int, int]] = field(default_factory=list)  # tier, name, bytes each, count
     rings: list[Ring] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
     def used(self, tier: str) -> int:
-        """Bytes reserved or allocated so far in `tier` ("gpu" or "host")."""
+        """Bytes reserved or allocated in `tier` ("gpu" or "host")."""
         return sum(each * count for t, _, each, count in self.table if t == tier)
 
     def reserve(self, tier: str, name: str, nbytes: int, count: int = 1) -> None:
-        """Counts `count` buffers of `nbytes` against the tier's limit. Raises DoesNotFit with the numbers."""
+        """Counts `count` buffers of `nbytes` against the tier's limit. Raises DoesNotFit."""
         if nbytes * count == 0:
             return
         limit = self.gpu_limit if tier == "gpu" else self.ram_limit
@@ -150,7 +148,7 @@ class Memory:
         self.table.append((tier, name, nbytes, count))
 
     def alloc(self, tier: str, name: str, nbytes: int, count: int = 1) -> list[Tensor]:
-        """`count` page-aligned uint8 buffers of `nbytes` (rounded up to 4,096) each."""
+        """`count` page-aligned uint8 buffers of `nbytes`, rounded up to 4,096. Raises DoesNotFit."""
         nbytes = round_up(nbytes)
         self.reserve(tier, name, nbytes, count)
         if self.simulated or nbytes == 0:
@@ -168,14 +166,14 @@ class Memory:
         room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages
         base = ctypes.addressof(ctypes.c_char.from_buffer(room))
         skip = -base % HUGE_PAGE
-        whole = nbytes // HUGE_PAGE * HUGE_PAGE  # a huge page for the rest would take more than was asked for
+        whole = nbytes // HUGE_PAGE * HUGE_PAGE  # a huge page for the rest would exceed the limit
         _advise(room, "MADV_NOHUGEPAGE", 0, len(room))
         _advise(room, "MADV_HUGEPAGE", skip, whole)
         _advise(room, "MADV_DONTFORK", 0, len(room))
         address = base + skip
         if pin and (self.pinned or self.refused) and self.device.type == "cuda":
             self.pinned = self.pinned and _register(address, nbytes, self.device)
-            if self.pinned:  # CUDA must forget the pages before they go, however the memory is let go of
+            if self.pinned:  # unregister before the memory is freed, on every way out
                 self._pins.append(weakref.finalize(self, _unregister, address))
             else:
                 self.refused += nbytes
@@ -183,7 +181,7 @@ class Memory:
         return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
 
     def describe(self) -> list[str]:
-        """The table of all buffers, one line each, and the totals against the limits."""
+        """Lines of a table: all buffers, and totals against limits."""
         lines = [f"{'tier':5} {'buffer':32} {'count':>6} {'each':>11} {'total':>11}"]
         for tier, name, each, count in self.table:
             lines.append(f"{tier:5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
@@ -192,18 +190,18 @@ class Memory:
         return lines
 
     def owned(self) -> int:
-        """Slots that have an owner; zero between steps."""
+        """Slots in use; zero between steps."""
         return sum(r.owned for r in self.rings)
 
     def close(self) -> None:
-        """Unregisters the pinned mappings; the memory goes when the last view of it does."""
+        """Unregisters the mappings; memory goes with its last view."""
         for unregister in self._pins:
             unregister()
         self._maps.clear()
 
 
 def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
-    """Advice only: where the kernel does not take it, nothing changes but speed."""
+    """Ignores refusals: advice affects speed alone."""
     if hasattr(mmap, advice) and length:
         try:
             room.madvise(getattr(mmap, advice), start, length)
@@ -212,15 +210,13 @@ def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
 
 
 def _register(address: int, nbytes: int, device: torch.device) -> bool:
-    """Pins host memory for CUDA; False where the driver refuses.
+    """Pins host memory for CUDA; False on a refusal.
 
-    RLIMIT_MEMLOCK does not bind it. Under WSL2 the driver has a limit of its own, which nothing tells but a refusal.
+    RLIMIT_MEMLOCK does not bind it. WSL2's driver has a limit that only a refusal tells.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
         return True
-    with suppress(
-        RuntimeError
-    ):  # CUDA keeps the error for the next call: take it here, so that no later one reports it
+    with suppress(RuntimeError):  # take the error here: the next CUDA call reports it again
         torch.zeros(1, device=device)
     return False
 

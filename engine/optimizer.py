@@ -1,15 +1,12 @@
 """Out-of-core AdamW, hidden under the GPU's work (Fuyou, section 4.3), with exact global-norm clipping: when it runs.
 
-updates.py says how a unit is updated. An update is due
+An update is due
 
-- in mode `forward` when backward has ended and the global norm is known; it runs just ahead of the unit's next forward,
-  so clipping is exact. Forward is a quarter of a step; with few tokens the updates take longer, for want of bandwidth.
-  So an update may come in two parts (`late_moments`): under forward the new weights (18 of 26 bytes of RAM a parameter
-  are moved; on the SSD 10 read and 2 written of 10 each way); under backward the moments, computed once more from the
-  same gradient (18; 8 and 8), before the next one takes its place. The bits are those of one update.
-- in mode `backward` when the unit's gradient has landed, under the rest of backward. No clipping is possible.
-
-In both modes each forward uses weights updated by the step before: nothing is ever stale.
+- in mode `forward` once backward has ended, the norm is known and clipping exact; it runs ahead of the unit's next
+  forward. With `late_moments` it has two parts: new weights under forward (in RAM 18 of 26 bytes a parameter; on the
+  SSD 10 read and 2 written of 10 and 10), moments under backward, from the same gradient (18; 8 and 8). The bits are
+  the same.
+- in mode `backward` when the gradient has landed, under the rest of backward, without clipping.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from trireme.engine.lanes import Lanes, Task
 from trireme.engine.updates import AdamW, CpuUpdates, Kernels, OnGpuUpdates, StreamedUpdates
 from trireme.engine.weights import WeightStream
 
-MOMENTS_AHEAD = 2  # units by which late moments are queued before the gradient that takes the place of theirs
+MOMENTS_AHEAD = 2  # units from late moments to the gradient that takes their gradient's place
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What is known when backward has ended: mean loss per trained token, gradient norm, clip factor."""
+    """At the end of backward: mean loss per trained token, gradient norm, clip factor."""
 
     loss: float
     grad_norm: float
@@ -38,7 +35,7 @@ class StepStats:
 
 
 class Optimizer:
-    """Hands over each unit's update when it is due."""
+    """Hands over updates when due."""
 
     def __init__(self, homes: Homes, weights: WeightStream, gradients: Gradients, lanes: Lanes, adamw: AdamW):
         self.geo, self.plan, self.lanes = homes.geo, homes.plan, lanes
@@ -53,13 +50,13 @@ class Optimizer:
     # ------------------------------------------------ a step
 
     def begin(self, step: int, lr: float) -> None:
-        """Opens the backward of step `step` (from 1) with its learning rate; what it updates uses these."""
+        """Sets the step (from 1) and learning rate of updates to come; late moments make room for its gradients."""
         assert not self.gradients.landed, "the last step's gradients are not consumed"
         self.on_cpu.moments(self.geo.head - MOMENTS_AHEAD)
         self.kernels.step, self.kernels.lr = step, lr
 
     def finish(self, u: int, after: Task) -> None:
-        """Unit u's gradient is complete: sends it on its way; in mode `backward` its update follows."""
+        """Sends unit u's complete gradient on its way; in mode `backward` updates the unit."""
         self.on_cpu.moments(u - 1 - MOMENTS_AHEAD)
         self.gradients.finish(u, after)
         if self.plan.mode == "backward":
@@ -67,7 +64,7 @@ class Optimizer:
             self.weights.settle()  # its next forward is far off
 
     def conclude(self, losses: list[Tensor], trained: int) -> StepStats:
-        """Waits for the end of backward and returns its statistics; sets the clip factor that the updates use."""
+        """Waits for backward and returns its statistics; sets the updates' clip factor."""
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
 
         def conclude() -> Tensor:
@@ -92,7 +89,7 @@ class Optimizer:
     # ------------------------------------------------ updates
 
     def update(self, u: int) -> None:
-        """Hands over unit u's update, if one is due, and publishes its new weights."""
+        """Hands over unit u's update, if due."""
         if u not in self.gradients.landed:
             return
         slot, landed = self.gradients.landed.pop(u)
@@ -105,10 +102,7 @@ class Optimizer:
             self.on_cpu.hand_over(u, slot, landed)
 
     def run_ahead(self) -> None:
-        """Hands over, in forward order, the updates on the CPU that need no slot of the weights' rings.
-
-        So CPU and SSD run ahead of the GPU, up to the first unit whose weights pass through a host slot.
-        """
+        """Hands over CPU updates in forward order, up to the first that needs a host slot for its weights."""
         for u, unit in enumerate(self.plan.units):
             if u in self.gradients.landed and unit.weights == "ssd":
                 return
@@ -116,11 +110,11 @@ class Optimizer:
                 self.update(u)
 
     def read_ahead(self) -> None:
-        """Starts reading the state that the next updates need from the SSD."""
+        """Starts reading the next updates' state from the SSD."""
         self.on_cpu.records.read_ahead()
 
     def flush(self) -> None:
-        """Updates every unit that has an update due, in forward order."""
+        """Runs all updates due, in forward order."""
         for u in range(self.geo.n_units):
             self.update(u)
             self.weights.settle()

@@ -14,14 +14,14 @@ Tier = Literal["gpu", "host", "ssd"]
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 MODES: tuple[Mode, ...] = get_args(Mode)
-MOST = 1 << 48  # of what a plan counts; a greater number is a mistake
+MOST = 1 << 48  # greater counts are mistakes
 COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots")
 
 
 class DoesNotFit(Exception):
-    """The run cannot fit in the given limits; the message has the numbers and the way out. Exit code 3.
+    """The run exceeds its limits; the message has the numbers and the way out. Exit code 3.
 
-    `need`: bytes of gpu and host that the smallest plan takes, if known.
+    `need`: bytes of gpu and host of the smallest plan, if known.
     """
 
     def __init__(self, message: str, need: dict[str, int] | None = None):
@@ -31,7 +31,7 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that a plan may use of GPU memory and of RAM. On the CPU both tiers are RAM."""
+    """Bytes of GPU memory and RAM for a plan. On the CPU both are RAM."""
 
     gpu: int
     host: int
@@ -41,22 +41,22 @@ class Limits:
         return self.gpu + self.host
 
     def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
-        """Bytes that are needed above a limit, of each tier (gpu, host) in which any are."""
+        """Bytes missing by tier (gpu, host), without tiers that suffice."""
         lacks = {"gpu": need["gpu"] - self.gpu, "host": need["host"] - self.host}
         return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Where one unit's pieces live. `state` "gpu" means that its weights and its update are there too."""
+    """Where one unit's pieces live. `state` "gpu": weights and update there too."""
 
-    weights: Tier = "gpu"  # home of the compute copy (hi)
+    weights: Tier = "gpu"  # home of hi, the compute copy
     state: Tier = "gpu"  # home of lo, m, v
-    update: Literal["cpu", "gpu"] = "cpu"  # where a state in RAM is updated: "gpu" streams it there and back
-    resident: bool = False  # weights from host or ssd stay on the GPU, refreshed once a step
-    x: Tier = "gpu"  # the unit's input, for every micro-batch
-    saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier) of what forward keeps; absent names are recomputed
-    base: Tier = "gpu"  # home of frozen weights, which nothing writes
+    update: Literal["cpu", "gpu"] = "cpu"  # of state in RAM; "gpu" streams it there and back
+    resident: bool = False  # a copy of host or ssd weights stays on the GPU, refreshed once a step
+    x: Tier = "gpu"  # the unit's input
+    saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier); absent names are recomputed
+    base: Tier = "gpu"  # home of frozen weights
 
     def names(self, tier: Tier) -> tuple[str, ...]:
         return tuple(name for name, t in self.saved if t == tier)
@@ -64,27 +64,25 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every decision of a run. `tokens` and `n_micro` are maxima; a step may be smaller."""
+    """Every decision of a run. Steps may have fewer tokens and micro-batches."""
 
-    units: tuple[UnitPlan, ...]  # embedding, blocks or, with `halves`, their halves, head
-    tokens: int  # most tokens of a micro-batch
+    units: tuple[UnitPlan, ...]  # embedding, blocks or half blocks, head
+    tokens: int  # most of a micro-batch
     n_micro: int  # most micro-batches of a step
-    dtype: str = "BF16"  # compute dtype: BF16 or F32
-    mode: Mode = "forward"  # when a unit on the CPU is updated: see optimizer.py
+    dtype: str = "BF16"  # of computation: BF16 or F32
+    mode: Mode = "forward"  # when updates run: optimizer.py
     adam_bits: int = 32  # of each moment: 32, 16 or 8
-    late_moments: tuple[Tier, ...] = ()  # tiers whose moments are written under backward: see optimizer.py
-    window: int = 2  # slots of a weight ring on the GPU: one in use, the others prefetched
-    host_window: int = 2  # slots of host rings: of SSD-home weights, and of gradients where updates do not wait
-    state_slots: int = 4  # host slots that SSD-home optimizer records pass through
-    record: int = 1 << 24  # parameters of one optimizer record
-    stream_slots: int = 3  # slots of the GPU ring that records updated there pass through
-    piece: int = 1 << 40  # elements of a rounded gradient that leave the GPU at once; a unit has as many or fewer
-    swap_slots: int = 2  # slots of each ring that swapped activations pass through
-    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit uses them
-    gradients: Literal["host", "ssd"] = (
-        "host"  # where gradients wait for their norm, of units whose state is on the SSD
-    )
-    halves: bool = False  # units are halves of blocks, attention and MLP: where whole blocks do not fit
+    late_moments: tuple[Tier, ...] = ()  # tiers of state with moments written under backward: optimizer.py
+    window: int = 2  # slots of a weight ring on the GPU: one in use, others prefetched
+    host_window: int = 2  # slots of a host ring: of SSD-home weights, of gradients that do not wait in RAM
+    state_slots: int = 4  # host slots of SSD-home records
+    record: int = 1 << 24  # parameters of an optimizer record
+    stream_slots: int = 3  # GPU slots of streamed records
+    piece: int = 1 << 40  # most elements of a rounded gradient that leave the GPU at once
+    swap_slots: int = 2  # of each ring of swapped activations
+    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit
+    gradients: Literal["host", "ssd"] = "host"  # where those with SSD-home state wait for their norm
+    halves: bool = False  # half blocks as units
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -124,42 +122,42 @@ class Plan:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
-        """`cfg` with units as this plan's are."""
+        """`cfg` with this plan's units."""
         return replace(cfg, halves=self.halves)
 
     @property
     def ahead(self) -> int:
-        """Units on their way to the GPU beside the one in use: attention and MLP have a ring each."""
+        """Units prefetched beside the one in use; attention and MLP halves have a ring each."""
         return self.window * (2 if self.halves else 1) - 1
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
-        """This plan with that change of the units in `chosen`. Units alike stay one object: quick to count."""
+        """This plan with `change` of the units in `chosen`. Units alike stay one object, which `distinct` relies on."""
         made = {id(unit): replace(unit, **change) for unit in map(self.units.__getitem__, self.distinct())}
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
 
     def distinct(self) -> Iterable[int]:
-        """One unit for each object among `units`."""
+        """One unit's index for each object in `units`."""
         return dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values()
 
     def uses(self, tier: Tier) -> bool:
-        """Whether anything has its home in `tier`."""
+        """Whether `tier` is a home of anything."""
         units = map(self.units.__getitem__, self.distinct())
         return any(tier in (u.weights, u.state, u.base, u.x, *(t for _, t in u.saved)) for u in units)
 
     @property
     def homes_on_ssd(self) -> bool:
-        """Whether weights or state of any unit live on the SSD: then every step writes to the store."""
+        """Whether steps write weights or state to the store."""
         return any("ssd" in (u.weights, u.state) for u in map(self.units.__getitem__, self.distinct()))
 
     @property
     def runs_on_cuda(self) -> bool:
-        """Whether a CUDA device has the kernels for it: there are none that update a unit with 16 or 8-bit moments."""
+        """Whether CUDA has the kernels: none updates units with 16 or 8-bit moments."""
         units = map(self.units.__getitem__, self.distinct())
         return self.adam_bits == 32 or not any("gpu" in (unit.state, unit.update) for unit in units)
 
     def spilled(self, u: int) -> bool:
-        """Whether unit u's gradient waits on the SSD for its update."""
+        """Whether unit u's gradient waits on the SSD."""
         return self.gradients == "ssd" and self.units[u].state == "ssd"
 
     def save(self, path: Path) -> None:
@@ -167,7 +165,7 @@ class Plan:
 
     @staticmethod
     def of(data: dict[str, Any]) -> Plan:
-        """A plan from what `asdict` makes of one. Raises InputError, whatever is in `data`."""
+        """A plan from the data of `asdict`. Raises InputError on any other."""
         try:
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
@@ -181,7 +179,7 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """A plan from a JSON or YAML file as `save` writes it. Raises InputError, whatever is in the file."""
+        """A plan from JSON or YAML, as of `save`. Raises InputError on any other content."""
         import yaml
 
         try:
@@ -198,10 +196,10 @@ _TYPES = {"int": int, "bool": bool}
 
 
 def _check_types(what: dict[str, Any], cls: type) -> None:
-    """Raises InputError unless the values for `cls` are of its fields' types: a list written out may be endless."""
+    """Raises InputError on values of a wrong type, without printing them: YAML aliases can make a list endless."""
     words = [*what.get("late_moments", ()), *(word for pair in what.get("saved", ()) for word in pair)]
     for f in fields(cls):
-        expected = None if str(f.type).startswith("tuple") else _TYPES.get(str(f.type), str)  # the others are names
+        expected = None if str(f.type).startswith("tuple") else _TYPES.get(str(f.type), str)  # others are names
         if expected and f.name in what and type(what[f.name]) is not expected:
             raise InputError(f"plan: {f.name} is of type {type(what[f.name]).__name__}, expected {expected.__name__}")
     if not all(isinstance(word, str) for word in words):

@@ -1,4 +1,4 @@
-"""The learning rate over a run."""
+"""Learning rate schedules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int) -> float:
-    """The rate of `step` (from 1) of `total`: linear from 0 over `warmup` steps, then cosine to 10 % of the peak in the
-    last step, linear to what would be 0 in the step after it, as in transformers, or constant."""
+    """The rate of `step` (from 1): linear from 0 over `warmup` steps, then constant, cosine to 10 %, or linear to 0
+    in step total + 1, as in transformers."""
     if step <= warmup:
         return peak * step / warmup
     left = max(1, total - warmup)

@@ -1,9 +1,7 @@
 """One training step, top to bottom. Read this file first.
 
-Vertical order: for each unit all micro-batches, then the next unit; so weights, gradients and optimizer state cross
-each link once a step, whatever the number of micro-batches. Units move by three verbs: prefetch, get, release. All work
-is tasks on lanes; the only wait is for the loss and the gradient norm after backward. The same code runs for real,
-inline and in simulation: only functions given to `run` touch data. `look_ahead` starts transfers ahead of their use.
+All micro-batches of a unit, then the next unit. All work is tasks on lanes; the only wait is for the loss and the
+gradient norm after backward. Only functions given to `run` touch data: a simulation runs the same code.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ class Packed(NamedTuple):
     """N packed tokens on the device."""
 
     ids: Tensor  # (N,) int64
-    labels: Tensor  # (N,) int64: the token after each, -100 where none counts
-    loss_rows: Tensor  # (M,) int64: where a label counts
+    labels: Tensor  # (N,) int64: the next token, -100 for none
+    loss_rows: Tensor  # (M,) int64: rows with a label
     rows: Rows
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A micro-batch: its sizes and, but in a simulation, its tensors."""
+    """A micro-batch; a simulation has its sizes alone."""
 
     tokens: int  # N
     trained: int  # M
-    pairs: int  # (query, key) pairs that one layer attends to
+    pairs: int  # (query, key) pairs in a layer's attention
     packed: Packed | None = None
 
     @property
@@ -58,7 +56,7 @@ class Inputs:
 
 @dataclass
 class Engine:
-    """What a step works on; made by build.py."""
+    """The parts that a step works on; build.py makes them."""
 
     cfg: ModelConfig
     geo: Geometry
@@ -72,21 +70,20 @@ class Engine:
     optimizer: Optimizer
 
     def claim_scratch(self, devices: Sequence[Device]) -> None:
-        """Takes the room that frozen weights, swapped activations and gradients need of the drives. StoreError."""
+        """Takes scratch space for frozen weights, activations and gradients. Raises StoreError."""
         nbytes = self.homes.base_bytes + self.activations.scratch_bytes + self.gradients.scratch_bytes
         if nbytes:
             scratch = Scratch(devices, nbytes)
             self.homes.scratch = self.activations.scratch = self.gradients.scratch = scratch
 
     def close(self) -> None:
-        """Ends the optimizer's threads, and gives the scratch space and the memory back. The lanes are the caller's."""
+        """Ends the optimizer's threads; frees scratch space and memory. The lanes are the caller's."""
         self.optimizer.close()
         if self.activations.scratch is not None:
             self.activations.scratch.close()
         self.memory.close()
 
     def compute(self, kind: Kind, u: int, fn: Callable[[], object], after: Sequence[Task], flops: float = 0) -> Task:
-        """Hands unit u's `fn` to the compute lane."""
         return self.lanes.run("compute", kind, self.geo.names[u], fn, after, flops=flops)
 
 
@@ -94,7 +91,7 @@ Item = TypeVar("Item")
 
 
 def look_ahead(items: Iterable[Item], reach: int, start: Callable[[Item], object]) -> Iterator[Item]:
-    """Yields the items in order; each was started when the item `reach` places before it was about to be yielded."""
+    """Yields the items in order, each started `reach` items before its turn."""
     coming: deque[Item] = deque()
     for item in items:
         start(item)
@@ -106,9 +103,9 @@ def look_ahead(items: Iterable[Item], reach: int, start: Callable[[Item], object
 
 @dataclass
 class Route:
-    """The way of a pass: its units in order and, within each, the micro-batches.
+    """A pass: its units in order and, within each, the micro-batches.
 
-    `units` starts weights ahead of their use; each of `fetched` starts activations, a micro-batch of a unit at a time.
+    Ahead of use `units` starts weights, and each of `fetched` the activations of one micro-batch at a time.
     """
 
     batch: Sequence[Inputs]
@@ -116,7 +113,7 @@ class Route:
     fetched: Sequence[Iterator[object]]
 
     def micro_batches(self) -> Iterator[tuple[int, Inputs]]:
-        """The micro-batches of the unit at hand, their activations on the GPU or on their way."""
+        """The current unit's micro-batches, their activations on the GPU or on their way."""
         for b, mb in enumerate(self.batch):
             for places in self.fetched:
                 next(places)
@@ -127,10 +124,9 @@ class Route:
 
 
 def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> StepStats:
-    """Forward, backward and, as the plan's mode says, the update of one step over all its micro-batches.
+    """Forward, backward and update of one step; `step` counts from 1.
 
-    In mode `forward` the update is due when this returns, and runs in the next call, ahead of each unit's forward;
-    `e.optimizer.flush()` runs it at once. `step` counts from 1.
+    In mode `forward` the update runs in the next call, ahead of each unit's forward, or in `e.optimizer.flush()`.
     """
     trained = sum(mb.trained for mb in batch)
     route = _forward(e, batch, train=True)
@@ -143,7 +139,7 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> Step
 
 
 def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
-    """Each micro-batch's losses (N,), zero where no label counts. Any update that is due runs on the way."""
+    """Each micro-batch's losses (N,), zero without a label. Runs updates that are due."""
     return _head(e, _forward(e, batch, train=False), None)
 
 
@@ -151,19 +147,19 @@ def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
 
 
 def forward_units(e: Engine) -> Iterator[int]:
-    """All units in the order of forward, each with its update, if one is due, and its weights on their way."""
+    """Units in forward order; starts their due updates and their weights ahead."""
 
     def start(u: int) -> None:
         e.optimizer.update(u)
         e.optimizer.run_ahead()
         e.weights.prefetch(u)
 
-    reach = min(e.plan.ahead, e.geo.head - 1)  # the two ends share a slot: the last waits until the first is through
+    reach = min(e.plan.ahead, e.geo.head - 1)  # both ends share a slot: the head waits for the embedding's release
     return look_ahead(range(e.geo.n_units), reach, start)
 
 
 def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
-    """Forward through the embedding and the blocks. Returns the route where it has come to the head."""
+    """Embedding and blocks. Returns the route at the head."""
     e.optimizer.run_ahead()
     route = Route(batch, forward_units(e), _outputs(e, batch, e.activations.x, range(e.geo.n_units)))
     for u in route.units:
@@ -182,13 +178,13 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
 def _outputs(
     e: Engine, batch: Sequence[Inputs], of: Callable[[int, int], Activation], units: Iterable[int]
 ) -> list[Iterator[tuple[int, int]]]:
-    """Where units' outputs leave the GPU until the next unit uses them: fetches them ahead of that."""
+    """Prefetches of units' outputs, where these leave the GPU before the next unit."""
     if e.plan.between == "gpu":
         return []
 
     def fetch(place: tuple[int, int]) -> None:
         u, b = place
-        if u > 0:  # the embedding's inputs are token ids
+        if u > 0:  # the embedding's input is token ids
             e.activations.prefetch([of(u, b)], batch[b].tokens)
 
     return [look_ahead(product(units, range(len(batch))), min(e.plan.swap_slots, len(batch)) - 1, fetch)]
@@ -223,8 +219,8 @@ def _forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu
 
 
 def _head(e: Engine, route: Route, scale: float | None) -> list[Tensor]:
-    """Each micro-batch's losses and, unless `scale` is None, the head's gradients of scale * the sum of the losses."""
-    read = (e.geo.head, 0) if e.cfg.tied else (e.geo.head,)  # units whose weights the loss reads
+    """Each micro-batch's losses; unless `scale` is None also the head's gradients of scale * their sum."""
+    read = (e.geo.head, 0) if e.cfg.tied else (e.geo.head,)  # units that the loss reads
     w = {v: e.weights.get(v) for v in read}
     g = {v: e.gradients.get(v) for v in read} if scale is not None else {}
     losses: list[Tensor] = []
@@ -246,7 +242,7 @@ def _loss(
     scale: float,
     losses: list[Tensor],
 ) -> Task:
-    """Micro-batch b's losses, appended to `losses`; with `g` also the gradients of scale * their sum."""
+    """Appends micro-batch b's losses; with `g` adds to the gradients too."""
     u, swap = e.geo.head, e.activations
     source, target = swap.x(u, b), swap.dx(u, b)
     x = swap.get(source)
@@ -275,7 +271,6 @@ def _loss(
 
 
 def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
-    """Backward through the blocks and the embedding; each gradient goes to the optimizer when its unit is through."""
     swap, blocks = e.activations, range(e.geo.head - 1, 0, -1)
 
     def fetch(place: tuple[int, int]) -> None:
@@ -337,15 +332,15 @@ def _backward_embedding(e: Engine, route: Route) -> None:
 
 
 def _ready(*used: OnGpu | Weights | Gradient) -> list[Task]:
-    """The tasks that a reader or writer of all of these comes after."""
+    """Tasks that their readers and writers come after."""
     return [task for one in used for task in one.ready]
 
 
 def _weights(e: Engine, u: int, held: Weights) -> Any:
-    """Unit u's weights by the names that its block uses."""
+    """Unit u's weights by the block's names."""
     return model.weights(e.cfg, u, e.weights.tensors(u, held))
 
 
 def _rows(e: Engine, span: OnGpu, mb: Inputs) -> Tensor:
-    """The first N rows of a span of activations, (N, D)."""
+    """A span's first N rows, (N, D)."""
     return flat(span.buffer, e.plan.dtype, mb.tokens * e.cfg.width).view(mb.tokens, e.cfg.width)

@@ -1,8 +1,7 @@
 """How a unit is updated: on the GPU, streamed through it, or on the CPU, whole or in two parts.
 
-Each kind queues its tasks and returns at once. An update is bound to the hyper-parameters of its step: when it runs,
-the next step may have begun. On the CPU state comes record by record: read i+1, update i, write i-1 follow from three
-lanes. State in RAM may be streamed through the GPU: PCIe and the CPU's memory together are faster than either.
+Tasks are queued with the hyper-parameters of their step: the next may begin before they run. State in RAM may stream
+through the GPU: PCIe and the CPU's memory together are faster than either.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from trireme.storage.layout import ITEMSIZE
 
 KIND: dict[Part, Kind] = {"all": "adamw", "weights": "adamw weights", "moments": "adamw moments"}
 
-Kernel = Callable[[Tensor, Mapping[str, Tensor], Tensor], None]  # (weights, state by name, gradient), all flat
+Kernel = Callable[[Tensor, Mapping[str, Tensor], Tensor], None]  # (weights, state by name, gradient), flat
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """Hyper-parameters of the update. `max_grad_norm` 0 means no clipping."""
+    """Hyper-parameters. `max_grad_norm` 0: no clipping."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -43,21 +42,21 @@ class AdamW:
 
 
 class Clip:
-    """The factor that a step's gradients are multiplied by, on the device and in RAM; 1 until a norm is known."""
+    """A step's factor for its gradients, on the device and in RAM; 1 until a norm is known."""
 
     def __init__(self, lanes: Lanes):
-        self.known: tuple[Task, ...] = ()  # the task that sets it, which clipped updates come after
+        self.known: tuple[Task, ...] = ()  # sets the factor; clipped updates come after
         if not lanes.simulated:
             self.on_device = torch.ones(1, dtype=torch.float32, device=lanes.device)
             self.in_ram = torch.ones(1, dtype=torch.float32)
 
     def set_in_ram(self, factor: float) -> None:
-        """A new tensor: updates of the step before may still read the last one."""
+        """A new tensor: earlier updates may still read the last."""
         self.in_ram = torch.tensor([factor], dtype=torch.float32)
 
 
 class Kernels:
-    """AdamW of a range of a unit's elements, bound to the current step's hyper-parameters."""
+    """AdamW of ranges of elements with the current step's hyper-parameters."""
 
     def __init__(self, geo: Geometry, plan: Plan, lanes: Lanes, adamw: AdamW):
         self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(lanes)
@@ -92,14 +91,14 @@ class Kernels:
 
 
 def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
-    """Stands for a kernel in a simulation."""
+    """A simulation's kernel."""
 
 
 # ---------------------------------------------------------------- on the GPU
 
 
 class OnGpuUpdates:
-    """Updates of units whose weights and state are on the GPU, on its compute stream."""
+    """Updates of units at home on the GPU, on its compute stream."""
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
@@ -120,13 +119,13 @@ class OnGpuUpdates:
 
 
 class StreamedUpdates:
-    """Updates on the GPU of units whose state is in RAM: record by record there and back, as the weights go up."""
+    """Updates on the GPU of state in RAM, record by record there and back."""
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.lanes = homes, weights, lanes
         self.ring = homes.ring("gpu", "stream ring")
-        self.written: dict[tuple[int, int], Task] = {}  # last copy of each record back to RAM
+        self.written: dict[tuple[int, int], Task] = {}  # last copy back of each record
 
     def hand_over(self, u: int, landing: Slot, landed: Task) -> None:
         held, read = self.weights.get(u), []
@@ -137,7 +136,7 @@ class StreamedUpdates:
         self.weights.write_back(u, done)
 
     def _record(self, u: int, r: int, a: int, b: int, held: OnGpu, landing: Slot, landed: Task) -> tuple[Task, Task]:
-        """(the copy of state and gradient to the GPU, the update) of one record; its state is on its way back."""
+        """(copy to the GPU, update) of one record; the copy back is queued too."""
         dtype, layout, home = self.geo.dtype, self.geo.state_layout(b - a), self.homes.state[u][r]
         of, adamw = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True)
         slot = self.ring.acquire(of)
@@ -169,17 +168,17 @@ class StreamedUpdates:
 
 
 class CpuWork:
-    """One unit's update on the CPU, or a part of it, ready to be queued whole or record by record."""
+    """A unit's update on the CPU or a part of it, queued whole or by record."""
 
     def __init__(self, kernels: Kernels, lanes: Lanes, u: int, hi: Tensor, gradient: Tensor | None, part: Part):
-        """`hi`: the unit's weights. `gradient`: all of its gradient in RAM; None where records bring their own."""
+        """`hi`: the unit's weights. `gradient`: all of it in RAM; None where records bring their own."""
         self.kernels, self.geo, self.lanes = kernels, kernels.geo, lanes
         self.u, self.hi, self.gradient, self.part = u, hi, gradient, part
         self.ranges = self.geo.records(u, kernels.plan.record)
         self.updates = [kernels.bind(u, a, b, part=part) for a, b in self.ranges]
 
     def whole(self, states: Sequence[Tensor], after: Sequence[Task]) -> Task:
-        """Queues the update of all records where their states lie in RAM."""
+        """Queues all records; `states` lie in RAM."""
 
         def update() -> None:
             with self._workers().together():
@@ -190,7 +189,7 @@ class CpuWork:
         return self._run(self.geo.names[self.u], update, after, n)
 
     def record(self, r: int, state: Tensor, after: Sequence[Task], gradient: Tensor | None = None) -> Task:
-        """Queues the update of record r; `gradient`: that of the record alone, from its first byte on."""
+        """Queues record r. `gradient`: that of the record alone."""
 
         def update() -> None:
             with self._workers().together():
@@ -218,7 +217,7 @@ class CpuWork:
 
 
 class Read(NamedTuple):
-    """A record of state on its way from the SSD."""
+    """A record on its way from the SSD."""
 
     u: int
     r: int
@@ -227,7 +226,7 @@ class Read(NamedTuple):
 
 
 class Records:
-    """Optimizer records at home on the SSD: read ahead in the order of their updates, as far as the ring has slots."""
+    """Records at home on the SSD, read ahead in the order of updates while the ring has slots."""
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes):
         self.geo, self.plan, self.homes = geo, plan, homes
@@ -235,13 +234,13 @@ class Records:
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
         on_ssd = (u for u in units if plan.units[u].state == "ssd")
         self.order = [(u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
-        self.next = 0  # place in `order` of the next record to be read
-        self.readable = len(self.order)  # records that may be read by now: one with late moments, once they are written
+        self.next = 0  # index in `order` of the next read
+        self.readable = len(self.order)  # records to read by now: with late moments only once these are written
         self.ahead: deque[Read] = deque()
-        self.written: dict[tuple[int, int], Task] = {}  # last write of each record
+        self.written: dict[tuple[int, int], Task] = {}  # last writes
 
     def read_ahead(self) -> None:
-        """Starts reading the next records for as long as the ring has free slots."""
+        """Starts reads while slots are free."""
         while self.readable and self.ring.free and len(self.ahead) < len(self.order):
             self._read()
 
@@ -257,7 +256,7 @@ class Records:
         return Read(u, r, slot, self.homes.read_state(u, r, slot.buffer, (*slot.ready, *last), *parts))
 
     def take(self, u: int, r: int) -> Read:
-        """Record r of unit u, the next in order, from its read on."""
+        """Record r of unit u, the next in order."""
         if not self.ahead:
             self._read()
         read = self.ahead.popleft()
@@ -265,30 +264,30 @@ class Records:
         return read
 
     def take_moments(self, u: int, r: int) -> Read:
-        """The moments alone of a record whose weights have been updated."""
+        """The moments alone of a record with updated weights."""
         return self._start(u, r, "moments")
 
     def put_back(self, read: Read, done: Task, *parts: str) -> None:
-        """Writes the record, or `parts` of it, once `done` is over, and gives its slot back; without parts, all."""
+        """Writes the record, or `parts` of it, after `done`, and releases its slot."""
         write = self.homes.write_state(read.u, read.r, read.slot.buffer, (done,), *parts)
         self.written[read.u, read.r] = write
         self.ring.release(read.slot, (write,))
 
 
 class CpuUpdates:
-    """Updates on the CPU, of units whose state is in RAM or passes through it from the SSD and back.
+    """Updates on the CPU of units with state in RAM or on the SSD.
 
-    Where the unit's moments are late, an update is in two parts: `hand_over` queues the weights, `moments` the rest.
+    With late moments `hand_over` queues the weights, `moments` the rest.
     """
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, gradients: Gradients, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.gradients, self.lanes = homes, weights, gradients, lanes
         self.records = Records(self.geo, self.plan, homes)
-        self.late: list[tuple[int, Slot | None, CpuWork, Task]] = []  # moments due: unit, gradient, work, weights
+        self.late: list[tuple[int, Slot | None, CpuWork, Task]] = []  # due: unit, gradient, work, weights
 
     def hand_over(self, u: int, gradient: Slot | None, landed: Task) -> None:
-        """Queues unit u's update. `gradient`: its slot in RAM, or None where it waits on the SSD."""
+        """Queues unit u's update. `gradient`: its slot in RAM, None where it waits on the SSD."""
         unit = self.plan.units[u]
         hi, slot, come = self.weights.for_update(u)
         after = (*come, landed, *self.kernels.clip.known)
@@ -296,12 +295,12 @@ class CpuUpdates:
         in_ram = gradient.buffer if gradient else None
         work = CpuWork(self.kernels, self.lanes, u, hi, in_ram, "weights" if late else "all")
         if unit.state == "ssd":
-            for r in range(len(work.ranges)):  # one lane, first in first out: the last comes after the others
+            for r in range(len(work.ranges)):  # a lane is first in, first out: the last record ends last
                 done = self._record(work, r, after, late)
         else:
             done = work.whole(self.homes.state[u], after)
         if late:
-            # Updating the moments reads no weights: any buffer of the right size does, as SSD-home weights have gone.
+            # Moments read no weights; those at home on the SSD have left their slot. Any buffer of that size will do.
             stand_in = in_ram if in_ram is not None else hi
             moments = CpuWork(self.kernels, self.lanes, u, stand_in, in_ram, "moments")
             self.late.append((u, gradient, moments, done))
@@ -310,7 +309,7 @@ class CpuUpdates:
         self.weights.updated_in_ram(u, done, slot)
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
-        """Updates one record; its state comes from the SSD and goes back, of late moments the low halves alone."""
+        """Updates one record from the SSD; with late moments only its low halves go back."""
         read = self.records.take(work.u, r)
         done = self._with_gradient(work, r, read, (*after, read.task))
         if not late:
@@ -318,13 +317,13 @@ class CpuUpdates:
             self.records.readable += 1
         elif self.geo.dtype == "BF16":
             self.records.put_back(read, done, "low")
-        else:  # fp32 weights are the master: nothing of the record has changed
+        else:  # F32: the weights are the master, the record is unchanged
             self.records.ring.release(read.slot, (done,))
         self.records.read_ahead()
         return done
 
     def _with_gradient(self, work: CpuWork, r: int, read: Read, after: Sequence[Task]) -> Task:
-        """Queues work on a record, whose part of the gradient is fetched where it waits on the SSD."""
+        """Queues work on a record, its gradient fetched if on the SSD."""
         if not self.plan.spilled(work.u):
             return work.record(r, read.slot.buffer, after)
         back, first = self.gradients.fetch(work.u, *work.ranges[r])
@@ -333,7 +332,7 @@ class CpuUpdates:
         return task
 
     def moments(self, first: int) -> None:
-        """Queues the moments that are due, the last unit's first, down to unit `first`: as backward comes by."""
+        """Queues moments that are due, last unit first, down to unit `first`."""
         while self.late and self.late[-1][0] >= first:
             u, gradient, work, weights = self.late.pop()
             if self.plan.units[u].state == "ssd":

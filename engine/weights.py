@@ -1,8 +1,7 @@
 """Weights on their way to the GPU: prefetch, get, release, in the order of the step.
 
-A unit's weights lie on the GPU for good (home there, or a resident copy refreshed once a step), or pass through a ring
-of slots. The units that forward uses last stay in their slots for backward (STRONGHOLD's window; the order of use
-is known, so this is Belady's choice too).
+They lie there for good (home, or a resident copy refreshed once a step) or pass through a ring. The last units of
+forward keep their slots for backward: STRONGHOLD's window, and in a known order Belady's choice.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from trireme.engine.plan import Plan, Tier
 
 
 class WeightStream:
-    """Brings the trained or frozen weights of each unit to the GPU.
-
-    After the task `updated[u]` the home of u holds current weights.
-    """
+    """Trained or frozen weights of all units. After the task `updated[u]` the home of u is current."""
 
     def __init__(self, kind: Literal["weights", "base"], geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
         self.kind, self.geo, self.plan, self.homes, self.lanes = kind, geo, plan, homes, lanes
@@ -32,11 +28,11 @@ class WeightStream:
         self.gpu_rings, self.host_rings = homes.rings("gpu", ring), homes.rings("host", ring)
         self.updated: dict[int, Task] = {}
         self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
-        self.stale = {u for u in range(geo.n_units) if self._resident(u)}  # copies older than their home
+        self.stale = {u for u in range(geo.n_units) if self._resident(u)}  # resident copies to refresh
         self.held: dict[int, OnGpu] = {}
 
     def prefetch(self, u: int) -> None:
-        """Starts unit u on its way to the GPU; nothing where it is there or on its way already."""
+        """Starts unit u's transfer, unless on the GPU or under way."""
         if u in self.held:
             return
         if self._tier(u) == "gpu" or not self.layouts[u].tensors:
@@ -51,12 +47,12 @@ class WeightStream:
             self.held[u] = OnGpu(slot.buffer, (self._copy_up(u, slot.buffer, slot.ready),), slot)
 
     def get(self, u: int) -> OnGpu:
-        """Unit u's weights; whoever reads them is ordered after `ready`."""
+        """Unit u's weights; readers come after `ready`."""
         self.prefetch(u)
         return self.held[u]
 
     def release(self, u: int, after: Task, keep: bool = False) -> None:
-        """Unit u is not needed once `after` is over; with `keep` its slot is held for backward."""
+        """Unit u is free after `after`; `keep` holds its slot for backward."""
         held = self.held[u]
         held.ready = (*held.ready, after)
         if keep:
@@ -66,7 +62,7 @@ class WeightStream:
             held.slot.ring.release(held.slot, (after, *self._ready(u)))
 
     def kept_for_turn(self, u: int, train: bool) -> bool:
-        """Whether unit u, released in forward, stays: for backward, or a tied embedding for the head."""
+        """Whether unit u stays after forward: for backward, or a tied embedding for the head."""
         if u == 0 or not train:
             return u == 0 and self.geo.cfg.tied
         if not self._streams(u):
@@ -76,7 +72,7 @@ class WeightStream:
         return sum(1 for _ in later) < len(self.gpu_rings[kind].slots)
 
     def _streams(self, u: int) -> bool:
-        """Whether unit u's weights pass through a ring of slots."""
+        """Whether unit u passes through a ring."""
         return self._tier(u) != "gpu" and not self._resident(u) and bool(self.layouts[u].tensors)
 
     def _tier(self, u: int) -> Tier:
@@ -88,7 +84,7 @@ class WeightStream:
     # ------------------------------------------------ updates
 
     def for_update(self, u: int) -> tuple[Tensor, Slot | None, tuple[Task, ...]]:
-        """(unit u's weights in RAM, the slot that they pass through where their home is the SSD, tasks to wait for)."""
+        """(unit u's weights in RAM, their slot if at home on the SSD, tasks to wait for)."""
         if self.plan.units[u].weights == "host":
             return self.homes.weights[u], None, self._ready(u)
         slot = self.host_rings[self.geo.size_class(u)].acquire(f"{self.geo.names[u]} update")
@@ -98,7 +94,7 @@ class WeightStream:
         return self.homes.read_weights(Entry(self.kind, u), buffer, after)
 
     def updated_in_ram(self, u: int, done: Task, slot: Slot | None) -> None:
-        """`done` updates the weights that `for_update` gave: they are written home, and prefetched from there."""
+        """`done` updates the buffer of `for_update`: written home; the slot serves the next prefetch."""
         self.publish(u, done)
         if slot is not None:
             self.updated[u] = self.homes.write_weights(u, slot.buffer, (done,))
@@ -113,7 +109,7 @@ class WeightStream:
             self.stale.add(u)
 
     def write_back(self, u: int, done: Task) -> None:
-        """`done` updates unit u in its slot on the GPU: copies it home."""
+        """Copies unit u home from its slot on the GPU, after its update `done`."""
         held, home, nbytes = self.held[u], self.homes.weights[u], self.geo.weights[u].span
 
         def down() -> None:
@@ -123,13 +119,13 @@ class WeightStream:
         self.updated[u] = self.lanes.run("d2h", "weights", self.geo.names[u], down, (done,), nbytes=nbytes)
 
     def drop(self, u: int) -> None:
-        """Lets go of a unit that is on the GPU for its update alone."""
+        """Releases a unit on the GPU for its update alone."""
         held = self.held.pop(u, None)
         if held is not None and held.slot is not None:
             held.slot.ring.release(held.slot, (*held.ready, self.updated[u]))
 
     def settle(self) -> None:
-        """Lets go of the host slots that still hold fresh SSD-home weights; they are read back when next needed."""
+        """Releases host slots with fresh weights; these are read again when needed."""
         for u, (slot, _) in self.fresh.items():
             slot.ring.release(slot, (self.updated[u],))
         self.fresh.clear()
@@ -138,7 +134,7 @@ class WeightStream:
         return (self.updated[u],) if u in self.updated else ()
 
     def _copy_up(self, u: int, target: Tensor, ready: tuple[Task, ...]) -> Task:
-        """Copies unit u from its home to `target` on the GPU; through a host slot where the home is the SSD."""
+        """Copies unit u from home to `target`, from the SSD through a host slot."""
         name, nbytes = self.homes.label(Entry(self.kind, u)), self.layouts[u].span
         slot = None
         if self._tier(u) == "host":
@@ -172,7 +168,7 @@ class Weights(NamedTuple):
 
 
 class UnitStream:
-    """Both streams of weights, as a pass uses them."""
+    """Both streams as one."""
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
         self.geo = geo
@@ -181,25 +177,22 @@ class UnitStream:
         self._streams = (self.trained, self.frozen)
 
     def prefetch(self, u: int) -> None:
-        """Starts unit u on its way to the GPU; nothing where it is there or on its way already."""
         for stream in self._streams:
             stream.prefetch(u)
 
     def get(self, u: int) -> Weights:
-        """Unit u's weights; whoever reads them is ordered after `ready`."""
         return Weights(self.trained.get(u), self.frozen.get(u))
 
     def tensors(self, u: int, held: Weights) -> dict[str, Tensor]:
-        """All of unit u's weights by name."""
+        """Unit u's weights by name."""
         return views(self.geo.weights[u], held.trained.buffer) | views(self.geo.base[u], held.frozen.buffer)
 
     def release(self, u: int, after: Task) -> None:
-        """Unit u is not needed once `after` is over."""
         for stream in self._streams:
             stream.release(u, after)
 
     def release_in_forward(self, u: int, after: Task, train: bool) -> None:
-        """As release, but for units that there is room to hold for backward, and a tied embedding for the head."""
+        """As release, but keeps the units of `kept_for_turn`."""
         for stream in self._streams:
             stream.release(u, after, keep=stream.kept_for_turn(u, train))
 
