@@ -113,7 +113,7 @@ class ActivationSwap:
         return here
 
     def send(self, activation: Activation, tokens: int, after: Task) -> None:
-        """Sends a span, filled by `after`, to its tier. Its place on the GPU is freed unless the next unit reads there."""
+        """Sends a span, filled by `after`, to its tier; frees its place on the GPU unless the next unit reads there."""
         here = self.here[activation]
         here.ready = (after,)
         if activation.tier != "gpu":
