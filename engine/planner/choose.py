@@ -1,12 +1,8 @@
-"""The fastest plan that a short search around the plain rule finds, and why.
+"""The fastest plan of a short search around the plain rule, and why.
 
-The rule (rule.py) fills the GPU, then RAM, then the SSD, and recomputes what it does not keep. It cannot weigh time:
-whether activations are better swapped to RAM or the SSD than recomputed; whether GPU memory serves better as a home of
-state, weights, inputs or saved tensors; where updates run; how wide the window of weights and how large a micro-batch
-should be. Variants that fit (variants.py) are ranked by a floor in closed form and simulated while one could still be
-faster than the best so far; then windows, slots and updates are varied around the best. The rule's plan is the first of
-them, so the choice is never predicted to be slower. Of all decisions only where updates run and the size of a
-micro-batch can change a rounding.
+Variants (variants.py) are simulated in the order of their floors while one could be faster than the best; then windows,
+slots and updates are varied around the best. The rule's plan is among them: the choice is never predicted to be slower.
+Only the processor of updates and the size of a micro-batch change roundings.
 """
 
 from __future__ import annotations
@@ -28,17 +24,15 @@ from trireme.engine.planner.simulate import drive_seconds, lane_seconds
 from trireme.engine.planner.variants import LEANS, updated_alike
 from trireme.models.config import ModelConfig
 
-WEAR = 1.05  # how many times faster a plan has to be that swaps activations to the SSD, which wears it
-HOPEFUL = 0.995  # of the best so far: a plan whose floor is above that is not simulated
-REFINED = 4  # of the best plans, around which others are tried
-# Units times micro-batches of all simulations together, so that planning takes seconds whatever the model; at least so
-# many simulations.
-WORK, LEAST = 8000, 3
+WEAR = 1.05  # gain that swapping activations to the SSD has to bring, for its wear
+HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
+REFINED = 4  # best plans that are varied
+WORK, LEAST = 8000, 3  # units x micro-batches of all simulations, for seconds of planning; simulations at least
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, its step as predicted `roughly`, and a sentence for each decision, with its numbers."""
+    """A plan, its step as predicted `roughly`, and a sentence for each decision."""
 
     plan: Plan
     found: Prediction
@@ -53,10 +47,9 @@ def choose(
     begun: Plan | None = None,
     leans: Sequence[Lean] = LEANS,
 ) -> Choice:
-    """The fastest of the variants of simple_plan(cfg, limits, wanted). Deterministic. Raises DoesNotFit.
+    """The fastest variant of simple_plan(cfg, limits, wanted). Deterministic. Raises DoesNotFit.
 
-    `begun`: the plan of a run that has begun; where updates run then stays as it is, if that fits. `leans`: fewer of
-    them are quicker.
+    `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
     """
     first = simple_plan(cfg, limits, wanted)
     if first.uses("ssd") and not has_drive(rates):
@@ -83,7 +76,6 @@ def choose(
 
 
 def has_drive(rates: Rates) -> bool:
-    """Whether there is a drive to read and to write."""
     return bool(rates.ssd_read and rates.ssd_write)
 
 
@@ -92,8 +84,6 @@ def has_drive(rates: Rates) -> bool:
 
 @dataclass
 class Trials:
-    """The plans simulated so far, and what each costs."""
-
     geo: Geometry
     rates: Rates
     wanted: Wanted
@@ -104,11 +94,11 @@ class Trials:
         return self.found[plan]
 
     def cost(self, plan: Plan) -> float:
-        """Seconds a token of a simulated plan, with a charge for wear."""
+        """Seconds a token, with a charge for wear."""
         return self._per_token(plan, self.found[plan].step_s)
 
     def floor(self, plan: Plan) -> float:
-        """What a plan costs at least."""
+        """A lower bound of `cost`."""
         return self._per_token(plan, max(floors(self.geo, plan, self.rates, self._batch(plan)).values()))
 
     def best(self) -> Plan:
@@ -131,21 +121,19 @@ def _candidates(
     begun: Plan | None,
     leans: Sequence[Lean],
 ) -> list[Plan]:
-    """The plans that may be simulated, each once."""
     plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, leans))
-    if first.uses("ssd") and not begun:  # a run that has begun has set aside what it needs of the drive
+    if first.uses("ssd") and not begun:  # a begun run has claimed its scratch
         plans |= dict.fromkeys(variants.through_the_drive(geo, limits, first, wanted))
     return [plan for plan in plans if has_drive(rates) or not plan.uses("ssd")]
 
 
 def _as_begun(geo: Geometry, limits: Limits, plans: Iterable[Plan], begun: Plan) -> list[Plan]:
-    """`begun` and each of `plans` with updates where they are in `begun`, those that fit."""
+    """`begun` and `plans` with its updates, if they fit."""
     alike = [begun, *(updated_alike(plan, begun) for plan in plans)]
     return [plan for plan in alike if plan is not None and fits(geo, plan, limits)]
 
 
 def _by_floors(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int) -> None:
-    """Simulates plans in the order of their floors, while the next could still be faster than the best so far."""
     for floor, i in sorted((trials.floor(plan), i) for i, plan in enumerate(plans))[: most + 1]:
         if floor >= HOPEFUL * trials.cost(trials.best()):
             break
@@ -155,7 +143,7 @@ def _by_floors(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int)
 
 
 def _around_the_best(trials: Trials, limits: Limits, piece: int, most: int, updates: bool) -> None:
-    """Varies one decision after another of the best plans, each time from the best that the one before has led to."""
+    """Varies one decision after another of the best plans."""
     geo = trials.geo
     decisions: list[Callable[[Plan], Iterable[Plan]]] = [
         lambda plan: variants.windows(geo, plan, limits, piece),
@@ -179,7 +167,7 @@ def _around_the_best(trials: Trials, limits: Limits, piece: int, most: int, upda
 
 @dataclass
 class Traffic:
-    """Bytes that each lane moves in forward and in backward, and that drives read and write."""
+    """Bytes of each lane in forward and in backward, and of the drives."""
 
     forward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
     backward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
@@ -188,10 +176,10 @@ class Traffic:
 
 
 def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
-    """Seconds that each resource needs at least for a step of this plan, if it were never kept waiting.
+    """Seconds of a step that each resource needs if it never waits.
 
-    "passes" is the sum of both passes, each as long as the slowest lane in it. What is swapped leaves in forward and
-    comes back in backward; updates that wait for the norm all run in forward.
+    "passes" sums both passes, each as long as its slowest lane. Activations leave in forward and return in backward;
+    updates that wait for the norm run in forward.
     """
     seconds = unit_seconds(geo.cfg, plan, rates, batch)
     forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward")
@@ -207,13 +195,13 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
 
 
 def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
-    """Adds unit u's saved tensors and its input, of all micro-batches."""
+    """Adds unit u's saved tensors and input."""
     unit, n = plan.units[u], plan.n_micro
     saved = n * geo.saved_layout(unit.names("host") + unit.names("ssd"), plan.tokens).span
     x, away = n * geo.x_bytes(plan.tokens) * (u > 0), unit.x != "gpu"
     moved.forward["d2h"] += saved + x * away
     moved.backward["h2d"] += saved + x * away
-    if plan.between == "host":  # inputs come back for forward too; gradients leave and come back
+    if plan.between == "host":  # inputs return in forward too; gradients leave and return
         moved.forward["h2d"] += x * away
         moved.backward["d2h"] += x
         moved.backward["h2d"] += x
@@ -237,6 +225,6 @@ def _weights_and_state(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> Non
         updates["cpu"] += numel * PART_BYTES["weights" if late else "all"]
         moved.backward["cpu"] += numel * PART_BYTES["moments"] * late
     on_ssd = state * (unit.state == "ssd") + weights * (unit.weights == "ssd") + spilled
-    again = 8 * numel + spilled if unit.state == "ssd" and late else 0  # the moments' own turn, under backward
+    again = 8 * numel + spilled if unit.state == "ssd" and late else 0  # moments under backward
     moved.read += on_ssd + again
     moved.written += on_ssd

@@ -1,8 +1,7 @@
-"""After its first steps a run knows its machine better than any benchmark: rates corrected by measured task times.
+"""Rates corrected by the task times of a traced step.
 
-What a probe measures in seconds, one thing at a time, differs from what a run meets: other shapes, other neighbours,
-a drive past its fast cache. A traced step tells how long each lane's tasks really took; where they took twice as long
-as predicted, the lane's rates are halved. The step that is measured trains, as PatrickStar's warm-up iteration does.
+A run differs from probes: other shapes, other neighbours, a drive past its fast cache. The traced step trains, like
+PatrickStar's warm-up iteration.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from trireme.engine.planner.rates import COMPUTATION, Rates
 from trireme.engine.planner.simulate import drive_seconds
 from trireme.engine.step import Inputs
 
-TIMED_BY = {  # rates by which the tasks of each kind are timed
+TIMED_BY = {  # kind of tasks -> their rates
     **{kind: (kind,) for kind in COMPUTATION},
     "h2d": ("h2d",),
     "d2h": ("d2h",),
     "cpu": ("adam", "dram"),
     "ssd": ("ssd_read", "ssd_write"),
 }
-SHARE = 0.05  # of a step: a lane that works less than that says nothing
+SHARE = 0.05  # of a step that a lane works, from which it counts
 
 
 def measured(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds that each of TIMED_BY was at work. The drive is, while any request to it is in flight."""
+    """Seconds of each of TIMED_BY at work; of the drive, with requests in flight."""
     found, end = defaultdict[str, float](float, busy(spans)), 0.0
     for span in spans:
         if span.lane == "compute":
@@ -40,23 +39,22 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def at_work(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds that each lane was at work, those of the drive as one: "ssd"."""
+    """Seconds of each lane at work, the drive's as "ssd"."""
     found = {lane: seconds for lane, seconds in busy(spans).items() if lane not in READS + WRITES}
     return found | {"ssd": measured(spans)["ssd"]}
 
 
 def batch_of(micro: Sequence[Inputs]) -> Batch:
-    """A step's micro-batches as a prediction takes them: as many, each like the largest."""
+    """A step's micro-batches for a prediction: as many, each like the largest."""
     most = max(micro, key=lambda mb: mb.tokens)
     document = max(1, round(2 * most.pairs / most.tokens) - 1)
     return Batch(most.tokens, document, len(micro), most.trained / most.tokens)
 
 
 def until_its_end(spans: Sequence[Span]) -> list[Span]:
-    """What was done of a traced step until its last task on the compute lane was over.
+    """The spans of a traced step, cut at the end of its computation.
 
-    Lanes are drained before a trace is read. What they do then, last updates and reading ahead for the next step, is
-    another matter.
+    The rest is the drain: last updates, and reads for the next step.
     """
     end, done = max((s.end for s in spans if s.lane == "compute"), default=float("inf")), []
     for span in spans:
@@ -69,9 +67,9 @@ def until_its_end(spans: Sequence[Span]) -> list[Span]:
 
 
 def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
-    """The rates by which `found`, the prediction of a step of `seconds`, would have had each kind's measured time.
+    """Rates that would have predicted each kind's time in `spans`, of a step of `seconds` predicted as `found`.
 
-    A first step may have moved more or less than a usual one: what was measured is compared byte by byte.
+    Times are compared per byte: a first step moves other amounts.
     """
     spans = until_its_end(spans)
     took, said = measured(spans), measured(found.spans)

@@ -1,4 +1,4 @@
-"""What a run will take, in numbers, before it starts: memory by tier, disk, time, and what would be faster."""
+"""What a run will take: memory by tier, disk, time, and changes that would be faster."""
 
 from __future__ import annotations
 
@@ -22,72 +22,64 @@ from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
-ROWS = {  # row of the memory table -> how the keys of its buffers begin
+ROWS = {  # row of the memory table -> prefixes of its buffers' keys
     "weights": ("weights", "weight ring", "base"),
     "gradients": ("gradient",),
     "optimizer state": ("state", "stream ring"),
     "activations": ("x", "dx", "saved", "swap ring"),
     "workspace": ("workspace", "staging"),
 }
-SHORT = 4  # ways to lean of a search for what would be faster
-WORTH_SAYING = 1.1  # times the tokens a second, from which a change is offered
-ENDLESS = 1 << 40  # more sequences than any data has
+SHORT = 4  # leans of a search for what is faster
+WORTH_SAYING = 1.1  # gain from which a change is offered
+ENDLESS = 1 << 40  # sequences
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run computes on."""
-
     seq_len: int
     sequences: int  # of a step
     steps: int
-    used: float = 1.0  # share of a sequence's room that holds tokens
-    document: int = 0  # tokens of a usual document in a sequence; 0: it fills the sequence
-    trained: float = 1.0  # share of the tokens whose label counts
-    evaluations: int = 0  # of the whole run
-    held_out: int = 0  # tokens that an evaluation reads
+    used: float = 1.0  # share of a sequence with tokens
+    document: int = 0  # tokens of a usual document; 0: seq_len
+    trained: float = 1.0  # share of tokens with a label
+    evaluations: int = 0  # of the run
+    held_out: int = 0  # tokens of an evaluation
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
         return max(1, round(self.sequences * self.seq_len * self.used))
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of a usual step's documents."""
+        """Of a usual step's documents."""
         length = self.document or self.seq_len
         whole, rest = divmod(self.tokens, length)
         return [length] * whole + [rest] * (rest > 0)
 
     def batch(self, plan: Plan) -> Batch:
-        """A usual step's micro-batches."""
         n_micro = min(plan.n_micro, math.ceil(self.sequences * self.seq_len / plan.tokens))
         return Batch(math.ceil(self.tokens / n_micro), self.document or self.seq_len, n_micro, self.trained)
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a run has on its drives beside training state, in bytes, and how many snapshots it keeps."""
+    """Bytes on the drives beside training state, and snapshots kept."""
 
-    export: int = 0  # of the checkpoint that is written; 0: of weights as they are computed with
-    best: bool = False  # whether the best so far is kept, which stands beside the next best, or the last, for a while
-    tokens: int = 0  # of the tokenized data
-    held: int = 0  # of all the run needs, what it has taken already
+    export: int = 0  # the written checkpoint; 0: weights in the compute dtype
+    best: bool = False  # kept for a while beside the next or the last
+    tokens: int = 0  # the tokenized data
+    held: int = 0  # of these and the state, what the run has already
     keep: int = 1
 
 
 class Change(NamedTuple):
-    """Something else that would train more tokens a second: how many times as many, and a step's seconds then."""
-
     what: str
-    gain: float
+    gain: float  # in tokens a second
     step_s: float
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan on a machine, for some work."""
-
     cfg: ModelConfig
     plan: Plan
     machine: Machine
@@ -101,7 +93,6 @@ class Forecast:
 
     @cached_property
     def step(self) -> Prediction:
-        """The steady state of this plan on this machine."""
         return self._predict(roughly=False)
 
     def _predict(self, roughly: bool) -> Prediction:
@@ -109,23 +100,23 @@ class Forecast:
 
     @property
     def tflops(self) -> float:
-        """10^12 model FLOPs a second: three times forward's, recomputation not counted."""
+        """Model TFLOP/s: three times forward's, without recomputation."""
         pairs = costs.layer_pairs(self.cfg, self.work.lengths)
         return costs.model_flops(self.cfg, self.work.tokens, pairs) / self.step.step_s / 1e12
 
     @property
     def written(self) -> int:
-        """Bytes that the whole run's steps write to the drives."""
+        """Bytes that all steps write to the drives."""
         return self.step.ssd_written * self.work.steps
 
     def pinning_s(self) -> float:
-        """Seconds before the first step in which RAM is made ready for copies to and from a GPU."""
+        """Seconds of pinning RAM, before the first step."""
         return usage(self.geo, self.plan)["host"] / self.machine.rates.pin
 
     # ------------------------------------------------ memory and disk
 
     def memory(self) -> dict[str, dict[Tier, int]]:
-        """Row of ROWS -> bytes in each tier."""
+        """Bytes by row and tier."""
         geo, plan = self.geo, self.plan
         held = {row: dict.fromkeys(TIERS, 0) for row in ROWS}
         held["workspace"]["gpu"] = workspace(geo, plan)
@@ -139,12 +130,12 @@ class Forecast:
         return held
 
     def stored(self) -> int:
-        """Bytes of everything that a snapshot holds: weights and optimizer state."""
+        """Bytes of a snapshot: weights and optimizer state."""
         geo = self.geo
         return sum(geo.weights[u].span + geo.state_span(u, self.plan.record) for u in range(geo.n_units))
 
     def disk_parts(self) -> dict[str, int]:
-        """Bytes that the drives need at most."""
+        """Bytes on the drives, at most."""
         stored, files = self.stored(), self.files
         export = files.export or shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
         return {
@@ -159,20 +150,19 @@ class Forecast:
         }
 
     def disk(self) -> int:
-        """Bytes that the drives need at most."""
         return sum(self.disk_parts().values())
 
     @property
     def room(self) -> int:
-        """Bytes of the drives for all that, with what the run has of it already; 0 where there is no drive."""
+        """Bytes of the drives for the run, `held` included; 0 without a drive."""
         return self.machine.ssd + self.files.held
 
-    # ------------------------------------------------ what would be faster
+    # ------------------------------------------------ changes
 
     def faster(self, sequences: int = ENDLESS, bits_open: bool = True) -> list[Change]:
-        """Up to three changes that would train more tokens a second, the best first, each planned and predicted.
+        """Up to three changes with more tokens a second, the best first, each planned and predicted.
 
-        `sequences`: those there are for a step. `bits_open`: whether --adam-bits may still be chosen.
+        `sequences`: of the data. `bits_open`: --adam-bits may still be chosen.
         """
         now, better = self.work.tokens / self._predict(roughly=True).step_s, []
         for what, change in self._changes(sequences, bits_open):
@@ -203,7 +193,7 @@ class Forecast:
         yield "a GPU twice as fast", lambda: replace(self, machine=quick).again()
 
     def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
-        """Planned anew, by a short search, with something changed. Raises DoesNotFit."""
+        """Planned anew by a short search. Raises DoesNotFit."""
         p, limits, work = self.plan, limits or self.limits, self.work
         changed = replace(p, n_micro=n_micro or p.n_micro)
         wanted = Wanted.like(changed, work.document or work.seq_len, work.trained)
@@ -213,7 +203,7 @@ class Forecast:
 
 
 def check_drive(f: Forecast) -> None:
-    """Raises DoesNotFit where the plan wants a drive that the machine lacks, or more than it holds."""
+    """Raises DoesNotFit where the plan needs a missing drive, or more than it holds."""
     plan, room, need = f.plan, f.room, f.disk()
     if plan.uses("ssd") and not room:
         wanted = replace(Wanted.like(plan, f.work.seq_len, f.work.trained), homes="host")
@@ -232,7 +222,7 @@ def check_drive(f: Forecast) -> None:
 
 
 def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
-    """Bytes of activations, and of gradients, that the SSD holds in a step: what Engine.claim_scratch claims."""
+    """Bytes of activations and gradients on the SSD, as in Engine.claim_scratch."""
     units = [(u, plan.units[u]) for u in range(geo.n_units)]
     saved = sum(geo.saved_layout(unit.names("ssd"), plan.tokens).span for _, unit in units)
     x = geo.x_bytes(plan.tokens) * sum(u > 0 and unit.x == "ssd" for u, unit in units)
@@ -240,7 +230,7 @@ def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
 
 
 def spares(geo: Geometry, plan: Plan) -> int:
-    """Bytes of the files of each size that Store.reserve makes, so that the last version stays while one is written."""
+    """Bytes of spare files, as in Store.reserve."""
     if not plan.homes_on_ssd:
         return 0
     sizes = {layout.span for layout in geo.weights}

@@ -1,4 +1,4 @@
-"""GPUs by the names that people write: how much memory, and how fast. No torch."""
+"""Known GPUs: names, memory and speed. No torch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,17 @@ from trireme.engine.amounts import size
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: bytes of memory; FLOPs a second of a large bf16 product (fp16 on a V100); bytes a second of its memory and
-    of its bus.
-    """
-
     name: str
-    memory: int
-    matmul: float
-    copy: float
+    memory: int  # bytes
+    matmul: float  # FLOP/s of a large bf16 product (fp16 on a V100)
+    copy: float  # bytes/s
     bus: float
 
 
-# NVIDIA's data sheets and white papers (GA102, Ada, RTX Blackwell, A100, H100, H200, V100): GiB, dense tensor-core peak
-# in TFLOP/s with fp32 accumulation, GB/s of memory. Then the share of the peak that a large product reaches: 0.79
-# measured on an H200 (782 of 989) and taken for data-centre and workstation boards; GeForce boards run faster than the
-# clock of their sheet and reach all of it (a Transformer block at 164 TFLOP/s on an RTX 4090), an A100 on PCIe 0.72 (a
-# block at 200), both as Fuyou's authors measured (section 1, footnote 3). Then the bus: x16 of generation 3, 4, 5 moves
-# 12.5, 25, 55 GB/s of pinned memory, the last measured; x8 half of it. Memory: 0.86 of the sheet's, as on an H200.
+# NVIDIA's data sheets: GiB, dense tensor-core TFLOP/s with fp32 accumulation, GB/s of memory (an H200 reaches 0.86).
+# Then the share of the peak in a large product: 0.79 measured on an H200, for data-centre and workstation boards;
+# GeForce boards clock above their sheet and reach 1 (a block at 164 TFLOP/s on an RTX 4090), an A100 on PCIe 0.72 (at
+# 200): Fuyou, section 1, footnote 3. Then GB/s of the bus: PCIe 3, 4, 5 x16 12.5, 25, 55 (measured), x8 half.
 _SHEETS = """
 RTX 3050 8 18.2 224 1 12.5
 RTX 3060 12 25.5 360 1 25
@@ -85,7 +79,7 @@ _WITHOUT_BF16 = "T4 P4 P40 P100 TitanV TitanRTX V100-16G 1070 1080 1080Ti 1660 2
 
 
 def _key(name: str) -> str:
-    """A name as it is looked up: `NVIDIA GeForce RTX_4090` and `4090` are one, `16 GB` and `16G` too."""
+    """`NVIDIA GeForce RTX_4090` as `4090`, `16 GB` as `16g`."""
     plain = re.sub(r"nvidia|geforce|tesla|rtx|gtx|[^a-z0-9]", "", name.lower())
     return re.sub(r"(\d)gi?b$", r"\1g", plain)
 
@@ -101,7 +95,7 @@ GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in _BY_KEY.values()}
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of that name, or of that size: an RTX 4090's speed with so much memory. Raises ValueError."""
+    """The GPU of that name, or an RTX 4090 of that memory size. Raises ValueError."""
     key = _key(text)
     if found := _BY_KEY.get(_ALSO.get(key, key)):
         return found

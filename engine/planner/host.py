@@ -1,4 +1,4 @@
-"""What this process may use of the machine: a device, memory within every limit set on it, and drives."""
+"""What this process may use of the machine: device, memory within all limits, drives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trireme.engine.planner.rates import CODE
 from trireme.models.config import InputError
 from trireme.storage.files import existing
 
-RAM_SHARE = 0.85  # of what this process may use
-GPU_RESERVE = 512 << 20  # bytes for kernels loaded late, library workspaces and fragmentation
+RAM_SHARE = 0.85  # of available RAM
+GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises InputError where cuda is asked for and missing."""
+    """Raises InputError where "cuda" is missing."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no CUDA device. Leave it out to train on the CPU.")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -28,12 +28,12 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def available_ram() -> int:
-    """Bytes that this process may still take: what is available, within every cgroup limit above it."""
+    """Bytes that this process may still take within its cgroups."""
     found = [_meminfo("MemAvailable")]
     for group, limit, used in _memory_groups():
         try:
             found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
-        except (OSError, ValueError):  # no such limit here ("max" is none)
+        except (OSError, ValueError):  # no file, or no limit: "max"
             continue
     return max(0, min(found))
 
@@ -42,8 +42,9 @@ _CGROUP, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def _memory_groups() -> Iterator[tuple[Path, str, str]]:
-    """(folder, name of its limit, name of what it uses) of this process's memory cgroup and all above it, of either
-    version. In a container the outer part of the path may not be there to be seen; its own limit is the root's.
+    """(folder, file of the limit, file of the use) of this process's memory cgroups, versions 1 and 2.
+
+    In a container outer folders may be invisible; its limit is the root's.
     """
     for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ["0::/", "1:memory:/"]:
         number, controllers, path = line.split(":", 2)
@@ -56,7 +57,7 @@ def _memory_groups() -> Iterator[tuple[Path, str, str]]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Page cache that a cgroup counts as used, in bytes; version 1 gives the sum over the groups below it apart."""
+    """Page cache counted as used; version 1's "total_" includes groups below."""
     counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
 
@@ -69,15 +70,14 @@ def _meminfo(key: str) -> int:
 
 
 def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None) -> Limits:
-    """Bytes that the plan may use. What is given is a hard limit; else what is free, less a reserve.
+    """Bytes that the plan may use: given limits, else free memory, less a reserve. Raises InputError.
 
-    On a CUDA device the GPU's limit counts the driver's context too. On the CPU the gpu tier is RAM as well: half of
-    it, unless it is given a limit of its own.
+    `gpu_memory` includes the driver's context. On the CPU the gpu tier is half of RAM, unless given.
     """
     host = ram if ram is not None else int(available_ram() * RAM_SHARE)
     if device.type != "cuda":
         return Limits(host // 2, host - host // 2) if gpu_memory is None else Limits(gpu_memory, host)
-    torch.zeros(1, device=device)  # makes the context, so that its size is seen
+    torch.zeros(1, device=device)  # makes the context
     free, total = torch.cuda.mem_get_info(device)
     context = min(total - free, 1 << 30)
     limit = free if gpu_memory is None else min(free, gpu_memory - context)
@@ -89,23 +89,23 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None)
 
 
 def hold_to(limits: Limits, device: torch.device) -> None:
-    """From now on torch refuses to allocate more of a CUDA device than the limit and the reserve beside it."""
+    """Has torch refuse more CUDA memory than the limit and its reserve."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.gpu + GPU_RESERVE) / total), device)
 
 
 def memory_in_use(device: torch.device) -> tuple[float, float]:
-    """(peak GiB of the GPU allocator, peak GiB of this process's resident memory)."""
+    """Peak GiB of GPU allocator and resident RAM."""
     gpu = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     return gpu / 2**30, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def drive_of(folder: str | Path) -> int:
-    """The number of the device that the folder is or will be on."""
+    """The device number of a folder, existing or not."""
     return existing(folder).stat().st_dev
 
 
 def places_of(folders: Sequence[str | Path]) -> list[Path]:
-    """One existing folder on each of the drives that the folders are or will be on."""
+    """An existing folder on each drive."""
     return list({drive_of(folder): existing(folder) for folder in folders}.values())

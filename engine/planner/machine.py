@@ -1,4 +1,4 @@
-"""What this machine has and how fast it is, as the planner's Machine: measured, or known from before."""
+"""This machine as the planner's Machine: its memory, drives and rates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, rates_o
 
 
 def this_machine(device: torch.device, dtype: str, limits: Limits, folders: Sequence[str | Path]) -> Machine:
-    """This machine and its rates, measured in a few seconds or before. Its drives are taken to be usual ones.
-
-    `folders`: where the store is to be. On the CPU both tiers are RAM, and copies between them are CPU copies.
-    """
+    """This machine, its rates measured in seconds or before, its drives, under `folders`, taken as usual ones."""
     cuda = device.type == "cuda"
     measure = lambda: {"matmul": probe.matmul_rate(device, DTYPE[dtype])} | probe.processor_rates(device, dtype)
     found, how = probe.kept(probe.processor(device, dtype), measure) if cuda else (measure(), "measured")
@@ -35,7 +32,7 @@ def this_machine(device: torch.device, dtype: str, limits: Limits, folders: Sequ
 
 
 def with_drives(machine: Machine, folders: Sequence[str | Path]) -> Machine:
-    """The machine with the measured rates of the drives under `folders`; as it was where they cannot be tried."""
+    """`machine` with measured rates of the drives under `folders`, if they can be tried."""
     try:
         tried = [_tried(place) for place in places_of(folders)]
     except OSError:

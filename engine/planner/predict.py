@@ -1,4 +1,4 @@
-"""How long a step will take, from the step's own code on simulated lanes (simulate.py) and a machine's Rates."""
+"""A step's predicted time: its own code on simulated lanes (simulate.py)."""
 
 from __future__ import annotations
 
@@ -18,45 +18,43 @@ from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
 
-# Passes over memory at the device's copy rate, for one byte that a task is said to move.
-PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3}
-KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 2, "statistics": 10}  # others start one
+PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3}  # bytes copied for each byte of a task
+KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 2, "statistics": 10}  # others: 1
 LOSS_KERNELS = 12, 6  # and for each chunk of logits
-FEW = 8  # micro-batches that are told apart, at least
-PIECES = 16  # of the largest gradient that are told apart, if `roughly` will do
-HALF = 450  # tokens of a document over which attention reaches half of its best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
-STEADY, STEPS = 1e-4, 12  # two steps that differ by no more are the steady state; after so many it is extrapolated
+FEW = 8  # micro-batches simulated apart, at least
+PIECES = 16  # of the largest gradient, `roughly`
+HALF = 450  # tokens of a document at half of attention's best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
+STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extrapolation
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step in its steady state. `busy`: seconds of compute, h2d, d2h, ssd, cpu, update; `bound` is the fullest."""
+    """A steady state's step. `busy`: seconds of compute, h2d, d2h, ssd, cpu, update; `bound`: the busiest."""
 
     step_s: float
     busy: dict[str, float]
     bound: str
-    ssd_read: int  # bytes a step
+    ssd_read: int  # bytes
     ssd_written: int
-    spans: tuple[Span, ...] = ()  # of the last simulated step; none of a rough one
+    spans: tuple[Span, ...] = ()  # of the last step; none if `roughly`
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step computes on: `n_micro` micro-batches of `tokens` in documents of `seq_len` tokens."""
+    """A step's micro-batches of `tokens` in documents of `seq_len`."""
 
     tokens: int
     seq_len: int
     n_micro: int
-    trained: float = 1.0  # share of the tokens whose label counts
+    trained: float = 1.0  # share of tokens with a label
 
     @property
     def learned(self) -> int:
-        """Labels of a micro-batch that count."""
         return max(1, round(self.trained * self.tokens))
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of a micro-batch's documents."""
+        """Tokens of each document."""
         whole, rest = divmod(self.tokens, self.seq_len)
         return [self.seq_len] * whole + [rest] * (rest > 0)
 
@@ -70,11 +68,10 @@ class Batch:
 
 
 def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False) -> Prediction:
-    """The steady state of training by `plan` on a machine of these rates. The plan is taken to fit.
+    """The steady state of `plan`, which is taken to fit. Raises ValueError where it needs a drive and rates have none.
 
-    With many micro-batches, several are simulated as one (within 2 %). Where `between` is not "gpu" that is less exact,
-    as is merging a gradient's pieces; both only with `roughly`.
-    Raises ValueError where the plan uses a drive and the rates have none.
+    Several micro-batches are simulated as one (within 2 %). Only `roughly`: the same where `between` is "host", and
+    merged pieces of gradients.
     """
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
@@ -95,8 +92,8 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
 
 
 def _steady(e: Engine, lanes: SimulatedLanes, inputs: Sequence[Inputs]) -> float:
-    """Seconds of a step of `e` in the steady state; `lanes` then hold its tasks."""
-    for step, part in enumerate((inputs[:1], inputs), 1):  # the first brings gradients, for the second to update by
+    """Seconds of a steady state's step, noted in `lanes`."""
+    for step, part in enumerate((inputs[:1], inputs), 1):  # the first makes gradients
         lanes.begin()
         train_step(e, part, step, 0.0)
         seconds = lanes.time()
@@ -108,12 +105,12 @@ def _steady(e: Engine, lanes: SimulatedLanes, inputs: Sequence[Inputs]) -> float
         grown = [a - b for a, b in zip(now, before, strict=True)]
         if all(abs(more) < STEADY * seconds for more in grown):
             return seconds
-    return seconds + max(grown[1:])  # what the lane that falls behind will hold up, once all slots wait for it
+    return seconds + max(grown[1:])  # once slots wait for the lane that falls behind
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: among tens of thousands of tasks it takes as long as all else."""
+    """No garbage collection: it doubles the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -124,7 +121,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def together(n_micro: int) -> int:
-    """How many of `n_micro` micro-batches a prediction takes as one: a divisor that leaves at least FEW."""
+    """The largest divisor of `n_micro` that leaves FEW groups."""
     return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= FEW))
 
 
@@ -137,16 +134,16 @@ def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) 
             busy[t.lane] += t.end - t.start
     busy["ssd"] = drive_seconds(
         moved["ssd_read"], moved["ssd_write"], lanes.rates
-    )  # spans are longer where both queues wait for the drive
+    )  # spans include waits for the drive
     bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
 
 
-# ---------------------------------------------------------------- how long a task takes
+# ---------------------------------------------------------------- tasks
 
 
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
-    """A task's seconds with its resources to itself; k micro-batches pass as one."""
+    """A task's seconds alone, k micro-batches as one."""
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {lane: getattr(rates, DRIVE.get(lane, lane)) for lane in ("h2d", "d2h", *DRIVE)}
@@ -164,26 +161,25 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
 
 
 def _launched(kernels: float, seconds: float, rates: Rates) -> float:
-    """Seconds of kernels that work for `seconds`: with the gaps between them, or as long as the host starts them."""
     return max(seconds + kernels * rates.launch, kernels * rates.host)
 
 
 def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[tuple[Kind, str], float]:
-    """(kind, unit) -> seconds of every forward, backward and loss, for one micro-batch."""
+    """(kind, unit) -> seconds of forward, backward or loss of a micro-batch."""
     cfg = plan.cut(cfg)
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs
-    row = N * ITEMSIZE[plan.dtype]  # bytes of one feature of every token
+    row = N * ITEMSIZE[plan.dtype]  # bytes of a feature
     attended = costs.attention_flops(cfg, pairs)
     gemm = rates.matmul * rates.gemm
     long = batch.seq_len / (batch.seq_len + HALF)
     forward_attention = attended / (rates.matmul * rates.attention * long)
     backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
-    # Norms, residuals, rotation and activation, each reading and writing once; backward does all of it twice.
+    # Norms, residuals, rotation, activation: read and written once, in backward twice.
     features = {"attention": 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)}
     features["mlp"] = 4.5 * cfg.width + (3 if cfg.gated else 2) * cfg.ffn
     features["block"] = features["attention"] + features["mlp"]
-    parts = len(shapes.inner_kinds(cfg))  # that a block is cut into
+    parts = len(shapes.inner_kinds(cfg))  # of a block
 
     def launched(kind: Kind, seconds: float) -> float:
         return _launched(KERNELS[kind] / parts, seconds, rates)
@@ -193,7 +189,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         ("backward", names[0]): _launched(4, 7 * row * cfg.width / rates.copy, rates),  # sorts ids, adds in place
         ("loss", names[-1]): _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
     }
-    # A weight's gradient is read, added to and written once for each micro-batch, in fp32 where there are several.
+    # Gradients are read and written each micro-batch, in fp32 if several.
     wide = 8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]
     parameters = {shapes.kind(cfg, u): shapes.parameters(cfg, u) for u in range(1, 1 + len(shapes.inner_kinds(cfg)))}
     for u in range(1, cfg.n_units - 1):
@@ -219,7 +215,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
 
 
 def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> float:
-    """Logits, their gradient and two products: five passes over the logits, and over the fp32 gradient each chunk."""
+    """Five passes over the logits, two over the weight's fp32 gradient each chunk."""
     chunks = -(-tokens // costs.LOSS_CHUNK)
     moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width
     seconds = 3 * costs.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy

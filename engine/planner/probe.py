@@ -1,9 +1,8 @@
-"""How fast this machine is: measured once, in well under a minute, and known again while the machine is the same.
+"""The speed of this machine, measured once, in under a minute.
 
-What was measured is kept as JSON in the user's cache folder, one file for processor and GPU, one for each drive;
-deleting a file measures again. A drive is tried with a file that has lost its name by the time it is written, so it
-is gone however this process ends. Twelve seconds do not fill a consumer drive's fast cache; the first steps of a run
-tell the rest.
+Results are JSON in the user's cache folder, one file for processor and GPU, one a drive; deleting one measures again.
+A drive's trial file is unlinked before it is written: it is gone however this process ends. Twelve seconds do not
+fill a consumer drive's fast cache.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from trireme.storage.scratch import Scratch
 from trireme.storage.temporary import HIDDEN, Temporary
 
 VERSION = 5  # of what is measured
-CHUNK, DEPTH = 64 << 20, 3  # bytes of a request to a drive, requests of a kind in flight
-COPY, AHEAD = 256 << 20, 6  # bytes of a copy to and from a GPU, and copies that wait for their turn
-PHASE = 0.4  # seconds in which copies and updates go on beside each other
-STARTS = 200  # of a kernel, by which one is timed
-TURNS = 6  # of these, of which the first warms up and the fastest counts
+CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
+COPY, AHEAD = 256 << 20, 6  # bytes of a copy, copies queued
+PHASE = 0.4  # seconds of a flow
+STARTS = 200  # of a kernel in a turn
+TURNS = 6  # the first warms up, the fastest counts
 
 
 def kept(identity: dict[str, Any], measure: Callable[[], dict[str, float]]) -> tuple[dict[str, float], str]:
-    """(what `measure` finds, or found before on what has the same identity; how it is known, in words)."""
+    """(rates, measured or kept for this identity; how they are known, in words)."""
     folder, identity = cache_folder(), identity | {"version": VERSION}
     name = f"machine-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.json"
     try:
@@ -50,12 +49,12 @@ def kept(identity: dict[str, Any], measure: Callable[[], dict[str, float]]) -> t
         if found["identity"] == identity:
             return {name: float(value) for name, value in found["rates"].items()}, "measured before"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # nothing there, or not ours: measured anew
+        pass  # missing or foreign
     start = time.monotonic()
     rates = measure()
     if folder:
         part = folder / f"{name}.{os.getpid()}"
-        with contextlib.suppress(OSError):  # full, or read-only: the next run measures again
+        with contextlib.suppress(OSError):  # measured again next time
             part.write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
             part.replace(folder / name)
     return rates, f"measured, {time.monotonic() - start:.0f} s"
@@ -65,7 +64,7 @@ def kept(identity: dict[str, Any], measure: Callable[[], dict[str, float]]) -> t
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matrix product on random data: what MFU is measured against."""
+    """FLOP/s of a large square product: the base of MFU."""
     n = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     for _ in range(2):
@@ -74,7 +73,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def processor(device: torch.device, dtype: str) -> dict[str, Any]:
-    """What the rates of processor and GPU depend on."""
+    """Identity for `kept`, GPU included."""
     found = {
         "cpu": _first("/proc/cpuinfo", "model name"),
         "ram": _first("/proc/meminfo", "MemTotal"),
@@ -88,7 +87,7 @@ def processor(device: torch.device, dtype: str) -> dict[str, Any]:
 
 
 def _first(path: str, key: str) -> str:
-    """The first line of a file that begins with `key`; nothing where there is none."""
+    """The first line of a file that begins with `key`, or ""."""
     try:
         return next((line for line in Path(path).read_text().splitlines() if line.startswith(key)), "").strip()
     except OSError:
@@ -96,7 +95,7 @@ def _first(path: str, key: str) -> str:
 
 
 def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
-    """Rates by their names in rates.py, all but the matrix product's and a drive's, in about five seconds."""
+    """Rates by name, without matmul and drives, in about five seconds."""
     found = {"copy": _copy_rate(device)}
     with Workers() as workers:
         if device.type == "cuda":
@@ -110,21 +109,21 @@ def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Bytes/s read plus written by a large copy within the device's memory."""
-    n = 256 << 20 if device.type == "cuda" else 64 << 20  # more than caches hold
+    """Bytes/s read plus written."""
+    n = 256 << 20 if device.type == "cuda" else 64 << 20  # beyond caches
     a, b = (torch.ones(n, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * n / min(timed(lambda: b.copy_(a), device) for _ in range(3))
 
 
 def start_seconds(device: torch.device) -> float:
-    """Seconds that the host takes to start a kernel, which works for less than that."""
+    """Of the host, for a kernel."""
     x, w = torch.ones(8, 128, dtype=torch.bfloat16, device=device), torch.ones(128, dtype=torch.bfloat16, device=device)
     calls = lambda: [ops.rmsnorm_fwd(x, w, 1e-5) for _ in range(STARTS)]
     return min(timed(calls, device) for _ in range(TURNS)) / STARTS
 
 
 def _update(workers: Workers, dtype: str, n: int, lots: int = 1) -> Callable[[], object]:
-    """An AdamW update of n parameters by all of the CPU's workers: of another lot with each call, out of cache."""
+    """An AdamW update of n parameters, of another lot each call: out of cache."""
     w, grad = (torch.ones(lots, n, dtype=DTYPE[dtype]) for _ in range(2))
     lo = torch.zeros(lots, n, dtype=torch.int16) if dtype == "BF16" else (None,) * lots
     m, v, clip = torch.zeros(lots, n), torch.ones(lots, n), torch.ones(1)
@@ -134,17 +133,15 @@ def _update(workers: Workers, dtype: str, n: int, lots: int = 1) -> Callable[[],
 
 
 class _Bus:
-    """Copies between a GPU and pinned RAM, many in flight each way."""
-
     def __init__(self, device: torch.device):
-        self.memory = Memory(device, 1 << 40, 1 << 40)  # torch's own pinned memory would never be given back
+        self.memory = Memory(device, 1 << 40, 1 << 40)  # torch never gives its pinned memory back
         self.gpu, start = self.memory.alloc("gpu", "probe", COPY, 2), time.perf_counter()
         self.host = self.memory.alloc("host", "probe", COPY, 2)
         self.pin = 2 * COPY / (time.perf_counter() - start)
         self.streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def copy(self, way: int) -> torch.cuda.Event:
-        """Starts a copy, 0: to the GPU, 1: from it."""
+        """Starts a copy to (0) or from (1) the GPU."""
         to, source = (tier[way] for tier in ((self.gpu, self.host) if way == 0 else (self.host, self.gpu)))
         assert to is not None
         assert source is not None
@@ -153,11 +150,11 @@ class _Bus:
             return self.streams[way].record_event(torch.cuda.Event(enable_timing=True))
 
     def flow(self, work: Callable[[], object], *ways: int) -> tuple[float, ...]:
-        """Calls of `work` a second, and bytes a second that each of `ways` copies, while all of it goes on."""
+        """Calls of `work` a second and bytes/s of each way, all at once."""
         copies, calls, start = [[self.copy(way)] for way in ways], 0, time.perf_counter()
         while (took := time.perf_counter() - start) < PHASE or not all(done[1].query() for done in copies):
             for way, done in zip(ways, copies, strict=True):
-                while len(done) < AHEAD or done[-AHEAD].query():  # a call may take as long as some copies
+                while len(done) < AHEAD or done[-AHEAD].query():  # `work` may outlast copies
                     done.append(self.copy(way))
             work()
             calls += 1
@@ -168,14 +165,14 @@ class _Bus:
 
 
 def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str, float]:
-    """The bus, an update of n parameters on the CPU, and what each keeps beside the other, as in a step."""
+    """Bus and CPU updates, alone and at once."""
     bus, idle = _Bus(device), lambda: time.sleep(1e-3)
     flow = bus.flow
     flow(idle, 0, 1)
     (_, up), (_, down), (_, *both) = flow(idle, 0), flow(idle, 1), flow(idle, 0, 1)
     (alone,), (_, reading), (crowded, *copied) = flow(update), flow(update, 0), flow(update, 0, 1)
     bus.memory.close()
-    lost = max(0.01, 1 - crowded / alone)  # of the updates' time, to what is copied meanwhile
+    lost = max(0.01, 1 - crowded / alone)  # share of the updates' time
     return {
         "pin": bus.pin,
         "h2d": up,
@@ -189,7 +186,7 @@ def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str
 
 
 def timed(fn: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call and of the GPU's work that it starts."""
+    """Seconds of a call and its work on the GPU."""
     start = _now(device)
     fn()
     return _now(device) - start
@@ -205,7 +202,7 @@ def _now(device: torch.device) -> float:
 
 
 def drive(folder: Path) -> dict[str, Any]:
-    """What tells one drive from another."""
+    """Identity of the drive under `folder`."""
     number = folder.stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     models = [f for f in (block / "device/model", block / "../device/model") if f.exists()]
@@ -214,12 +211,13 @@ def drive(folder: Path) -> dict[str, Any]:
 
 
 def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict[str, float]:
-    """Bytes/s that the drive under `folder` reads and writes, each alone, and `mixed`, the share that is left of both
-    when they happen at once. Takes three times `seconds`. Raises OSError where there is no room or no right to try.
+    """ssd_read and ssd_write (bytes/s, alone) and `mixed` of the drive under `folder`, in 3 x `seconds`.
+
+    Raises OSError where there is no room or no right to write.
     """
     nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
     with Temporary(HIDDEN, folder) as own:
-        device = open_device(own)  # tried out, as the store's own is
+        device = open_device(own)  # as the store does
         scratch = Scratch([device], max(nbytes, 2 * CHUNK))
         try:
             ((write, written),) = _flow(seconds, _Way(scratch.write, 0, nbytes))
@@ -227,13 +225,13 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict
             half = nbytes // 2
             both = _flow(seconds, _Way(scratch.read, 0, half), _Way(scratch.write, half, nbytes))
         finally:
-            device.io.close()  # first: after an error something may be in flight
+            device.io.close()  # first: an error leaves requests in flight
             scratch.close()
     return {"ssd_read": read, "ssd_write": write, "mixed": both[0][0] / read + both[1][0] / write}
 
 
 class _Way(NamedTuple):
-    """Requests to a scratch file, one behind the other round its bytes [first, last)."""
+    """Requests round the bytes [first, last) of a scratch file."""
 
     move: Callable[[int, memoryview], Future[None]]
     first: int
@@ -244,7 +242,7 @@ class _Way(NamedTuple):
 
 
 def _flow(seconds: float, *ways: _Way) -> list[tuple[float, int]]:
-    """(bytes/s, bytes) moved each way, DEPTH requests in flight at a time."""
+    """(bytes/s, bytes) of each way."""
     at, moved = [way.first for way in ways], [0] * len(ways)
     flying: deque[tuple[int, memoryview, Future[None]]] = deque()
     start = time.perf_counter()

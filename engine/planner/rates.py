@@ -1,8 +1,6 @@
-"""How fast a machine is, as numbers that a plan can be judged by: known GPUs and drives, or `--assume`. No torch.
+"""The rates of a machine: measured, of known GPUs and drives, or `--assume`. No torch.
 
-`Rates` says what a machine reaches in the long run, not what its data sheet promises. Figures of parts come from their
-makers' data sheets and, where marked "measured", from this project's benchmarks; what a computation reaches of them
-was measured task by task on an H200 and is the same for every part.
+Figures come from data sheets or, where marked "measured", from this project's benchmarks.
 """
 
 from __future__ import annotations
@@ -23,42 +21,34 @@ GB, TB = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Rates:
-    """What each resource reaches, one at a time: FLOP/s, bytes/s, parameters/s, seconds.
+    """Of each resource alone, in the long run: FLOP/s, bytes/s, parameters/s, seconds."""
 
-    `matmul` is what a large square matrix product of the compute dtype reaches on random data. `dram` is what the CPU's
-    memory gives to all its users together: an AdamW update moves ADAM_BYTES of it a parameter, and each byte that is
-    copied meanwhile delays it by 1 / dram seconds. A drive reads or writes, not both: `ssd_read` and `ssd_write` are
-    each alone, of all drives together, past any fast cache.
-    """
-
-    matmul: float
+    matmul: float  # a large square product on random data
     copy: float  # GPU memory, read plus written
     h2d: float
     d2h: float
-    adam: float  # fp32 AdamW on the CPU, parameters/s, nothing else using its memory
-    dram: float
-    ssd_read: float = 0.0
+    adam: float  # fp32 AdamW on the CPU, parameters/s
+    dram: float  # RAM: an update takes ADAM_BYTES a parameter, a byte copied meanwhile delays it 1 / dram seconds
+    ssd_read: float = 0.0  # all drives, past any fast cache, without writes
     ssd_write: float = 0.0
-    duplex: float = 0.92  # share of h2d and d2h that is left when both directions are busy
-    # Share of h2d that is left while the CPU updates: 0.64 to 0.94 in 15 runs on Xeons, where d2h kept 0.92 or more: it
-    # is reading that updates delay. And of adam in a step, where it was not measured out of all caches beside copies.
-    reading: float = 0.82
-    beside: float = 0.88
-    launch: float = 3e-6  # of a kernel: the gap before it
-    host: float = 0.0  # seconds of the host to start a kernel: what small blocks wait for
+    duplex: float = 0.92  # share of h2d and d2h left when both are busy
+    reading: float = 0.82  # of h2d beside CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
+    beside: float = 0.88  # of adam in a step, where not measured out of caches beside copies
+    launch: float = 3e-6  # the gap before a kernel
+    host: float = 0.0  # seconds of the host to start a kernel
     latency: float = 5e-5  # of handing a task to another lane
-    pin: float = 3e9  # bytes of RAM that are made ready for copies to and from a GPU, before the first step
-    mixed: float = 1.0  # share of ssd_read and ssd_write that is left while a drive does both
-    # Share of `matmul` that a block's matrix products reach, and attention over long documents (d 128). Medians of task
-    # times on an H200 over LLaMA shapes of 1.3B to 13B, and attention's own benchmark.
+    pin: float = 3e9  # bytes/s of pinning RAM
+    mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
+    # Share of `matmul`: a block's products, attention over long documents (d 128). Medians of task times on an H200,
+    # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
     gemm: float = 0.885
     attention: float = 0.76
     attention_backward: float = 0.50
-    # Share of all these that tasks reach, by their names: timed on a CPU, and corrected in a run.
+    # Share of these that tasks reach, by kind; corrected in a run.
     forward: float = 1.0
     backward: float = 1.0
     loss: float = 1.0
-    finish: float = 1.0  # of a gradient: its norm and its rounding
+    finish: float = 1.0  # a gradient's norm and rounding
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
         """These rates with those of `names` multiplied by `share`."""
@@ -70,36 +60,34 @@ COMPUTATION = ("forward", "backward", "loss", "finish")
 
 @dataclass(frozen=True)
 class Drive:
-    """One NVMe drive: what it reads and writes for hours, its capacity, and what its maker lets be written to it."""
+    """An NVMe drive: bytes/s kept up for hours, bytes, and bytes of warranted writes."""
 
     name: str
     read: float
     write: float
     capacity: int
-    endurance: float  # bytes
+    endurance: float
 
 
-# A consumer drive of generation 4 (Samsung 990 Pro 2 TB: 7.45 read, 6.9 written at first, 1.4 once its fast cache is
-# full, 1,200 TB) and a data-centre drive (Intel P5510 3.84 TB: 6.5 read, 3.4 written, 1 drive write a day for 5 years).
+# Samsung 990 Pro 2 TB: reads 7.45 GB/s, writes 6.9, 1.4 with its fast cache full; 1,200 TB. Intel P5510: one drive
+# write a day for 5 years.
 DRIVES = {
     "gen4": Drive("consumer PCIe 4 drive", 7.0 * GB, 1.4 * GB, 2 * TB, 1200 * TB),
     "p5510": Drive("Intel P5510", 6.5 * GB, 3.4 * GB, 3840 * GB, 7000 * TB),
 }
-ENDURANCE = 600  # bytes that may be written for each byte of a consumer drive's capacity (1,200 TB of 2 TB)
+ENDURANCE = 600  # warranted writes over capacity of a consumer drive (1,200 TB of 2 TB)
 
-# What the CPU's memory gives to all its users over what AdamW alone takes of it; from measured steps that it binds.
-SHARED = 1.05
+SHARED = 1.05  # dram over what AdamW alone takes of it, in measured steps bound by it
 HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
-CODE = 600 << 20  # bytes of RAM that code loaded and compiled during the first steps on a GPU takes
-GPU_RESERVE, RAM_SHARE = 5 << 28, 0.85  # bytes for the driver's context and late kernels; share of RAM to be used
+CODE = 600 << 20  # RAM for code loaded and compiled in the first steps on a GPU
+GPU_RESERVE, RAM_SHARE = 5 << 28, 0.85  # the driver's context and late kernels; usable share of RAM
 
 
 def rates_of(measured: Mapping[str, float]) -> Rates:
-    """Rates from measured numbers by their names here; what is infinite or missing was not measured.
+    """Rates from measured numbers by name, `matmul` and `adam` at least; zero and infinite count as missing.
 
-    `matmul` and `adam` are needed. Without a bus (on a CPU) copies are the CPU's own, which read and write what they
-    move; without a drive there is none.
+    Without a bus (on a CPU) a copy reads and writes RAM.
     """
     known = {f.name for f in fields(Rates)}
     found = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
@@ -110,20 +98,18 @@ def rates_of(measured: Mapping[str, float]) -> Rates:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine to plan for: what it holds and how fast it is."""
-
     name: str  # of the GPU
-    gpu: int  # bytes
+    gpu: int
     ram: int
     rates: Rates
-    ssd: int = 0  # bytes of all drives together
-    endurance: float = 0.0  # bytes that may be written to them
+    ssd: int = 0  # bytes of all drives
+    endurance: float = 0.0  # bytes of warranted writes
     drives: str = "no SSD"
-    how: str = ""  # its rates are known
+    how: str = ""  # the rates are known
 
     @property
     def limits(self) -> Limits:
-        """Bytes that a plan may use, as memory_limits gives them for a real machine."""
+        """Usable bytes, like host.memory_limits."""
         return Limits(self.gpu - GPU_RESERVE, int(self.ram * RAM_SHARE))
 
     def describe(self) -> str:
@@ -138,7 +124,7 @@ class Machine:
 def machine(
     gpu: Gpu, ram: int, drive: Drive | None = None, drives: int = 1, dram: float = CONSUMER_DRAM, name: str = ""
 ) -> Machine:
-    """A machine from its parts. `dram`: bytes/s of the CPU's memory, of which AdamW reaches what it needs."""
+    """A machine from its parts. `dram`: bytes/s of RAM."""
     rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam=dram / ADAM_BYTES, dram=dram, host=HOST)
     made = Machine(name or gpu.name, gpu.memory, ram, rates)
     if drive is None:
@@ -153,10 +139,9 @@ def machine(
 
 
 def assume(text: str) -> Machine:
-    """The machine that `gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,dram=70` says; dram is in GB/s. Raises InputError.
+    """The machine of `gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,dram=70`; dram in GB/s. Raises InputError.
 
-    `gpu` may be a size, which is an RTX 4090's speed with that much memory. `ssd` without @READ/WRITE (GB/s of one
-    drive) is consumer drives whose fast cache is full.
+    `gpu=24GiB`: an RTX 4090 of that memory. `ssd` without @READ/WRITE (GB/s a drive): DRIVES["gen4"].
     """
     given = dict(part.split("=", 1) for part in text.replace(" ", "").split(",") if "=" in part)
     unknown = given.keys() - {"gpu", "ram", "ssd", "dram"}
@@ -182,6 +167,6 @@ def _drives(text: str) -> tuple[Drive, int]:
 
 
 def _speed(text: str) -> float:
-    """Bytes a second of a number in GB/s; from 100 on in MB/s, as boxes of drives print it."""
+    """Bytes/s of a number in GB/s or, from 100 on, MB/s, as on boxes of drives."""
     value = positive(text)
     return value * GB if value < 100 else value * GB / 1000

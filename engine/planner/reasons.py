@@ -1,4 +1,4 @@
-"""Why a plan is what it is: its decisions in sentences, with their numbers."""
+"""The decisions of a plan in sentences, with their numbers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan, Tier
 from trireme.engine.planner.predict import Prediction
 
-WORTH_SAYING = 0.995  # of the step by the plain rule's plan: a step that takes longer is no gain worth a sentence
+WORTH_SAYING = 0.995  # of the time by the plain rule's plan
 PLACES: dict[Tier, str] = {"host": "in RAM", "ssd": "on the SSD"}
 
 
 def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction) -> tuple[str, ...]:
-    """A sentence for each decision of `plan`, whose step is predicted as `found`.
-
-    `first` is the plain rule's plan, and `before` its step.
-    """
+    """A sentence for each decision of `plan`, predicted as `found`; `first` and `before`: of the plain rule."""
     said = []
     if plan.halves:
         said.append("units are halves of blocks, attention and MLP: whole blocks do not fit the GPU")
@@ -45,7 +42,7 @@ def _states(geo: Geometry, plan: Plan) -> Iterable[str]:
 
 
 def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> Iterable[str]:
-    """What is swapped out, and the seconds of computation beside those of the plain rule's plan."""
+    """Swapped tensors; seconds of computation, `before` by the plain rule."""
     n, blocks = len(plan.units), "half blocks" if plan.halves else "blocks"
     for tier, where in PLACES.items():
         away = [u for u in range(1, n - 1) if plan.units[u].names(tier)]

@@ -1,4 +1,4 @@
-"""The plain rule that makes a plan: fill the GPU, then RAM, then the SSD; recompute the rest. Pure; no torch."""
+"""The plain rule of a plan: fill the GPU, then RAM, then the SSD; recompute the rest. No torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Tier, Uni
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
-UPDATE_TOKENS = 50_000  # tokens whose forward takes as long as the CPU's update of the same parameters
-GPU_UPDATES = 0.3  # share of RAM-home units updated on the GPU: 14 B a parameter over PCIe against 19 B of DRAM
-MARGIN = {"gpu": 1.0, "host": 1.25}  # of memory to ask for: the more RAM, the larger records of state are
-LATE_TOKENS = 12_000  # from here on a step has time to write the moments apart from the weights
+UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
+GPU_UPDATES = 0.3  # of RAM-home units: 14 B a parameter over PCIe against 19 B of DRAM
+MARGIN = {"gpu": 1.0, "host": 1.25}  # of lacking memory: more RAM, larger records
+LATE_TOKENS = 12_000  # a step from which moments are written apart from weights
 
-Between = Literal["gpu", "host"]  # tier of x and dx, of a plan
-Waiting = Literal["host", "ssd"]  # tier of gradients that wait for their norm
+Between = Literal["gpu", "host"]  # of x and dx
+Waiting = Literal["host", "ssd"]  # of gradients, for the norm
 Homes = Literal["auto", "gpu", "host", "ssd", "state-ssd"]
-LOWEST: dict[Homes, tuple[Tier, Tier]] = {  # the lowest tiers of weights and of state
+LOWEST: dict[Homes, tuple[Tier, Tier]] = {  # of weights, of state
     "auto": ("ssd", "ssd"),
     "gpu": ("gpu", "gpu"),
     "host": ("host", "host"),
@@ -33,43 +33,40 @@ LOWEST: dict[Homes, tuple[Tier, Tier]] = {  # the lowest tiers of weights and of
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a plan is asked for."""
-
-    sizes: tuple[tuple[int, int], ...]  # candidates (tokens of a micro-batch, micro-batches a step), the largest first
+    sizes: tuple[tuple[int, int], ...]  # (tokens of a micro-batch, micro-batches a step), largest first
     dtype: str = "BF16"
     mode: Mode = "forward"
     record: int = 1 << 24
     adam_bits: int = 32
-    homes: Homes = "auto"  # or the tier of all weights and state, or "state-ssd": weights in RAM, the rest on the SSD
-    halves: bool | None = None  # whether units are half blocks; None: if no plan of whole blocks fits
+    homes: Homes = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
+    halves: bool | None = None  # half blocks; None: if whole blocks do not fit
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
-    trained: float = 1.0  # share of the tokens whose label counts
+    trained: float = 1.0  # share of tokens with a label
 
     @classmethod
     def like(cls, plan: Plan, document: int, trained: float) -> Wanted:
-        """Another plan for a GPU that computes the same step and stores state in the same records."""
+        """The same step and records, for a GPU."""
         sizes = ((plan.tokens, plan.n_micro),)
         return cls(sizes, plan.dtype, plan.mode, plan.record, plan.adam_bits, document=document, trained=trained)
 
     @property
     def free(self) -> bool:
-        """Whether the plan chooses the homes."""
         return self.homes == "auto"
 
     @property
     def gpu_updates(self) -> bool:
-        """Whether the device can update units: there is no CUDA kernel for narrow moments."""
+        """Whether the device can update: CUDA has no kernel for narrow moments."""
         return not self.on_cuda or self.adam_bits == 32
 
 
 @dataclass(frozen=True)
 class Lean:
-    """Preferences of the rule where only time can tell what is better. The default is the plain rule."""
+    """Preferences where only time tells what is better. The default is the plain rule."""
 
-    x: Tier = "gpu"  # the first tier tried as the home of blocks' inputs
-    states: float | None = None  # share of units whose state the GPU holds before activations; None: by tokens a step
-    resident: bool = False  # weights whose home is RAM stay on the GPU before activations do
+    x: Tier = "gpu"  # first tier tried for blocks' inputs
+    states: float | None = None  # share of units with state on the GPU before activations; None: by tokens a step
+    resident: bool = False  # keep weights from RAM on the GPU before activations
     updates: float = GPU_UPDATES
 
 
@@ -79,7 +76,7 @@ def spread(n: int, k: int) -> frozenset[int]:
 
 
 def largest(n: int, good: Callable[[int], bool]) -> int:
-    """The largest k in 0..n with good(k), where good is true up to some k and false after. good(0) is taken as true."""
+    """The largest k in 0..n with good(k), which is monotone; good(0) is taken as true."""
     low, high = 0, n
     while low < high:
         middle = (low + high + 1) // 2
@@ -88,15 +85,12 @@ def largest(n: int, good: Callable[[int], bool]) -> int:
 
 
 def furthest(geo: Geometry, limits: Limits, n: int, plan: Callable[[int], Plan]) -> Plan:
-    """plan(k) for the largest k in 0..n that fits; plan(0) is taken to fit."""
+    """plan(k) of the largest k in 0..n that fits; plan(0) is taken to fit."""
     return plan(largest(n, lambda k: fits(geo, plan(k), limits)))
 
 
 def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = Lean()) -> Plan:
-    """A plan by a plain rule: fill the GPU, then RAM, then the SSD; recompute what does not fit.
-
-    The first of `wanted.sizes` that fits is taken. Raises DoesNotFit with the numbers and the way out.
-    """
+    """The rule's plan, with the first of `wanted.sizes` that fits. Raises DoesNotFit with numbers and ways out."""
     refused = []
     for halves in (False, True) if wanted.halves is None else (wanted.halves,):
         geo = geometry(replace(cfg, halves=halves), wanted.dtype, wanted.adam_bits)
@@ -112,7 +106,6 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = L
 
 
 def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
-    """The first plan that fits with everything as low as `homes` lets it be; if none does, the one that lacks least."""
     refused = []
     for plan in _low_plans(geo, wanted, lean):
         if fits(geo, plan, limits):
@@ -122,11 +115,11 @@ def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, lean: Lean) -> Plan
 
 
 def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
-    """Plans with everything in the lowest tier, from the roomiest to the smallest."""
+    """Plans with everything as low as `homes` allows, the roomiest first."""
     weights, state = LOWEST[wanted.homes]
     frozen = any(layout.tensors for layout in geo.base) and weights != "gpu"
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
-    # (weight slots on the GPU, gradient piece, weight slots in RAM): fewer slots overlap less, but fit.
+    # (weight slots on the GPU, gradient piece, weight slots in RAM)
     half = geo.half_piece()
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     gradients: tuple[Waiting, ...] = ("host", "ssd") if state == "ssd" and wanted.mode != "backward" else ("host",)
@@ -134,7 +127,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
-            # Of adapters the weights and states are small; what is frozen takes the place of weights.
+            # Adapters and their state are small; their base is not.
             low = UnitPlan("host", "host", x=x, base=weights) if frozen else UnitPlan(weights, state, x=x)
             yield Plan(
                 units=(low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),),
@@ -155,15 +148,14 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
 
 
 def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
-    """Bytes that a plan needs above its limits, of both tiers together."""
     return sum(limits.lacking(usage(geo, plan)).values())
 
 
-# ---------------------------------------------------------------- moved up, as far as there is room
+# ---------------------------------------------------------------- moved up
 
 
 def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
-    """Moves pieces of a plan that fits up the tiers, most useful first, while it still fits."""
+    """Moves parts of a plan up, most useful first."""
     n, to_gpu = geo.n_units, wanted.free and wanted.gpu_updates
     if any(layout.tensors for layout in geo.base):
         return _fill_frozen(geo, plan, limits, wanted)
@@ -182,13 +174,13 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean)
     plan = _keep_activations(geo, plan, limits)
     if to_gpu:
         plan = _states_to_gpu(geo, plan, limits, n)
-    if wanted.free:  # what went to the GPU has left room in RAM
+    if wanted.free:  # states that went to the GPU left room
         plan = fill_ram(geo, plan, limits)
     return furthest(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
 
 
 def _fill_frozen(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> Plan:
-    """As _fill, where some weights are frozen: first what is trained, then activations, then what is only read."""
+    """As _fill, with a frozen base: trained weights, then activations, then the base."""
     units = range(geo.n_units)
     if wanted.free:
         everything = plan.changed(units, weights="gpu", state="gpu", base="gpu")
@@ -206,7 +198,6 @@ def _fill_frozen(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> P
 
 
 def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Brings weights and, if all of them have room, state to RAM."""
     n = geo.n_units
     plan = furthest(geo, limits, n, lambda k: plan.changed(spread(n, k), weights="host"))
     if any(unit.weights != "host" for unit in plan.units):
@@ -215,8 +206,6 @@ def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan:
-    """Makes the GPU the home of the first units, `most` at most."""
-
     def raised(k: int) -> Plan:
         return plan.changed(range(k), weights="gpu", state="gpu", update="cpu", resident=False)
 
@@ -224,20 +213,19 @@ def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan
 
 
 def _stay(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Lets weights from RAM stay on the GPU, of units that the CPU updates."""
     units = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
     return furthest(geo, limits, len(units), lambda k: plan.changed(units[:k], resident=True))
 
 
 def _deeper(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Adds host slots for records of state from the SSD, up to one for each."""
+    """Adds RAM slots for records from the SSD."""
     records = sum(len(geo.records(u, plan.record)) for u, unit in enumerate(plan.units) if unit.state == "ssd")
     more = max(0, records - plan.state_slots)
     return furthest(geo, limits, more, lambda k: replace(plan, state_slots=plan.state_slots + k))
 
 
 def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Brings state from the SSD to RAM, of as many units as there is room for."""
+    """Brings state from the SSD to RAM, as far as it fits."""
     left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
 
     def raised(k: int) -> Plan:
@@ -247,16 +235,15 @@ def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def longer_pieces(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Lengthens the pieces of gradients, of which two are on their way, as far as there is room."""
+    """Lengthens the pieces of gradients, as far as they fit."""
     most = max((n for unit, n in zip(plan.units, geo.numel, strict=True) if unit.state != "gpu"), default=0)
     return furthest(geo, limits, -(-most // STRETCH), lambda k: replace(plan, piece=max(plan.piece, k * STRETCH)))
 
 
 def _useful(geo: Geometry, plan: Plan) -> int:
-    """How many units, from the first, should have their state on the GPU so that updates hide under forward.
+    """How many first units should have state on the GPU, for the other updates to hide under forward.
 
-    The first are needed first, when the CPU has had no time to run ahead. With few tokens a step forward is short and
-    an update hides nothing; then GPU memory is worth more as a home of state than for saved activations.
+    The CPU cannot run ahead of the first. With few tokens a step GPU memory is worth more for state than activations.
     """
     if plan.mode == "backward":
         return 0
@@ -268,10 +255,7 @@ def _useful(geo: Geometry, plan: Plan) -> int:
 
 
 def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float = GPU_UPDATES) -> Plan:
-    """Lets GPU and CPU share the updates of RAM-home units, where they would else make forward wait.
-
-    Under `forward` all updates run under the forward pass alone, which is shorter than what one of them needs.
-    """
+    """Has the GPU update `share` of the RAM-home units: forward is too short for either processor's updates alone."""
     in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
     chosen = {in_ram[i] for i in spread(len(in_ram), round(share * len(in_ram)))}
     shared = plan.changed(set(in_ram) - chosen, update="cpu").changed(chosen, update="gpu")
@@ -280,7 +264,7 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float = GPU_
 
 
 def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Keeps every saved tensor of the last blocks on the GPU, as many blocks as fit: they live shortest."""
+    """Keeps all saved tensors of the last blocks on the GPU: they live shortest."""
 
     def kept(k: int) -> Plan:
         base = plan
@@ -296,11 +280,10 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
-    """What the smallest plan needs, and each way out that leads out."""
     need, lacks = usage(geo, plan), limits.lacking(usage(geo, plan))
     assert lacks, "a plan that fits was refused"
     raises = [
-        f"{flag} by {rounded_up(MARGIN[tier] * lacks[tier])}"  # the limit is what a reserve leaves
+        f"{flag} by {rounded_up(MARGIN[tier] * lacks[tier])}"  # "by": the option includes a reserve
         for tier, flag in (("gpu", "--gpu-memory"), ("host", "--ram"))
         if tier in lacks
     ]
@@ -316,7 +299,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
 
 
 def shortage(need: dict[str, int], limits: Limits) -> str:
-    """What is needed of each tier that is too small, beside its limit."""
+    """The need and the limit of each tier that is too small."""
     tiers = ("gpu", "GPU memory", limits.gpu), ("host", "RAM", limits.host)
     return " and ".join(
         f"{rounded_up(need[tier])} of {name}, the limit is {rounded_up(limit)}"
@@ -326,10 +309,10 @@ def shortage(need: dict[str, int], limits: Limits) -> str:
 
 
 def _most(most: int, good: Callable[[int], bool]) -> int:
-    """The largest k in 1..most with good(k); 0 if there is none."""
+    """The largest k in 1..most with good(k), or 0."""
     return 1 + largest(most - 1, lambda k: good(1 + k)) if good(1) else 0
 
 
 def sizes_of(rows: Sequence[int], sequences: int, seq_len: int) -> tuple[tuple[int, int], ...]:
-    """Micro-batches of so many sequences: (tokens of each, how many a step of `sequences` has), as Wanted has them."""
+    """`Wanted.sizes` for micro-batches of `rows` sequences, in a step of `sequences`."""
     return tuple((r * seq_len, -(-sequences // r)) for r in rows)

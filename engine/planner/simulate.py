@@ -1,13 +1,10 @@
-"""Lanes on which nothing runs: when each task of a step would start and end, and what lanes take from each other.
+"""Simulated lanes: when each task of a step would start and end.
 
-The step's own code hands over the tasks of a run. The seconds of each alone are given; beside that
-
-- **one drive**: all lanes to and from the SSD are queues of one half-duplex device. A request takes the moments that
-  requests before it left free; those of the step share the drive with the optimizer's records instead of waiting for
-  them. Several drives are one of their summed rate.
-- **one memory**: copies take memory bandwidth from CPU AdamW and are slowed by it, and by copies the other way.
-  Slow-downs follow from the bytes of a whole pass, not moment by moment, so that a faster lane never slows another.
-- **one wait**: nothing handed over after the step's statistics begins before they are known.
+- **One drive**: lanes of the SSD are queues of one half-duplex device of all drives' rate. A request takes the time
+  that earlier ones left free.
+- **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
+  moment by moment a faster lane would slow others.
+- **One wait**: tasks handed over after the step's statistics begin after them.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.lanes import LANES, READS, WRITES, Kind, Span, Task
 from trireme.engine.planner.rates import Rates
 
-DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lanes to and from it -> their rate
-TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks with which backward begins
+DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lane -> its rate
+TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
 class Noted(Task):
-    """A task as it was handed over: the tasks it waits for, and its seconds when alone."""
+    """A task, with its seconds alone."""
 
     __slots__ = ("after", "seconds")
 
@@ -39,21 +36,20 @@ class Noted(Task):
 
 
 class SimulatedLanes:
-    """Notes the tasks of a step, and times them when all are known.
+    """Notes the tasks of a step, then times them. `duration`: seconds of a task alone.
 
-    In the steady state all steps hand over the same tasks, so those of one step are timed again for the next: ten times
-    as fast as running the step's code. `duration(task)`: seconds of a task alone.
+    Steady steps are alike: timing one's tasks again is ten times as fast as the step's code.
     """
 
     simulated = True
 
     def __init__(self, duration: Callable[[Task], float], rates: Rates):
         self.duration, self.rates, self.device = duration, rates, torch.device("cpu")
-        self.tasks: list[Noted] = []  # of a step, in the order of the program
-        self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, how much slower each lane is
+        self.tasks: list[Noted] = []  # of a step, in program order
+        self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each lane
         self.free = dict.fromkeys(LANES, 0.0)
         self.drive = Intervals()
-        self.waited = 0.0  # when the last statistics were known
+        self.waited = 0.0  # end of the last statistics
 
     def run(
         self,
@@ -74,23 +70,21 @@ class SimulatedLanes:
         """Nothing runs."""
 
     def close(self) -> None:
-        """Forgets the noted tasks without the garbage collector, for which they are many."""
+        """Unlinks the tasks: many for the garbage collector."""
         for task in self.tasks:
             task.after = ()
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the noted tasks: a step begins."""
+        """Begins a step."""
         self.tasks, self.parts = [], []
 
     def trace(self) -> list[Span]:
-        """The spans of the noted tasks as they were timed last."""
         return [Span.over(t) for t in self.tasks]
 
     def repeat(self) -> None:
-        """Makes the noted step follow itself: instead of a task of the step before, wait for the last one alike here.
-
-        One that is handed over earlier than its waiter has long been over.
+        """Makes the noted step follow itself: a wait for the step before becomes one for the last like task here, or
+        none where that comes before the waiter: it ended long ago.
         """
         last = {(task.lane, task.kind, task.of): i for i, task in enumerate(self.tasks)}
         mine = set(self.tasks)
@@ -100,10 +94,7 @@ class SimulatedLanes:
                 task.after = [t for t in task.after if t in mine] + [self.tasks[j] for j in before if j >= i]
 
     def time(self) -> float:
-        """Times the noted tasks as those of the next step. Returns the step's seconds.
-
-        A task that waits for one handed over later waits for that of the step before.
-        """
+        """Seconds of the noted tasks as the next step. A wait for a later task is for that of the step before."""
         begun, self.parts = self.waited, self.parts or self._halves()
         for a, b, slow in self.parts:
             self._time(self.tasks[a:b], slow)
@@ -113,11 +104,11 @@ class SimulatedLanes:
         return self.waited - begun
 
     def behind(self) -> list[float]:
-        """Seconds that each lane still works when a step is over: while they grow, steps get slower."""
+        """Seconds that each lane works past the step's end."""
         return [end - self.waited for end in self.free.values()]
 
     def _halves(self) -> list[tuple[int, int, dict[str, float]]]:
-        """The noted tasks as forward, backward until the statistics, and the beginning of the next forward."""
+        """Forward, backward to the statistics, and the next forward's beginning."""
         n = len(self.tasks)
         turn = next(i for i, task in enumerate(self.tasks) if task.kind in TURN)
         end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].kind == "statistics")
@@ -136,22 +127,22 @@ class SimulatedLanes:
             end = start + seconds
             if lane in DRIVE:
                 end = take(start, seconds)
-                if DRIVE[lane] == lane:  # beside two queues of records at most, which share the drive with it
+                if DRIVE[lane] == lane:  # beside two queues of records at most
                     end = min(end, start + 3 * seconds)
             task.start, task.end = start, end
             free[lane] = end
 
 
 class Intervals:
-    """When a device that does one thing at a time is busy: sorted intervals that neither overlap nor touch."""
+    """Busy times of a device, sorted, apart."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
         self.ends: list[float] = []
 
     def take(self, start: float, seconds: float) -> float:
-        """Books `seconds` of the moments that are free from `start` on; returns when the last of them ends."""
-        first = i = bisect.bisect_left(self.ends, start)  # what ends before `start` is no concern
+        """Books `seconds` of free time from `start` on; returns its end."""
+        first = i = bisect.bisect_left(self.ends, start)
         at, left = start, seconds
         while i < len(self.starts) and self.starts[i] - at <= left:
             left -= max(0.0, self.starts[i] - at)
@@ -162,11 +153,11 @@ class Intervals:
         return at + left
 
 
-# ---------------------------------------------------------------- what lanes take from each other
+# ---------------------------------------------------------------- slow-down
 
 
 def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates) -> list[dict[str, float]]:
-    """For each pass, how many times longer each lane's tasks take beside the others."""
+    """For each pass, the slow-down of each lane by others."""
     moved = [dict.fromkeys(LANES, 0.0) for _ in halves]
     for half, tasks in zip(moved, halves, strict=True):
         for task in tasks:
@@ -178,7 +169,7 @@ def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates) -> list[dict[str,
 
 
 def drive_seconds(read: float, written: float, rates: Rates) -> float:
-    """Seconds that drives need for so many bytes of a step, reads beside writes."""
+    """Seconds of the drives for a step's bytes."""
     if not (read or written):
         return 0.0
     up, down = read / rates.ssd_read, written / rates.ssd_write
@@ -186,7 +177,7 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """How many times longer each lane's tasks take beside the others, from the bytes that each lane moves."""
+    """The slow-down of the bus and the CPU, from a pass's bytes of each lane."""
     beside = sum(moved[lane] for lane in ("h2d", "d2h", *DRIVE))
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
     lost = dict.fromkeys(("h2d", "d2h"), (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"]))
@@ -195,7 +186,7 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
 
 
 def lane_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """Seconds that the bus and the CPU need for the bytes that each lane moves in a pass, all at once."""
+    """Seconds of the bus and the CPU for a pass's bytes."""
     slow = _sharing(moved, rates)
     alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.beside}
     return {lane: moved[lane] / rate * slow[lane] for lane, rate in alone.items()}

@@ -1,4 +1,4 @@
-"""Plans around a plan: other micro-batches, homes, activations swapped out, windows, slots and updates. No rates."""
+"""Plans around a plan: other micro-batches, homes, swapped activations, windows, slots, updates."""
 
 from __future__ import annotations
 
@@ -24,25 +24,23 @@ from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 
 MICRO_BATCHES = 2  # sizes tried, from the rule's down
-SHARES = (1.0, 0.5, 0.2)  # of the blocks whose activations there is room for outside the GPU
-DRIVE_LEAN, DRIVE_RAM = Lean("host", 0.0, updates=0.0), 0.85  # if the SSD takes activations; RAM has their ring slots
+SHARES = (1.0, 0.5, 0.2)  # of the blocks with room outside the GPU
+DRIVE_LEAN, DRIVE_RAM = Lean("host", 0.0, updates=0.0), 0.85  # with activations on the SSD; their ring is in RAM
 LEANS = (
     *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
     *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
     *(Lean(x, resident=True, updates=0.0) for x in ("gpu", "host")),
 )
-UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of the units at home in RAM that are updated on the GPU
+UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-home units updated on the GPU
 WINDOWS = (2, 3, 4)
-SLOTS = (2, 3, 4)  # of rings for swapped activations; more of them absorb bursts
-LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"))  # tiers whose moments are written under backward
+SLOTS = (2, 3, 4)  # of swap rings; more absorb bursts
+LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"))  # late moments
 
 
 def variants(
     geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, leans: Sequence[Lean] = LEANS
 ) -> Iterable[Plan]:
-    """Plans that fit, the rule's plan `first` among the first: its micro-batch and others, each way to lean, with
-    saved tensors recomputed or sent to RAM.
-    """
+    """Plans that fit: micro-batches, leans, saved tensors recomputed or in RAM."""
     for size in sizes(first, wanted):
         for lean in leans:
             try:
@@ -54,7 +52,7 @@ def variants(
 
 
 def through_the_drive(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -> Iterable[Plan]:
-    """Plans that send saved tensors of some blocks to the SSD (Fuyou, section 4.4): worth it if that is fast."""
+    """Plans with saved tensors of some blocks on the SSD (Fuyou, section 4.4)."""
     less = replace(limits, host=int(DRIVE_RAM * limits.host))
     for size in sizes(first, wanted):
         try:
@@ -66,18 +64,17 @@ def through_the_drive(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted
 
 
 def sizes(first: Plan, wanted: Wanted) -> tuple[tuple[int, int], ...]:
-    """The micro-batches that are tried: the rule's, smaller ones, and a larger one, for which fewer slots may do."""
+    """The rule's, smaller ones, and a larger one: fewer slots may make it fit."""
     at = next(i for i, (tokens, _) in enumerate(wanted.sizes) if tokens <= first.tokens)
     return wanted.sizes[max(0, at - 1) : at + MICRO_BATCHES]
 
 
 # ---------------------------------------------------------------- one decision changed
 
-# Room is taken from pieces of gradients that are longer than `piece`; they grow again into what is left.
+# Gradient pieces longer than `piece` give way, then grow into the room left.
 
 
 def windows(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """Other windows of weights."""
     for window in WINDOWS:
         wider = replace(plan, window=window, piece=min(plan.piece, piece))
         if window != plan.window and fits(geo, wider, limits):
@@ -85,7 +82,7 @@ def windows(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 
 def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """Other numbers of slots for swapped activations; if need be with fewer blocks kept on the GPU."""
+    """Other numbers of slots, with fewer blocks kept on the GPU if need be."""
     away = any(unit.x != "gpu" or unit.names("host") or unit.names("ssd") for unit in plan.units)
     if not away and plan.between != "host":
         return
@@ -104,7 +101,6 @@ def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: in
 
 
 def late_moments(plan: Plan) -> Iterable[Plan]:
-    """Moments written under backward, or not."""
     tiers = {unit.state for unit in plan.units if unit.update == "cpu"}
     tried = [tiers.intersection(plan.late_moments)]
     for late in LATE if plan.mode == "forward" and plan.adam_bits == 32 else ():
@@ -114,7 +110,6 @@ def late_moments(plan: Plan) -> Iterable[Plan]:
 
 
 def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """Other shares of the updates on the GPU."""
     if any(unit.update == "gpu" for unit in plan.units):
         short = replace(plan, piece=min(plan.piece, piece))
         for other in dict.fromkeys(share_updates(geo, short, limits, share) for share in UPDATES):
@@ -122,7 +117,7 @@ def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 
 def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
-    """`plan` with every unit updated by the processor that updates it in `begun`; None if its homes forbid that."""
+    """`plan` with updates on the processors of `begun`; None if its homes forbid that."""
     units = []
     for unit, other in zip(plan.units, begun.units, strict=True):
         on_gpu = other.state == "gpu" or other.update == "gpu"
@@ -139,7 +134,7 @@ def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
 
 
 def front(cfg: ModelConfig, document: int) -> list[tuple[str, ...]]:
-    """Sets of a block's saved tensors that no other set beats in both bytes and recomputation, thinned to two."""
+    """Two sets of saved tensors at most, unbeaten in bytes or recomputation."""
     pairs, kinds = costs.layer_pairs(cfg, [document]), shapes.inner_kinds(cfg)
     nbytes = {name: size for kind in kinds for name, size in shapes.saved_bytes(cfg, document, 2, kind).items()}
     rebuilt = lambda names: sum(costs.recompute_flops(cfg, frozenset(names), document, pairs, kind) for kind in kinds)
@@ -157,7 +152,7 @@ def front(cfg: ModelConfig, document: int) -> list[tuple[str, ...]]:
 
 
 def swaps(geo: Geometry, plan: Plan, limits: Limits, document: int, tier: Tier = "host") -> Iterable[Plan]:
-    """Variants that send saved tensors of some blocks to `tier`; as many of the last as fit stay on the GPU."""
+    """Plans with saved tensors of some blocks in `tier`, of the last on the GPU."""
     plain = plan.changed(range(geo.n_units), saved=())
     for names in front(geo.cfg, document):
         room = most_swapped(geo, plain, limits, names, tier)
@@ -167,17 +162,17 @@ def swaps(geo: Geometry, plan: Plan, limits: Limits, document: int, tier: Tier =
 
 
 def most_swapped(geo: Geometry, plan: Plan, limits: Limits, names: Sequence[str], tier: Tier) -> int:
-    """How many blocks can send `names` to `tier`, if none is kept on the GPU."""
+    """How many blocks can have `names` in `tier`."""
     return largest(geo.cfg.n_layers, lambda k: fits(geo, swapped(geo, plan, names, k, 0, tier), limits))
 
 
 def most_kept(geo: Geometry, plan: Plan, limits: Limits, names: Sequence[str], k: int, tier: Tier = "host") -> Plan:
-    """`plan` with `names` of k blocks in `tier`, and as many of the last blocks as fit kept on the GPU."""
+    """`swapped` with the largest `keep`."""
     return furthest(geo, limits, geo.cfg.n_layers, lambda keep: swapped(geo, plan, names, k, keep, tier))
 
 
 def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, tier: Tier = "host") -> Plan:
-    """`plan` with `names` of k evenly spread blocks in `tier`, everything of the last `keep` blocks on the GPU."""
+    """`plan` with `names` of k blocks in `tier`, everything of the last `keep` on the GPU."""
     n = geo.cfg.n_layers
     away = spread(max(n - keep, 0), min(k, n - keep))
     for kind in shapes.inner_kinds(geo.cfg):

@@ -1,4 +1,4 @@
-"""The whole run, part by part: how long each part will take at least, and how long it took."""
+"""The parts of a run: seconds foretold and spent."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from trireme.engine.planner.rates import DRIVES
 Part = Literal["start", "steps", "evaluations", "samples", "snapshots", "export"]
 PARTS: tuple[Part, ...] = get_args(Part)
 Times = Mapping[Part, float]  # seconds
-LOSS_FORWARD = 1 / 3  # of the loss with its gradients: one matrix product of three
+LOSS_FORWARD = 1 / 3  # of the loss's three products
 
 
 @dataclass(frozen=True)
 class Events:
-    """What a run does beside its steps, and how often."""
+    """What a run does beside its steps."""
 
     evaluations: int = 0
     held_out: int = 0  # sequences of each
-    exports: int = 1  # of the result, and of the best so far
+    exports: int = 1  # the result, the best so far
     snapshots: int = 0
-    tokens: int = 0  # sampled one after another
+    tokens: int = 0  # sampled
 
 
 def foretold(f: Forecast, steps: int, events: Events) -> dict[Part, float]:
-    """Seconds of each part, with so many steps. All but these are floors: bytes and FLOPs over rates."""
-    copied = f.files.export / _read(f) + f.files.export / _write(f)  # written, and read back
+    """Seconds of each part. All but the steps' are floors: bytes and FLOPs over rates."""
+    copied = f.files.export / _read(f) + f.files.export / _write(f)  # and read back
     return {
         "start": f.files.export / _read(f) + f.pinning_s(),
         "steps": steps * f.step.step_s,
@@ -43,7 +43,7 @@ def foretold(f: Forecast, steps: int, events: Events) -> dict[Part, float]:
 
 
 def _read(f: Forecast) -> float:
-    """Bytes/s of the drives; of a usual one where none is known."""
+    """Bytes/s of the drives, or of a usual one."""
     return f.machine.rates.ssd_read or DRIVES["gen4"].read
 
 
@@ -52,14 +52,14 @@ def _write(f: Forecast) -> float:
 
 
 def unsaved(f: Forecast) -> int:
-    """Bytes that a snapshot writes: weights and state that live on a drive already are linked."""
+    """Bytes that a snapshot writes, and does not link."""
     geo, plan = f.geo, f.plan
     weights = sum(geo.weights[u].span for u, unit in enumerate(plan.units) if unit.weights != "ssd")
     return weights + sum(geo.state_span(u, plan.record) for u, unit in enumerate(plan.units) if unit.state != "ssd")
 
 
 def evaluation_s(f: Forecast, sequences: int) -> float:
-    """Seconds of a forward pass over so many sequences, in groups of a step's micro-batches."""
+    """Seconds of a forward pass, in groups of a step's sequences."""
     if not sequences:
         return 0.0
     work = replace(f.work, sequences=min(sequences, f.work.sequences))
@@ -72,7 +72,7 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
 
 
 def token_s(f: Forecast) -> float:
-    """Seconds of one sampled token: every weight is read once, and every kernel started."""
+    """Of a sampled token: weights read once, kernels started."""
     rates, resident = f.machine.rates, 0
     for u, unit in enumerate(f.plan.units):
         resident += f.geo.weights[u].span * (unit.weights == "gpu" or unit.resident)
@@ -81,7 +81,7 @@ def token_s(f: Forecast) -> float:
 
 
 def _streamed(f: Forecast) -> dict[str, float]:
-    """Seconds in which the weights outside the GPU come to it once, over the bus and from the drives."""
+    """Seconds to bring all weights once."""
     units = [(f.geo.weights[u].span, unit) for u, unit in enumerate(f.plan.units)]
     up = sum(nbytes for nbytes, unit in units if unit.weights != "gpu" and not unit.resident)
     read = sum(nbytes for nbytes, unit in units if unit.weights == "ssd" and not unit.resident)
@@ -89,7 +89,7 @@ def _streamed(f: Forecast) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds spent in each part; what is none of them is the difference to `whole`."""
+    """Seconds spent in each part, and the `whole`."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self.now, self.began = now, now()
@@ -101,7 +101,7 @@ class Clock:
 
     @contextmanager
     def at(self, part: Part) -> Iterator[None]:
-        """Counts the time within for `part`, but for parts within it, which count for themselves."""
+        """Counts the time within, without inner parts."""
         began, counted = self.now(), sum(self.spent.values())
         try:
             yield
