@@ -132,9 +132,7 @@ def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) 
             moved[DRIVE[t.lane]] += int(t.nbytes)
         else:
             busy[t.lane] += t.end - t.start
-    busy["ssd"] = drive_seconds(
-        moved["ssd_read"], moved["ssd_write"], lanes.rates
-    )  # spans include waits for the drive
+    busy["ssd"] = drive_seconds(moved["ssd_read"], moved["ssd_write"], lanes.rates)  # spans include waits for the drive
     bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
 
