@@ -1,6 +1,6 @@
 """AdamW and the gradient's norm on the GPU: one pass over memory each, the same bits as reference.py.
 
-Every operation is an IEEE fp32 operation rounded by itself: no fused multiply-add, correctly rounded division and root.
+IEEE fp32 operations rounded one by one: no fused multiply-add.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
 BLOCK = 1024
-HALVINGS, LANE_ROWS = 10, 64  # the blocks of reference.grad_finish: 64 rows of 1,024 lanes
+HALVINGS, LANE_ROWS = 10, 64  # blocks of reference.grad_finish
 
 
 @launcher
@@ -69,7 +69,7 @@ def _adamw(
 
 @triton.jit
 def _halve(x, HALVINGS: tl.constexpr):
-    """Sum of x (2**HALVINGS,), the second half added to the first until one is left; every addition has its place."""
+    """Sum in a fixed order: the second half onto the first, repeatedly."""
     for i in tl.static_range(HALVINGS):
         x = tl.sum(tl.reshape(x, (2, 1 << (HALVINGS - 1 - i))), 0)
     return x
@@ -129,7 +129,7 @@ def adamw_(
     step: int,
     part: str = "all",
 ) -> None:
-    """As reference.adamw_, bit by bit. All tensors flat and contiguous."""
+    """As reference.adamw_, bit by bit; contiguous."""
     n = w_.numel()
     assert m_.numel() == v_.numel() == grad.numel() == n
     assert clip.numel() == 1
@@ -145,13 +145,13 @@ def adamw_(
 
 
 def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
-    """As reference.grad_finish, bit by bit. Flat and contiguous."""
+    """As reference.grad_finish, bit by bit; contiguous."""
     assert grad.is_contiguous()
     assert out is None or (out.is_contiguous() and out.numel() == grad.numel())
     n = grad.numel()
     n_blocks = cdiv(n, LANE_ROWS << HALVINGS)
     sums = torch.empty(n_blocks, dtype=torch.float32, device=grad.device)
-    unroll, stages, warps = (8, 1, 16) if out is None else (1, 8, 4)  # a stream that only reads, one that writes too
+    unroll, stages, warps = (8, 1, 16) if out is None else (1, 8, 4)  # reading only; writing too
     _sum_squares[(n_blocks,)](
         grad, out, sums, n, out is not None, HALVINGS, LANE_ROWS, unroll, stages,
         num_warps=warps, enable_fp_fusion=False,

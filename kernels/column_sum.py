@@ -1,7 +1,6 @@
-"""Sums over rows: what every weight and bias gradient of an elementwise kernel ends with.
+"""Sums over rows: the end of every weight and bias gradient of an elementwise kernel.
 
-A kernel leaves one row of fp32 sums per program; they are added here in a fixed order, so results repeat bit by bit.
-Legend: P partial rows, D columns.
+Adds one fp32 row per program in a fixed order. Legend: P partial rows, D columns.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _add_rows(p_out, p_parts, p_out2, p_parts2, P, D: tl.constexpr, BLOCK_P: tl.
 
 
 def add_rows(out_: Tensor, parts: Tensor, out2_: Tensor | None = None, parts2: Tensor | None = None) -> None:
-    """out_ (D,) += sum of parts (P, D) fp32 over its rows, rounded once; a second pair may ride along."""
+    """out_ (D,) += sum of parts (P, D) fp32 over rows, rounded once; perhaps two pairs."""
     P, D = parts.shape
     assert out_.shape == (D,)
     assert out_.is_contiguous()

@@ -2,9 +2,8 @@
 
     loss = lse - logits[label],  lse = log(sum(exp(logits)));  dlogits = scale * (exp(logits - lse) - onehot(label))
 
-The chunk's logits, in the compute dtype, become dlogits in place; cuBLAS does the three products. The label's own logit
-is taken again in fp32: its rounding would be the loss's error, the others' rounding averages out.
-Legend: N tokens, M rows with a label, D width, V vocabulary.
+Logits, in the compute dtype, become dlogits in place; cuBLAS does the products. The label's logit is recomputed in
+fp32: its rounding would be the loss's error. Legend: N tokens, M labels, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ def _cross_entropy(
     BLOCK_D: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):
-    """Loss of each row, and dlogits over its logits. The second pass walks back, and finds what is left in L2."""
+    """The second pass walks back, through what is left in L2."""
     await_previous()
-    GROUP: tl.constexpr = 8  # logits of one thread, which share a maximum
+    GROUP: tl.constexpr = 8  # a thread's logits share a maximum
     LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -88,8 +87,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """As reference.linear_cross_entropy, x and weight contiguous.
 
-    Works in chunk * V values for the logits and, where dweight_ is bf16 and one chunk is not enough, in V * D of fp32:
-    bf16 sums would lose what later chunks add.
+    Takes chunk * V logits and, for a bf16 dweight_ over chunks, V * D of fp32: bf16 sums would lose later chunks.
     """
     (N, D), V, M = x.shape, weight.shape[0], len(rows)
     assert weight.shape == (V, D)
@@ -108,7 +106,7 @@ def linear_cross_entropy(
         total = dweight_.float()
     for i in range(0, M, chunk):
         part = rows[i : i + chunk]
-        every = M == N  # then rows counts up from 0, and nothing need be gathered
+        every = M == N  # rows count up from 0: no gathering
         xs = x[i : i + chunk] if every else x.index_select(0, part)
         z = logits[: len(part)]
         torch.mm(xs, weight.T, out=z)
@@ -132,10 +130,10 @@ def linear_cross_entropy(
 
 
 def _add_product_(total_: Tensor, a: Tensor, b: Tensor) -> None:
-    """total_ += a @ b, with fp32 sums whatever total_ holds."""
+    """total_ += a @ b, summed in fp32."""
     if total_.dtype == a.dtype:
         torch.addmm(total_, a, b, out=total_)
     elif total_.is_cuda:
         torch.addmm(total_, a, b, out_dtype=total_.dtype, out=total_)
-    else:  # the interpreter's tensors: no mixed product on the CPU
+    else:  # the interpreter: no mixed product on the CPU
         total_.add_(torch.mm(a.to(total_.dtype), b.to(total_.dtype)))

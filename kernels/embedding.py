@@ -1,9 +1,8 @@
 """Embedding: rows gathered by token, and their gradients summed per token in a fixed order.
 
-The backward sorts the tokens into runs of equal ones, and the places into chunks: a program sums a run's part of one
-chunk, a second kernel adds up runs across chunks. Few tokens are sorted by comparing all pairs in one launch, which is
-faster than the many passes of a radix sort.
-Legend: N tokens, D width, V vocabulary.
+Backward sorts tokens into runs, places into chunks: one kernel sums a run's part of a chunk, another runs across
+chunks. All-pairs comparison, in one launch, sorts few tokens faster than radix passes. Legend: N tokens, D width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch import Tensor
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 
-CHUNK, ROWS = 64, 2  # places of a chunk; rows of a run that are read at once
-FEW = 12288  # tokens up to which all pairs are compared
+CHUNK, ROWS = 64, 2  # places of a chunk; rows read at once
+FEW = 12288  # most tokens for all pairs
 
 
 @launcher
@@ -33,7 +32,7 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _sort(p_sorted, p_order, p_ids, N, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """A token's place is the number of tokens that are smaller, or equal and before it."""
+    """A token's place: how many are smaller, or equal and before it."""
     await_previous()
     first = tl.program_id(0) * BLOCK
     o_i = first + tl.arange(0, BLOCK)
@@ -54,7 +53,7 @@ def _sort(p_sorted, p_order, p_ids, N, BLOCK: tl.constexpr, OTHERS: tl.constexpr
 
 @triton.jit
 def _add_row(p_dw, i_v, o_d, b_sum, D: tl.constexpr):
-    """Adds b_sum to row i_v of the gradient, rounded once."""
+    """Rounded once."""
     p_dw += i_v * D + o_d
     b_dw = tl.load(p_dw, o_d < D).to(tl.float32) + b_sum
     tl.store(p_dw, b_dw.to(p_dw.dtype.element_ty), o_d < D)
@@ -74,7 +73,7 @@ def _embedding_bwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The part of a run that begins at place i, if one does: a run begins there, or a chunk."""
+    """The part of a run that begins at place i, if any, with the run or its chunk."""
     await_previous()
     i = tl.program_id(0)
     i_v = tl.load(p_sorted + i).to(tl.int64)
@@ -93,13 +92,13 @@ def _embedding_bwd(
         m_run = b_token == i_v
         b_dy = tl.load(p_dy + b_n[:, None] * D + o_d[None, :], m_run[:, None] & m_d[None, :], 0.0)
         more = tl.sum(m_run.to(tl.int32), 0) == ROWS
-        o_i += ROWS  # the next places are read before these rows arrive: a run costs one latency a turn, not three
+        o_i += ROWS  # read ahead of these rows: one latency a turn, not three
         b_token = tl.load(p_sorted + o_i, o_i < stop, -1)
         b_n = tl.load(p_order + o_i, o_i < stop, 0)
         b_sum += tl.sum(b_dy.to(tl.float32), 0)
     if run_begins & (tl.load(p_sorted + stop, stop < N, -1) != i_v):
         _add_row(p_dw, i_v, o_d, b_sum, D)
-    else:  # two places a chunk: for the run that is there when it begins, and for one that goes on beyond it
+    else:  # two places a chunk: for a run going on into it, and one beyond it
         i_part = 2 * (i // CHUNK) + (i % CHUNK != 0).to(tl.int32)
         tl.store(p_parts + tl.cast(i_part, tl.int64) * D + o_d, b_sum, m_d)
 
@@ -107,12 +106,12 @@ def _embedding_bwd(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _embedding_add(p_dw, p_sorted, p_parts, N, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The run that crosses the end of chunk i, if it begins in that chunk: its parts, one after the other."""
+    """The run that begins in chunk i and crosses its end."""
     await_previous()
     i = tl.program_id(0)
     end = (i + 1) * CHUNK
     i_v = tl.load(p_sorted + end - 1).to(tl.int64)
-    here = tl.load(p_sorted + i * CHUNK) == i_v  # from the chunk's first place on
+    here = tl.load(p_sorted + i * CHUNK) == i_v  # from the first place
     before = tl.load(p_sorted + i * CHUNK - 1, i > 0, -1) == i_v
     if before | (tl.load(p_sorted + end) != i_v):
         return
@@ -127,7 +126,7 @@ def _embedding_add(p_dw, p_sorted, p_parts, N, D: tl.constexpr, CHUNK: tl.conste
 
 
 def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """As reference.embedding_fwd. All arguments contiguous."""
+    """As reference.embedding_fwd, contiguous."""
     (N,), D = ids.shape, weight.shape[1]
     out = torch.empty((N, D), dtype=weight.dtype, device=weight.device) if out is None else out
     assert ids.dtype == torch.int64
@@ -140,7 +139,7 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
 
 
 def sort(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(the values in order, int32; where each was, int64) of ids (N,) int64, 0 <= ids < 2^31; stable."""
+    """(values in order, int32; where each was, int64) of ids (N,) int64, 0 <= ids < 2^31; stable."""
     N = len(ids)
     if N > FEW:
         return torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64
@@ -151,7 +150,7 @@ def sort(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
-    """As reference.embedding_bwd_. All arguments contiguous."""
+    """As reference.embedding_bwd_, contiguous."""
     N, D = dy.shape
     assert ids.shape == (N,)
     assert ids.dtype == torch.int64

@@ -1,9 +1,9 @@
 """GELU in its tanh form (Hendrycks & Gimpel 2016; GPT-2) after a bias, and the gradient of a bias.
 
-    gelu(x) = x * s,  s = sigmoid(2 k (x + c x^3))       since (1 + tanh(u)) / 2 = sigmoid(2 u)
+    gelu(x) = x * s,  s = sigmoid(2 k (x + c x^3))       (1 + tanh(u)) / 2 = sigmoid(2 u)
     gelu'(x) = s + x * s * (1 - s) * 2 k (1 + 3 c x^2)
 
-Legend: N tokens, F hidden width, P programs that share a column block.
+Legend: N tokens, F hidden width.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, column_splits
 from trireme.kernels.launcher import await_previous, launcher
 
-FWD_ROWS, FWD_COLUMNS = 4, 512  # tile of the forward: its rows share the bias
-ROWS, BIAS_ROWS, COLUMNS = 8, 32, 128  # tiles of the backward, and of the bias gradient alone
+FWD_ROWS, FWD_COLUMNS = 4, 512  # tile of the forward: rows share the bias
+ROWS, BIAS_ROWS, COLUMNS = 8, 32, 128  # tiles of backward, of the bias gradient alone
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _gelu_bias_fwd(p_h, p_bias, p_y, N, F: tl.constexpr, ROWS: tl.constexpr, COL
     await_previous()
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     i_row = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    o_f = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)  # neighbours lie side by side in memory
+    o_f = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)  # neighbours adjacent in memory
     mask = (i_row < N)[:, None] & (o_f < F)[None, :]
     o = i_row[:, None] * F + o_f[None, :]
     b_bias = tl.load(p_bias + o_f, o_f < F, 0.0).to(tl.float32)[None, :]
@@ -79,7 +79,7 @@ def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
 
 
 def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
-    """As reference.gelu_bias_fwd. All arguments contiguous."""
+    """As reference.gelu_bias_fwd, contiguous."""
     N, F = h.shape
     assert h.is_contiguous()
     assert bias.shape == (F,)
@@ -90,7 +90,7 @@ def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
 
 
 def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
-    """As reference.gelu_bias_bwd. All arguments contiguous."""
+    """As reference.gelu_bias_bwd, contiguous."""
     N, F = h.shape
     assert dy.shape == h.shape
     assert dy.is_contiguous()
@@ -105,7 +105,7 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[
 
 
 def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
-    """As reference.bias_bwd_. All arguments contiguous."""
+    """As reference.bias_bwd_, contiguous."""
     N, F = dy.shape
     assert dy.is_contiguous()
     assert dbias_.shape == (F,)
@@ -116,7 +116,7 @@ def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
 
 
 def _column_grid(h: Tensor, rows: int) -> tuple[int, int]:
-    """(column blocks, programs that share each) for a pass over h (N, F) that sums columns, `rows` at a time."""
+    """(column blocks, programs for each), `rows` at a time."""
     N, F = h.shape
     blocks = cdiv(F, COLUMNS)
     return blocks, column_splits(h.device, blocks, cdiv(N, rows))

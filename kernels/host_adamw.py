@@ -1,7 +1,7 @@
 """AdamW on the CPU: one pass over memory in C++ (host_adamw.cpp), built at first use, called without the GIL.
 
-Same names, arguments and bits as reference.py and moments.py, which take over where there is no compiler. The functions
-run on the calling thread; `Workers` spreads one unit over threads, with the same result whatever their number.
+Names, arguments and bits of reference.py and moments.py, which take over without a compiler. Functions run on the
+calling thread, or spread by `Workers`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from trireme.kernels import moments, reference
 from trireme.kernels.private import cache_folder, is_private
 
-RECORD = 1 << 18  # elements that a thread takes at a time
+RECORD = 1 << 18  # elements by thread and turn
 
 # ---------------------------------------------------------------- building
 
@@ -38,7 +38,7 @@ FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-
 
 
 def _cpu() -> str:
-    """What -march=native depends on: an object built for another machine of a shared home folder must not be loaded."""
+    """What -march=native depends on: home folders may be shared."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -48,7 +48,7 @@ def _cpu() -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compiles to a temporary name beside target, then renames: another process sees a whole object or none."""
+    """By rename: other processes see a whole object or none."""
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
     try:
@@ -61,47 +61,47 @@ def _compile(compiler: str, target: Path) -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """The library in `path`. OSError where it is none of ours."""
+    """Raises OSError where it is foreign."""
     lib = ctypes.CDLL(str(path))
     if not all(hasattr(lib, f"trireme_{name}") for name in FUNCTIONS):
-        _ctypes.dlclose(lib._handle)  # or it would be found again under its name
+        _ctypes.dlclose(lib._handle)  # else found again by name
         raise OSError(f"{path} lacks functions")
     return lib
 
 
 def _build(compiler: str) -> ctypes.CDLL:
-    """The object for this source, compiler and CPU, from the user's cache folder or freshly compiled."""
+    """For this source, compiler and CPU, from the cache folder or fresh."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, _cpu().encode())
     name = f"host_adamw-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
     folder = cache_folder()
     try:
         if folder is not None:
-            with contextlib.suppress(OSError):  # not there, or damaged: built anew
+            with contextlib.suppress(OSError):  # absent or damaged
                 if is_private(folder / name):
                     return _load(folder / name)
             _compile(compiler, folder / name)
             return _load(folder / name)
-    except (OSError, subprocess.CalledProcessError):  # the cache is full, or mounted noexec
+    except (OSError, subprocess.CalledProcessError):  # cache full, or noexec
         pass
     with tempfile.TemporaryDirectory(prefix="trireme-") as own:  # mode 0700
         _compile(compiler, Path(own) / name)
-        return _load(Path(own) / name)  # stays mapped after the file is gone
+        return _load(Path(own) / name)  # stays mapped
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they cannot be built."""
+    """None where they cannot be built."""
     return _built()[0]
 
 
 def why_slow() -> str:
-    """Why AdamW runs in torch on the CPU, several times slower; "" where it does not."""
+    """Why AdamW runs in torch, several times slower, or ""."""
     return _built()[1]
 
 
 @cache
 def _built() -> tuple[ctypes.CDLL | None, str]:
-    """(the compiled kernels, ""), or (None, why they cannot be built)."""
+    """(library, why not)."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     try:
         if compiler is None:
@@ -120,13 +120,11 @@ def _built() -> tuple[ctypes.CDLL | None, str]:
 
 # ---------------------------------------------------------------- calling
 
-Spread = Callable[
-    [_ctypes.CFuncPtr, ctypes.Structure], None
-]  # runs a function of the library on a job: see Workers.spread
+Spread = Callable[[_ctypes.CFuncPtr, ctypes.Structure], None]  # as Workers.spread
 
 
 class _Job(ctypes.Structure):
-    """Mirrors Job in host_adamw.cpp."""
+    """Job of host_adamw.cpp."""
 
     _fields_ = (
         [(name, c_void_p) for name in ("w", "lo", "m", "v", "m_floor", "v_floor", "grad")]
@@ -138,7 +136,7 @@ class _Job(ctypes.Structure):
 
 
 class _List(ctypes.Structure):
-    """Mirrors List in host_adamw.cpp."""
+    """List of host_adamw.cpp."""
 
     _fields_ = (("work", c_void_p), ("job", c_void_p), ("next", c_void_p), ("count", c_int64))
 
@@ -172,7 +170,7 @@ def _job(
 
 
 def _run(job: _Job, spread: Spread) -> bool:
-    """Carries out job; False where there is no compiled kernel."""
+    """False without compiled kernels."""
     lib = library()
     if lib is not None:
         spread(lib.trireme_adamw, job)
@@ -180,15 +178,12 @@ def _run(job: _Job, spread: Spread) -> bool:
 
 
 def _records(n: int, n_decay: int) -> list[tuple[int, slice, int]]:
-    """(start, elements, how many of them decay) of each record: the torch fall-back keeps its temporaries small so."""
+    """(start, elements, how many decay): torch's temporaries stay small."""
     return [(a, slice(a, a + RECORD), min(max(n_decay - a, 0), RECORD)) for a in range(0, n, RECORD)]
 
 
 def adamw_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, spread: Spread = _alone, **hyper) -> None:
-    """reference.adamw_ over contiguous CPU tensors (n,): the same arguments, and the same bits where values are finite.
-
-    Runs on the calling thread, or on those of `spread`.
-    """
+    """reference.adamw_ over contiguous CPU tensors (n,), same bits where finite, on the threads of `spread`."""
     _check(len(w_), (torch.float32,), m_, v_)
     if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, **hyper), spread):
         for _, cut, decays in _records(len(w_), n_decay):
@@ -197,7 +192,7 @@ def adamw_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, spread: Spread = _alone
 
 
 def adamw16_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, seed: int, first: int = 0, spread=_alone, **hyper) -> None:
-    """moments.adamw16_ over contiguous CPU tensors (n,), m_ and v_ bf16; otherwise as adamw_."""
+    """moments.adamw16_, m_ and v_ bf16; otherwise as adamw_."""
     _check(len(w_), (torch.bfloat16,), m_, v_)
     noise = moments.noise_key(seed, hyper["step"]) + first
     if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, noise=noise, **hyper), spread):
@@ -209,7 +204,7 @@ def adamw16_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, seed: int, first: int
 def adamw8_(
     w_, lo_, m_, m_floor_, v_, v_floor_, grad, clip, *, n_decay: int, seed: int, first: int = 0, spread=_alone, **hyper
 ) -> None:
-    """moments.adamw8_ over contiguous CPU tensors: m_, v_ (n,) uint8, their floors (blocks,) int16; else as adamw_."""
+    """moments.adamw8_, m_, v_ (n,) uint8, floors (blocks,) int16; otherwise as adamw_."""
     _check(len(w_), (torch.uint8,), m_, v_)
     floors, noise = (m_floor_, v_floor_), moments.noise_key(seed, hyper["step"]) + first
     if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, floors=floors, noise=noise, **hyper), spread):
@@ -221,16 +216,16 @@ def adamw8_(
 
 
 class Workers:
-    """Threads of C++ that update one unit together: adamw_, adamw16_ and adamw8_ as above, returning when all is done.
+    """C++ threads that update one unit together.
 
-    The calling thread is one of them; it lets the GIL go for the whole call, and the others never have it. Records are
-    disjoint and fixed: the thread count never changes a number. Calls from several threads take turns.
+    The caller is one, and releases the GIL for the call. Records are fixed: the thread count never changes a number.
+    Calls take turns.
     """
 
     def __init__(self, threads: int | None = None):
-        """threads: how many; default all cores that this process may use but one, which is left to Python."""
+        """`threads`: by default all usable cores but one, for Python."""
         self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
-        self._lib = library()  # a build belongs to the set-up, not to the first step
+        self._lib = library()  # built before the first step
         self._team = None if self._lib is None else self._lib.trireme_team_open(self.threads - 1)
         self._listed: list[tuple[_ctypes.CFuncPtr, ctypes.Structure]] | None = None  # inside `together`
         self._turn = threading.RLock()
@@ -242,13 +237,12 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """Ends the threads."""
         team, self._team = self._team, None
         if self._lib is not None and team is not None:
             self._lib.trireme_team_close(team)
 
     def spread(self, work: _ctypes.CFuncPtr, job: ctypes.Structure) -> None:
-        """Runs `work`, a function of the library, on `job` on every thread, this one included, and waits for all."""
+        """Runs `work` of the library on `job` on every thread, waits for all."""
         assert self._lib is not None
         assert self._team is not None, "these workers are closed"
         with self._turn:
@@ -259,9 +253,9 @@ class Workers:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """The updates that are called inside run when it ends, in one call: the GIL is not needed between them.
+        """Updates called inside run at its end, in one call without the GIL.
 
-        Their tensors must live until then, and none may need another's result.
+        Their tensors must live until then; none may need another's result.
         """
         with self._turn:
             self._listed = []
@@ -282,13 +276,10 @@ class Workers:
         self.spread(self._lib.trireme_list, _List(*arrays, n))
 
     def adamw_(self, *tensors: Tensor | None, **hyper) -> None:
-        """adamw_ of this module over all threads."""
         adamw_(*tensors, spread=self.spread, **hyper)
 
     def adamw16_(self, *tensors: Tensor | None, **hyper) -> None:
-        """adamw16_ of this module over all threads."""
         adamw16_(*tensors, spread=self.spread, **hyper)
 
     def adamw8_(self, *tensors: Tensor | None, **hyper) -> None:
-        """adamw8_ of this module over all threads."""
         adamw8_(*tensors, spread=self.spread, **hyper)

@@ -1,8 +1,7 @@
 """Block sizes, warps and stages of every kernel, as plain functions of shape and chip.
 
-Nothing is tuned at run time and nothing depends on the number of tokens. The rows come from scripts/bench/ops.py
---tune on an H200 (arch 90); those for Ada (arch 89) compile without spills within its 99 KiB of shared
-memory. arch 0 is Triton's CPU interpreter, where only few programs count.
+Independent of the number of tokens. Tuned by scripts/bench/ops.py --tune on an H200 (arch 90); on Ada (arch 89) without
+spills, within 99 KiB of shared memory. arch 0 is Triton's interpreter: few programs.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ import torch
 
 
 class Chip(NamedTuple):
-    """What launch settings depend on."""
-
     arch: int  # compute capability: 90 for sm_90; 0 in the interpreter
     sms: int  # multiprocessors
 
 
 class Tile(NamedTuple):
-    """An attention kernel's launch: rows of queries, rows of keys, warps, stages of the software pipeline."""
+    """Of attention: rows of queries and keys, warps, pipeline stages."""
 
     q: int
     k: int
@@ -31,7 +28,6 @@ class Tile(NamedTuple):
 
 @cache
 def chip(device: torch.device) -> Chip:
-    """The chip behind `device`."""
     if device.type != "cuda":
         return Chip(0, 2)
     p = torch.cuda.get_device_properties(device)
@@ -39,17 +35,17 @@ def chip(device: torch.device) -> Chip:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. triton.cdiv takes 3 microseconds of the host."""
+    """Rounded up. triton.cdiv takes 3 us of the host."""
     return -(-a // b)
 
 
 def power2(n: int) -> int:
-    """The smallest power of two that is >= n."""
+    """The smallest power of two >= n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 class Rows(NamedTuple):
-    """Launch of a kernel that holds whole rows: rows of a tile, columns (a power of two), warps, stages, programs."""
+    """Whole-row kernels: rows of a tile, columns (a power of two), warps, stages, programs."""
 
     rows: int
     columns: int
@@ -60,13 +56,13 @@ class Rows(NamedTuple):
 
 @cache
 def rows_fwd(D: int) -> Rows:
-    """One program per tile of rows of D values (programs is not used)."""
+    """A program per tile of rows of D values (`programs` unused)."""
     columns = power2(D)
     return Rows(max(1, 2048 // columns), columns, 4 if columns <= 8192 else 8, 1, 0)
 
 
 def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
-    """Persistent programs that walk over tiles of N rows of D values and keep column sums in registers."""
+    """Persistent programs over tiles of N rows of D values, column sums in registers."""
     columns, (arch, sms) = power2(D), chip(device)
     values, each = (4096, 2) if arch < 90 else (8192, 1)  # of a tile; programs on a multiprocessor
     rows = max(1, values // columns)
@@ -76,7 +72,7 @@ def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
-    """How many programs share a column block when sums over rows are taken, so that the chip is full."""
+    """Programs by column block that fill the chip."""
     return max(1, min(n_tiles, 8 * chip(device).sms // n_columns))
 
 
@@ -84,12 +80,12 @@ def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
 
 
 def head_block(D: int) -> int:
-    """Columns of an attention tile: the head width, padded to what a matrix instruction takes."""
+    """Head width, padded for matrix instructions."""
     return max(16, power2(D))
 
 
 def attention_fwd(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """Forward tile for heads of D values."""
+    """For heads of D values."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(64, 32, 4, 1)
@@ -99,7 +95,7 @@ def attention_fwd(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def attention_dq(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """Tile of the kernel for dq."""
+    """For dq."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(64, 32, 4, 1)
@@ -109,7 +105,7 @@ def attention_dq(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """Tile of the kernel for (dk, dv)."""
+    """For (dk, dv)."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(32, 64, 4, 1)
@@ -119,22 +115,22 @@ def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def hopper_fwd(block_d: int) -> Tile:
-    """Tile of hopper_fwd.py for heads of block_d columns; stages are slots of its ring."""
+    """Of hopper_fwd.py; stages are its ring's slots."""
     return Tile(64, 64, 4, 3) if block_d == 128 else Tile(128, 64, 8, 3)
 
 
 def hopper_dq(block_d: int) -> Tile:
-    """Tile of hopper_bwd.py's kernel for dq."""
+    """Of hopper_bwd.py, for dq."""
     return Tile(128, 64, 8, 3) if block_d == 128 else Tile(64, 64, 4, 3)
 
 
 def hopper_dkv(block_d: int) -> Tile:
-    """Tile of hopper_bwd.py's kernel for (dk, dv)."""
+    """Of hopper_bwd.py, for (dk, dv)."""
     return Tile(64, 128, 8, 3) if block_d == 128 else Tile(32, 64, 4, 4)
 
 
 class Logits(NamedTuple):
-    """Launch of the loss: logits of a row at a time, warps, programs on a multiprocessor."""
+    """Of the loss: a row's logits at a time, warps, programs on a multiprocessor."""
 
     block: int
     warps: int
@@ -142,5 +138,5 @@ class Logits(NamedTuple):
 
 
 def cross_entropy(V: int) -> Logits:
-    """For rows of V logits: wide programs for wide rows, so that the rows in flight stay in L2."""
+    """Wide programs for wide rows: rows in flight stay in L2."""
     return Logits(8192, 32, 2) if V > 65536 else Logits(4096, 8, 8)

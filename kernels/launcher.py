@@ -1,10 +1,8 @@
 """Launches that cost little host time: a kernel's compiled forms are kept by all that they depend on.
 
-Triton compiles a kernel for dtypes, constants, alignment of pointers by 16 and integers that are 1 or multiples of 16,
-and classifies the arguments at every launch. Here a form is looked up by a key at least as fine: a third of the time.
-
-On Hopper a kernel is launched before the one ahead is done (programmatic dependent launch), which saves 1 to 2 us. So
-every kernel begins with await_previous().
+Triton classifies arguments (dtypes, constants, alignment by 16, integers that are 1 or multiples of 16) at every
+launch. A look-up by a finer key takes a third of the time. On Hopper kernels start before the previous one ends
+(programmatic dependent launch), 1 to 2 us sooner: each begins with await_previous().
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from triton.runtime.jit import JITFunction
 
 from trireme.kernels import launch
 
-TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose private launch is called below as they expect
+TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions with the private launch called below
 
 
 def check_version(version: str) -> None:
-    """Raises ImportError unless this version of Triton is one whose private parts are known."""
+    """Raises ImportError for a Triton not in TRIED."""
     if ".".join(version.split(".")[:2]) not in TRIED:
         raise ImportError(
             f"Triton {version} is not supported: kernels are launched through private parts of Triton {TRIED[0]} to "
@@ -37,17 +35,17 @@ check_version(triton.__version__)
 
 @triton.jit
 def await_previous():
-    """Waits until all that was launched before is done and its writes are seen. Nothing may be touched before."""
+    """Until earlier launches' writes are visible. Touch nothing before."""
     if cuda_capability_geq(9):
         tl.extra.cuda.gdc_wait()
 
 
 class Kernel:
-    """A @triton.jit function, launched as `kernel[grid](*arguments, **options)`; its constants come last."""
+    """A @triton.jit function, as `kernel[grid](*arguments, **options)`; constants come last."""
 
     def __init__(self, fn: JITFunction):
         self.fn = fn
-        self.forms: dict[tuple, tuple] = {}  # key -> (run, function, metadata) and the compiled kernel they are of
+        self.forms: dict[tuple, tuple] = {}  # key -> (run, function, metadata, compiled)
         self.varying = [(i, not p.do_not_specialize) for i, p in enumerate(fn.params) if not p.is_constexpr]
         assert [i for i, _ in self.varying] == list(range(len(self.varying)))
 
@@ -60,7 +58,7 @@ class Kernel:
         if form is None:
             early = launch.chip(args[0].device).arch >= 90
             compiled = self.fn[grid](*args, **options, launch_pdl=early)  # Triton's own launch
-            if compiled is not None:  # kept, since it unloads its function when it is let go of
+            if compiled is not None:  # kept: else it unloads its function
                 self.forms[key] = compiled.run, compiled.function, compiled.packed_metadata, compiled
             return
         run, function, metadata, _ = form
@@ -69,10 +67,10 @@ class Kernel:
         run(x, y, z, stream, function, metadata, None, None, None, *values)
 
     def key(self, args: tuple, options: dict) -> tuple[tuple, list]:
-        """(what the compiled form depends on, the arguments with pointers as integers).
+        """(what the compiled form depends on, arguments with pointers as integers).
 
-        Everything stands for itself, but of a tensor its dtype and alignment, of a float its type, of an integer that
-        is not specialised whether it takes 32 bits.
+        Reduced: a tensor to dtype and alignment, a float to its type, an unspecialised integer to whether 32 bits hold
+        it.
         """
         key, values = [*args, *options.items()], list(args)
         for i, special in self.varying:
@@ -89,17 +87,14 @@ class Kernel:
 
 
 class Fixed:
-    """A launch of `kernel` for fixed dtypes, shapes and strides: no key per call.
+    """`kernel` for fixed dtypes, shapes and strides: no key per call.
 
-    Left open are the grid, the tensors' addresses and `numbers`: floats, or integers that are not specialised and take
-    32 bits; `rest` follow.
+    Open are the grid, tensor addresses and `numbers` (floats, unspecialised 32-bit integers); `rest` follow.
     """
 
     def __init__(self, kernel, *rest, **options):
         self.kernel, self.rest, self.options = kernel, rest, options
-        self.form: tuple[Any, ...] | None = (
-            None  # (device, *what Kernel keeps), for tensors that are all aligned to 16 bytes
-        )
+        self.form: tuple[Any, ...] | None = None  # (device, *form of Kernel), for tensors aligned to 16 bytes
 
     def __call__(self, programs: int, tensors: tuple[torch.Tensor, ...], numbers: tuple) -> None:
         pointers, bits = [], 0
@@ -123,5 +118,5 @@ class Fixed:
 
 
 def launcher(fn):
-    """Kernel(fn) for a @triton.jit function; in Triton's interpreter nothing is compiled, and fn is left as it is."""
+    """Kernel(fn); fn itself in Triton's interpreter."""
     return Kernel(fn) if isinstance(fn, JITFunction) else fn

@@ -3,7 +3,7 @@
     y = xhat * w + b,  xhat = (h - mean) * rstd,  rstd = 1 / sqrt(var + eps)
     dh = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * w;  dw = sum of dy * xhat,  db = sum of dy, over rows
 
-Legend: N tokens, D width, P programs.
+Legend: N tokens, D width.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _layernorm_fwd(
         tl.store(p_h + o, b_sum, mask)
         b_h = b_sum.to(tl.float32)
     b_mean = tl.sum(b_h, 1) / D
-    b_c = tl.where(m_d[None, :], b_h - b_mean[:, None], 0.0)  # the variance is taken after centring: no cancellation
+    b_c = tl.where(m_d[None, :], b_h - b_mean[:, None], 0.0)  # centred first: no cancellation
     b_rstd = tl.rsqrt(tl.sum(b_c * b_c, 1) / D + eps)
     tl.store(p_mean + i_row, b_mean, i_row < N)
     tl.store(p_rstd + i_row, b_rstd, i_row < N)
@@ -96,7 +96,7 @@ def _layernorm_bwd(
         b_dw += b_dy * b_xhat
         b_db += b_dy
         b_g = b_dy * b_w[None, :]
-        b_sum, b_dot = tl.split(tl.sum(tl.join(b_g, b_g * b_xhat), 1))  # both at one go: half the barriers
+        b_sum, b_dot = tl.split(tl.sum(tl.join(b_g, b_g * b_xhat), 1))  # together: half the barriers
         b_dh = (b_g - (b_sum / D)[:, None] - b_xhat * (b_dot / D)[:, None]) * b_rstd
         if RESIDUAL:
             b_dh += tl.load(p_dresidual + o, mask, 0.0).to(tl.float32)
@@ -108,7 +108,7 @@ def _layernorm_bwd(
 def layernorm_fwd(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As reference.layernorm_fwd. All arguments contiguous."""
+    """As reference.layernorm_fwd, contiguous."""
     N, D = x.shape
     assert x.is_contiguous()
     assert weight.shape == bias.shape == (D,)
@@ -136,7 +136,7 @@ def layernorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As reference.layernorm_bwd. All arguments contiguous."""
+    """As reference.layernorm_bwd, contiguous."""
     N, D = h.shape
     assert dy.shape == h.shape
     assert dy.is_contiguous()

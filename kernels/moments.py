@@ -1,13 +1,11 @@
 """AdamW with moments of 16 or 8 bits, in plain torch: the formats, and the update that host_adamw.py runs in C++.
 
-16 bits: bf16. 8 bits: the leading bits of the fp32 pattern (3 of the fraction) above a floor shared by 256 elements:
-bits(value) = (floor + code) << 20; code 0 is zero. m, with a sign bit, reaches 16 octaves below the block's largest
-value, v 32, whose root is 16: where v loses an element, m has too. Even steps would round a small v to zero beside a
-large neighbour, and divide m by eps.
+16 bits: bf16. 8 bits: leading bits of fp32 (3 of the fraction) above a floor by 256 elements: bits(value) = (floor +
+code) << 20; code 0 is zero. m, with a sign bit, reaches 16 octaves below the block's largest value, v 32 (its root 16):
+m vanishes where v does. Even steps would round a small v to zero and divide m by eps.
 
-Rounding is stochastic, since beta2 moves v by less than a step: rounded to nearest it would never fall. The noise is a
-hash of (seed, step, element), so placement does not change it. A v above zero never becomes zero. The update uses the
-moments before rounding.
+Stochastic rounding: beta2 moves v by less than a step. The noise hashes (seed, step, element): placement does not
+change it. v > 0 never becomes zero. The update uses unrounded moments.
 """
 
 from __future__ import annotations
@@ -17,14 +15,14 @@ from torch import Tensor
 
 from trireme.kernels import reference
 
-BLOCK = 256  # elements that share a floor
-M_CODES, V_CODES = 127, 255  # largest code: m keeps a bit for the sign
-_SHIFT = 20  # of fp32's 23 fraction bits, 3 are kept
+BLOCK = 256  # elements by floor
+M_CODES, V_CODES = 127, 255  # largest codes: m has a sign
+_SHIFT = 20  # keeps 3 of fp32's 23 fraction bits
 _WORD = 0xFFFFFFFF
 
 
 def hash32(x):
-    """A 32-bit mixing function (Wellons' lowbias32) of a Python integer or an int64 tensor."""
+    """Wellons' lowbias32 of an integer or int64 tensor."""
     x = x & _WORD
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
@@ -32,19 +30,19 @@ def hash32(x):
 
 
 def noise_key(seed: int, step: int) -> int:
-    """What, added to an element's index and hashed, gives the element its 32 bits of noise in this step."""
+    """Added to an element's index and hashed: its noise."""
     return hash32(hash32(seed) + step)
 
 
 def _noise(like: Tensor, key: int, first: int) -> tuple[Tensor, Tensor]:
-    """Two independent integers in [0, 2^16) per element, int32: for m and for v."""
+    """For m and v: independent integers in [0, 2^16), int32."""
     index = torch.arange(first, first + len(like), dtype=torch.int64, device=like.device)
     drawn = hash32(index + key)
     return (drawn & 0xFFFF).int(), (drawn >> 16).int()
 
 
 def round_bf16(x: Tensor, noise: Tensor) -> Tensor:
-    """fp32 -> bf16, up or down with the probability that keeps the mean."""
+    """fp32 -> bf16, keeping the mean."""
     return ((x.view(torch.int32) + noise) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -53,7 +51,7 @@ def _spread(floor: Tensor, n: int) -> Tensor:
 
 
 def decode8(code: Tensor, floor: Tensor, signed: bool) -> Tensor:
-    """uint8 codes (n,) and int16 floors (blocks,) -> fp32 (n,)."""
+    """uint8 codes (n,), int16 floors (blocks,) -> fp32 (n,)."""
     step = code.int() & (M_CODES if signed else V_CODES)
     bits = torch.where(step > 0, (step + _spread(floor, len(code))) << _SHIFT, 0)
     sign = (code.int() >> 7) << 31 if signed else 0
@@ -61,12 +59,12 @@ def decode8(code: Tensor, floor: Tensor, signed: bool) -> Tensor:
 
 
 def encode8(x: Tensor, noise: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """fp32 (n,) -> (uint8 codes (n,), int16 floors (blocks,)). Unsigned: x >= 0, and only a zero becomes zero."""
+    """Inverse of decode8. Unsigned: x >= 0, only zero becomes zero."""
     n, most = len(x), M_CODES if signed else V_CODES
     bits = x.view(torch.int32) & 0x7FFFFFFF
     padded = torch.nn.functional.pad(bits, (0, -n % BLOCK)).view(-(-n // BLOCK), BLOCK)
     top = padded.amax(1) if n else padded.new_zeros(0)
-    floor = ((top >> _SHIFT) + 1 - most).clamp(min=0)  # + 1: the largest may be rounded up
+    floor = ((top >> _SHIFT) + 1 - most).clamp(min=0)  # + 1: the largest may round up
     code = (((bits + (noise << 4)) >> _SHIFT) - _spread(floor, n)).clamp(min=0)
     if signed:
         code |= (x.view(torch.int32) >> 31) & 0x80
@@ -78,10 +76,9 @@ def encode8(x: Tensor, noise: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def adamw16_(
     w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, *, step, seed, first=0, **hyper
 ) -> None:
-    """reference.adamw_ with m_ and v_ (n,) bf16, rounded stochastically.
+    """reference.adamw_ with m_ and v_ (n,) bf16.
 
-    `seed` fixes the rounding together with `step` and the element's index in its unit, which is `first` for element 0:
-    a unit may be cut into ranges freely.
+    `first` is element 0's index in its unit: units may be cut.
     """
     m, v = m_.float(), v_.float()
     reference.adamw_(w_, lo_, m, v, grad, clip, step=step, **hyper)
@@ -105,10 +102,9 @@ def adamw8_(
     first: int = 0,
     **hyper,
 ) -> None:
-    """reference.adamw_ with m_ and v_ (n,) uint8, and a floor for each 256 of them: m_floor_, v_floor_ (blocks,) int16.
+    """reference.adamw_ with m_ and v_ (n,) uint8, m_floor_ and v_floor_ (blocks,) int16, all zero at first.
 
-    All zero is the state before the first step. `seed` and `first` as for adamw16_; a unit may be cut at multiples of
-    256.
+    `first` as adamw16_; units may be cut at multiples of 256.
     """
     m, v = decode8(m_, m_floor_, True), decode8(v_, v_floor_, False)
     reference.adamw_(w_, lo_, m, v, grad, clip, step=step, **hyper)

@@ -1,7 +1,6 @@
 """Which implementation is in force: the Triton launcher for CUDA tensors, plain torch for everything else.
 
-The first tensor of a call decides. fp64, the dtype of gradient checks, is always the reference. Triton is imported
-by the first call that needs it, so a machine without a GPU needs no Triton.
+By a call's first tensor; fp64 (gradient checks) takes the reference. Triton is imported at first need.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ R = TypeVar("R")
 
 
 def _op(plain: Callable[P, R], module: str) -> Callable[P, R]:
-    """`plain`, or the launcher of its name and signature in trireme.kernels.<module> where the tensors are on a GPU."""
+    """`plain`, or its namesake in trireme.kernels.<module> on a GPU."""
     launcher = cache(lambda: getattr(import_module(f"trireme.kernels.{module}"), plain.__name__))
 
     @wraps(plain)

@@ -1,4 +1,4 @@
-"""The user's cache folder, for what no one else may have written: a library that is loaded from there runs."""
+"""The user's private cache folder: libraries loaded from it run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 
 def is_private(path: Path) -> bool:
-    """Whether `path`, which is no link, is this user's and nobody else may write to it."""
+    """Whether this user's alone to write, and no link."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
 
 
 def cache_folder() -> Path | None:
-    """$XDG_CACHE_HOME/trireme, or ~/.cache/trireme, made or made private; None where it can be neither."""
+    """$XDG_CACHE_HOME/trireme, or ~/.cache/trireme, made private; None where impossible."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not folder.is_symlink() and folder.lstat().st_uid == os.geteuid():
             folder.chmod(0o700)
         return folder if is_private(folder) else None
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home
         return None

@@ -1,8 +1,8 @@
 """Every op in plain torch, with the names and signatures of the Triton launchers: the oracle, and the CPU path.
 
-Legend: N tokens (all documents of a micro-batch, packed), D width, F hidden width, V vocabulary, H query heads,
-K key/value heads, d head width. Arithmetic is fp32 (fp64 inputs stay fp64), results are rounded once to the
-output's dtype. Inputs are read-only; a function or argument that ends in `_` is written or added to.
+Legend: N packed tokens, D width, F hidden width, V vocabulary, H query heads, K key/value heads, d head width.
+Arithmetic is fp32 (fp64 stays), rounded once to the output's dtype. Only functions and arguments named `_` are written
+or added to.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trireme.kernels.attention.docs import Docs
 
 
 def _up(x: Tensor) -> Tensor:
-    """x in the arithmetic dtype: fp64 stays, everything else becomes fp32."""
+    """fp32, or fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _add_(out: Tensor, value: Tensor) -> None:
-    """out += value, rounded once."""
+    """Rounded once."""
     out.copy_(_up(out) + value)
 
 
@@ -31,10 +31,10 @@ def _add_(out: Tensor, value: Tensor) -> None:
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y = h / rms(h) * weight with h = x, or x + residual (rounded to x's dtype).
+    """y = h / rms(h) * weight with h = x, or x + residual rounded to x's dtype.
 
-    x, residual (N, D); weight (D,). Returns (y (N, D), rstd (N,) fp32, h (N, D): `out` filled with it where given, else
-    x itself where there is no residual).
+    x, residual (N, D); weight (D,). Returns (y (N, D), rstd (N,) fp32, h (N, D): filled `out`, or x itself without
+    residual).
     """
     h = x if residual is None else (_up(x) + _up(residual)).to(x.dtype)
     h = h if out is None else out.copy_(h)
@@ -52,10 +52,9 @@ def rmsnorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dh = gradient through y = h * rstd * weight, plus dresidual where given; dweight_ (D,) is added to.
+    """dh (N, D) through y = h * rstd * weight, plus dresidual; adds to dweight_ (D,).
 
-    Returns dh (N, D), or `out` filled with it, which may be dy. `h` is what the norm normalised: the third result of
-    rmsnorm_fwd.
+    `h` is rmsnorm_fwd's third result. Fills `out`, which may be dy.
     """
     dyf, hf = _up(dy), _up(h)
     xhat = hf * rstd[:, None]
@@ -92,7 +91,7 @@ def layernorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As rmsnorm_bwd, through layernorm_fwd; dweight_ and dbias_ (D,) are added to."""
+    """As rmsnorm_bwd; adds to dweight_ and dbias_ (D,)."""
     dyf = _up(dy)
     xhat = (_up(h) - mean[:, None]) * rstd[:, None]
     _add_(dweight_, (dyf * xhat).sum(0))
@@ -104,7 +103,7 @@ def layernorm_bwd(
 
 
 def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm over each head (Qwen3's q and k norm). x (N, H, d), rows may be strided; weight (d,).
+    """RMSNorm over each head. x (N, H, d), rows may be strided; weight (d,).
 
     Returns (y (N, H, d) contiguous, rstd (N, H) fp32).
     """
@@ -114,10 +113,7 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 
 
 def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
-    """Backward of head_rmsnorm_fwd: dx_ (N, H, d) is written, dweight_ (d,) is added to.
-
-    dx_ may be strided, and may be dy itself.
-    """
+    """Writes dx_ (N, H, d), which may be strided or dy; adds to dweight_ (d,)."""
     dyf = _up(dy)
     xhat = _up(x) * rstd[..., None]
     _add_(dweight_, (dyf * xhat).sum((0, 1)))
@@ -129,18 +125,15 @@ def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweigh
 
 
 def rope_table(inv_freq: Tensor, length: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each (length, d/2) fp32, of position * inv_freq, times `scale`. Made once, on inv_freq's device."""
+    """scale * (cos, sin) of position * inv_freq, (length, d/2) fp32."""
     angle = torch.outer(torch.arange(length, device=inv_freq.device, dtype=torch.float32), inv_freq.float())
     return angle.cos() * scale, angle.sin() * scale
 
 
 def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> None:
-    """Rotates the heads of x_ (N, H, d) in place: halves (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotates x_ (N, H, d), perhaps strided: halves (a, b) -> (a cos - b sin, b cos + a sin), or `inverse`.
 
-    `inverse` rotates back.
-
-    x_ may be a strided view: the q and k heads of a packed qkv row are neighbours, so one call does both.
-    cos, sin (P, d/2) fp32; positions (N,) int32, each < P.
+    cos, sin (P, d/2) fp32; positions (N,) int32 < P.
     """
     c, s = cos[positions.long()][:, None, :], sin[positions.long()][:, None, :]
     if inverse:
@@ -152,18 +145,16 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 # ---------------------------------------------------------------- activations
 
-Activation = Callable[[Tensor], tuple[Tensor, Tensor]]  # x -> (its value, its derivative)
-_GELU_K, _GELU_C = 0.7978845608028654, 0.044715  # sqrt(2 / pi); both as in GPT-2
+Activation = Callable[[Tensor], tuple[Tensor, Tensor]]  # x -> (value, derivative)
+_GELU_K, _GELU_C = 0.7978845608028654, 0.044715  # sqrt(2 / pi); GPT-2
 
 
 def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(x) and its derivative."""
     s = torch.sigmoid(x)
     return x * s, s * (1 + x * (1 - s))
 
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """tanh-approximated gelu(x) and its derivative."""
     t = torch.tanh(_GELU_K * (x + _GELU_C * x * x * x))
     dt = (1 - t * t) * _GELU_K * (1 + 3 * _GELU_C * x * x)
     return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * dt
@@ -183,17 +174,17 @@ def _glu_bwd(act: Activation, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tens
 
 
 def swiglu_fwd(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up (N, 2F), gate first. Returns (N, F)."""
+    """silu(gate) * up (N, F), for gate_up (N, 2F), gate first."""
     return _glu_fwd(_silu, gate_up)
 
 
 def swiglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (d_gate_up (N, 2F), act (N, F)): the forward value comes from the same pass, so it need not be saved."""
+    """(d_gate_up (N, 2F), act (N, F)): the forward value need not be saved."""
     return _glu_bwd(_silu, dy, gate_up)
 
 
 def geglu_fwd(gate_up: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up. gate_up (N, 2F), gate first. Returns (N, F)."""
+    """gelu_tanh(gate) * up, as swiglu_fwd."""
     return _glu_fwd(_gelu_tanh, gate_up)
 
 
@@ -203,12 +194,12 @@ def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
-    """gelu_tanh(h + bias). h (N, F), bias (F,)."""
+    """gelu_tanh(h + bias), for h (N, F), bias (F,)."""
     return _gelu_tanh(_up(h) + _up(bias))[0].to(h.dtype)
 
 
 def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (dh (N, F), act (N, F)); dbias_ (F,) is added to (the sum of dh over rows, taken in fp32)."""
+    """(dh (N, F), act (N, F)); adds dh's sum over rows, in fp32, to dbias_ (F,)."""
     value, slope = _gelu_tanh(_up(h) + _up(bias))
     dh = _up(dy) * slope
     _add_(dbias_, dh.sum(0))
@@ -216,7 +207,7 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[
 
 
 def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
-    """dbias_ (D,) += the sum of dy (N, D) over rows, taken in fp32."""
+    """dbias_ (D,) += the sum of dy (N, D) over rows, in fp32."""
     _add_(dbias_, _up(dy).sum(0))
 
 
@@ -224,7 +215,7 @@ def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
-    """Masked scores (H, T, T) of one document, q and k (T, H, d) in arithmetic dtype."""
+    """Masked, (H, T, T), of a document's q and k (T, H, d)."""
     s = torch.einsum("qhd,khd->hqk", q, k) * scale
     t = torch.arange(q.shape[0], device=q.device)
     dist = t[:, None] - t[None, :]
@@ -235,10 +226,10 @@ def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within each document. q (N, H, d); k, v (N, K, d), H a multiple of K; token strides are free.
+    """Causal attention by document. q (N, H, d); k, v (N, K, d), K divides H; tokens may be strided.
 
-    `window` > 0: a token sees itself and the window - 1 before it (Mistral). Returns (out (N, H, d) contiguous, or
-    `out` filled; lse (H, N) fp32, natural log).
+    `window` > 0: a token sees itself and the window - 1 before it. Returns (`out` (N, H, d), contiguous if new; lse (H,
+    N) fp32, natural log).
     """
     N, H, _ = q.shape
     group = H // k.shape[1]
@@ -269,7 +260,7 @@ def attention_bwd(
     dv_: Tensor,
     window: int = 0,
 ) -> None:
-    """Writes dq_ (N, H, d), dk_ and dv_ (N, K, d), which may be strided views of one packed buffer."""
+    """Writes dq_ (N, H, d), dk_ and dv_ (N, K, d), perhaps strided."""
     group = q.shape[1] // k.shape[1]
     start = 0
     for length in docs.lengths:
@@ -290,12 +281,12 @@ def attention_bwd(
 
 
 def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """out (N, D) = weight[ids]. ids (N,) int64, weight (V, D)."""
+    """weight[ids] (N, D), for ids (N,) int64, weight (V, D)."""
     return torch.index_select(weight, 0, ids) if out is None else torch.index_select(weight, 0, ids, out=out)
 
 
 def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
-    """dweight_[ids[n]] += dy[n], summed in fp32, rounded once a row. Rows that do not occur are not touched."""
+    """dweight_[ids[n]] += dy[n], in fp32, rounded once a row; other rows stay."""
     unique, inverse = torch.unique(ids, return_inverse=True)
     total = _up(dweight_[unique])
     dweight_[unique] = total.index_add_(0, inverse, _up(dy)).to(dweight_.dtype)
@@ -311,11 +302,10 @@ def linear_cross_entropy(
     dx_: Tensor | None = None,
     chunk: int = 2048,
 ) -> Tensor:
-    """Loss of each token under softmax(x @ weight.T), and with dx_ (and dweight_) the gradients of scale * sum(loss).
+    """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also the gradients of scale * sum(loss).
 
-    x (N, D), weight (V, D), labels (N,) int64, rows (M,) int64: the indices of labels that count (>= 0), found on the
-    host. dx_ (N, D) is written, dweight_ (V, D) added to. Logits exist `chunk` rows at a time. Returns losses (N,)
-    fp32; losses and dx_ are zero in the other rows. `scale` is 1 / trained tokens of the whole step.
+    x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0, found on the host. Writes dx_
+    (N, D) and adds to dweight_ (V, D). Elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
     """
     losses = torch.zeros(x.shape[0], dtype=_up(x).dtype, device=x.device)
     if dx_ is not None:
@@ -340,11 +330,10 @@ def linear_cross_entropy(
 
 
 def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum of squares of a flat gradient, (1,) fp32: fp32 within blocks of 64 rows of 1,024 lanes, fp64 across blocks.
+    """Sum of squares of a flat gradient, (1,) fp32: fp32 within blocks of 64 rows of 1,024 lanes, fp64 across.
 
-    Each lane adds its rows in order, then lanes and blocks are halved: an order that every implementation can keep.
-    With `out` (flat, bf16) the gradient is also rounded into it in the same pass, and the sum is of the rounded values.
-    A non-finite element makes the sum non-finite, which is how it is noticed.
+    Lanes add rows in order, then lanes and blocks are halved: an order for every implementation. `out` (flat, bf16)
+    takes the gradient, and the sum is of its rounded values. Non-finite elements show in the sum.
     """
     if out is not None:
         grad = out.copy_(grad)
@@ -357,7 +346,7 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _halve(x: Tensor) -> Tensor:
-    """Sum over the last dimension, zeros up to a power of two: the second half goes onto the first till one is left."""
+    """Sum over the last dimension, padded to a power of two: the second half onto the first, repeatedly."""
     n = x.shape[-1]
     x = torch.nn.functional.pad(x, (0, (1 << max(n - 1, 0).bit_length()) - n))
     while (half := x.shape[-1] // 2) > 0:
@@ -366,18 +355,18 @@ def _halve(x: Tensor) -> Tensor:
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (hi bf16, lo int16), exact: bits(master) = (bits(hi) << 16) + lo. Halves round away from zero."""
+    """fp32 -> (hi bf16, lo int16), exactly: bits(master) = (bits(hi) << 16) + lo. Halves round away from zero."""
     bits = master.contiguous().view(torch.int32)
     hi = (bits + 0x8000) >> 16
     return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << 16)).to(torch.int16)
 
 
 def join_master(hi: Tensor, lo: Tensor) -> Tensor:
-    """(hi bf16, lo int16) -> fp32, the inverse of split_master."""
+    """Inverse of split_master."""
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo.to(torch.int32)).view(torch.float32)
 
 
-PARTS = ("all", "weights", "moments")  # what an update stores
+PARTS = ("all", "weights", "moments")  # that an update stores
 
 
 def adamw_(
@@ -397,12 +386,11 @@ def adamw_(
     step: int,
     part: str = "all",
 ) -> None:
-    """One AdamW step (Loshchilov & Hutter 2019) over flat tensors of n elements, in place.
+    """One AdamW step (Loshchilov & Hutter 2019) over flat tensors (n,), in place.
 
-    w_ fp32 with lo_ None, or w_ bf16 with lo_ int16: the split master. m_, v_ fp32; grad fp32 or bf16; clip (1,) fp32
-    multiplies the gradient. Weight decay applies to the first n_decay elements. `step` counts from 1. Every
-    implementation computes exactly these IEEE fp32 operations, none fused. `part` "weights" leaves the moments,
-    "moments" the weights; one after the other leaves the bits of "all".
+    w_ fp32 with lo_ None, or w_ bf16 with lo_ int16. m_, v_ fp32; grad fp32 or bf16, times clip (1,) fp32. The first
+    n_decay elements decay. `step` counts from 1. Every implementation computes exactly these IEEE fp32 operations, none
+    fused. `part` "weights", then "moments", leaves the bits of "all".
     """
     f32 = lambda value: torch.tensor(value, dtype=torch.float32, device=grad.device)
     b1, b2 = f32(beta1), f32(beta2)
@@ -418,7 +406,7 @@ def adamw_(
     if part == "moments":
         return
     master[:n_decay] *= f32(1 - lr * weight_decay)
-    root = torch.sqrt(v.double()).float()  # correctly rounded; the fp32 root of torch on the CPU (MKL) is not
+    root = torch.sqrt(v.double()).float()  # correctly rounded; torch's fp32 root on the CPU (MKL) is not
     denom = root * inv_sqrt_bias2 + f32(eps)
     master -= (step_size * m) / denom
     if lo_ is not None:

@@ -3,7 +3,7 @@
     y = h * rstd * w,  rstd = 1 / sqrt(mean(h^2) + eps)
     dh = rstd * (g - xhat * mean(g * xhat)),  g = dy * w,  xhat = h * rstd;  dw = sum over rows of dy * xhat
 
-Legend: N tokens, D width, H heads, d head width, P programs.
+Legend: N tokens, D width, H heads.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _rmsnorm_bwd(
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As reference.rmsnorm_fwd. All arguments contiguous."""
+    """As reference.rmsnorm_fwd, contiguous."""
     N, D = x.shape
     assert x.is_contiguous()
     assert weight.shape == (D,)
@@ -121,7 +121,7 @@ def rmsnorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As reference.rmsnorm_bwd. All arguments contiguous."""
+    """As reference.rmsnorm_bwd, contiguous."""
     N, D = h.shape
     assert dy.shape == h.shape
     assert dy.is_contiguous()
@@ -217,7 +217,7 @@ def _head_bwd(
 
 
 def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As reference.head_rmsnorm_fwd: each head's d values lie together, tokens and heads may be strided."""
+    """As reference.head_rmsnorm_fwd; heads contiguous."""
     N, H, D = x.shape
     assert x.stride(2) == 1
     assert weight.shape == (D,)
@@ -231,7 +231,7 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 
 
 def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
-    """As reference.head_rmsnorm_bwd. An element of dx_ is written after its dy was read, so they may be one tensor."""
+    """As reference.head_rmsnorm_bwd. dx_ may be dy: read before written."""
     N, H, D = x.shape
     assert dy.shape == dx_.shape == x.shape
     assert dy.stride(2) == x.stride(2) == dx_.stride(2) == 1

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021) in the half-split convention of LLaMA, in place.
 
-    (a, b) -> (a cos - b sin, b cos + a sin), a and b the two halves of a head; the inverse rotates by -angle
+    (a, b) -> (a cos - b sin, b cos + a sin), halves of a head; the inverse rotates by -angle
 
-Legend: N tokens, H heads, d head width.
+Legend: N tokens, H heads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _rope(
     await_previous()
     BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    o_h = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)  # neighbours lie side by side in memory
+    o_h = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)  # neighbours adjacent in memory
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HALF
     mask = (o_h < H)[:, None] & m_d[None, :]
@@ -50,7 +50,7 @@ def _rope(
 
 
 def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> None:
-    """As reference.rope_. Each head's d values lie together; cos and sin contiguous."""
+    """As reference.rope_; heads, cos and sin contiguous."""
     N, H, d = x_.shape
     half = d // 2
     assert x_.stride(2) == 1

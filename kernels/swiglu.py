@@ -2,7 +2,7 @@
 
     y = act(gate) * up;  dgate = dy * up * act'(gate),  dup = dy * act(gate)
 
-act is silu, or gelu in its tanh form. Legend: N tokens, F hidden width.
+Legend: N tokens, F hidden width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trireme.kernels.gelu import gelu_tanh
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
-BLOCK = 2048  # values of a row that one program takes
+BLOCK = 2048  # values by program
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _glu_fwd(p_gate_up, p_y, act: tl.constexpr, F: tl.constexpr, BLOCK: tl.const
     await_previous()
     BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    o_f = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)  # neighbours lie side by side in memory
+    o_f = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)  # neighbours adjacent in memory
     p_gate = p_gate_up + i_n * 2 * F + o_f
     b_gate = tl.load(p_gate, o_f < F, 0.0).to(tl.float32)
     b_up = tl.load(p_gate + F, o_f < F, 0.0).to(tl.float32)
@@ -58,22 +58,22 @@ def _glu_bwd(p_dy, p_gate_up, p_d_gate_up, p_y, act: tl.constexpr, F: tl.constex
 
 
 def swiglu_fwd(gate_up: Tensor) -> Tensor:
-    """As reference.swiglu_fwd, gate_up contiguous."""
+    """As reference.swiglu_fwd, contiguous."""
     return _fwd(silu, gate_up)
 
 
 def swiglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """As reference.swiglu_bwd, both contiguous."""
+    """As reference.swiglu_bwd, contiguous."""
     return _bwd(silu, dy, gate_up)
 
 
 def geglu_fwd(gate_up: Tensor) -> Tensor:
-    """As reference.geglu_fwd, gate_up contiguous."""
+    """As reference.geglu_fwd, contiguous."""
     return _fwd(gelu_tanh, gate_up)
 
 
 def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """As reference.geglu_bwd, both contiguous."""
+    """As reference.geglu_bwd, contiguous."""
     return _bwd(gelu_tanh, dy, gate_up)
 
 

@@ -1,6 +1,8 @@
 """What half a block adds to its input: a linear layer, perhaps a norm, a factor.
 
-out = x + scale * norm(inner @ weight + bias)
+    out = x + scale * norm(inner @ weight + bias)
+
+Legend: shapes.py.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
 """The store: one safetensors file per shard and drive, and snapshots that copy nothing.
 
-store = Store.create(["/nvme0/run", "/nvme1/run"], companions=checkpoint_folder)
-store.add("block-000", weights_layout, weights=True)   # indexed for Hugging Face
-store.add("block-000.adam", state_layout)
-store.reserve()                                        # disk space
-store.write("block-000", buffer).result()
-store.read("block-000", buffer).result()
-store.verify("block-000", buffer).result()             # by checksum
-store.commit(step=100, extra={...})
+    store = Store.create(["/nvme0/run", "/nvme1/run"], companions=checkpoint_folder)
+    store.add("block-000", weights_layout, weights=True)   # indexed for Hugging Face
+    store.add("block-000.adam", state_layout)
+    store.reserve()                                        # disk space
+    store.write("block-000", buffer).result()
+    store.read("block-000", buffer).result()
+    store.verify("block-000", buffer).result()             # by checksum
+    store.commit(step=100, extra={...})
 
-files/000012.safetensors      versions, spares (versions.py)
-snapshot-000003-step-100/     hard links, manifest, index (snapshots.py)
-store.id, store.lock          (folders.py)
+In each folder:
+
+    files/000012.safetensors      versions, spares (versions.py)
+    snapshot-000003-step-100/     hard links, manifest, index (snapshots.py)
+    store.id, store.lock          (folders.py)
 """
 
 from __future__ import annotations

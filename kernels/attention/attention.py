@@ -1,8 +1,7 @@
 """Causal flash attention (Dao 2023) over packed documents, grouped queries, optional sliding window.
 
-One program owns one tile of rows (docs.py), and every sum has one owner: results repeat bit by bit. Behind the two
-functions stand Triton (fwd.py, bwd.py), on Hopper Gluon (hopper.py), and cuDNN for dense forwards, each where it was
-measured faster (docs/kernels.md). Which one is found once for a dtype and a layout of tensors.
+A program owns a tile of rows (docs.py), every sum has one owner: results repeat bit by bit. Triton (fwd.py, bwd.py),
+Gluon on Hopper (hopper.py) or cuDNN for dense forwards, where measured faster (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from trireme.kernels.attention.docs import Docs
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As reference.attention_fwd. Each head's d values lie together; tokens and heads may be strided."""
+    """As reference.attention_fwd; heads contiguous, tokens and heads may be strided."""
     N, H, d = q.shape
     _check(q, k, v, scale)
     if attention_cudnn.suits(q, docs, window):
@@ -54,7 +53,7 @@ def attention_bwd(
     dv_: Tensor,
     window: int = 0,
 ) -> None:
-    """As reference.attention_bwd. Each head's d values lie together; tokens and heads may be strided."""
+    """As reference.attention_bwd; strides as attention_fwd."""
     N, H, d = q.shape
     K = k.shape[1]
     _check(q, k, v, scale)
@@ -84,7 +83,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
 
 @cache
 def _forward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_fwd.Forward:
-    """How tensors of these dtypes and strides, (q, out) and (q, k, v, out), are attended to."""
+    """types of (q, out), strides of (q, k, v, out)."""
     assert H % K == 0
     assert 8 <= d <= 256
     assert all(s[2] == 1 for s in strides)
@@ -95,7 +94,7 @@ def _forward(device, types, H: int, K: int, d: int, window: int, strides, aligne
 
 @cache
 def _backward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_bwd.Backward:
-    """How their gradients are taken; types and strides of (dout, q, k, v, out, dq, dk, dv)."""
+    """types and strides of (dout, q, k, v, out, dq, dk, dv)."""
     assert H % K == 0
     assert 8 <= d <= 256
     assert all(s[2] == 1 for s in strides)

@@ -2,8 +2,7 @@
 
     dv = p^T do,  ds = p * (do v^T - delta),  delta = rowsum(do * out),  dq = scale * ds k,  dk = scale * ds^T q
 
-dq and (dk, dv) have a kernel each, so every sum has one owner and a fixed order; the first leaves delta for the second.
-Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, BLOCK_Q x BLOCK_K the tile of scores.
+dq, then (dk, dv), a kernel each: every sum has one owner and order; dq leaves delta. Legend: fwd.py.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _attention_bwd_dq(
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """dq of one query tile, and its delta, which the (dk, dv) kernel reads."""
+    """dq and delta of a query tile."""
     await_previous()
     i_tile, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(p_tiles + 3 * i_tile).to(tl.int64)
@@ -171,7 +170,7 @@ def _dkv_range(
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds p^T do and ds^T q over queries [lo, hi) of all heads of the group, in one loop so that loads run ahead."""
+    """Adds p^T do and ds^T q over queries [lo, hi) of the group's heads; in one loop loads run ahead."""
     o_d = tl.arange(0, BLOCK_D)
     o_tile = tl.arange(0, BLOCK_Q)
     steps = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_Q)
@@ -187,7 +186,7 @@ def _dkv_range(
             p_do + i_g * do_h + row * do_n + o_tile[:, None] * do_n + o_d[None, :], o_q, length, o_d, D, BLOCK_D, True
         )
         o_stat = tl.cast(i_g, tl.int64) * N + o_q
-        b_lse = tl.load(p_lse + o_stat, o_q < length, float("inf")) * LOG2E  # inf: rows past the end get p = 0
+        b_lse = tl.load(p_lse + o_stat, o_q < length, float("inf")) * LOG2E  # inf: p = 0 past the end
         b_delta = tl.load(p_delta + o_stat, o_q < length, 0.0)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # (keys, queries)
         b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
@@ -235,7 +234,7 @@ def _attention_bwd_dkv(
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """dk and dv of one key tile of one key/value head."""
+    """Of a key tile and key/value head."""
     await_previous()
     i_tile, i_h = tl.program_id(0) // K, tl.program_id(0) % K
     start = tl.load(p_tiles + 3 * i_tile).to(tl.int64)
@@ -257,7 +256,7 @@ def _attention_bwd_dkv(
     p_lse += i_group * N + start
     p_delta += i_group * N + start
 
-    # queries [a, b) meet the diagonal, [b, c) see every key of the tile, [c, end) are cut by the window
+    # queries: [a, b) on the diagonal, [b, c) see all keys, [c, end) cut by the window
     a = offset // BLOCK_Q * BLOCK_Q
     b = tl.minimum(tl.cdiv(offset + BLOCK_K, BLOCK_Q) * BLOCK_Q, length)
     c = length
@@ -288,16 +287,16 @@ def _attention_bwd_dkv(
 
 
 class Backward(NamedTuple):
-    """How the gradients of tensors of one dtype and layout are taken: two launches."""
+    """By dtype and layout: two launches."""
 
     query_rows: int  # of a query tile of dq
     dq: Fixed  # (dout, q, k, v, out, lse, delta, dq, tiles), (N, scale)
-    key_rows: int  # of a key tile of dkv
+    key_rows: int  # of a key tile
     dkv: Fixed  # (dout, q, k, v, lse, delta, dk, dv, tiles), (N, scale)
 
 
 def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Backward:
-    """Backward for tensors with the strides of (dout, q, k, v, out, dq, dk, dv)."""
+    """For the strides of (dout, q, k, v, out, dq, dk, dv)."""
     dout, q, k, v, out, dq, dk, dv = strides
     sizes = H // K, D, launch.head_block(D)
     by_query, by_key = launch.attention_dq(device, dtype, D), launch.attention_dkv(device, dtype, D)

@@ -1,9 +1,8 @@
 """The forward of dense attention by cuDNN, as torch carries it: documents of one length, on Hopper.
 
-For heads wider than 64 it is 1.2 to 2 times as fast as our Triton kernel (docs/kernels.md), and repeats bit by bit. Its
-backward does not above 1,024 tokens, even in torch's deterministic mode: the backward is always ours. cuDNN plans each
-new shape slowly, so only multiples of 1,024 tokens, few in a run, come here.
-Legend: B documents of S tokens, N = B * S, H query heads, K key/value heads, d head width.
+For heads above 64, 1.2 to 2 times as fast as Triton (docs/kernels.md), bit by bit. Its backward does not repeat above
+1,024 tokens, even in deterministic mode: ours serves. It plans new shapes slowly: only multiples of 1,024 tokens.
+Legend: B documents of S tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from trireme.kernels.launch import chip
 
 
 def suits(q: Tensor, docs: Docs, window: int) -> bool:
-    """Whether cuDNN is the faster way for q (N, H, d)."""
+    """Whether cuDNN is faster."""
     length, d = docs.lengths[0], q.shape[2]
     return (
         d > 64
@@ -32,13 +31,13 @@ def suits(q: Tensor, docs: Docs, window: int) -> bool:
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As reference.attention_fwd. Its own result is copied into `out`: cuDNN's launcher in torch takes none."""
+    """As reference.attention_fwd; torch's launcher takes no `out`."""
     B = len(docs.lengths)
     heads_first = [t.unflatten(0, (B, -1)).transpose(1, 2) for t in (q, k, v)]  # (B, heads, S, d), strided
     result, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *heads_first, None, compute_log_sumexp=True, is_causal=True, scale=scale
     )
-    result = result.transpose(1, 2).flatten(0, 1)  # (N, H, d), a view: cuDNN keeps the order of its inputs
+    result = result.transpose(1, 2).flatten(0, 1)  # (N, H, d), a view: cuDNN keeps its inputs' order
     if out is not None:
         result = out.copy_(result)
     return result, lse.view(B, q.shape[1], -1).transpose(0, 1).reshape(q.shape[1], -1)

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-TILES = (64, 128)  # rows of a tile for which attention finds its work listed
+TILES = (64, 128)  # rows by tile
 
 
 class Docs(NamedTuple):
-    """The documents of one micro-batch. Attention never crosses a document and positions restart in each.
+    """A micro-batch's documents, with tiles by their rows.
 
-    query_tiles and key_tiles list attention's work by rows of a tile: (tiles, 3) int32 of (the document's first row,
-    the tile's first row in it, its length), heaviest first: late queries see most keys, early keys are seen most.
+    Tiles (tiles, 3) int32: document's first row, tile's first row in it, document's length. Heaviest first: late
+    queries see most keys, early keys are seen most.
     """
 
     lengths: tuple[int, ...]  # on the host; sums to N
@@ -25,7 +25,7 @@ class Docs(NamedTuple):
 
 
 def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
-    """Docs for `lengths`, the token count of each document in order (each >= 1), copied to the device at one go."""
+    """For documents of `lengths` tokens (each >= 1), copied at once."""
     assert lengths
     assert min(lengths) >= 1
     n = torch.tensor(lengths, dtype=torch.int64)
@@ -34,7 +34,7 @@ def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
     positions = torch.arange(int(cu[-1])) - torch.repeat_interleave(cu[:-1], n)
     parts = [cu, positions, *(t for block in TILES for t in _tiles(n, cu[:-1], block))]
     padded = [torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 4)) for t in parts]  # each aligned to 16 bytes:
-    sent = torch.cat(padded).to(torch.int32).to(device, non_blocking=True)  # one compiled form of each kernel
+    sent = torch.cat(padded).to(torch.int32).to(device, non_blocking=True)  # one compiled form by kernel
     found = zip(sent.split([len(p) for p in padded]), parts, strict=True)
     flat = [f[: t.numel()].view(t.shape) for f, t in found]
     query_tiles, key_tiles = dict(zip(TILES, flat[2::2], strict=True)), dict(zip(TILES, flat[3::2], strict=True))
@@ -42,10 +42,10 @@ def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
 
 
 def _tiles(n: torch.Tensor, start: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(query tiles, key tiles) of `block` rows for documents of n (n_docs,) tokens that begin at start (n_docs,)."""
+    """(query tiles, key tiles) of `block` rows; documents of n, starting at `start` (n_docs,)."""
     counts = (n + block - 1) // block
     doc = torch.repeat_interleave(torch.arange(len(n)), counts)
-    first = torch.cumsum(counts, 0) - counts  # a document's first tile
+    first = torch.cumsum(counts, 0) - counts  # document's first tile
     offset = (torch.arange(len(doc)) - first[doc]) * block
     tiles = torch.stack((start[doc], offset, n[doc]), 1)
     by_queries = torch.argsort(offset, descending=True, stable=True)

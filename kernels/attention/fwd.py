@@ -2,8 +2,8 @@
 
     s = scale * q k^T,  p = exp(s - lse),  out = p v
 
-Online softmax in base 2. Tiles of scores wholly below the diagonal, and within the window, need no mask.
-Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, BLOCK_Q x BLOCK_K the tile of scores.
+Online softmax in base 2. Score tiles below the diagonal, within the window, need no mask. Legend: N tokens, H query
+heads, K key/value heads, GROUP = H / K, D head width, BLOCK_Q x BLOCK_K the tile of scores.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-HIDDEN = tl.constexpr(-1e30)  # finite: a row whose first tile is all hidden must not meet inf - inf
+HIDDEN = tl.constexpr(-1e30)  # finite: hidden first tiles must not meet inf - inf
 
 
 def flat(strides: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
-    """Token and head strides, one after the other, as the kernels take them."""
+    """Token and head strides in turn."""
     return tuple(chain.from_iterable(s[:2] for s in strides))
 
 
 @triton.jit
 def _load_rows(p, o_row, length, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROW_MASK: tl.constexpr):
-    """Rows of a tile; zeros beyond the document (where ROW_MASK) and beyond D."""
+    """Zeros beyond the document (ROW_MASK) and D."""
     if ROW_MASK:
         if BLOCK_D == D:
             return tl.load(p, (o_row < length)[:, None], 0.0)
@@ -43,7 +43,7 @@ def _load_rows(p, o_row, length, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, RO
 
 @triton.jit
 def _visible(o_q, o_k, window, WINDOWED: tl.constexpr):
-    """(queries, keys) or, with the arguments' axes swapped by the caller, (keys, queries): who sees whom."""
+    """(queries, keys), or (keys, queries) with swapped axes."""
     distance = o_q - o_k
     if WINDOWED:
         return (distance >= 0) & (distance < window)
@@ -52,7 +52,7 @@ def _visible(o_q, o_k, window, WINDOWED: tl.constexpr):
 
 @triton.jit
 def _key_ranges(offset, length, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr):
-    """(a, b, c, end) of a query tile's keys: [a, b) cut by the window, [b, c) all visible, [c, end) on the diagonal."""
+    """(a, b, c, end) of keys: [a, b) cut by the window, [b, c) visible, [c, end) on the diagonal."""
     c = offset // BLOCK_K * BLOCK_K
     end = tl.minimum(offset + BLOCK_Q, length)
     a = c * 0
@@ -86,7 +86,7 @@ def _fwd_range(
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax over keys [lo, hi) of the document that p_k and p_v point to."""
+    """Online softmax over keys [lo, hi)."""
     o_d = tl.arange(0, BLOCK_D)
     o_tile = tl.arange(0, BLOCK_K)
     p_k += tl.cast(lo, tl.int64) * k_n + o_tile[:, None] * k_n + o_d[None, :]
@@ -95,7 +95,7 @@ def _fwd_range(
         o_k = i_k + o_tile
         b_k = _load_rows(p_k, o_k, length, o_d, D, BLOCK_D, MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if MASKED:  # scaled before hidden: a fused HIDDEN * scale - max(HIDDEN * scale) is a huge rounding error
+        if MASKED:  # scaled before hidden: a fused HIDDEN * scale - max(HIDDEN * scale) rounds hugely
             b_s = tl.where(_visible(o_q[:, None], o_k[None, :], window, WINDOWED), b_s * qk_scale, HIDDEN)
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
             b_p = tl.exp2(b_s - b_m_new[:, None])
@@ -144,7 +144,7 @@ def _attention_fwd(
     i_tile, i_h = (
         tl.program_id(0) // H,
         tl.program_id(0) % H,
-    )  # heads run fastest: neighbours share keys and values in L2
+    )  # heads fastest: neighbours share keys, values in L2
     start = tl.load(p_tiles + 3 * i_tile).to(tl.int64)
     offset = tl.load(p_tiles + 3 * i_tile + 1)
     length = tl.load(p_tiles + 3 * i_tile + 2)
@@ -185,14 +185,14 @@ def _attention_fwd(
 
 
 class Forward(NamedTuple):
-    """How tensors of one dtype and layout are attended to."""
+    """By dtype and layout."""
 
     rows: int  # of a query tile
     run: Fixed  # (q, k, v, out, lse, tiles), (N, scale)
 
 
 def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Forward:
-    """Forward for tensors with the strides of (q, k, v, out)."""
+    """For the strides of (q, k, v, out)."""
     tile = launch.attention_fwd(device, dtype, D)
     constants = H, H // K, D, launch.head_block(D), tile.q, tile.k, window > 0
     return Forward(

@@ -1,12 +1,10 @@
-"""What attention's kernels for Hopper share, in Gluon: tiles that arrive in rings, and which tensors they take.
+"""Attention's kernels for Hopper, in Gluon: shared tile rings, and which tensors they take.
 
-Triton waits for each product before the next instruction (docs/kernels-log.md); Gluon waits where it is told to. Tiles
-arrive by asynchronous copies in a ring of STAGES slots, one commit group a step. Pointers and slots are moved on, never
-computed anew, and later copies are started last. ptxas serialises products whose accumulators it cannot follow: a step
-begins and ends with nothing in flight but what its loop carries (tests/kernels/test_compile.py watches).
-bf16, heads of up to 128 features, padded to 64 or 128 columns, no window; everything else is Triton's.
-Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, padded to BLOCK_D; t_ is a product that
-may still run.
+Triton waits for each product at once (docs/kernels-log.md); Gluon waits where told. Tiles arrive asynchronously in
+rings of STAGES slots, one commit group a step. Pointers and slots advance, never recomputed; later copies start last.
+ptxas serialises products with accumulators it cannot follow: between steps only the loop's carried products run
+(tests/kernels/test_compile.py). Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, padded
+to BLOCK_D; t_ a product that may still run.
 """
 
 from __future__ import annotations
@@ -20,26 +18,26 @@ from trireme.kernels import launch
 from trireme.kernels.attention.fwd import flat
 
 LOG2E = gl.constexpr(1.4426950408889634)
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both were renamed
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both renamed
 cta_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # after Triton 3.6
 
 
 @gluon.jit
 def copy_rows(smem, p, o_tile, o_row, rows, o_d, D: gl.constexpr):
-    """Starts the copy of a tile, at offsets o_tile from p, into smem; after so many rows and beyond D zeros arrive."""
+    """Starts the copy of a tile at p + o_tile to smem; zeros after `rows` and beyond D."""
     copy_async(smem, p + o_tile, (o_row < rows)[:, None] & (o_d < D)[None, :])
 
 
 @gluon.jit
 def turn(slot, stages: gl.constexpr):
-    """The slot of a ring after `slot`: less work than a remainder."""
+    """The next slot: cheaper than a remainder."""
     return gl.where(slot == stages - 1, 0, slot + 1)
 
 
 @gluon.jit
 def keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K: gl.constexpr, D: gl.constexpr,
               o_row, o_d):  # fmt: skip
-    """Starts the copies of the step that `ahead` points at, a tile of keys and of values; returns the next."""
+    """Starts the copies of step `ahead`, keys and values; returns the next."""
     i_k, p_k, p_v = ahead
     if i_k < end:
         copy_rows(k_ring.index(slot), p_k, o_k, o_row, length - i_k, o_d, D)
@@ -50,19 +48,19 @@ def keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOC
 
 @gluon.constexpr_function
 def copy_layout(warps, block_d):
-    """Of a tile on its way to shared memory: 16 bytes a thread."""
+    """Tiles to shared memory: 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // block_d, block_d // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def product_layout(warps, columns):
-    """Of the accumulator of a product with so many columns."""
+    """Accumulator by its columns."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.jit
 def program_tile(p_tiles, heads: gl.constexpr):
-    """(head, first token of the document, offset of the tile in it, length of the document) of this program."""
+    """(head, document's first token, tile's offset in it, its length)."""
     i_tile, i_h = gl.program_id(0) // heads, gl.program_id(0) % heads
     start = gl.load(p_tiles + 3 * i_tile).to(gl.int64)
     offset = gl.load(p_tiles + 3 * i_tile + 1)
@@ -86,10 +84,7 @@ def first_keys(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Starts the copies that fill the rings of a query tile; returns what keys_copy takes for the steps that follow.
-
-    (ahead, offsets in a tile of keys, in one of values, of their rows).
-    """
+    """Fills a query tile's rings; returns (ahead, key offsets, value offsets, rows) for keys_copy."""
     o_key = gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
     o_k = o_key[:, None] * k_n + o_d[None, :]
     o_v = o_key[:, None] * v_n + o_d[None, :]
@@ -100,12 +95,12 @@ def first_keys(
 
 
 def suits(device: torch.device, dtype: torch.dtype, D: int, window: int, strides) -> bool:
-    """Whether the kernels take heads of D values whose inputs have these strides, and are aligned to 16 bytes."""
+    """Whether the kernels take these strides, 16-byte aligned."""
     return (
         launch.chip(device).arch == 90
         and window == 0
         and dtype == torch.bfloat16
         and 32 < D <= 128
         and D % 8 == 0
-        and all(n % 16 == 0 and n < 1 << 24 for n in flat(strides))  # offsets in a tile are int32
+        and all(n % 16 == 0 and n < 1 << 24 for n in flat(strides))  # tile offsets are int32
     )

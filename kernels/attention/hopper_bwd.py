@@ -1,7 +1,6 @@
 """Attention's backward for Hopper, in Gluon: the algorithm of bwd.py with the waits placed by hand.
 
-The products of one step run while the exponentials of another are taken (hopper.py).
-Legend: as there.
+Products of one step overlap with exponentials of another. Legend: hopper.py.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from trireme.kernels.launcher import Fixed, await_previous, launcher
 @gluon.jit
 def _dkv_copy(ahead, slot, q_ring, do_ring, lse_ring, delta_ring, o_q, o_do, q_n, q_h, do_n, do_h, N, first, length,
               GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr, o_row, o_d, o_flat):  # fmt: skip
-    """Starts the copies of the step that `ahead` points at, a tile of q, do, lse and delta; returns the next."""
+    """Starts the copies of step `ahead`, q, do, lse and delta; returns the next."""
     i_g, i_q, p_q, p_do, p_lse, p_delta = ahead
     if i_g < GROUP:
         copy_rows(q_ring.index(slot), p_q, o_q, o_row, length - i_q, o_d, D)
@@ -50,7 +49,7 @@ def _dkv_copy(ahead, slot, q_ring, do_ring, lse_ring, delta_ring, o_q, o_do, q_n
     p_do += BLOCK_Q * do_n
     p_lse += BLOCK_Q
     p_delta += BLOCK_Q
-    if i_q >= length:  # on to the first queries of the group's next head
+    if i_q >= length:  # the group's next head
         rows = (i_q - first).to(gl.int64)
         i_g += 1
         i_q = first
@@ -95,7 +94,7 @@ def dkv_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """dk and dv of one key tile of one key/value head."""
+    """Of a key tile and key/value head."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
     wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
@@ -108,7 +107,7 @@ def dkv_kernel(
     dtype: gl.constexpr = p_q.dtype.element_ty
 
     i_h, start, offset, length = program_tile(p_tiles, K)
-    first = offset // BLOCK_Q * BLOCK_Q  # of the queries that see keys of the tile
+    first = offset // BLOCK_Q * BLOCK_Q  # queries that see the tile
     i_group = i_h.to(gl.int64) * GROUP
     p_q += (start + first) * q_n + i_group * q_h
     p_do += (start + first) * do_n + i_group * do_h
@@ -149,7 +148,7 @@ def dkv_kernel(
         q_tile, do_tile = q_ring.index(slot), do_ring.index(slot)
         t_s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
         t_dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-        b_dk, b_dv = warpgroup_mma_wait(2, (t_dk, t_dv))  # the last step's
+        b_dk, b_dv = warpgroup_mma_wait(2, (t_dk, t_dv))  # last step's
         b_lse = lse_ring.index(slot).load(gl.SliceLayout(0, scores)) * LOG2E
         b_s = warpgroup_mma_wait(1, (t_s,))
         b_p = gl.exp2(b_s * (scale * LOG2E) - b_lse[None, :])  # 1 beyond the document, where q, do and delta are zero
@@ -160,7 +159,7 @@ def dkv_kernel(
         b_delta = delta_ring.index(slot).load(gl.SliceLayout(0, scores))
         b_ds = b_p * (b_dp - b_delta[None, :])
         t_dk = warpgroup_mma(gl.convert_layout(b_ds.to(dtype), operand), q_tile, b_dk, is_async=True)
-        cta_barrier()  # all warps are done with the last step's slot
+        cta_barrier()  # all warps are done with the last slot
         ahead = _dkv_copy(ahead, free, q_ring, do_ring, lse_ring, delta_ring, o_q, o_do, q_n, q_h, do_n, do_h, N,
                           first, length, GROUP, BLOCK_Q, D, o_row, o_d, o_flat)  # fmt: skip
         i_q += BLOCK_Q
@@ -181,7 +180,7 @@ def dkv_kernel(
 
 @gluon.jit
 def _probabilities(b_s, b_lse, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr):
-    """exp(scores - lse) of a query tile and the keys from i_k on; zero above the diagonal."""
+    """exp(scores - lse), zero above the diagonal."""
     b_p = gl.exp2(b_s * qk_scale - b_lse[:, None])
     if i_k + BLOCK_K > offset:
         b_p = gl.where(o_q[:, None] >= (i_k + o_tile)[None, :], b_p, 0.0)
@@ -222,7 +221,7 @@ def dq_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """dq of one query tile, and its delta, which dkv_kernel reads."""
+    """dq and delta of a query tile."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
     wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
@@ -284,7 +283,7 @@ def dq_kernel(
         b_ds = (b_p * (b_dp - b_delta[:, None])).to(dtype)
         b_dq = warpgroup_mma_wait(0, (t_dq,))
         b_ds = gl.convert_layout(b_ds, operand)
-        cta_barrier()  # all warps are done with the slot that is written next
+        cta_barrier()  # all warps are done with the slot
         ahead = keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
         slot = after
     async_copy.wait_group(0)
@@ -302,7 +301,7 @@ def dq_kernel(
 
 
 def plan(H: int, K: int, D: int, strides) -> Backward:
-    """Backward for tensors with the strides of (dout, q, k, v, out, dq, dk, dv), all aligned to 16 bytes."""
+    """For the strides of (dout, q, k, v, out, dq, dk, dv), 16-byte aligned."""
     dout, q, k, v, out, dq, dk, dv = strides
     sizes = H // K, D, launch.head_block(D)
     by_query, by_key = launch.hopper_dq(sizes[2]), launch.hopper_dkv(sizes[2])

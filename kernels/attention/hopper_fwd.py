@@ -1,9 +1,7 @@
 """Attention's forward for Hopper, in Gluon: the algorithm of fwd.py with the waits placed by hand.
 
-While the product of one tile of probabilities with its values runs, so does that of the queries with the next keys, and
-the exponentials of those are taken (hopper.py). Programs are small, so that two share a multiprocessor: one
-takes exponentials while the other multiplies.
-Legend: as there.
+Exponentials of one step overlap with p v of the last. Programs are small: two share a multiprocessor, one multiplying.
+Legend: hopper.py.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ HIDDEN = gl.constexpr(-1e30)
 
 @gluon.jit
 def _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr):
-    """(largest score so far, exp(scores - it)) of a query tile and the keys from i_k on; zero above the diagonal."""
+    """(largest score so far, exp(scores - it)), zero above the diagonal."""
     if i_k + BLOCK_K > offset:
         b_s = gl.where(o_q[:, None] >= (i_k + o_tile)[None, :], b_s, HIDDEN)
     b_m = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)
@@ -43,7 +41,7 @@ def _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr
 
 @gluon.jit
 def _row_sums(b_p, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """(BLOCK_Q, 4): of each row the sums of what one thread holds, so that nothing crosses threads in a step."""
+    """(BLOCK_Q, 4): by thread, so that nothing crosses threads."""
     return gl.sum(gl.sum(b_p.reshape([BLOCK_Q, BLOCK_K // 8, 4, 2]), 3), 1)
 
 
@@ -74,7 +72,7 @@ def fwd_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """out and lse of one query tile of one head."""
+    """out and lse of a query tile."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
     wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
@@ -127,7 +125,7 @@ def fwd_kernel(
         b_acc = warpgroup_mma_wait(0, (t_acc,))
         b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, heads))[:, None]
         b_p = gl.convert_layout(b_p, operand)
-        cta_barrier()  # all warps are done with the slot that is written next
+        cta_barrier()  # all warps are done with the slot
         ahead = keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
         slot = after
     async_copy.wait_group(0)
@@ -146,7 +144,7 @@ def fwd_kernel(
 
 
 def plan(H: int, K: int, D: int, strides) -> Forward:
-    """Forward for tensors with the strides of (q, k, v, out), the first three aligned to 16 bytes."""
+    """For the strides of (q, k, v, out), 16-byte aligned but out."""
     sizes = H // K, D, launch.head_block(D)
     tile = launch.hopper_fwd(sizes[2])
     constants = *flat(strides), H, *sizes, tile.q, tile.k, tile.stages
