@@ -78,7 +78,7 @@ class ModelConfig:
     window_from: int = 0  # first layer with the window
     scale_attn: bool = True  # by head_dim ** -0.5
     scale_attn_by_layer: bool = False  # scores also divided by layer + 1
-    frozen: tuple[str, ...] = ()  # globs over tensor names; from the run's options
+    frozen: tuple[str, ...] = ()  # globs over names, "!" before those trained; the last match holds
     lora: Lora | None = None  # from the run's options
     halves: bool = False  # units are half blocks; from the plan
     local_rope: Rope | None = None  # of layers with the window, if different

@@ -83,11 +83,17 @@ def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 
 def is_frozen(cfg: ModelConfig, group: Group) -> bool:
-    """Whether cfg.frozen matches. Raises InputError where it matches only some tensors: they are one product."""
-    found = [any(fnmatchcase(name, pattern) for pattern in cfg.frozen) for name, _ in group]
+    """Whether a group is frozen. InputError where only some of its tensors are: they are one product."""
+    found = [_matches(name, cfg.frozen) for name, _ in group]
     if any(found) and not all(found):
         raise InputError(f"{', '.join(name for name, _ in group)} are one product here: freeze all of them, or none.")
     return all(found)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether the last glob that matches `name` is one without `!`."""
+    found = (not p.startswith("!") for p in reversed(patterns) if fnmatchcase(name, p.removeprefix("!")))
+    return next(found, False)
 
 
 def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[Group]:

@@ -18,7 +18,7 @@ from trireme.engine.run.options import Options
 
 ROOT = Path(__file__).parents[1]
 BELOW = {"models", "storage", "kernels"}
-ALL = BELOW | {"models/families", "engine", "engine/data", "engine/planner", "engine/run"}
+ALL = BELOW | {"models/families", "engine", "engine/data", "engine/tuning", "engine/planner", "engine/run"}
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
     "kernels/attention": {"kernels"},
@@ -29,6 +29,7 @@ MAY_IMPORT = {  # beside files of the same room
     "engine/data": {"engine", "models", "storage"},
     "engine/planner": BELOW | {"engine"},
     "engine/run": ALL,
+    "engine/tuning": BELOW | {"engine"},
     "scripts": {"engine/run"},
     "scripts/bench": ALL,
     "scripts/dev": ALL,

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from trireme.engine.adapters import Adapter, adapted, adapter_shapes, read_adapter
 from trireme.engine.amounts import gib
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
@@ -26,6 +25,8 @@ from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.run.options import Options
 from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pinned_of
+from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
+from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, Lora, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, open_source
@@ -147,8 +148,10 @@ def prepare(
 
 
 def _adapted(options: Options, cfg: ModelConfig) -> ModelConfig:
-    """`cfg` with adapters. Raises InputError."""
+    """`cfg` with what the options say of what is trained. Raises InputError."""
     details = options.lora_alpha is not None or bool(options.lora_targets)
+    if (options.freeze or options.train) and (options.adapter or options.lora is not None):
+        raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one or the other out.")
     if options.adapter:
         if options.lora is not None or details:
             raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
@@ -156,11 +159,9 @@ def _adapted(options: Options, cfg: ModelConfig) -> ModelConfig:
     if options.lora is None:
         if details or options.merge:
             raise InputError("--lora-alpha, --lora-targets and --merge are of adapters. Give their rank: --lora 16.")
-        return cfg
-    names = cfg.names
-    modules = dict.fromkeys(name.rpartition(".")[2] for name in (*names.qkv, names.o, *names.up, names.down))
+        return chosen(cfg, options.freeze, options.train)
     alpha = 2.0 * options.lora if options.lora_alpha is None else options.lora_alpha
-    return adapted(cfg, Lora(options.lora, alpha, options.lora_targets or tuple(modules)))
+    return adapted(cfg, Lora(options.lora, alpha, targets(cfg, options.lora_targets)))
 
 
 def _codec(options: Options, folder: Path) -> Codec | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from trireme.engine.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
 from trireme.engine.amounts import gib
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, replace_folder
@@ -27,6 +26,7 @@ from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import LOGS, has_begun, tidy
 from trireme.engine.step import Engine
+from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
 from trireme.engine.updates import AdamW
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig

@@ -258,7 +258,18 @@ class Options:
         TRAINING, "what adapters add is times this / R [2 R]", parse=positive, metavar="X"
     )
     lora_targets: tuple[str, ...] = _option(
-        TRAINING, "matrices that have adapters [all of the blocks]", (), parse=listed(str), metavar="NAME[,NAME]"
+        TRAINING,
+        "matrices that have adapters [all of the blocks]",
+        (),
+        parse=listed(str),
+        metavar="NAME[,NAME]",
+        also="lora-target lora-target-modules",
+    )
+    train: tuple[str, ...] = _option(
+        TRAINING, "train these tensors alone: '*.mlp.*'", (), parse=listed(str), metavar="GLOB[,GLOB]"
+    )
+    freeze: tuple[str, ...] = _option(
+        TRAINING, "leave these tensors as they are: '*embed*'", (), parse=listed(str), metavar="GLOB[,GLOB]"
     )
     adapter: str | None = _option(TRAINING, "go on training this adapter, a folder of peft's format", metavar="DIR")
     merge: bool = _option(TRAINING, "with adapters: write OUT/merged too, the model with them added", False, parse=bool)

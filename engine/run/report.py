@@ -15,6 +15,7 @@ from trireme.engine.run.job import Job
 from trireme.engine.run.options import Every
 from trireme.engine.run.sample import MAX_NEW
 from trireme.engine.schedule import learning_rate
+from trireme.engine.tuning.chosen import trained_lines
 
 BINDS = {
     "compute": "computation",
@@ -36,6 +37,7 @@ def report(job: Job) -> list[str]:
         *_labelled("val", job.data.describe_held_out()),
         *(f"example  {job.data.example(k)}" for k in range(min(job.options.show_example, len(job.data.pieces)))),
         method_line(job),
+        *_labelled("trained", _trained_lines(job)),
         f"machine  {job.machine.describe()}",
         *_labelled("", _memory_notes(job)),
         steps_line(job),
@@ -83,12 +85,18 @@ def model_line(job: Job) -> str:
 def method_line(job: Job) -> str:
     o, master = job.options, "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
     lora = job.cfg.lora
-    what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else "full fine-tuning"
-    what += f"; {compact(job.trained_parameters)} parameters trained" if lora else ""
+    what = "fine-tuning of some tensors" if job.cfg.frozen else "full fine-tuning"
+    what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
+    what += f"; {compact(job.trained_parameters)} parameters trained" if job.cfg.frozen else ""
     return (
         f"method   {what}, AdamW ({master}, {job.plan.adam_bits}-bit moments), peak lr {job.lr:g}, "
         f"{o.schedule}, clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
     )
+
+
+def _trained_lines(job: Job) -> list[str]:
+    o = job.options
+    return trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else []
 
 
 def _memory_notes(job: Job) -> list[str]:

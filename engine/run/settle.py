@@ -25,6 +25,7 @@ from trireme.models.config import InputError, ModelConfig, default_number, numbe
 from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import complaint
 
+SAID = ("frozen", "lora")  # of a config: what a run says, not config.json
 DTYPES = {"bf16": "BF16", "fp32": "F32"}
 RECORDS = 1.03  # margin of RAM to ask for: more RAM brings larger records
 MICRO_TOKENS = {True: 16384, False: 4096}  # by on_cuda: larger micro-batches are no faster
@@ -145,6 +146,11 @@ def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Sour
         for name in [*before, *now]:
             usual = default_number(name) if kind == "config" else None
             if now.get(name, usual) != before.get(name, usual):
+                if name in SAID:
+                    raise InputError(
+                        f"--resume {options.resume}: what is trained cannot change. Leave --lora and its options, "
+                        "--freeze and --train out."
+                    )
                 here, then = (json.dumps(found[name]) if name in found else "missing" for found in (now, before))
                 raise InputError(
                     f"--resume {options.resume}: {name} of {options.model} is {here}, the run began with {then}. "

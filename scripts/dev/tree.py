@@ -14,6 +14,7 @@ ROOMS = {
     "storage": "bytes on the SSD; no torch, nothing of ours outside storage",
     "engine": "what a step is made of",
     "engine/data": "rows to micro-batches; no torch",
+    "engine/tuning": "what of a model is trained: some of its tensors, or adapters",
     "engine/planner": "how a plan is found and how long it takes",
     "engine/run": "one run, from options to the folder that it leaves",
     "scripts": "the command",

@@ -105,7 +105,29 @@ def test_an_adapter_is_trained_further(checkpoint, whole):
     assert all(torch.allclose(t, whole[0][name], atol=1e-6) for name, t in found.items())
 
 
+def test_frozen_tensors_come_out_as_they_went_in(checkpoint, monkeypatch, capsys):
+    run = options(checkpoint, checkpoint / "some", "host", train=("*.mlp.*", "*embed*"), freeze=("*layers.0.*",))
+    stopped(run, 5, monkeypatch)
+    finetune(replace(run, resume=run.out))
+    assert "--freeze *layers.0.*: model.layers.0." in capsys.readouterr().out
+    before, after = (load_file(checkpoint / name / "model.safetensors") for name in ("checkpoint", "some"))
+    changed = {name for name, t in after.items() if not torch.equal(t, before[name])}
+    assert changed == {name for name in before if (".mlp." in name and "layers.0." not in name) or "embed" in name}
+    with pytest.raises(InputError, match="is finished"):
+        finetune(replace(run, resume=run.out))
+
+
+def test_what_is_trained_cannot_change(checkpoint, monkeypatch):
+    run = options(checkpoint, checkpoint / "other", "gpu", freeze=("*embed*",))
+    stopped(run, 2, monkeypatch)
+    with pytest.raises(InputError, match="what is trained cannot change. Leave --lora"):
+        finetune(replace(run, resume=run.out, freeze=("*norm*",)))
+
+
 BAD = {
+    "a pattern without a match": (dict(freeze=("*q_porj*",)), r"no tensor of the model has such a name. Near it: "),
+    "the output matrix of a tied model": (dict(train=("lm_head*",)), "The output matrix is the embedding: model.embed"),
+    "patterns and adapters": (dict(freeze=("*norm*",), lora=4), "--freeze and --train: with adapters"),
     "a rank above the width": (dict(lora=100_000), "a LoRA rank of 100000"),
     "no such target": (dict(lora=4, lora_targets=("query",)), "is called query; there are"),
     "alpha without a rank": (dict(lora_alpha=3.0), "Give their rank"),

@@ -106,6 +106,8 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         ),
         (["other"], "other: the checkpoint is ckpt already. Data goes behind --data."),
         (["--gradient_checkpointing", "true"], "--gradient-checkpointing is not an option here: what is kept"),
+        (["--lora_dropout", "0.1"], "--lora-dropout is not an option here: adapters have no dropout here"),
+        (["--use_dora", "1"], "--use-dora is not an option here: DoRA is not supported"),
         (["--dtype", "fp8"], "--dtype: 'fp8' is not one of auto, bf16, fp32."),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 
 from trireme.engine.exchange import fetch
 from trireme.engine.homes import Homes, Progress, Reader, silent
+from trireme.engine.tuning.chosen import adapted
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of, export
@@ -42,17 +43,6 @@ class Adapter:
         t = self.source.tensors[PREFIX + name]
         pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(PREFIX + name)]
         return torch.from_numpy(np.concatenate(pieces)).view(t.shape)
-
-
-def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
-    """`cfg` with adapters alone trained. Raises InputError on a rank or target that fits nothing."""
-    if not 1 <= lora.rank <= cfg.width:
-        raise InputError(f"a LoRA rank of {lora.rank}: expected 1 to {cfg.width}, the width of the model.")
-    modules = [*cfg.names.qkv, cfg.names.o, *cfg.names.up, cfg.names.down]
-    for target in lora.targets:
-        if not any(replace(lora, targets=(target,)).adapts(module) for module in modules):
-            raise InputError(f"no linear layer of the blocks is called {target}; there are {', '.join(modules)}.")
-    return replace(cfg, lora=lora, frozen=("*",))
 
 
 def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -11,12 +11,13 @@ from safetensors.numpy import load_file
 from tiny import CASES, oracle
 from transformers import AutoModelForCausalLM
 
-from trireme.engine.adapters import CONFIG, WEIGHTS, adapted, merge_adapter, read_adapter, save_adapter
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import Exchange
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.step import evaluate
+from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
+from trireme.engine.tuning.chosen import adapted
 from trireme.models.config import InputError, Lora
 from trireme.models.rows import rope_tables
 from trireme.storage.checkpoint import open_source

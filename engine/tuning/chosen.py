@@ -1,0 +1,104 @@
+"""What of a model is trained: the tensors that patterns choose, or adapters beside frozen ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+from math import prod
+
+from trireme.models import shapes
+from trireme.models.config import InputError, Lora, ModelConfig
+
+NEAREST = 3  # names offered where a pattern matches none
+ALL = ("all", "all-linear")  # words of other trainers for every target
+
+
+def chosen(cfg: ModelConfig, freeze: Sequence[str], train: Sequence[str]) -> ModelConfig:
+    """`cfg` that trains what matches `train`, all if empty, and not `freeze`: globs over Hugging Face names.
+
+    Raises InputError where a pattern matches nothing, splits a product, or nothing is left to train.
+    """
+    for flag, patterns in (("--train", train), ("--freeze", freeze)):
+        for pattern in patterns:
+            if not matching(cfg, pattern):
+                raise InputError(f"{flag} {pattern}: no tensor of the model has such a name. {_instead(cfg, pattern)}.")
+    picked = replace(cfg, frozen=(*(("*",) if train else ()), *(f"!{pattern}" for pattern in train), *freeze))
+    if not any(_trained(picked).values()):
+        raise InputError("--freeze and --train leave nothing to train.")
+    return picked
+
+
+def matching(cfg: ModelConfig, pattern: str) -> list[str]:
+    """Names of the model's tensors that a glob matches."""
+    return [name for name in _trained(cfg) if fnmatchcase(name, pattern)]
+
+
+def _trained(cfg: ModelConfig) -> dict[str, bool]:
+    """Name of every tensor -> whether it is trained."""
+    groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
+    return {name: not frozen for group in groups for frozen in [shapes.is_frozen(cfg, group)] for name, _ in group}
+
+
+def _instead(cfg: ModelConfig, pattern: str) -> str:
+    """Names close to a pattern, one for all layers."""
+    if cfg.tied and fnmatchcase(f"{cfg.names.output}.weight", pattern):
+        return f"The output matrix is the embedding: {shapes.embedding_name(cfg)}"
+    names = folded(cfg, _trained(cfg))
+    return f"Near it: {', '.join(difflib.get_close_matches(pattern.strip('*'), names, NEAREST, cutoff=0.0))}"
+
+
+def folded(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Names with ranges of layers in place of their numbers, as model.layers.0-31.mlp.down_proj.weight."""
+    before, after = cfg.names.block.split("{}")
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        number, _, rest = name.removeprefix(before).partition(after)
+        inner = name.startswith(before) and number.isdigit()
+        layers.setdefault(f"{before}{{}}{after}{rest}" if inner else name, []).extend([int(number)] if inner else [])
+    return [name.replace("{}", ",".join(map(_range, _runs(found)))) for name, found in layers.items()]
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers in runs of neighbours."""
+    return [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
+
+
+def _range(run: Sequence[int]) -> str:
+    return f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+
+
+def trained_lines(cfg: ModelConfig, asked: Mapping[str, Sequence[str]]) -> list[str]:
+    """How much is trained, and what each pattern matches. `asked`: flag -> its patterns."""
+    found = _trained(cfg)
+    sizes = {name: prod(s) for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u) for name, s in group}
+    share = sum(sizes[name] for name, yes in found.items() if yes) / sum(sizes.values())
+    lines = [f"{sum(found.values()):,} of {len(found):,} tensors, {share:.1%} of the parameters"]
+    for flag, patterns in asked.items():
+        lines += [f"{flag} {pattern}: {', '.join(folded(cfg, matching(cfg, pattern)))}" for pattern in patterns]
+    return lines
+
+
+def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
+    """`cfg` with adapters, which alone are trained. InputError where the rank or a target fits nothing."""
+    if not 1 <= lora.rank <= cfg.width:
+        raise InputError(f"a LoRA rank of {lora.rank}: expected 1 to {cfg.width}, the width of the model.")
+    modules = linear_layers(cfg)
+    for target in lora.targets:
+        if not any(replace(lora, targets=(target,)).adapts(module) for module in modules):
+            raise InputError(f"no linear layer of the blocks is called {target}; there are {', '.join(modules)}.")
+    return replace(cfg, lora=lora, frozen=("*",))
+
+
+def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
+    """Names of the linear layers within a block."""
+    return (*cfg.names.qkv, cfg.names.o, *cfg.names.up, cfg.names.down)
+
+
+def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:
+    """Targets of adapters: those given, or every linear layer of the blocks."""
+    if given and not (len(given) == 1 and given[0] in ALL):
+        return tuple(given)
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in linear_layers(cfg)))

@@ -1,0 +1,69 @@
+"""Which tensors are trained: by globs, of which the last that matches holds, and what is said of them."""
+
+from dataclasses import replace
+
+import pytest
+from tiny import CASES, oracle
+
+from trireme.engine.tuning.chosen import chosen, folded, matching, targets, trained_lines
+from trireme.models import shapes
+from trireme.models.config import InputError
+
+LLAMA, GPT2 = (oracle(*CASES[case])[1] for case in ("llama", "gpt2"))
+
+
+def trained(cfg) -> set[str]:
+    return {name for u in range(cfg.n_units) for part in shapes.trained_parts(cfg, u) for g in part for name, _ in g}
+
+
+EVERY = trained(LLAMA)
+
+
+@pytest.mark.parametrize(("train", "freeze", "words"), [
+    ((), ("*",), None),
+    ((), (), ""),
+    ((), ("*embed*",), "embed"),
+    (("*mlp*",), (), "mlp"),
+    (("*mlp*",), ("*layers.0.*",), "mlp"),
+])  # fmt: skip
+def test_what_matches_is_trained_or_frozen(train, freeze, words):
+    if words is None:
+        with pytest.raises(InputError, match="leave nothing to train"):
+            chosen(LLAMA, freeze, train)
+        return
+    found = trained(chosen(LLAMA, freeze, train))
+    if train:
+        assert found == {name for name in EVERY if words in name and (not freeze or "layers.0." not in name)}
+    else:
+        assert found == {name for name in EVERY if not words or words not in name}
+
+
+@pytest.mark.parametrize(("freeze", "train", "words"), [
+    (("*.mlp.donw_proj.*",), (), r"--freeze \*.mlp.donw_proj.\*: no tensor .* model.layers.0-\d.mlp.down_proj.weight"),
+    (("model.embed_tokens",), (), r"Near it: model.embed_tokens.weight"),
+    ((), ("lm_haed",), r"--train lm_haed: no tensor .* Near it: lm_head.weight"),
+    (("*q_proj*",), (), "are one product here"),
+])  # fmt: skip
+def test_patterns_that_fit_nothing_are_one_line_with_the_nearest_names(freeze, train, words):
+    with pytest.raises(InputError, match=words) as refused:
+        chosen(LLAMA, freeze, train)
+    assert "\n" not in str(refused.value)
+
+
+def test_names_of_all_layers_are_one():
+    assert folded(GPT2, matching(GPT2, "*mlp.c_fc*")) == [f"transformer.h.0-1.mlp.c_fc.{e}" for e in ("weight", "bias")]
+    cfg = replace(LLAMA, n_layers=12)
+    names = matching(cfg, "*layers.[13]*down*") + ["model.norm.weight"]
+    assert folded(cfg, names) == ["model.layers.1,3,10-11.mlp.down_proj.weight", "model.norm.weight"]
+
+
+def test_what_each_pattern_matches_is_said():
+    cfg = chosen(LLAMA, ("*embed*",), ())
+    first, second = trained_lines(cfg, {"--train": (), "--freeze": ("*embed*",)})
+    assert first.startswith(f"{len(EVERY) - 1} of {len(EVERY)} tensors, ")
+    assert second == "--freeze *embed*: model.embed_tokens.weight"
+
+
+def test_all_targets_by_the_words_of_others():
+    assert targets(GPT2, ("all-linear",)) == targets(GPT2, ()) == ("c_attn", "c_proj", "c_fc")
+    assert targets(GPT2, ("c_fc",)) == ("c_fc",)
