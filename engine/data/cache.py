@@ -1,13 +1,11 @@
-"""Tokenized documents on disk: written once, read through the page cache, never trusted unless whole.
+"""Tokenized documents on disk: written once, used only if whole.
 
-They are read, not mapped: a mapped file that is truncated kills the process.
-
-A cache is a folder tokens-<key>/, named after everything that decides its content:
-  tokens       one number a token: its id, and in the top bit whether it is trained on
-  offsets.npy  (documents + 1,) int64, where each document begins
-  trained.npy  (documents,) int64, trained tokens of each
-  meta.json    what was read, the size of `tokens` and the checksums, its own too; written last
-It is built under another name and renamed, so a folder of the right name is complete.
+A cache is a folder tokens-<key>/, renamed when complete; the key hashes all that decides its content:
+  tokens       ids, the top bit: trained
+  offsets.npy  (documents + 1,) int64
+  trained.npy  (documents,) int64, trained tokens
+  meta.json    what was read, size of `tokens`, checksums, its own too
+Not mapped: truncating a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ from trireme.storage.untrusted import read_small, seal, unseal
 
 _VERSION = 1
 _BLOCK = 1 << 22
-_HEADER = 128  # bytes, of a table
+_HEADER = 128  # bytes of a .npy
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """SHA-256."""
     value = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -46,17 +44,17 @@ def digest(path: Path) -> str:
 
 
 def cache_key(*parts: Any) -> str:
-    """A name for what `parts` (anything JSON can hold) decide."""
+    """A hash of `parts`, of JSON's types."""
     return hashlib.sha256(json.dumps([_VERSION, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The documents of one data file."""
+    """A cache."""
 
-    path: Path  # of the tokens
-    fd: int  # of the same, open as long as this object lives
-    dtype: np.dtype  # of a token, uint16 or uint32; the top bit: trained on
+    path: Path  # of `tokens`
+    fd: int  # closed with this object
+    dtype: np.dtype  # uint16 or uint32
     offsets: np.ndarray  # (documents + 1,) int64
     trained: np.ndarray  # (documents,) int64
     meta: dict[str, Any]
@@ -70,7 +68,7 @@ class TokenFile:
         return np.diff(self.offsets)
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32, trained bool) of the tokens start to stop. Raises StoreError where the file has lost them."""
+        """(ids int32, trained bool) of tokens [start, stop). Raises StoreError."""
         size, top = self.dtype.itemsize, _top_bit(self.dtype)
         try:
             block = os.pread(self.fd, (stop - start) * size, start * size)
@@ -87,23 +85,23 @@ def _top_bit(dtype: np.dtype) -> int:
 
 
 class TokenWriter:
-    """Builds a cache. `add` documents, or pieces of them, then `finish`; `abandon` leaves nothing behind."""
+    """Builds a cache: `add` documents, then `finish` or `abandon`."""
 
     def __init__(self, folder: Path, key: str, vocabulary: int):
-        """`vocabulary`: all ids are below it; at most 1 << 31."""
+        """`vocabulary`: above all ids, at most 1 << 31."""
         self.final = folder / f"tokens-{key}"
         self.scratch = folder / f"tokens-{key}.partial"
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(parents=True)
         self._dtype = np.dtype("<u2" if vocabulary <= 1 << 15 else "<u4")
         self._file = (self.scratch / "tokens").open("wb")
-        self._lengths = array("q")  # eight bytes a document, of which there may be many millions
+        self._lengths = array("q")  # there may be many millions
         self._trained = array("q")
         self._crc = 0
         self.max_id = -1
 
     def add(self, ids: np.ndarray, trained: np.ndarray, starts: bool = True) -> None:
-        """A document, or where not `starts`, more of the last one. ids (n,) int32, trained (n,) bool."""
+        """ids (n,) int32, trained (n,) bool. Continues the last document unless `starts`."""
         if len(ids):
             self.max_id = max(self.max_id, int(ids.max()))
         top = _top_bit(self._dtype)
@@ -118,7 +116,7 @@ class TokenWriter:
         self._trained[-1] += int(trained.sum())
 
     def finish(self, meta: dict[str, Any]) -> TokenFile:
-        """Makes the cache real under its name, and opens it."""
+        """Renames and opens the cache."""
         with self._file as file:
             size = file.tell()
             _sync(file)
@@ -141,7 +139,7 @@ class TokenWriter:
         return made
 
     def abandon(self) -> None:
-        with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
+        with contextlib.suppress(OSError):  # the buffer may not fit on the disk either
             self._file.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -151,14 +149,12 @@ def _sync(file: IO[Any]) -> None:
     os.fsync(file.fileno())
 
 
-_META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)  # in meta.json
-_COUNTS = dict(unused=list, characters=int, unknown=int, said=int, unwritten=int)  # in those of later versions
+_META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)
+_COUNTS = dict(unused=list, characters=int, unknown=int, said=int, unwritten=int)  # in later versions
 
 
 def open_tokens(folder: Path) -> TokenFile | None:
-    """The cache in `folder`; None where there is none, or where it is not whole to the last bit. Raises nothing else,
-    whatever the folder holds.
-    """
+    """None where the cache is not whole to the bit. Raises nothing."""
     if not all((folder / name).is_file() for name in ("tokens", "offsets.npy", "trained.npy", "meta.json")):
         return None
     try:
@@ -174,7 +170,7 @@ def open_tokens(folder: Path) -> TokenFile | None:
 
 
 def _checked(folder: Path, fd: int) -> TokenFile | None:
-    """The cache in `folder`, whose tokens are open as `fd`, or None."""
+    """`fd`: of `tokens`."""
     try:
         meta = unseal(read_small(folder / "meta.json"), _VERSION, "meta.json")
         offsets, trained = (_table(folder / f"{name}.npy") for name in ("offsets", "trained"))
@@ -202,7 +198,7 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
 
 
 def _table(path: Path) -> np.ndarray:
-    """A table as TokenWriter writes it, (n,) int64. ValueError where it is none: its header is compared, not parsed."""
+    """(n,) int64. Compares the header, which is not parsed. Raises ValueError."""
     with path.open("rb") as file:
         head = file.read(_HEADER)
         table = np.fromfile(file, np.int64)
@@ -214,7 +210,7 @@ def _table(path: Path) -> np.ndarray:
 
 
 def _read_through(fd: int, dtype: np.dtype) -> tuple[int, int]:
-    """(CRC-32 of a file of tokens, the greatest id in it or -1)."""
+    """(CRC-32, greatest id or -1)."""
     crc, max_id, at, below = 0, -1, 0, _top_bit(dtype) - 1
     while block := os.pread(fd, _BLOCK, at):
         crc, at = zlib.crc32(block, crc), at + len(block)

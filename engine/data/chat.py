@@ -1,7 +1,7 @@
-"""Conversations to text through the checkpoint's chat template, and which characters of it are trained on.
+"""Conversations to text through the checkpoint's chat template, and the characters to train on.
 
-The template marks the assistant's words with {% generation %}. Without such tags a turn is what the template wrote for
-that message, without the opening that the prompt gives ("<|im_start|>assistant\\n") and without white space at its end.
+They are those in {% generation %} blocks; in a template without, assistant turns, less the opening that the prompt
+gives ("<|im_start|>assistant\\n") and white space at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trireme.engine.data.tokens import Tokenizer
 from trireme.models.config import InputError
 from trireme.storage.companions import TEMPLATES
 
-# For models that have no template: roles on lines of their own, the tokenizer's end token after every message.
+# For models without a template; the tokenizer's end token follows every message.
 PLAIN = """\
 {{- bos_token }}
 {%- if tools %}{{ '<|tools|>\\n' + tools | tojson + eos_token + '\\n' }}{% endif %}
@@ -54,7 +54,7 @@ PLAIN = """\
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
 """
 
-# ChatML, as most models of today have it; each message ends with <|im_end|>, the last one's is learned too.
+# Each message ends with <|im_end|>; the assistant's is learned.
 CHATML = """\
 {{- bos_token }}
 {%- if tools %}
@@ -82,29 +82,27 @@ BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
 
 
 class Marked(NamedTuple):
-    """A rendered conversation."""
-
     text: str
-    spans: list[Span]  # characters to train on
-    said: int  # characters of the assistant's messages that are to be learned
-    unwritten: int  # of these, characters that the template does not write, thoughts of earlier turns for instance
+    spans: list[Span]  # to train on
+    said: int  # characters of messages to learn
+    unwritten: int  # of these, not in `text`: earlier thoughts, for instance
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer: one, or a default and one for conversations with tools."""
+    """The default template, and one for tools, if any."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]):
-        """sources: template by name, "default" among them. Raises what Template raises."""
+        """`sources`: templates by name, with "default". Raises as Template."""
         self._templates = {name: Template(source, variables) for name, source in sources.items()}
         self._habits: dict[bool, Habits] = {}
         self.fingerprint = hashlib.sha256(json.dumps([sources, variables], sort_keys=True).encode()).hexdigest()
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False) -> str:
-        """The rendering; `prompt` adds what asks for the assistant's next message. BadRow where it is refused."""
+        """As Template.text."""
         return self._template(tools).text(messages, tools, prompt)
 
     def mark(self, messages: list[Fields], tools: list[Fields] | None) -> Marked:
-        """The rendering and what is learned of it: not messages with "train": False. BadRow where that is unclear."""
+        """Learns no message with "train": False. Raises BadRow where the characters to learn are unclear."""
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
         form = self._of(tools).arguments
         messages = [_with_calls({k: v for k, v in m.items() if k != "train"}, form) for m in messages]
@@ -120,12 +118,12 @@ class ChatTemplate:
         return Marked(rendering.text, spans, sum(said for said, _ in counts), sum(lost for _, lost in counts))
 
     def notes(self) -> list[str]:
-        """What the user should know about this template."""
+        """Warnings for the user."""
         found, template = [], self._template(None)
         if not template.tags and not self._of(None).end.strip():
             found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
         talk = [("system", PROBE), ("user", "?"), ("assistant", "!")]
-        with suppress(BadRow):  # it refuses system messages, which is not silent
+        with suppress(BadRow):  # system messages refused: not silent
             if PROBE not in template.text([{"role": role, "content": said} for role, said in talk], None):
                 found.append("the chat template leaves system messages out of conversations that are answered")
         return found
@@ -134,14 +132,13 @@ class ChatTemplate:
         return self._templates["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
 
     def _of(self, tools: list[Fields] | None) -> Habits:
-        """The habits of the template for conversations with such tools, or none."""
         given = tools is not None
         if given not in self._habits:
             self._habits[given] = habits(self._template(tools), PROBE_TOOLS if given else None)
         return self._habits[given]
 
     def _turn(self, i: int, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> Span:
-        """The characters that the assistant says in message i."""
+        """Characters of message i to learn."""
         found = [span for turn, span in rendering.turns if turn == i]
         if len(found) != 1:
             what = "nothing" if not found else "several parts"
@@ -159,11 +156,11 @@ class ChatTemplate:
         return start + self._opening(i, messages, tools, written), end
 
     def _opening(self, i: int, messages: list[Fields], tools: list[Fields] | None, written: str) -> int:
-        """How many characters of the turn `written` are given to the model rather than written by it."""
+        """Length of the opening of turn `written`."""
         usual = self._of(tools)
         if usual.prompt and written.startswith(usual.prompt):
             return len(usual.prompt)
-        # The prompt may depend on the message before, a tool's answer for instance.
+        # It may depend on the message before, a tool's answer for instance.
         here = prompts(self._template(tools), messages[:i], tools) if i and usual.prompt != "" else []
         for prompt in here:
             if prompt and written.startswith(prompt):
@@ -171,7 +168,7 @@ class ChatTemplate:
         if usual.lead and written.startswith(usual.lead):
             return len(usual.lead)
         if "" in here or (usual.prompt == "" and usual.lead is not None and not usual.lead.strip()):
-            return 0  # the turn has no opening
+            return 0
         what = f"does not begin with {usual.lead!r}" if usual.lead else "begins with no opening that can be told"
         raise BadRow(
             f"message {i} (assistant) {what} in the chat template's rendering; a template with {{% generation %}} tags "
@@ -180,13 +177,13 @@ class ChatTemplate:
 
 
 def _tagged(rendering: Rendering, wanted: list[bool]) -> list[Span]:
-    """The {% generation %} blocks, but those in turns that are not wanted."""
+    """{% generation %} blocks in wanted turns."""
     unwanted = [span for i, span in rendering.turns if not wanted[i]]
     return [(a, b) for a, b in rendering.generated if not any(start <= a and b <= stop for start, stop in unwanted)]
 
 
 def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]:
-    """(characters that message i says, those of them that its turn does not have), line by line."""
+    """(characters of message i, those missing in its turn), by line."""
     turn = "".join(rendering.text[a:b] for j, (a, b) in rendering.turns if j == i) or rendering.text
     texts = [message.get("content"), thoughts_of(message)]
     lines = [line.strip() for text in texts if isinstance(text, str) for line in _LINES.split(text)]
@@ -194,7 +191,7 @@ def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]
 
 
 def _with_calls(message: Fields, form: type | None) -> Fields:
-    """The message with the arguments of its tool calls as `form`, dict or str; None: as they are."""
+    """Arguments of tool calls as `form`, dict or str; None: as given."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -223,7 +220,7 @@ def _check_tools(tools: list[Fields] | None, text: str) -> None:
 
 
 def _check_written(messages: list[Fields], rendering: Rendering) -> None:
-    """Raises BadRow where a message is passed over; a system message that comes first has a note instead."""
+    """Raises BadRow where a message is missing; for a leading system message there is a note."""
     written = {turn for turn, _ in rendering.turns}
     for i, message in enumerate(messages if written else ()):
         role, said = message["role"], (message.get("content") or "").strip()
@@ -234,20 +231,17 @@ def _check_written(messages: list[Fields], rendering: Rendering) -> None:
 
 
 def _function(call: Fields) -> Fields:
-    """The part of a tool call that has its name and arguments."""
+    """A tool call's name and arguments."""
     return call.get("function", call)
 
 
 def read_choice(choice: str) -> tuple[str, str]:
-    """What --chat-template says, a file or a name of BUILT_IN, as (where it stands, template). InputError."""
+    """--chat-template, a file or name of BUILT_IN, as (name, template). Raises InputError."""
     return choice, BUILT_IN.get(choice) or _read(Path(choice), "--chat-template ")
 
 
 def load_template(tokenizer: Tokenizer, choice: tuple[str, str] | None = None) -> ChatTemplate | None:
-    """The chat template to use: `choice` (see read_choice), or the checkpoint's own; None where it has none.
-
-    InputError where it cannot be used; MemoryError.
-    """
+    """`choice`, of read_choice, or the checkpoint's template, if any. Raises InputError, MemoryError."""
     variables = tokenizer.specials
     if choice:
         where, source = choice
@@ -268,26 +262,26 @@ def load_template(tokenizer: Tokenizer, choice: tuple[str, str] | None = None) -
         what = f"line {error.lineno}: {error.message}"
     except MemoryError:
         raise
-    except Exception as error:  # compiling runs what is constant in it
+    except Exception as error:  # compiling runs constant code
         what = f"{type(error).__name__}: {error}"
     raise InputError(f"{where}: the chat template does not compile, {what}.")
 
 
 def standalone(tokenizer: Tokenizer, choice: tuple[str, str]) -> str:
-    """The template of `choice` so that it renders elsewhere as it does here: a built-in one with its own tokens."""
+    """The template for other programs: a built-in one sets its tokens."""
     where, source = choice
     ends = _ends(tokenizer) if where in BUILT_IN else {}
     return "".join(f"{{%- set {name} = {json.dumps(token)} %}}\n" for name, token in ends.items()) + source
 
 
 def _ends(tokenizer: Tokenizer) -> dict[str, str]:
-    """What a built-in template puts around texts: the tokens that the tokenizer itself does, whatever their names."""
+    """Built-in templates' variables: tokens that the tokenizer puts around texts."""
     bos = "".join(tokenizer.core.id_to_token(i) or "" for i in tokenizer.bos)
     return {"bos_token": bos, "eos_token": tokenizer.eos_token or ""}
 
 
 def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
-    """(templates by name, where they stand)."""
+    """(templates by name, their file)."""
     path = tokenizer.folder / "chat_template.jinja"
     if path.is_file():
         more = sorted(p for p in (tokenizer.folder / TEMPLATES).glob("*.jinja") if p.is_file())

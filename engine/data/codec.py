@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template as a run uses them: in processes of their own, for both are strangers'."""
+"""A checkpoint's tokenizer and chat template, untrusted programs, run in Sandboxes."""
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ from trireme.engine.data.sandbox import Begin, Died, Sandbox
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 
-LOADING = 60.0  # seconds of processor time that a tokenizer may take to be loaded
-PATIENCE, PER_CHARACTER = 10.0, 2e-5  # that a text may take, and each of its characters: ten times the usual, and more
-SHOWN = 1 << 20  # characters of a text that is shown: more than anybody reads
+LOADING = 60.0  # seconds of processor time to load a tokenizer
+PATIENCE, PER_CHARACTER = 10.0, 2e-5  # for a text, and each of its characters: at least ten times the usual
+SHOWN = 1 << 20  # characters
 
 
 class Facts(NamedTuple):
-    """What a run has to know of tokenizer and template."""
-
     vocab_size: int
-    eos: int | None  # id put after a finished text
+    eos: int | None  # id after a text
     eos_token: str | None
-    tokenizer: str  # fingerprint of all that decides the ids
-    template: str | None  # fingerprint of the chat template; None where there is none
-    chosen: str | None  # the chat template that was asked for, as a reader of the output needs it
-    unknown: str | None  # token of what the vocabulary has none for
-    notes: tuple[str, ...]  # on the tokenizer
+    tokenizer: str  # fingerprint
+    template: str | None  # fingerprint
+    chosen: str | None  # `standalone` template of --chat-template
+    unknown: str | None  # the unknown token
+    notes: tuple[str, ...]  # for the user
     template_notes: tuple[str, ...]
 
 
 class _Programs:
-    """Tokenizer and template, loaded in the child."""
+    """Tokenizer and template in the child."""
 
     def __init__(self, begin: Begin, folder: Path, chat_template: tuple[str, str] | None, patience: float):
         self._begin: Callable[[str, int], None] = lambda what, characters: begin(
@@ -71,10 +69,10 @@ class _Programs:
         return encode(examples, self._tokenizer, self._template, self._begin)
 
     def parts(self, ids: np.ndarray, stops: Sequence[int]) -> list[str]:
-        """The text that ids[:stop] adds to what is before, for each of the ascending stops."""
+        """What ids[:stop] adds to the text before, for ascending stops."""
         self._begin(TOKENIZER, len(ids))
         parts, shown = [], 0
-        for stop in stops:  # from the beginning, because decoders strip the first space of what they are given
+        for stop in stops:  # from the beginning: decoders strip the first space
             text = self._tokenizer.decode(ids[:stop])[:SHOWN]
             parts.append(text[shown:])
             shown = len(text)
@@ -85,7 +83,7 @@ class Codec:
     """Texts and conversations to tokens, and tokens to text."""
 
     def __init__(self, folder: Path, chat_template: tuple[str, str] | None, patience: float = PATIENCE):
-        """Raises InputError where one of them cannot be used, or takes more than a Sandbox may."""
+        """Raises InputError where one cannot be used or exceeds its limits."""
         self._made_of = (folder, chat_template, patience)
         self.sandbox = self.another()
         try:
@@ -94,17 +92,15 @@ class Codec:
             raise InputError(f"{folder}: {error}. Name another: --tokenizer FOLDER or --chat-template FILE.") from None
 
     def another(self) -> Sandbox:
-        """One more process for the same tokenizer and template."""
+        """One more process for them."""
         return Sandbox(_Programs, *self._made_of)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, special tokens included; where that fails, see `parts`."""
+        """The text, special tokens included; fails as `parts`."""
         return "".join(self.parts(ids, [len(ids)]))
 
     def parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[str]:
-        """The same, parted where the first of `stops` tokens end, and so on. Where that fails, why, in brackets: it is
-        only for show, and no run ends for it.
-        """
+        """The text, parted at token counts `stops`. For show: a failure gives its reason in brackets."""
         try:
             return self.sandbox.call(_Programs.parts, np.asarray(ids), list(stops))
         except (InputError, BadRow, Died, MemoryError, OSError) as error:
@@ -112,23 +108,23 @@ class Codec:
 
 
 def load_codec(folder: str | Path, chat_template: str | None = None) -> Codec | None:
-    """Tokenizer and chat template in `folder`, or None where there is no tokenizer.json.
+    """None without a tokenizer.json. `chat_template`: a file, "plain", "chatml"; None: the checkpoint's.
 
-    `chat_template`: a file, "plain" or "chatml"; None: the checkpoint's own. InputError.
+    Raises InputError.
     """
     if not (Path(folder) / "tokenizer.json").is_file():
         return None
     return Codec(Path(folder), read_choice(chat_template) if chat_template else None)
 
 
-# ---------------------------------------------------------------- rows, in batches
+# ---------------------------------------------------------------- batches
 
 
-Numbered = list[tuple[int, Example]]  # examples with the numbers of their rows
+Numbered = list[tuple[int, Example]]  # by row number
 
 
 class RowDied(Exception):
-    """A process died of a row, of the number `row`; the message says how."""
+    """A process died of `row`; the message says how."""
 
     def __init__(self, row: int, how: str):
         super().__init__(how)
@@ -136,15 +132,12 @@ class RowDied(Exception):
 
 
 class Encoders:
-    """Encodes batches of examples in order, in `workers` processes; without a codec at once, since then they are ids.
-
-    Rendering holds Python's lock, so each thread waits for a process.
-    """
+    """Encodes batches in order in `workers` processes, as rendering holds the GIL; without a codec (ids) at once."""
 
     def __init__(self, codec: Codec | None, workers: int):
         self._waiting: deque[tuple[Numbered, Future[list[Encoded | BadRow]]]] = deque()
         self._boxes = [codec.sandbox, *(codec.another() for _ in range(workers - 1))] if codec else []
-        self._limit = 2 * len(self._boxes)  # bounds the memory that batches take
+        self._limit = 2 * len(self._boxes)  # of batches in memory
         self._facts = codec and codec.facts
         self._free: SimpleQueue[Sandbox] = SimpleQueue()
         for box in self._boxes:
@@ -161,7 +154,7 @@ class Encoders:
         self._waiting.append((batch, result))
 
     def results(self, all: bool = False) -> Iterator[tuple[int, Encoded | BadRow]]:
-        """(row number, result) of the batches that are due: those beyond the limit, or all of them. Raises RowDied."""
+        """(row number, result) of batches beyond the limit, or of all. Raises RowDied."""
         while len(self._waiting) > (0 if all else self._limit):
             batch, result = self._waiting[0]
             found = result.result()
@@ -172,13 +165,13 @@ class Encoders:
         box = self._free.get()
         try:
             return box.call(_Programs.encode, self._facts, [example for _, example in batch])
-        except (Died, MemoryError, RecursionError):  # one by one: of which row it dies
+        except (Died, MemoryError, RecursionError):  # which row?
             return [self._alone(box, number, example) for number, example in batch]
         finally:
             self._free.put(box)
 
     def _alone(self, box: Sandbox, number: int, example: Example) -> Encoded | BadRow:
-        """A row of a batch in which something went wrong. Raises RowDied."""
+        """A row of a failed batch. Raises RowDied."""
         try:
             return box.call(_Programs.encode, self._facts, [example])[0]
         except RecursionError:
@@ -189,8 +182,8 @@ class Encoders:
             raise RowDied(number, str(error)) from None
 
     def close(self) -> None:
-        """Ends what is under way, and all processes but the codec's own."""
-        stopped = bool(self._waiting)  # by an error, or Ctrl-C
+        """Ends all processes but the codec's."""
+        stopped = bool(self._waiting)  # by an error or Ctrl-C
         for box in self._boxes if stopped else ():
             box.kill()
         if self._pool:

@@ -1,4 +1,4 @@
-"""Conversations as people write them (messages, sharegpt, alpaca), as the messages that chat templates expect."""
+"""Conversations (messages, sharegpt, alpaca) as messages for chat templates."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def read_messages(row: Fields) -> Chat:
     return Chat(_spoken(_messages(row["messages"], "messages")), _tools(row))
 
 
-_SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # what a message may say beside its content
+_SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # beside `content`
 
 
 def read_talk(row: Fields) -> Chat:
-    """`prompt` and `completion`, each a list of messages: the first are context."""
+    """`prompt` (context) and `completion`, lists of messages."""
     context = [{**m, "train": False} for m in _messages(row["prompt"], "prompt")]
     return Chat(_spoken(context + _messages(row["completion"], "completion")), _tools(row))
 
@@ -29,7 +29,7 @@ def _messages(messages: list[Any], key: str) -> list[Fields]:
 
 
 def _message(message: Any, where: str) -> Fields:
-    """One message as a chat template expects it; null values are as good as absent."""
+    """Null values count as absent."""
     if not isinstance(message, dict):
         raise BadRow(f"{where} is {kind_of(message)}, expected {{role, content}}")
     message = {key: value for key, value in message.items() if value is not None}
@@ -64,7 +64,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _spoken(messages: list[Fields]) -> list[Fields]:
-    """The messages, once it is sure that there is something in them to learn."""
+    """Raises BadRow where there is nothing to learn."""
     answers = [m for m in messages if m["role"] == "assistant"]
     if not answers:
         raise BadRow("no message has the role 'assistant', so there is nothing to train on")
@@ -74,7 +74,7 @@ def _spoken(messages: list[Fields]) -> list[Fields]:
 
 
 def _tools(row: Fields) -> list[Fields] | None:
-    """The row's tools as JSON schemas of functions; a string of JSON and bare functions are understood."""
+    """JSON schemas of functions, from these, bare functions, or a string of JSON."""
     tools = row.get("tools")
     if isinstance(tools, str):
         if not tools.strip():
@@ -111,7 +111,7 @@ _SPEAKERS = {
 
 
 def read_sharegpt(row: Fields) -> Chat:
-    """`conversations: [{from, value}]`, `system` and `tools`; function calls become tool calls with answers."""
+    """`conversations: [{from, value}]`, `system`, `tools`."""
     turns = filled_list(row, "conversations", "{from, value}")
     if all(isinstance(turn, dict) and "role" in turn for turn in turns):
         return Chat(_spoken(_messages(turns, "conversations")), _tools(row))
@@ -137,7 +137,7 @@ def read_sharegpt(row: Fields) -> Chat:
 
 
 def _add_call(messages: list[Fields], value: str, where: str) -> None:
-    """Adds a function call: to the assistant message before it, else as a message of its own."""
+    """To the assistant message before, else alone."""
     try:
         calls = json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -147,7 +147,7 @@ def _add_call(messages: list[Fields], value: str, where: str) -> None:
         raise BadRow(f"{where}: a function call has no 'name'")
     calls = [
         {
-            "id": f"call{len(messages):03d}{i:02d}",  # nine characters, which is what Mistral's templates insist on
+            "id": f"call{len(messages):03d}{i:02d}",  # Mistral's templates insist on nine characters
             "type": "function",
             "function": {"name": call["name"], "arguments": call.get("arguments", {})},
         }
@@ -160,7 +160,7 @@ def _add_call(messages: list[Fields], value: str, where: str) -> None:
 
 
 def _answers(messages: list[Fields]) -> Fields:
-    """{"tool_call_id": the call that the next tool message answers}; empty where every call has its answer."""
+    """{"tool_call_id": the first unanswered call}; empty where there is none."""
     calls = [call["id"] for m in messages for call in m.get("tool_calls", [])]
     answers = sum(m["role"] == "tool" for m in messages)
     return {"tool_call_id": calls[answers]} if answers < len(calls) else {}
@@ -187,7 +187,7 @@ def read_alpaca(row: Fields) -> Chat:
 
 
 def _alpaca_prompt(asked: str, given: str) -> str:
-    """The prompt of Stanford Alpaca, for models without a chat template. The answer follows it."""
+    """Stanford Alpaca's prompt, for models without a chat template."""
     more = ", paired with an input that provides further context" if given else ""
     block = f"### Input:\n{given}\n\n" if given else ""
     return (

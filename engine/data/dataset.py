@@ -3,8 +3,7 @@
     dataset = load_dataset(["chats.jsonl"], load_codec(checkpoint), DataOptions(seq_len=4096, val="0.02"))
     for micro_batch in dataset.step(i, batch_size=16, micro_batch=2): ...
 
-A step is a pure function of (data, options, i), so resuming needs nothing but i. Tokens lie in a cache on disk; what is
-held in memory is a few numbers a document.
+A step is a pure function of (data, options, i). Tokens lie on disk, a few numbers a document in memory.
 """
 
 from __future__ import annotations
@@ -28,103 +27,98 @@ from trireme.engine.data.sources import DataFile, parse_data_file, spool
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
 
-IGNORED = -100  # the label of a token that is not trained
+IGNORED = -100  # label of an untrained token
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the device computes at once: documents back to back, without padding."""
+    """Documents back to back, without padding."""
 
     ids: np.ndarray  # (N,) int32
-    labels: np.ndarray  # (N,) int32: the token after ids[t] in its document where it is trained, else IGNORED
-    lengths: tuple[int, ...]  # tokens of each document; sum N
+    labels: np.ndarray  # (N,) int32: the token after ids[t] in its document if trained, else IGNORED
+    lengths: tuple[int, ...]  # of documents; sum N
 
     @property
     def trained(self) -> int:
-        """How many labels count."""
+        """Number of labels."""
         return int((self.labels >= 0).sum())
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How data is read. What is None is chosen from the data."""
-
     seq_len: int = 2048  # tokens of a row, at most
-    val: str | None = None  # a share of the rows to hold out (0.02), or a file
+    val: str | None = None  # share of rows to hold out (0.02), or a file
     map: str | None = None  # prompt=question,completion=answer
-    long: str | None = None  # documents that are longer: cut, drop, split, error; None: split text, cut the rest
+    long: str | None = None  # cut, drop, split, error; None: split text, else cut
     pack: bool = True  # several documents a row
     skip_bad: bool = False
     seed: int = 42
-    vocab_size: int | None = None  # of the model; ids beyond are an error
-    cache: Path | None = None  # folder for tokens; None: a temporary one
+    vocab_size: int | None = None  # of the model
+    cache: Path | None = None  # None: temporary
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows of tokens in an order that the seed decides. Made by load_dataset."""
-
     files: tuple[TokenFile, ...]
-    pieces: np.ndarray  # (pieces,) documents.PIECE, grouped by row
+    pieces: np.ndarray  # (pieces,) PIECE, grouped by row
     rows: np.ndarray  # (rows + 1,) int64: row r is pieces[rows[r]:rows[r + 1]]
     seed: int
     codec: Codec | None
     report: Report
-    held_out: Dataset | None = None  # the evaluation data
-    scratch: Temporary | None = field(default=None, repr=False)  # lives as long as the data
+    held_out: Dataset | None = None
+    scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
 
     @property
     def n_sequences(self) -> int:
-        """Packed rows: what --batch-size counts."""
+        """Packed rows."""
         return len(self.rows) - 1
 
     @property
     def is_text(self) -> bool:
-        """Whether all of it is running text (one epoch is usual) rather than chats or completions (three)."""
         return all(file.meta["format"] == "text" for file in self.files)
 
     @property
     def tokens(self) -> int:
-        """Tokens of an epoch."""
+        """Of an epoch."""
         return int(self.pieces["length"].sum())
 
     @property
     def nbytes(self) -> int:
-        """Of the tokens on disk: a file that is given twice, or of which a share is held out, is there once."""
+        """On disk, each file once."""
         files = (*self.files, *(self.held_out.files if self.held_out else ()))
         return sum({file.meta["key"]: file.meta["bytes"] for file in files}.values())
 
     @property
     def document(self) -> int:
-        """Tokens of a usual document: in one of this length a token attends to as many as it does here on average."""
+        """Length of a document with this data's mean number of attended tokens."""
         lengths = self.pieces["length"].astype(float)
         return round((lengths**2).sum() / lengths.sum())
 
     @property
     def trained(self) -> float:
-        """Share of the tokens that are learned, before anything is cut."""
+        """Trained share of tokens, before cuts."""
         rows = self.report.rows
         return float(rows["trained"].sum() / rows["length"].sum())
 
     @property
     def fingerprint(self) -> str:
-        """Of all that decides every step: equal fingerprints give equal micro-batches."""
+        """Equal fingerprints, equal micro-batches."""
         keys = "".join(file.meta["key"] for file in self.files)
         layout = [zlib.crc32(array.tobytes()) for array in (self.pieces, self.rows)]
         return f"{zlib.crc32(f'{keys} {layout} {self.seed}'.encode()):08x}"
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Optimizer steps that see every row once; the last may be smaller."""
+        """The last may be smaller."""
         return math.ceil(self.n_sequences / batch_size)
 
     def step(self, i: int, batch_size: int, micro_batch: int) -> list[MicroBatch]:
-        """The micro-batches of step i, counted from 0 over all epochs, of `micro_batch` rows or fewer."""
+        """Of at most `micro_batch` rows; i counts from 0 over all epochs."""
         epoch, at = divmod(i, self.steps_per_epoch(batch_size))
         order = self._order(epoch)[at * batch_size : (at + 1) * batch_size]
         return [self._gather(order[k : k + micro_batch]) for k in range(0, len(order), micro_batch)]
 
     def batches(self, micro_batch: int, most: int | None = None) -> Iterator[MicroBatch]:
-        """Every row once, or `most` rows drawn by the seed, in an order that never changes: for evaluation."""
+        """Every row once, or `most` rows drawn by the seed, in a fixed order."""
         rows = np.arange(self.n_sequences)
         if most is not None and most < len(rows):
             rows = np.sort(self._order(0)[:most])
@@ -132,14 +126,14 @@ class Dataset:
             yield self._gather(rows[k : k + micro_batch])
 
     def describe_held_out(self) -> list[str]:
-        """The same of held-out files; a share of the rows is in the data report."""
+        """Held-out files' report."""
         return self.held_out.report.lines() if self.held_out and not self.report.held_out else []
 
     def example(self, k: int = 0) -> str:
-        """Document k of the files, decoded; what is trained on stands in [..]."""
+        """Document k, decoded; the trained part in [..]."""
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
         ids, labels = self._piece(self.pieces[in_order[k % len(in_order)]])
-        learned = np.concatenate([[False], labels[:-1] >= 0])  # a label says what its token is followed by
+        learned = np.concatenate([[False], labels[:-1] >= 0])  # labels are shifted by one
         return example_text(ids, learned, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -167,8 +161,7 @@ def load_dataset(
 ) -> Dataset:
     """Reads, tokenizes (or finds in the cache), holds out, cuts and packs.
 
-    sources: `path`, `path:weight`, or `-`, standard input. InputError says what is wrong with the data.
-    OSError where the cache cannot be written.
+    sources: `path`, `path:weight`, or `-`. Raises InputError; OSError where the cache cannot be written.
     """
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     reading = Reading(
@@ -197,7 +190,7 @@ def load_dataset(
 
 
 def _parse_val(val: str | None) -> tuple[float, list[DataFile]]:
-    """--val as (share, files), one of which is empty."""
+    """--val as (share, files), one empty."""
     if not val:
         return 0.0, []
     try:
@@ -216,7 +209,7 @@ def _lay_out(
     codec: Codec | None,
     options: DataOptions,
 ) -> Dataset:
-    """Cuts and packs the documents `rows` of `files`."""
+    """`rows`: DOCUMENT."""
     if not rows["trained"].any():
         start, length = int(rows["start"][0]), int(rows["length"][0])
         ids, trained = files[rows["file"][0]].read(start, start + min(length, 60))

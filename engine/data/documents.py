@@ -1,4 +1,4 @@
-"""Which documents are trained on, which are held out, how often each counts, and what becomes of those too long."""
+"""Documents chosen: trained or held out, weighed, long ones cut or split."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from trireme.engine.data.cache import TokenFile
 from trireme.engine.data.pack import cut_points, shuffled
 from trireme.models.config import InputError
 
-# A document: tokens [start, start + length) of a file, `trained` of them learned.
+# Tokens [start, start + length) of a file, `trained` of them learned.
 DOCUMENT = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i8"), ("trained", "<i8")])
 
-# A stretch of a document that is a document of its own in a row. `goes_on`: the token after it is its last label.
+# Part of a document. `goes_on`: the token after it is its last label.
 PIECE = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i4"), ("goes_on", "?")])
 
 
 def all_documents(files: Sequence[TokenFile]) -> np.ndarray:
-    """Every document of the files, in order, (n,) DOCUMENT."""
+    """(n,) DOCUMENT, in order."""
     tables = []
     for i, file in enumerate(files):
         table = np.zeros(file.n_documents, DOCUMENT)
@@ -30,7 +30,7 @@ def all_documents(files: Sequence[TokenFile]) -> np.ndarray:
 
 
 def hold_out(documents: np.ndarray, share: float, seed: int, is_text: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(to train on, held out), chosen by the seed. Of a text with too few documents for that, the end is held out."""
+    """(train, held out). Of a text with too few documents, the longest one's end is held out."""
     n = round(share * len(documents))
     if n == 0 and is_text:
         return _part_the_longest(documents, share)
@@ -44,7 +44,7 @@ def hold_out(documents: np.ndarray, share: float, seed: int, is_text: bool) -> t
     return documents[~chosen], documents[chosen]
 
 
-_HOLD_OUT, _WEIGH = 1 << 32, 1 << 33  # keys of the random choices, beside the epochs' numbers
+_HOLD_OUT, _WEIGH = 1 << 32, 1 << 33  # random keys, beside epoch numbers
 
 
 def _part_the_longest(documents: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
@@ -56,12 +56,12 @@ def _part_the_longest(documents: np.ndarray, share: float) -> tuple[np.ndarray, 
     head["length"][longest] -= n
     head["trained"][longest] -= n
     tail["start"] += head["length"][longest]
-    tail["length"], tail["trained"] = n, n - 1  # its first token has nothing before it
+    tail["length"], tail["trained"] = n, n - 1  # not its first token
     return head, tail
 
 
 def weigh(documents: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
-    """The documents of an epoch: those of file f come weights[f] times; a fraction is a choice by the seed."""
+    """File f's documents weights[f] times; the seed chooses a fraction."""
     if all(weight == 1 for weight in weights):
         return documents
     parts = []
@@ -74,18 +74,18 @@ def weigh(documents: np.ndarray, weights: Sequence[float], seed: int) -> np.ndar
 
 @dataclass(frozen=True)
 class Fitted:
-    """Pieces that fit into a row, and the counts of documents that did not as they were."""
+    """Pieces, and counts of documents that did not fit."""
 
     pieces: np.ndarray  # (n,) PIECE
     longer: int = 0
     cut: int = 0
     split: int = 0
     dropped: int = 0
-    unlearnable: int = 0  # documents without a trained token, in what is kept
+    unlearnable: int = 0  # documents without a trained token left
 
 
 def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:
-    """Makes every document fit into seq_len tokens. `long`: cut, drop, split, error; None: split text, else cut."""
+    """Fits documents into seq_len tokens. `long`: as DataOptions."""
     learnable = documents["trained"] > 0
     unlearnable = int((~learnable).sum())
     documents = documents[learnable]
@@ -113,7 +113,7 @@ def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: s
 
 
 def _pieces(documents: np.ndarray, split: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """(pieces, the document of each): windows of the documents to split, the beginning of the others."""
+    """(pieces, the document of each): windows where `split`, else beginnings."""
     document, start, length = cut_points(
         np.where(split, documents["length"], documents["length"].clip(max=seq_len)), seq_len
     )
@@ -126,7 +126,6 @@ def _pieces(documents: np.ndarray, split: np.ndarray, seq_len: int) -> tuple[np.
 
 
 def _learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
-    """Whether a piece has a label."""
     start = int(piece["start"])
     _, trained = files[piece["file"]].read(start + 1, start + int(piece["length"]) + bool(piece["goes_on"]))
     return bool(trained.any())

@@ -1,4 +1,4 @@
-"""Examples to tokens: what is trained on is known by characters, and carried to tokens by their offsets."""
+"""Examples to tokens; spans of characters to train on become tokens by their offsets."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from trireme.engine.data.examples import Chat, Completion, Example, Ids, Text
 from trireme.engine.data.rows import ROW, BadRow
 from trireme.engine.data.tokens import Tokenizer
 
-Span = tuple[int, int]  # characters [start, stop) of a text
+Span = tuple[int, int]  # characters [start, stop)
 
 
 class Encoded(NamedTuple):
-    """A document, or a piece of one, as tokens."""
-
     ids: np.ndarray  # (n,) int32
-    trained: np.ndarray  # (n,) bool: the token is learned, from those before it
+    trained: np.ndarray  # (n,) bool: learned, from tokens before
     starts: bool = True
-    characters: int = 0  # of the text
-    unknown: int = 0  # tokens that stand for what the tokenizer has none for
-    said: int = 0  # characters of a chat that are to be learned
-    unwritten: int = 0  # of these, those that the chat template leaves out
+    characters: int = 0
+    unknown: int = 0  # tokens
+    said: int = 0  # as Marked
+    unwritten: int = 0
 
 
 TEMPLATE, TOKENIZER = "the chat template", "the tokenizer"
@@ -36,9 +34,9 @@ def encode(
     template: ChatTemplate | None,
     begin: Callable[[str, int], None] = lambda *_: None,
 ) -> list[Encoded | BadRow]:
-    """Each example as tokens, or what is wrong with it. `tokenizer` may be None where all examples are ids.
+    """Each example as tokens, or its fault. `tokenizer` may be None where all are ids.
 
-    Tells `begin` what is begun, TEMPLATE or TOKENIZER, and on how many characters.
+    Calls begin(TEMPLATE or TOKENIZER, characters) before each.
     """
     results: dict[int, Encoded | BadRow] = {}
     marked: list[tuple[int, Chat | Completion, Marked]] = []
@@ -80,7 +78,7 @@ def encode(
 
 
 def size(example: Example) -> int:
-    """Characters, about: what bounds a batch, and the time for it."""
+    """Characters, about: it bounds a batch and its time."""
     if isinstance(example, Ids):
         return 4 * len(example.ids)
     characters = 0
@@ -90,13 +88,13 @@ def size(example: Example) -> int:
         if isinstance(value, str):
             characters += len(value)
         elif isinstance(value, (dict, list)):
-            characters += 8 * len(value)  # for what is no text
+            characters += 8 * len(value)  # beside text
             left += value.values() if isinstance(value, dict) else value
     return characters
 
 
 def _marked(example: Chat | Completion, template: ChatTemplate | None) -> Marked:
-    """The text and its characters to train on. Raises BadRow where that is not clear."""
+    """Raises BadRow where the characters to train on are unclear."""
     if isinstance(example, Chat):
         assert template, "prepare.py has turned chats into completions where there is none"
         return template.mark(example.messages, example.tools)
@@ -105,7 +103,7 @@ def _marked(example: Chat | Completion, template: ChatTemplate | None) -> Marked
 
 
 def _check(text: str) -> None:
-    """Raises BadRow where `text` is not Unicode (JSON may write one half of a surrogate pair), or longer than a row."""
+    """Raises BadRow where `text` is too long or no Unicode: JSON may hold half of a surrogate pair."""
     if len(text) > ROW:
         raise BadRow(f"comes to a text of {len(text):,} characters; the most is {ROW:,}")
     try:
@@ -115,10 +113,10 @@ def _check(text: str) -> None:
 
 
 def overlap(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Which tokens hold a character of a span. offsets (n, 2) int64. Returns (n,) bool.
+    """Tokens that hold a character of a span, (n,) bool. offsets (n, 2) int64.
 
-    A token on the border belongs to the span: it cannot be generated in part. A token without characters of its own
-    (a word mark that a normalizer puts in) goes with the character that it stands before.
+    A token on a border cannot be generated in part: it counts. One without characters (a normalizer's word mark) goes
+    with the next.
     """
     starts, stops = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     trained = np.zeros(len(offsets), bool)
@@ -133,7 +131,7 @@ def _counted(made: Encoded, text: str, tokenizer: Tokenizer) -> Encoded:
 
 
 def _first(ids: np.ndarray, trained: np.ndarray) -> Encoded:
-    """A whole document: its first token has nothing before it, so it cannot be learned."""
+    """The first token cannot be learned."""
     trained[:1] = False
     return Encoded(ids, trained)
 
@@ -168,7 +166,7 @@ def _learned(
 
 def _completion(ids: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer) -> Encoded:
     wrapped, lead = tokenizer.wrap(ids)
-    flags = np.ones(len(wrapped), bool)  # the end token is learned
+    flags = np.ones(len(wrapped), bool)  # the end token too
     flags[:lead] = False
     flags[lead : lead + len(ids)] = trained
     return _first(wrapped, flags)

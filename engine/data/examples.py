@@ -1,4 +1,4 @@
-"""What a row comes to: one of four kinds of example, and the checks that every format makes on its way there."""
+"""Four kinds of example, and the checks of rows that all formats share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trireme.engine.data.rows import BadRow, Fields, kind_of
 
 
 class Text(NamedTuple):
-    """Running text, all of it trained on. A long document may come in pieces."""
+    """Running text, all trained. A long document may come in pieces."""
 
     text: str
     starts: bool = True
@@ -17,22 +17,22 @@ class Text(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A completion to be trained on after a prompt, both exactly as they are written."""
+    """Prompt and trained completion, exactly as written."""
 
     prompt: str
     completion: str
 
 
 class Chat(NamedTuple):
-    """A conversation for the chat template; a message with "train": False is context."""
+    """A message with "train": False is context."""
 
     messages: list[Fields]
     tools: list[Fields] | None = None
-    plain: Completion | None = None  # how to say it where there is no chat template
+    plain: Completion | None = None  # for no chat template
 
 
 class Ids(NamedTuple):
-    """Tokens, and which of them are trained on (None: all)."""
+    """Tokens, and which are trained (None: all)."""
 
     ids: list[int]
     trained: list[bool] | None = None
@@ -41,11 +41,11 @@ class Ids(NamedTuple):
 Example = Text | Completion | Chat | Ids
 
 
-# ---------------------------------------------------------------- checks that name the fault
+# ---------------------------------------------------------------- checks
 
 
 def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """row[key], a string; `default` where it is absent or null."""
+    """`default` where absent or null. Raises BadRow."""
     value = row.get(key)
     value = default if value is None else value
     if not isinstance(value, str):
@@ -54,7 +54,7 @@ def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
 
 
 def filled_list(row: Mapping[str, Any], key: str, of: str) -> list[Any]:
-    """row[key], a list that is not empty; `of` says what it holds."""
+    """A list, not empty, `of` such things. Raises BadRow."""
     value = row[key]
     if not isinstance(value, list):
         raise BadRow(f"{key!r} is {kind_of(value)}, expected a list of {of}")

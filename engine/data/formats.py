@@ -1,4 +1,4 @@
-"""How a row may be written: the format is found from its keys."""
+"""Formats of rows, found from their keys."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trireme.engine.data.examples import Completion, Example, Ids, Text, filled_
 from trireme.engine.data.rows import BadRow, Fields
 from trireme.models.config import InputError
 
-UNUSED = "unused"  # our name for a column that is to be left out: --map unused=THEIRS
+UNUSED = "unused"  # --map unused=THEIRS leaves a column out
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write a row: `keys` name it, `read` makes the example, of those and of `more` that may be there."""
+    """`read` makes an example of `keys`, which name the format, and of `more`, if present."""
 
     name: str
     keys: tuple[str, ...]
@@ -24,13 +24,13 @@ class Format:
     more: tuple[str, ...] = ()
 
     def unused(self, row: Fields) -> list[str]:
-        """The keys of a row that hold something and are not read."""
+        """Keys with values that are not read."""
         known = {*self.keys, *self.more, UNUSED}
         return [key for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
 
 def find_format(row: Mapping[str, Any], hint: str = "") -> Format:
-    """The format of a row, from its keys. BadRow where none fits, with `hint` or one that is likelier."""
+    """Raises BadRow where none fits, with `hint` or a likelier one."""
     if way_out := _preferences(row):
         raise BadRow(f"is preference data, good answers and bad ones, which is not supported. {way_out}")
     for form in FORMATS:
@@ -47,7 +47,7 @@ def find_format(row: Mapping[str, Any], hint: str = "") -> Format:
 
 
 def _preferences(row: Mapping[str, Any]) -> str:
-    """What to do with a row of preference data, "" where it is none."""
+    """Advice on preference data, "" where it is none."""
     if {"chosen", "rejected"} <= row.keys():
         prompt, chosen = row.get("prompt"), row["chosen"]
         if isinstance(chosen, str) and ("prompt" in row or "instruction" in row):
@@ -63,7 +63,7 @@ def _preferences(row: Mapping[str, Any]) -> str:
 
 
 def parse_map(text: str | None) -> dict[str, str]:
-    """`prompt=question,completion=answer` as {their name: our name}."""
+    """`ours=theirs,...` as {their name: our name}. Raises InputError."""
     renames = {}
     for part in (text or "").split(","):
         ours, equals, theirs = part.partition("=")
@@ -75,22 +75,22 @@ def parse_map(text: str | None) -> dict[str, str]:
 
 
 def not_there(row: Mapping[str, Any], renames: Mapping[str, str]) -> str:
-    """What is to be said of columns that --map names and `row` lacks, where that may be why it cannot be read."""
+    """A hint on columns of --map that `row` lacks."""
     absent = ", ".join(repr(theirs) for theirs in renames if theirs not in row)
     return f" --map names {absent}: there is no such column." if absent else ""
 
 
 def rename(row: Fields, renames: Mapping[str, str]) -> Fields:
-    """row under our names. A column that is absent is not an error here: the format says what it misses."""
+    """row under our names. The format complains of absent columns."""
     if not renames:
         return row
     ours = set(renames.values())
-    # The named column wins over one of our name.
+    # A mapped column wins.
     kept = {key: value for key, value in row.items() if key in renames or key not in ours}
     return {renames.get(key, key): value for key, value in kept.items()}
 
 
-# ---------------------------------------------------------------- the formats that are no conversations
+# ---------------------------------------------------------------- no conversations
 
 
 def _text(row: Fields) -> Text:
@@ -137,7 +137,7 @@ FORMATS = (
     Format("alpaca", ("instruction", "output"), read_alpaca, ("input", "system", "history", "tools")),
     Format("text", ("text",), _text),
 )
-CHATS = ("messages", "sharegpt", "alpaca")  # the formats that a chat template writes
+CHATS = ("messages", "sharegpt", "alpaca")  # for a chat template
 _EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
 _LIKELY = (
     (("prompt", "completion"), ("question", "answer")),

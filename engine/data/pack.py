@@ -1,4 +1,4 @@
-"""Packing: documents laid into rows of a fixed length so that little is left unused."""
+"""Packing: documents in rows of a fixed length."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit decreasing: the longest document first, each into the row with the least room that still takes it.
+    """Best-fit decreasing: the longest first, into the fullest row that takes it. Deterministic.
 
-    lengths (n,), each in 1..capacity. Returns (order (n,) int64, starts (rows + 1,) int64): row r holds the documents
-    order[starts[r]:starts[r + 1]]. Depends on nothing but its arguments.
+    lengths (n,), in 1..capacity. Returns (order (n,) int64, starts (rows + 1,) int64): row r holds
+    order[starts[r]:starts[r + 1]].
     """
     assert len(lengths)
     assert lengths.min() >= 1
     assert lengths.max() <= capacity
     row_of = np.empty(len(lengths), np.int64)
-    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room that is left in them
-    rooms = 0  # bit r is set where open_rows[r] is not empty, so that the least room is found by one shift
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by room left
+    rooms = 0  # bit r: open_rows[r] is filled
     n_rows = 0
     for i in np.argsort(-lengths.astype(np.int64), kind="stable"):
         length = int(lengths[i])
@@ -41,9 +41,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
 
 
 def cut_points(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every document cut into windows of seq_len tokens, the last one shorter.
+    """Windows of seq_len tokens, the last shorter; an empty document has none.
 
-    lengths (n,). Returns (document (m,), start (m,) within it, length (m,)), in order; empty documents give none.
+    lengths (n,). Returns (document (m,), start (m,) within it, length (m,)).
     """
     windows = -(-lengths // seq_len)
     document = np.repeat(np.arange(len(lengths)), windows)
@@ -53,13 +53,13 @@ def cut_points(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
 
 
 def one_per_row(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """As best_fit, with every document in a row of its own."""
+    """As best_fit, a document a row."""
     return np.arange(n, dtype=np.int64), np.arange(n + 1, dtype=np.int64)
 
 
-@lru_cache(maxsize=2)  # every step of an epoch asks for the same one, and it may be large
+@lru_cache(maxsize=2)  # one for an epoch's steps
 def shuffled(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n), (n,) int64, read-only, the same for the same key on every machine and numpy."""
+    """A permutation of range(n), int64, read-only, equal on every machine and numpy."""
     raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(n)
     order = np.argsort(raw, kind="stable")
     order.flags.writeable = False

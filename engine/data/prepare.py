@@ -1,4 +1,4 @@
-"""One data file to tokens in the cache: read, recognise, tokenize, count what is wrong."""
+"""A data file to tokens in the cache: read, recognised, tokenized, bad rows counted."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from trireme.engine.data.sources import DataFile, Reader
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
-Progress = Callable[[str, int, int], None]  # (file name, bytes read, bytes in all)
-_BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21  # tokenized at once
-_NAMED = 20  # keys of a file that are named as not used
-_SHARE = 1 << 22  # bytes of a file for which one more process is worth its start
+Progress = Callable[[str, int, int], None]  # (file name, bytes read, size)
+_BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21
+_NAMED = 20  # unused keys reported
+_SHARE = 1 << 22  # bytes of a file that are worth a process
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How every file of a run is read."""
+    """How files are read."""
 
     codec: Codec | None
-    renames: dict[str, str]  # their column: our column
+    renames: dict[str, str]  # theirs: ours
     skip_bad: bool
     vocab_size: int | None
     folder: Path  # of the caches
 
     def key(self, source: DataFile) -> str:
-        """Names what is read, by content, and all that decides its tokens."""
+        """Of the content and all that decides its tokens."""
         tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
         return cache_key(digest(source.path), source.kind, tokenizer, template, self.renames, self.skip_bad)
 
 
 @dataclass
 class _Tally:
-    """What has been seen of a file so far."""
+    """Counts of a file so far."""
 
     unit: str = "line"
     format: Format | None = None
     rows: int = 0
     bad: int = 0
-    first: tuple[int, str] | None = None  # the first bad row, and what is wrong with it
+    first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
     characters: int = 0
-    unused: dict[str, None] = field(default_factory=dict)  # keys that the format does not read, in order
-    encoded: int = 0  # characters that the tokenizer was given
+    unused: dict[str, None] = field(default_factory=dict)  # keys, in order
+    encoded: int = 0  # characters
     unknown: int = 0  # tokens
-    said: int = 0  # characters of the assistants
-    unwritten: int = 0  # of these
+    said: int = 0  # characters, as Marked
+    unwritten: int = 0
 
     def reject(self, number: int, error: BadRow) -> None:
         self.bad += 1
@@ -68,12 +68,12 @@ class _Tally:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the run will stop, so that rows are only counted from here on."""
+        """Whether the run will stop: rows are only counted."""
         return self.bad > 0 and not self.skip_bad
 
 
 def tokenize(source: DataFile, reading: Reading, progress: Progress | None = None) -> TokenFile:
-    """The tokens of `source`, from the cache or made now. InputError where rows are bad, or tokens not the model's."""
+    """From the cache or made now. Raises InputError where rows are bad or tokens not the model's."""
     key = reading.key(source)
     made = open_tokens(reading.folder / f"tokens-{key}") or _build(source, reading, key, progress)
     if reading.vocab_size is not None and made.meta["max_id"] >= reading.vocab_size:
@@ -120,7 +120,6 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
 
 
 def _take(row: Row, reading: Reading, tally: _Tally) -> None:
-    """Reads one row into the tally, as an example or as a bad one."""
     value = row.value
     tally.rows += row.starts
     try:
@@ -149,7 +148,7 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
 
 
 def _without_template(example: Example, reading: Reading) -> Example:
-    """The example as this checkpoint can read it; InputError where it cannot read such data at all."""
+    """The plain form where there is no template. Raises InputError where the checkpoint cannot read such data."""
     if isinstance(example, Ids):
         return example
     if reading.codec is None:
@@ -168,14 +167,12 @@ def _without_template(example: Example, reading: Reading) -> Example:
 
 
 def _flush(encoders: Encoders, tally: _Tally) -> None:
-    """Has what has been read tokenized."""
     if not tally.hopeless and tally.batch:
         encoders.submit(tally.batch)
     tally.batch, tally.characters = [], 0
 
 
 def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int, all: bool = False) -> None:
-    """Hands what is tokenized to the writer."""
     for number, result in encoders.results(all):
         if isinstance(result, BadRow):
             tally.reject(number, result)
@@ -190,7 +187,7 @@ def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:
-    """Stops the run where the file has bad rows, or no good one."""
+    """Raises InputError where rows are bad or none is good."""
     rows = f"{tally.rows:,} rows" if tally.rows != 1 else "1 row"
     if tally.rows == 0:
         raise InputError(f"{source.path} holds no rows. Name another file with --data.")

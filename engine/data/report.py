@@ -1,4 +1,4 @@
-"""What the user reads about the data before the first step: rows, tokens, what was cut, an example with its mask."""
+"""The report on data before the first step: rows, tokens, cuts, an example with its mask."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import Fitted
 from trireme.engine.data.formats import CHATS
 
-DROPPED = 20  # characters a token, beyond which a tokenizer must have left some out
+DROPPED = 20  # characters a token; beyond, a tokenizer drops text
 
 
 @dataclass(frozen=True)
 class FileReport:
-    """One data file."""
-
     name: str
-    rows: int  # read, good and bad
+    rows: int  # good and bad
     bad: int
     first_bad: str
     format: str
     weight: float
-    unused: tuple[str, ...] = ()  # keys that the format does not read
+    unused: tuple[str, ...] = ()  # keys
 
     def __str__(self) -> str:
         weight = "" if self.weight == 1 else f", weight {self.weight:g}"
@@ -37,20 +35,20 @@ class FileReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Counts of everything that happened between the files and the packed sequences."""
+    """Counts, from files to packed sequences."""
 
     files: tuple[FileReport, ...]
-    rows: np.ndarray  # (n,) DOCUMENT: those trained on, before weights and cuts
+    rows: np.ndarray  # (n,) DOCUMENT, before weights and cuts
     fitted: Fitted
     seq_len: int
     sequences: int
-    used: float  # share of the sequences' room that holds tokens
+    used: float  # share of the sequences' room
     packed: bool
-    held_out: int = 0  # rows kept for evaluation
-    notes: tuple[str, ...] = ()  # what the user should know beside
+    held_out: int = 0  # rows
+    notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The report as it is printed."""
+        """The lines to print."""
         tokens, trained = int(self.rows["length"].sum()), int(self.rows["trained"].sum())
         p50, p99 = np.percentile(self.rows["length"], [50, 99])
         held = f"{count(self.held_out, 'row')} held out; " if self.held_out else ""
@@ -71,7 +69,7 @@ class Report:
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def losses(self) -> list[str]:
-        """What became of rows that are not trained on as they are."""
+        """Rows cut, split or dropped."""
         lines = [self._long_rows()] if self.fitted.longer else []
         if self.fitted.unlearnable:
             lines.append(f"{count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
@@ -88,7 +86,7 @@ class Report:
 
 
 def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
-    """What the user should know about how these files were read."""
+    """Warnings about the files, the tokenizer and the template."""
     if codec is None:
         return []
     facts, total = codec.facts, lambda name: sum(file.meta[name] for file in files)
@@ -110,18 +108,18 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
 
 
 def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:
-    """Tokens as text, what is learned in [..], line ends as ⏎. ids (n,), learned (n,) bool: the token is a label."""
+    """Text with [..] around learned tokens, line ends as ⏎. ids (n,), learned (n,) bool: is a label."""
     runs = _runs(learned)
     if codec is None:
         parts = [" ".join(map(str, ids[start:stop])) + " " for start, stop in runs]
     else:
         parts = codec.parts(ids, [stop for _, stop in runs])
     marked = (f"[{part}]" if learned[start] else part for part, (start, _) in zip(parts, runs, strict=False))
-    return "".join(marked).replace("\n", "⏎")  # a codec that fails says so in one part
+    return "".join(marked).replace("\n", "⏎")  # one part if the codec fails
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
-    """[start, stop) of every stretch of equal flags."""
+    """[start, stop) of equal flags."""
     edges = np.flatnonzero(np.diff(flags.astype(np.int8))) + 1
     bounds = [0, *edges.tolist(), len(flags)]
     return list(zip(bounds[:-1], bounds[1:], strict=True))

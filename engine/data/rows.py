@@ -1,8 +1,7 @@
-"""Rows out of the bytes of a file, one at a time whatever its size: JSON, CSV, Parquet, plain text.
+"""Rows of a file, one at a time: JSON, CSV, Parquet, plain text.
 
-A reader yields Row(number, value): the line or row number as an editor counts it, and a dict or a BadRow. It raises
-InputError if the rest of the file cannot be read; sources.Reader turns UnicodeDecodeError and errors of gzip into one.
-No row is longer than ROW.
+Readers raise InputError where the rest cannot be read; sources.Reader turns UnicodeDecodeError and gzip's errors into
+it.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from typing import Any, BinaryIO, NamedTuple
 
 from trireme.models.config import InputError
 
-Bytes = BinaryIO | gzip.GzipFile  # what a file is read from
-Fields = dict[str, Any]  # an object of JSON: a row, a message, a tool
-ROW = 1 << 28  # most bytes, or characters, of a row: more than any model reads, and what memory still holds
+Bytes = BinaryIO | gzip.GzipFile
+Fields = dict[str, Any]  # a JSON object: row, message, tool
+ROW = 1 << 28  # bytes or characters, at most: beyond any model, within memory
 _TOO_LARGE = f"is longer than {ROW >> 20} MiB"
-_CHUNK = 1 << 20  # characters read at once from a .json
-_PIECE = 1 << 18  # characters of a long text that are handled at once
+_CHUNK = 1 << 20  # characters of a .json read at once
+_PIECE = 1 << 18  # characters of a piece of text
 
 
 class BadRow(ValueError):
-    """One row is wrong; the rest of the file can still be read."""
+    """A row's fault; later rows can be read."""
 
 
 class Row(NamedTuple):
-    """One row of a file. A long text comes in several: `starts` and `ends` say where its first and its last one are."""
+    """`number`: line or row as an editor counts. A long text has several, from `starts` to `ends`."""
 
     number: int
     value: Fields | BadRow
@@ -40,7 +39,7 @@ class Row(NamedTuple):
 
 
 def kind_of(value: object) -> str:
-    """The type of a value in the words of the people who write data."""
+    """A value's type in JSON's words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value)) or ("a number" if isinstance(value, (int, float)) else type(value).__name__)
 
@@ -60,7 +59,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> Fields:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
-_TOO_LONG = "holds a number of thousands of digits"  # which Python refuses to read
+_TOO_LONG = "holds a number of thousands of digits"  # Python refuses it
 
 
 def _object(value: object) -> Fields | BadRow:
@@ -68,7 +67,7 @@ def _object(value: object) -> Fields | BadRow:
 
 
 def holds_lines(file: Bytes, kind: str) -> bool:
-    """Whether JSON lies one object a line, whatever the file is called."""
+    """Whether JSON is an object a line, whatever its name."""
     head = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head[:1] != b"{":
         return head[:1] != b"[" and kind == ".jsonl"
@@ -115,7 +114,7 @@ def _json_line(line: bytes) -> Fields | BadRow:
 
 
 def json_values(path: Path, file: Bytes) -> Iterator[Row]:
-    """The objects of JSON arrays, or without an array, one after another, without holding the file in memory."""
+    """Objects of JSON arrays or in sequence."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     buffer, pos, line, number, inside = "", 0, 1, 0, False
     more = True
@@ -134,7 +133,7 @@ def json_values(path: Path, file: Bytes) -> Iterator[Row]:
             raise InputError(f"{path} row {number + 1} is nested too deeply.") from None
         except json.JSONDecodeError as error:
             broken = error.pos < len(buffer) - 16 and not error.msg.startswith("Unterminated string")
-            if more and not broken:  # the value may go on beyond the buffer; double it, so that a huge one stays cheap
+            if more and not broken:  # the value may go on; doubling keeps a huge one cheap
                 if len(buffer) - pos > ROW:
                     raise InputError(f"{path} row {number + 1} {_TOO_LARGE}.") from None
                 line += buffer.count("\n", 0, pos)
@@ -156,9 +155,7 @@ def json_values(path: Path, file: Bytes) -> Iterator[Row]:
 
 
 class _Lines:
-    """The lines of a text, checked. `number`: of the last one. `taken`: the characters of a row so far, which whoever
-    has it whole begins to count anew.
-    """
+    """Checked lines. `number`: of the last. `taken`: characters of the row so far, reset by its reader."""
 
     def __init__(self, path: Path, stream: io.TextIOWrapper):
         self._path, self._stream, self.number, self.taken = path, stream, 0, 0
@@ -200,7 +197,7 @@ def read_csv(path: Path, file: Bytes) -> Iterator[Row]:
 
 
 def _cell(key: str, cell: str) -> object:
-    """A cell; in the columns that hold lists, as JSON."""
+    """Columns of lists are JSON."""
     if key in ("messages", "conversations", "tools", "history", "input_ids", "labels") and cell[:1] in "[{":
         try:
             return json.loads(cell)
@@ -219,7 +216,7 @@ def read_parquet(path: Path, file: Bytes) -> Iterator[Row]:
         made, number = pyarrow.parquet.ParquetFile(file), 0
         names = made.schema_arrow.names
         if len(set(names)) == len(names):
-            # no format has use for times, and Python has none for nanoseconds
+            # no format uses times, and Python has no nanoseconds
             timed = {field.name for field in made.schema_arrow if pyarrow.types.is_temporal(field.type)}
             for batch in made.iter_batches(256, columns=[name for name in names if name not in timed]):
                 for value in batch.to_pylist():
@@ -227,7 +224,7 @@ def read_parquet(path: Path, file: Bytes) -> Iterator[Row]:
                     yield Row(number, value)
             return
     except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:
-        if getattr(error, "errno", None):  # a disk that fails; pyarrow's own have no number
+        if getattr(error, "errno", None):  # a failing disk; pyarrow's own have none
             raise
         what = " ".join(str(error).split()).rstrip(".")
         raise InputError(f"{path} is not Parquet that can be read: {what}.") from None
@@ -235,11 +232,8 @@ def read_parquet(path: Path, file: Bytes) -> Iterator[Row]:
 
 
 def read_text(path: Path, file: Bytes, separators: set[str]) -> Iterator[Row]:
-    """Documents of plain text, parted by lines that hold a separator alone; a long one in pieces.
-
-    Pieces part after a line, before a character that is not a space, where tokenizers part too.
-    """
-    stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # also turns CRLF into LF
+    """Documents between separator lines, long ones in pieces: parted before lines that begin with no space."""
+    stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # CRLF becomes LF
     piece: list[str] = []
     first, size, starts = 1, 0, True
     lines = _Lines(path, stream)
@@ -261,7 +255,7 @@ def read_text(path: Path, file: Bytes, separators: set[str]) -> Iterator[Row]:
 
 
 def _piece(number: int, lines: list[str], starts: bool, ends: bool) -> Iterator[Row]:
-    """The row of a piece; none for one that is blank."""
+    """No row if blank."""
     text = "".join(lines)
     text = text.lstrip("\n") if starts else text
     text = text.rstrip("\n") if ends else text

@@ -1,7 +1,7 @@
-"""A process of its own for strangers' programs (tokenizers, chat templates), with limits of memory and processor time.
+"""A process for untrusted programs (tokenizers, chat templates), with limits of memory and processor time.
 
-The kernel enforces them: an allocation beyond them fails, and a timer ends the process even within C code that holds
-Python's lock. They guard the machine, not secrets: the process has its user's rights. Its end is one exception here.
+By the kernel: allocations fail, and a timer ends even C code that holds the GIL. They guard the machine, not secrets:
+the process has its user's rights.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any
 from trireme.engine.data.rows import BadRow
 from trireme.models.config import InputError
 
-MEMORY = 4 << 30  # bytes of address space that the process may take beside what it begins with
+MEMORY = 4 << 30  # bytes of address space beside those at the start
 
-ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one thread
+ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-Begin = Callable[[str, float], None]  # (what is begun, seconds of processor time that it may take)
+Begin = Callable[[str, float], None]  # (what, seconds of processor time it may take)
 
 
 class Died(Exception):
-    """The process has ended in the middle of a call. `doing`: what it had begun last; the message says how it ended."""
+    """The process ended in a call. `doing`: begun last; the message says how."""
 
     def __init__(self, doing: str, how: str):
         super().__init__(f"{doing} {how}")
@@ -40,23 +40,22 @@ class Died(Exception):
 
 
 class Sandbox:
-    """Calls functions in a child process, one at a time, on an object that is made there.
+    """Calls functions in a child process on an object made there. One thread at a time.
 
-    The child is started by the first call, and by the first one after it has ended. It ends with `close`, with this
-    object, and with this process. One thread at a time.
+    A call starts the child if none runs; it ends with `close`, this object or this process.
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any, memory: int = MEMORY):
-        """`make(begin, *args)`, called in the child, gives the object; what it and the calls do they `begin` there."""
+        """`make(begin, *args)` makes the object in the child; it calls `begin` before work."""
         self._make, self._memory = (make, *args), memory
         self._process: subprocess.Popen[bytes] | None = None
         self._killed, self._lock = False, threading.Lock()
 
     def call(self, work: Callable[..., Any], *args: Any) -> Any:
-        """The result of `work(object, *args)`, a function that pickle finds by name.
+        """The result of `work(object, *args)`, pickled by name.
 
-        Raises InputError, BadRow, MemoryError as `work` does, RuntimeError for everything else that it raises; Died.
-        RecursionError where `args` are nested too deeply to be handed over.
+        Raises InputError, BadRow, MemoryError of `work`, others as RuntimeError; Died; RecursionError where `args` nest
+        too deeply.
         """
         request = pickle.dumps((work, *args))
         if self._process is not None and self._process.poll() is not None:  # ended between two calls
@@ -97,7 +96,7 @@ class Sandbox:
             code = self._process.wait()
             self._stop()
             raise Died(doing, _how(code, seconds, self._memory)) from None
-        except BaseException:  # Ctrl-C: the child is in the middle of something
+        except BaseException:  # Ctrl-C: the child is busy
             self._stop()
             raise
         if kind == "raised":
@@ -105,14 +104,13 @@ class Sandbox:
         return value
 
     def kill(self) -> None:
-        """Ends the child wherever it is, and every other one until `close`: a call in another thread raises Died."""
+        """Ends the child; none starts until `close`: calls in other threads raise Died."""
         with self._lock:
             self._killed = True
             if self._process is not None:
                 self._process.kill()
 
     def close(self) -> None:
-        """Ends the child; the next call starts another."""
         self._stop()
         self._killed = False
 
@@ -129,7 +127,6 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
 
 
 def _how(code: int, seconds: float, memory: int) -> str:
-    """How a process ended, in words, by its exit code."""
     if code == -signal.SIGPROF:
         return f"takes longer than {seconds:,.0f} s of processor time"
     allowed = f"it may take {memory / (1 << 30):.3g} GiB of memory"
@@ -141,20 +138,20 @@ def _how(code: int, seconds: float, memory: int) -> str:
 
 
 def serve(fd: int, memory: int) -> None:
-    """Makes the object and answers calls, until the other end of the connection is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent hears them too, and ends this process
+    """Answers calls until the connection closes."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent acts on them
         signal.signal(number, signal.SIG_IGN)
     _limit_memory(memory)
     connection, doing = Connection(fd), ""
 
     def begin(what: str, seconds: float) -> None:
         nonlocal doing
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles its signal, so that it ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
         if what != doing:
             connection.send(("begun", (what, seconds)))
             doing = what
 
-    held: list[Any] = [begin]  # what a call is given first: at the beginning this, then the object
+    held: list[Any] = [begin]  # first argument: `begin`, then the object
     with contextlib.suppress(EOFError, OSError):
         while True:
             doing = ""
@@ -172,7 +169,7 @@ def serve(fd: int, memory: int) -> None:
 def _answer(request: bytes, first: Any) -> tuple[str, Any]:
     try:
         work, *args = pickle.loads(request)
-        del request  # it may be large
+        del request  # may be large
         return "done", work(first, *args)
     except (InputError, BadRow, MemoryError) as error:
         return "raised", error
@@ -181,7 +178,7 @@ def _answer(request: bytes, first: Any) -> tuple[str, Any]:
 
 
 def _limit_memory(nbytes: int) -> None:
-    """Lets this process take `nbytes` more, leave no core file, and be the first to go where memory runs out."""
+    """Allows `nbytes` more, no core file; the first victim where memory runs out."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # no Linux
         most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + nbytes

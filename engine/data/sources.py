@@ -1,4 +1,4 @@
-"""Data files: named, opened, and read row by row with the reader of their kind."""
+"""Data files: named, opened, read row by row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trireme.engine.data.rows import Bytes, Row, holds_lines, json_lines, json_v
 from trireme.models.config import InputError
 
 KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")
-MOST = 1000  # times that a row may count: each is a place in the order of an epoch, which memory holds
-SEPARATOR = "<|endoftext|>"  # a line of a .txt that ends a document, whatever the tokenizer
+MOST = 1000  # weight: each repeat takes memory
+SEPARATOR = "<|endoftext|>"  # a line that ends a document, whatever the tokenizer
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One data file and how often its rows count: 2 sees every row twice an epoch, 0.5 half of them."""
+    """A data file and its weight: 2 sees each row twice an epoch, 0.5 half of them."""
 
     path: Path
     weight: float = 1.0
@@ -37,7 +37,7 @@ class DataFile:
 
 
 def parse_data_file(text: str) -> DataFile:
-    """`path` or `path:weight` as a DataFile that can be opened."""
+    """`path` or `path:weight`. Raises InputError where it cannot be opened."""
     match = re.fullmatch(r"(.+):(\d*\.?\d+)", text)
     path, weight = (match[1], float(match[2])) if match and not Path(text).exists() else (text, 1.0)
     source = DataFile(Path(path), weight)
@@ -75,7 +75,7 @@ def parse_data_file(text: str) -> DataFile:
 
 
 def spool(stream: BinaryIO, folder: Path) -> DataFile:
-    """Standard input kept as a file in `folder`, so that it can be read as one; what is kept already is used."""
+    """Standard input as a file in `folder`, or the one already there."""
     kept = next(iter(sorted(folder.glob("stdin.*"))), None)
     if kept is None:
         if stream.isatty():
@@ -92,11 +92,11 @@ def spool(stream: BinaryIO, folder: Path) -> DataFile:
 
 
 class Reader:
-    """Reads one DataFile. `position` of `size` bytes are read, for a progress bar."""
+    """`position` of `size` bytes are read."""
 
     def __init__(self, source: DataFile, eos_token: str | None = None):
         self.source, self.size = source, source.path.stat().st_size
-        self.unit = "line"  # what Row.number counts: "line" or "row"
+        self.unit = "line"  # of Row.number: "line" or "row"
         self._separators = {SEPARATOR, eos_token or SEPARATOR}
         self._raw: BinaryIO | None = None
 
@@ -105,7 +105,7 @@ class Reader:
         return self._raw.tell() if self._raw and not self._raw.closed else 0
 
     def rows(self) -> Iterator[Row]:
-        """Every row of the file, in order."""
+        """Raises InputError."""
         path = self.source.path
         with path.open("rb") as self._raw:
             try:

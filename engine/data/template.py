@@ -1,8 +1,7 @@
-"""Jinja chat templates as Hugging Face runs them, and marked renderings that say which message wrote which characters.
+"""Jinja chat templates as Hugging Face runs them, with the characters of each message.
 
-A marked rendering is the plain one with marks (Unicode noncharacters) that the compiled template itself writes, at the
-begin and end of each turn of a loop over messages and around {% generation %}. Without them it must be the plain
-rendering again, or it is not used.
+The compiled template also writes marks (Unicode noncharacters) around each turn of a loop over messages and around
+{% generation %}. Without them it must give the plain rendering.
 """
 
 from __future__ import annotations
@@ -26,28 +25,26 @@ from trireme.storage.untrusted import shown
 
 Span = tuple[int, int]  # characters [start, stop)
 
-# Noncharacters: turn N is _TURN N _OF … _END, a generation block _GENERATION … _DONE.
+# Turn N: _TURN N _OF … _END; a generation block: _GENERATION … _DONE.
 _TURN, _OF, _END, _GENERATION, _DONE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 _MARK = re.compile(f"{_TURN}(\\d+){_OF}|{_END}|{_GENERATION}|{_DONE}")
 
 
 class Rendering(NamedTuple):
-    """A conversation as text, and where in it things are."""
-
     text: str
-    turns: list[tuple[int, Span]]  # (message, characters that its turn of the loop wrote), none of them empty
+    turns: list[tuple[int, Span]]  # (message, what its turn of the loop wrote), none empty
     generated: list[Span]  # inside {% generation %}
 
 
 class _Message(dict[str, Any]):
-    """A message that a loop can recognise, whatever list or filter it came through."""
+    """Known to loops through any filter."""
 
     __slots__ = ("turn",)
     turn: int
 
 
 class _Generation(jinja2.ext.Extension):
-    """The {% generation %} tag: its body, between marks when they are wanted. Its scope is its own, as a macro's is."""
+    """The {% generation %} tag; its scope is its own, as a macro's."""
 
     tags = {"generation"}
 
@@ -78,7 +75,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """json.dumps: Jinja's own filter would escape <, > and & for HTML."""
+    """Jinja's own filter escapes <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -101,7 +98,7 @@ def _end_turn(value: Any) -> str:
 
 
 def _mark_loops(tree: nodes.Template) -> None:
-    """Has every loop over single values begin and end its turns with marks."""
+    """Puts marks around turns of loops over single values."""
     for loop in tree.find_all(nodes.For):
         if isinstance(loop.target, nodes.Name):
             begin, end = (
@@ -114,13 +111,10 @@ def _mark_loops(tree: nodes.Template) -> None:
 
 
 class Template:
-    """One compiled chat template. Compiling raises jinja2.TemplateSyntaxError, or any other Exception.
-
-    Running raises BadRow alone. Time and memory have no limit here: see sandbox.py.
-    """
+    """Compiling raises jinja2.TemplateSyntaxError or any Exception, running only BadRow. Limits: see sandbox.py."""
 
     def __init__(self, source: str, variables: Mapping[str, str]):
-        """`variables`: bos_token, eos_token and their like."""
+        """`variables`: bos_token, eos_token, ..."""
         self.source, self._variables = source, dict(variables)
         self.tags = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._plain = _environment(_Generation).from_string(source)
@@ -131,11 +125,11 @@ class Template:
         self._marked = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> str:
-        """The rendering; `prompt` adds what asks for the assistant's next message."""
+        """`prompt` adds the opening of the next message. Raises BadRow where refused."""
         return self._run(self._plain, messages, tools, prompt)
 
     def render(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> Rendering:
-        """The rendering, and where its turns are. BadRow where the template refuses the messages."""
+        """Raises BadRow where refused or turns are unclear."""
         text = self.text(messages, tools, prompt)
         if any(mark in text for mark in (_TURN, _OF, _END, _GENERATION, _DONE)):
             raise BadRow("holds one of the characters U+FDD0 to U+FDD4, which no text may use")
@@ -168,13 +162,13 @@ class Template:
 
 
 def thoughts_of(message: Fields) -> Any:
-    """What the message holds as thoughts, apart from its content; None where it has none."""
+    """Thoughts, apart from content, or None."""
     names = ("reasoning_content", "thinking", "reasoning")
     return next((message[name] for name in names if message.get(name) is not None), None)
 
 
 def _with_reasoning(message: Fields) -> Fields:
-    """The message, its thoughts under every name that templates read (reasoning_content; thinking, in gpt-oss)."""
+    """Thoughts under both names that templates read; `thinking` in gpt-oss."""
     thoughts = thoughts_of(message)
     if thoughts is None:
         return message
@@ -187,7 +181,6 @@ def _with_reasoning(message: Fields) -> Fields:
 
 
 def _read_marks(marked: str) -> Rendering:
-    """Takes the marks out of a marked rendering."""
     parts: list[str] = []
     turns: list[tuple[int, Span]] = []
     generated: list[Span] = []
@@ -207,14 +200,14 @@ def _read_marks(marked: str) -> Rendering:
         elif open_blocks:
             generated.append((open_blocks.pop(), at))
     parts.append(marked[done:])
-    # What is left in open_turns was ended early, by {% continue %}: how far it goes is not known, so it is no turn.
+    # left in open_turns: ended by {% continue %}, of unknown extent
     return Rendering("".join(parts), [turn for turn in sorted(turns) if turn[1][0] < turn[1][1]], sorted(generated))
 
 
-# ---------------------------------------------------------------- what a template does, found with talks of our own
+# ---------------------------------------------------------------- probing templates
 
 
-PROBE = "Qz7"  # stands for what somebody says; no template contains it
+PROBE = "Qz7"  # in no template
 PROBE_TOOLS: list[Fields] = [
     {
         "type": "function",
@@ -234,18 +227,17 @@ PROBE_TOOLS: list[Fields] = [
 class Habits(NamedTuple):
     """How a template writes the assistant's turns."""
 
-    prompt: str | None  # asks for the assistant's words after a user's message, "" where nothing does; None: refused
-    lead: str | None  # begins every turn of the assistant; None: no turn could be written
-    end: str  # stands after the assistant's words in its turn
-    arguments: type | None  # of a tool call that is written as JSON: dict, str, or None for either
+    prompt: str | None  # opening after a user's message, or ""; None: refused
+    lead: str | None  # beginning of turns; None: none could be written
+    end: str  # after the words
+    arguments: type | None  # that a tool call writes as JSON: dict, str; None: either
 
 
 def habits(template: Template, tools: list[Fields] | None) -> Habits:
-    """The habits of `template` in conversations with such tools."""
     asked: list[Fields] = [{"role": "user", "content": "?"}]
     before, end = [], ""
     for content in (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}"):
-        # Twice, because many templates write the last turn, with its thoughts, in another way than those before it.
+        # twice: many templates write the last turn, with its thoughts, differently
         talk = [*asked, {"role": "assistant", "content": content}] * 2
         with suppress(BadRow):
             rendering = template.render(talk, tools)
@@ -262,10 +254,9 @@ def habits(template: Template, tools: list[Fields] | None) -> Habits:
 
 
 def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] | None) -> list[str]:
-    """What may ask for the next message: what the prompt adds to the rendering; all that stands after the last turn.
+    """Possible openings of the next message: what the prompt adds; all after the last turn. Empty where refused.
 
-    Templates differ: some write instructions after the last turn in any case, others only change what is there. Empty
-    where the template refuses.
+    Some templates always write after the last turn, others change what is there.
     """
     try:
         asking = template.render(messages, tools, prompt=True)
@@ -291,5 +282,5 @@ def _arguments(template: Template, asked: list[Fields], tools: list[Fields] | No
 
 
 def _one_line(error: Exception) -> str:
-    """What the error says; the template may have written it, at any length."""
+    """The template may have written the error, at any length."""
     return shown(" ".join(str(error)[:10_000].split()), 500) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder: text to ids and back, its special tokens, and what it adds around a text."""
+"""A checkpoint's tokenizer: text to ids and back, special tokens, tokens around a text."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ import tokenizers
 from trireme.engine.data.rows import BadRow
 from trireme.models.config import InputError
 
-WINDOW = 1 << 20  # characters that are tokenized at once: the library takes some 170 bytes for each
-OVERLAP = 1 << 12  # of two windows of a longer text
+WINDOW = 1 << 20  # characters at once: the library takes about 170 bytes each
+OVERLAP = 1 << 12  # of windows
 
-Tokens = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32; offsets (n, 2) int32, characters [start, stop), or None
+Tokens = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32; offsets (n, 2) int32, in characters, or None
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A Hugging Face fast tokenizer. `core` adds nothing to a text; the fields say what surrounds it.
+    """A Hugging Face fast tokenizer; `core` adds nothing to a text.
 
-    However the library fails (it raises bare Exception, and panics), load_tokenizer raises InputError, `encode` returns
-    BadRow, `decode` raises it. Time and memory have no limit here: see sandbox.py.
+    Where the library fails (it raises bare Exception, and panics), load_tokenizer raises InputError, `encode` returns
+    BadRow, `decode` raises it. Limits: see sandbox.py.
     """
 
     core: tokenizers.Tokenizer
     folder: Path
-    specials: dict[str, str]  # bos_token, eos_token, ...: the variables that a chat template sees
-    bos: tuple[int, ...]  # ids put before a text
-    eos: int | None  # id put after a finished text
+    specials: dict[str, str]  # bos_token, eos_token, ...: a chat template's variables
+    bos: tuple[int, ...]  # before a text
+    eos: int | None  # after it
     config: dict[str, Any]  # tokenizer_config.json
-    fingerprint: str  # of everything that decides the ids
-    notes: tuple[str, ...] = ()  # what the user should know
-    unknown: int | None = None  # id of what the vocabulary has no token for
+    fingerprint: str  # of all that decides ids
+    notes: tuple[str, ...] = ()  # for the user
+    unknown: int | None = None  # id of the unknown token
 
     @property
     def eos_token(self) -> str | None:
         return None if self.eos is None else self.core.id_to_token(self.eos)
 
     def encode(self, texts: Sequence[str], offsets: bool = False) -> list[Tokens | BadRow]:
-        """The tokens of each text, nothing added; offsets count characters. BadRow where the library fails on it."""
+        """Tokens of each text, nothing added."""
         short = [text for text in texts if len(text) <= WINDOW]
         found = iter(self._batch(short, offsets))
         return [next(found) if len(text) <= WINDOW else self._long(text, offsets) for text in texts]
@@ -55,14 +55,14 @@ class Tokenizer:
             return [_tokens(e, offsets) for e in run(list(texts), add_special_tokens=False)]
         except BaseException as error:
             reason = _reason(error)
-        if len(texts) > 1:  # of which one it is
+        if len(texts) > 1:  # which one?
             return [self._batch([text], offsets)[0] for text in texts]
         return [BadRow(f"the tokenizer fails on it: {reason}")]
 
     def _long(self, text: str, offsets: bool) -> Tokens | BadRow:
-        """The tokens of a text, in memory for a window of it. Windows overlap, and part where both have a token begin.
+        """Takes the memory of a window. Windows overlap, and part where a token begins in both.
 
-        The tokens are those of the whole text where no word is longer than the overlap.
+        The tokens are those of the whole text unless a word is longer than OVERLAP.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # ids, offsets
         for start in range(0, len(text) - OVERLAP, WINDOW - OVERLAP):
@@ -75,7 +75,7 @@ class Tokenizer:
                 common = _nearest(np.intersect1d(spans[:, 0], made[1][:, 0]), middle)
                 if common is not None:
                     seam = common
-                else:  # a word longer than the overlap has other tokens from its middle on: part it
+                else:  # tokens differ from the middle of a longer word: part it
                     seam = _nearest(spans[spans[:, 0] >= start, 0], middle) or middle
                     made = self._window(text, seam, start + WINDOW)
                     if isinstance(made, BadRow):
@@ -95,16 +95,13 @@ class Tokenizer:
         return ids, offsets + np.int32(start)
 
     def wrap(self, ids: np.ndarray, end: bool = True) -> tuple[np.ndarray, int]:
-        """ids with the beginning-of-text tokens before and, where `end`, the end token after; neither twice.
-
-        Returns (ids (n,) int32, how many tokens were put before).
-        """
+        """(ids (n,) int32 with bos and, if `end`, eos, neither twice; tokens put before)."""
         lead = () if tuple(ids[: len(self.bos)]) == self.bos else self.bos
         tail = (self.eos,) if end and self.eos is not None and (not len(ids) or ids[-1] != self.eos) else ()
         return np.concatenate([np.array(lead, np.int32), ids, np.array(tail, np.int32)]), len(lead)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, special tokens included. BadRow where the library fails on them."""
+        """The text, special tokens included. Raises BadRow."""
         try:
             return self.core.decode([int(i) for i in ids], skip_special_tokens=False)
         except BaseException as error:
@@ -121,7 +118,7 @@ def _nearest(places: np.ndarray, middle: int) -> int | None:
 
 
 def _reason(error: BaseException) -> str:
-    """What the library says is wrong. Raises what is not the library's: Ctrl-C, an exit, want of memory."""
+    """The library's message. Raises others' errors: Ctrl-C, an exit, MemoryError."""
     panic = (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")  # a BaseException
     if not panic and (not isinstance(error, Exception) or isinstance(error, MemoryError)):
         raise error
@@ -129,7 +126,7 @@ def _reason(error: BaseException) -> str:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer in `folder`, or None where there is no tokenizer.json. InputError where it cannot be used."""
+    """None without a tokenizer.json. Raises InputError where it cannot be used."""
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -140,8 +137,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     try:
         core = tokenizers.Tokenizer.from_str(json.dumps(spec))
         surround = core.encode("", add_special_tokens=True).ids
-        # Only the tokens of the text itself are wanted from here on, and offsets that cover all of it:
-        # a post-processor adds tokens and may trim the offsets.
+        # A post-processor adds tokens and may trim offsets.
         core = tokenizers.Tokenizer.from_str(json.dumps(spec | {"post_processor": None}))
     except BaseException as error:
         raise InputError(f"{path} is not a tokenizer that can be read: {_reason(error)}. Download it again.") from None
@@ -154,7 +150,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
 
 
 def _without_chance(spec: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(the tokenizer without what would cut texts, fill them up, or make their tokens random; what to say of that)."""
+    """(`spec` without truncation, padding and dropout, notes)."""
     spec = spec | {"truncation": None, "padding": None}
     model = spec.get("model")
     if not isinstance(model, dict) or not (dropout := model.get("dropout")):
@@ -185,7 +181,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _specials(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Every `*_token` that the folder names; tokenizer_config.json over the older special_tokens_map.json."""
+    """Every `*_token`; tokenizer_config.json wins over the older special_tokens_map.json."""
     found = {}
     for name, given in (_optional(folder / "special_tokens_map.json") | config).items():
         value = given.get("content") if isinstance(given, dict) else given
@@ -197,7 +193,7 @@ def _specials(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos(core: tokenizers.Tokenizer, folder: Path, specials: dict[str, str]) -> int | None:
-    """The id of eos_token; where the tokenizer names none, the model's first eos_token_id."""
+    """eos_token, else the model's first eos_token_id."""
     if "eos_token" in specials:
         return core.token_to_id(specials["eos_token"])
     for name in ("generation_config.json", "config.json"):
@@ -209,7 +205,7 @@ def _eos(core: tokenizers.Tokenizer, folder: Path, specials: dict[str, str]) -> 
 
 
 def _unknown(core: tokenizers.Tokenizer, spec: dict[str, Any]) -> int | None:
-    """The id of the model's unknown token: by number in Unigram, by name elsewhere."""
+    """By number in Unigram, else by name."""
     model = spec.get("model")
     name, number = (model.get("unk_token"), model.get("unk_id")) if isinstance(model, dict) else (None, None)
     return core.token_to_id(name) if isinstance(name, str) else number if type(number) is int else None
@@ -218,7 +214,7 @@ def _unknown(core: tokenizers.Tokenizer, spec: dict[str, Any]) -> int | None:
 def _bos(
     core: tokenizers.Tokenizer, config: dict[str, Any], specials: dict[str, str], surround: list[int], eos: int | None
 ) -> tuple[int, ...]:
-    """What goes before a text: add_bos_token where the configuration has it, else what the post-processor does."""
+    """As add_bos_token says, else as the post-processor does."""
     asked = config.get("add_bos_token")
     if asked is None:
         return tuple(surround[:-1] if surround and surround[-1] == eos else surround)
