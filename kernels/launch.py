@@ -140,3 +140,32 @@ class Logits(NamedTuple):
 def cross_entropy(V: int) -> Logits:
     """Wide programs for wide rows: rows in flight stay in L2."""
     return Logits(8192, 32, 2) if V > 65536 else Logits(4096, 8, 8)
+
+
+# ---------------------------------------------------------------- experts
+
+
+class Grouped(NamedTuple):
+    """A grouped product's launch: rows of a tile, columns of its two widths, warps, stages of the software pipeline."""
+
+    rows: int
+    a: int
+    b: int
+    warps: int
+    stages: int
+
+
+def grouped_mm(device: torch.device, dtype: torch.dtype) -> Grouped:
+    """Tile of rows (rows, a) times a matrix (a, b)."""
+    arch = chip(device).arch
+    if arch == 0 or dtype == torch.float32:
+        return Grouped(32, 32, 32, 4, 1)
+    return Grouped(128, 64, 128, 8, 3) if arch >= 90 else Grouped(128, 32, 128, 8, 3)
+
+
+def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
+    """Tile (a, b) of a matrix's gradient, from so many rows at a time."""
+    arch = chip(device).arch
+    if arch == 0 or dtype == torch.float32:
+        return Grouped(32, 32, 32, 4, 1)
+    return Grouped(64, 128, 128, 8, 3) if arch >= 90 else Grouped(32, 128, 128, 8, 3)

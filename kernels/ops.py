@@ -14,6 +14,8 @@ import torch
 
 from trireme.kernels import reference
 from trireme.kernels.attention.docs import Docs, make_docs
+from trireme.kernels.experts import reference as experts
+from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.reference import join_master, rope_table, split_master
 
 P = ParamSpec("P")
@@ -52,15 +54,25 @@ attention_bwd = _op(reference.attention_bwd, "attention.attention")
 embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
+route_fwd = _op(experts.route_fwd, "experts.routing")
+route_bwd = _op(experts.route_bwd, "experts.routing")
+sort_pairs = _op(experts.sort_pairs, "experts.order")
+grouped_mm = _op(experts.grouped_mm, "experts.products")
+grouped_add_ = _op(experts.grouped_add_, "experts.products")
+combine = _op(experts.combine, "experts.rows")
+routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
 grad_finish = _op(reference.grad_finish, "adamw")
 adamw_ = _op(reference.adamw_, "adamw")
 
 __all__ = [
     "Docs",
+    "Order",
+    "Rule",
     "adamw_",
     "attention_bwd",
     "attention_fwd",
     "bias_bwd_",
+    "combine",
     "embedding_bwd_",
     "embedding_fwd",
     "geglu_bwd",
@@ -68,6 +80,8 @@ __all__ = [
     "gelu_bias_bwd",
     "gelu_bias_fwd",
     "grad_finish",
+    "grouped_add_",
+    "grouped_mm",
     "head_rmsnorm_bwd",
     "head_rmsnorm_fwd",
     "join_master",
@@ -79,6 +93,10 @@ __all__ = [
     "rmsnorm_fwd",
     "rope_",
     "rope_table",
+    "route_bwd",
+    "route_fwd",
+    "routed_swiglu_bwd",
+    "sort_pairs",
     "split_master",
     "swiglu_bwd",
     "swiglu_fwd",

@@ -9,6 +9,7 @@ PAGE = ROOT / "docs" / "tree.md"
 ROOMS = {
     "kernels": "Triton; imports torch and triton, nothing of ours. One op, one file",
     "kernels/attention": "causal flash attention over packed documents",
+    "kernels/experts": "mixture of experts: rows sorted by expert, products by group",
     "models": "a block: weights, saved tensors, forward, backward; generation",
     "models/families": "what a config.json means, per model_type; no torch",
     "storage": "bytes on the SSD; no torch, nothing of ours outside storage",

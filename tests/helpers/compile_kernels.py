@@ -26,6 +26,8 @@ from triton.runtime import jit
 from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
 from trireme.kernels.attention import attention
 from trireme.kernels.attention.docs import make_docs
+from trireme.kernels.experts import order, products, routing, rows
+from trireme.kernels.experts.reference import Order, Rule
 
 BF16 = torch.bfloat16
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
@@ -149,6 +151,34 @@ def other_calls():
     adamw.grad_finish(state[0])
 
 
+def experts_call(E, k, D, I, in_out=False):
+    """One layer's grouped products; matrices stored (out, in), or as gpt-oss has them."""
+    N, P = 16, 16 * k
+    x, d_gate_up, act = (torch.zeros(shape, dtype=BF16) for shape in ((N, D), (P, 2 * I), (P, I)))
+    place = torch.zeros(P, dtype=torch.int32)
+    found = Order(place, place, torch.zeros(E + 1, dtype=torch.int32))
+    stored = lambda a, b: torch.zeros(E, a, b, dtype=BF16) if in_out else torch.zeros(E, b, a, dtype=BF16).mT
+    up, down = stored(D, 2 * I), stored(I, D)
+    products.grouped_mm(x, up, found, k)
+    products.grouped_mm(x, down.mT, found, k)
+    products.grouped_mm(d_gate_up, up.mT, found)
+    products.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
+    products.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
+
+
+def routing_calls():
+    N, E, k, D, I = 16, 128, 8, 2048, 768
+    x, logits, bias = torch.zeros(N, D, dtype=BF16), torch.zeros(N, E, dtype=BF16), torch.zeros(E)
+    for rule in (Rule(k), Rule(k, sigmoid=True)):
+        weights, chosen = routing.route_fwd(logits, rule, bias if rule.sigmoid else None)
+        routing.route_bwd(weights, logits, chosen, rule, bias)
+    found = order.sort_pairs(chosen, E)
+    y, gate_up, act = (torch.zeros(N * k, n, dtype=BF16) for n in (D, 2 * I, I))
+    rows.combine(y, found, k, weights, x)
+    rows.combine(y, found, k)
+    rows.routed_swiglu_bwd(act, gate_up, weights, found)
+
+
 def main(arch: int) -> None:
     calls = [lambda d=d: attention_call(8, 2, d) for d in ((64, 128) if arch < 90 else (64, 80, 128))]
     if arch < 90:  # on Hopper only what Ada does not have
@@ -156,6 +186,8 @@ def main(arch: int) -> None:
         calls += [lambda: attention_call(8, 2, 128, 256)]
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
         calls += [other_calls]
+        calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True)]
+    calls += [lambda: experts_call(128, 8, 2048, 768)]
     for entry in itertools.chain(compiled(arch, calls)):
         print(json.dumps(entry))
 

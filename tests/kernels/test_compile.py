@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 SHARED = {89: 99 * 1024, 90: 227 * 1024}
 NARROW = {"_embedding_fwd", "_embedding_bwd", "_sort", "_sum_blocks", "_sum_squares"}  # small here; or faster so
+NARROW |= {"_count", "_scan", "_place"}
 
 
 def _compile(arch: int) -> list[dict]:
@@ -31,9 +32,11 @@ def test_kernels_fit_ada():
         assert kernel["widest"] == 16 or kernel["name"] in NARROW, kernel
 
 
-def test_attention_uses_hopper():
+def test_products_use_hopper():
     kernels = _compile(90)
-    assert {"fwd_kernel", "dq_kernel", "dkv_kernel"} <= {kernel["name"] for kernel in kernels}
+    assert {"fwd_kernel", "dq_kernel", "dkv_kernel", "_grouped_mm", "_grouped_add"} <= {
+        kernel["name"] for kernel in kernels
+    }
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[90], kernel
         assert kernel["stack"] <= 96, kernel  # 0 by Triton 3.6; 3.9 spills offsets of copies at 128 columns

@@ -1,0 +1,174 @@
+"""Ops of a mixture of experts in plain torch, with the names and signatures of the launchers: oracle and CPU path.
+
+Legend: N tokens, E experts, k chosen for each token, P = N k pairs (token, slot), numbered token * k + slot, D width.
+A token's slots are in ascending order of expert, so that sums over slots are. Sorted rows are pairs by expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rule(NamedTuple):
+    """How logits become k experts and their weights.
+
+    Scores are the softmax over all experts, or sigmoids. The weights are the scores of the chosen, divided by their sum
+    where `renormalise`, times `scale`. Softmax and renormalise is the softmax over the chosen.
+    """
+
+    k: int
+    renormalise: bool = True
+    sigmoid: bool = False
+    scale: float = 1.0
+
+
+class Order(NamedTuple):
+    """Pairs sorted by expert; equal ones in order of their numbers."""
+
+    pair: Tensor  # (P,) int32, the pair of each sorted row
+    row: Tensor  # (P,) int32, the sorted row of each pair
+    starts: Tensor  # (E + 1,) int32, the first sorted row of each expert, and P
+
+
+TINY = 1e-20  # added to a sum of sigmoids
+
+
+def _up(x: Tensor) -> Tensor:
+    """x in the arithmetic dtype: fp64 stays, everything else becomes fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# ---------------------------------------------------------------- routing
+
+
+def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weights (N, k) fp32, experts (N, k) int32, ascending) of logits (N, E).
+
+    The k largest logits are chosen, or with a correction (E,) fp32 the k largest of sigmoid + correction; of equal ones
+    the lower index. NaN is chosen last, and makes the weights NaN.
+    """
+    x = _up(logits)
+    key = x if correction is None else torch.sigmoid(x) + correction
+    key = torch.where(key.isnan(), float("-inf"), key)
+    experts = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : rule.k].sort(-1).values
+    return _scores(x, rule, _chosen(experts, x)).gather(-1, experts), experts.int()
+
+
+def route_bwd(dweights: Tensor, logits: Tensor, experts: Tensor, rule: Rule, balance: Tensor | None = None) -> Tensor:
+    """The gradient (N, E) of the logits, given that of the weights (N, k) fp32.
+
+    `balance` (E,) fp32: also that of sum(softmax(logits) * balance), the load-balancing loss.
+    """
+    x, picked = _up(logits), experts.long()
+    chosen = _chosen(picked, x)
+    g = torch.zeros_like(x).scatter_(-1, picked, dweights.to(x.dtype))
+    if rule.sigmoid:
+        s = torch.sigmoid(x)
+        if rule.renormalise:
+            total = torch.where(chosen, s, 0.0).sum(-1, keepdim=True) + TINY
+            g = (g - (g * s / total).sum(-1, keepdim=True)) / total
+        dx = torch.where(chosen, g * rule.scale * s * (1 - s), 0.0)
+    else:
+        p = _scores(x, rule, chosen)
+        dx = p * (g - (g * p).sum(-1, keepdim=True) / rule.scale)
+    if balance is not None:
+        p = torch.softmax(x, -1)
+        dx += p * (balance - (p * balance).sum(-1, keepdim=True))
+    return dx.to(logits.dtype)
+
+
+def _chosen(experts: Tensor, x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, experts.long(), True)
+
+
+def _scores(x: Tensor, rule: Rule, chosen: Tensor) -> Tensor:
+    """Weights (N, E) by expert, right where `chosen`; with `renormalise` zero elsewhere."""
+    if not rule.sigmoid:
+        return torch.softmax(torch.where(chosen, x, float("-inf")) if rule.renormalise else x, -1) * rule.scale
+    s = torch.sigmoid(x)
+    return (s / (torch.where(chosen, s, 0.0).sum(-1, keepdim=True) + TINY) if rule.renormalise else s) * rule.scale
+
+
+def sort_pairs(experts: Tensor, n_experts: int) -> Order:
+    """The Order of experts (N, k) int32, each < n_experts."""
+    flat = experts.flatten().long()
+    pair = torch.argsort(flat, stable=True)
+    row = torch.empty_like(pair)
+    row[pair] = torch.arange(len(pair), device=pair.device)
+    counts = torch.bincount(flat, minlength=n_experts)
+    return Order(pair.int(), row.int(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int())
+
+
+# ---------------------------------------------------------------- products
+
+
+def grouped_mm(x: Tensor, w: Tensor, order: Order, k: int = 0) -> Tensor:
+    """y (P, B): each sorted row of x (P, A) times its expert's matrix of w (E, A, B).
+
+    With k > 0 x is (N, A), and a sorted row is that of its token. w may be a transposed view.
+    """
+    y = torch.empty((len(order.pair), w.shape[2]), dtype=x.dtype, device=x.device)
+    for e, rows in _groups(order):
+        torch.mm(_rows(x, order, rows, k), w[e], out=y[rows])
+    return y
+
+
+def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, k_b: int = 0) -> None:
+    """dw_ (E, A, B) += a.T @ b over each expert's rows of a (P, A), b (P, B); with k_a or k_b > 0 (N, .) by token.
+
+    Experts without rows are not touched. dw_ may be a transposed view, in the dtype of a and b or in fp32.
+    """
+    for e, rows in _groups(order):
+        x, y = _rows(a, order, rows, k_a), _rows(b, order, rows, k_b)
+        if dw_.dtype == x.dtype:
+            dw_[e].addmm_(x.T, y)
+        else:
+            dw_[e].addmm_(_up(x).T, _up(y))
+
+
+def _groups(order: Order) -> list[tuple[int, slice]]:
+    """(expert, its sorted rows) of those that have any."""
+    starts = order.starts.tolist()
+    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, starts[1:], strict=False)) if a < b]
+
+
+def _rows(x: Tensor, order: Order, rows: slice, k: int) -> Tensor:
+    return x[order.pair[rows].long() // k] if k else x[rows]
+
+
+# ---------------------------------------------------------------- rows
+
+
+def combine(
+    rows: Tensor, order: Order, k: int, weights: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """(N, D): the sum over a token's slots, ascending, of weights (N, k) fp32 (or 1) times sorted rows (P, D).
+
+    `residual` (N, D) is added last; rounded once.
+    """
+    picked = _up(rows)[order.row.long()].view(-1, k, rows.shape[1])
+    total = torch.zeros_like(picked[:, 0])
+    for slot in range(k):
+        total += picked[:, slot] if weights is None else weights[:, slot, None] * picked[:, slot]
+    return (total if residual is None else total + _up(residual)).to(rows.dtype)
+
+
+def routed_swiglu_bwd(d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of weight * (silu(gate) * up) by sorted row, given the gradient d_act (P, I) of the product.
+
+    gate_up (P, 2I), weights (N, k) fp32. Returns (d_gate_up (P, 2I), weight * silu(gate) * up (P, I), dweights (N, k)
+    fp32). With d_act = dy[token] @ down.T the last is the gradient <dy, act @ down> of a weight (Guo et al., SonicMoE,
+    arXiv:2512.14080): the rows that the weights multiply are not needed.
+    """
+    gate, up = _up(gate_up).chunk(2, -1)
+    s = torch.sigmoid(gate)
+    value, slope = gate * s, s * (1 + gate * (1 - s))
+    d, pair = _up(d_act), order.pair.long()
+    w = weights.flatten()[pair][:, None]
+    d_gate_up = torch.cat((w * d * up * slope, w * d * value), -1)
+    dweights = torch.empty_like(weights.flatten())
+    dweights[pair] = (d * value * up).sum(-1)
+    return d_gate_up.to(gate_up.dtype), (w * value * up).to(d_act.dtype), dweights.view(weights.shape)

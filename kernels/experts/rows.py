@@ -1,0 +1,97 @@
+"""What becomes of sorted rows: summed into their tokens, and SwiGLU's backward with the gradient of the weights.
+
+    out = residual + sum over slots of weight * row;  d_weight = <d_act, act>, d_act = dy down^T before the weight
+
+Legend: N tokens, CHOSEN (k) slots of each, P sorted rows, D width, I hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.experts.reference import Order
+from trireme.kernels.launch import cdiv, power2
+from trireme.kernels.launcher import await_previous, launcher
+from trireme.kernels.swiglu import silu
+
+BLOCK = 1024  # values of a row that one program takes at a time
+
+
+@launcher
+@triton.jit
+def _combine(p_rows, p_row, p_weights, p_residual, p_out, D: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
+    BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    o_d = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    m_d = o_d < D
+    b_sum = tl.zeros((BLOCK,), tl.float32)
+    for i_k in range(CHOSEN):
+        i_row = tl.load(p_row + i_n * CHOSEN + i_k).to(tl.int64)
+        b_row = tl.load(p_rows + i_row * D + o_d, m_d, 0.0).to(tl.float32)
+        if p_weights is not None:
+            b_row *= tl.load(p_weights + i_n * CHOSEN + i_k)
+        b_sum += b_row
+    if p_residual is not None:
+        b_sum += tl.load(p_residual + i_n * D + o_d, m_d, 0.0).to(tl.float32)
+    tl.store(p_out + i_n * D + o_d, b_sum.to(p_out.dtype.element_ty), m_d)
+
+
+@launcher
+@triton.jit
+def _routed_swiglu_bwd(
+    p_d_act, p_gate_up, p_weights, p_pair, p_d_gate_up, p_act, p_dweights, I: tl.constexpr, BLOCK: tl.constexpr
+):
+    await_previous()
+    i_row = tl.program_id(0).to(tl.int64)
+    i_pair = tl.load(p_pair + i_row)
+    weight = tl.load(p_weights + i_pair)
+    dtype = p_act.dtype.element_ty
+    b_dot = tl.zeros((BLOCK,), tl.float32)
+    for i in range(0, I, BLOCK):
+        o_i = i + tl.arange(0, BLOCK)
+        m_i = o_i < I
+        o = i_row * 2 * I + o_i
+        b_gate = tl.load(p_gate_up + o, m_i, 0.0).to(tl.float32)
+        b_up = tl.load(p_gate_up + o + I, m_i, 0.0).to(tl.float32)
+        b_d = tl.load(p_d_act + i_row * I + o_i, m_i, 0.0).to(tl.float32)
+        b_value, b_slope = silu(b_gate)
+        b_act = b_value * b_up
+        b_dot += b_d * b_act
+        b_d *= weight
+        tl.store(p_d_gate_up + o, (b_d * b_up * b_slope).to(dtype), m_i)
+        tl.store(p_d_gate_up + o + I, (b_d * b_value).to(dtype), m_i)
+        tl.store(p_act + i_row * I + o_i, (weight * b_act).to(dtype), m_i)
+    tl.store(p_dweights + i_pair, tl.sum(b_dot, 0))
+
+
+def combine(
+    rows: Tensor, order: Order, k: int, weights: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """As reference.combine, all contiguous."""
+    P, D = rows.shape
+    assert P % k == 0
+    assert rows.is_contiguous()
+    assert weights is None or (weights.shape == (P // k, k) and weights.dtype == torch.float32)
+    assert weights is None or weights.is_contiguous()
+    assert residual is None or (residual.shape == (P // k, D) and residual.is_contiguous())
+    out = torch.empty((P // k, D), dtype=rows.dtype, device=rows.device)
+    block = min(BLOCK, power2(D))
+    _combine[(P // k * cdiv(D, block),)](rows, order.row, weights, residual, out, D, k, block, num_warps=4)
+    return out
+
+
+def routed_swiglu_bwd(d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+    """As reference.routed_swiglu_bwd, all contiguous."""
+    P, I = d_act.shape
+    assert gate_up.shape == (P, 2 * I)
+    assert weights.numel() == P
+    assert weights.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (d_act, gate_up, weights))
+    d_gate_up, act, dweights = torch.empty_like(gate_up), torch.empty_like(d_act), torch.empty_like(weights)
+    block = min(BLOCK, power2(I))
+    _routed_swiglu_bwd[(P,)](d_act, gate_up, weights, order.pair, d_gate_up, act, dweights, I, block, num_warps=4)
+    return d_gate_up, act, dweights
