@@ -6,14 +6,14 @@ Nothing behind this file asks for a family's name.
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.names import Names
+from trireme.models.families.names import Names, within
 from trireme.models.families.rope import Rope, parse_ropes
-from trireme.models.families.table import FAMILIES, SILU, Family
+from trireme.models.families.table import FAMILIES, SILU, WRAPPERS, Family
 from trireme.models.families.windows import sliding_window, unrotated_layers
 from trireme.storage.untrusted import read_small
 
@@ -35,7 +35,7 @@ INERT = {
     "logits_scaling": (None, 1, 1.0),
     "no_rope_layers": (None,),
 }
-SUPPORTED = tuple(FAMILIES)
+SUPPORTED = (*FAMILIES, *WRAPPERS)
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     branch_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
+    wrapper: str = ""  # the model_type around it
 
     @property
     def family(self) -> Family:
@@ -95,7 +96,12 @@ class ModelConfig:
 
     @property
     def names(self) -> Names:
-        return self.family.names
+        return within(self.family.names) if self.wrapper else self.family.names
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """What names of tensors begin with that are copied and not used."""
+        return WRAPPERS[self.wrapper].carried if self.wrapper else ()
 
     @property
     def gated(self) -> bool:
@@ -169,13 +175,16 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED:
         raise InputError(f'model_type "{model_type}" is not supported ({where}). Supported: {", ".join(SUPPORTED)}.')
+    if model_type in WRAPPERS:
+        return _wrapped(raw, where, model_type)
     keys, family = Keys(raw, where), FAMILIES[model_type]
     for name, accepted in INERT.items():
         if name not in family.accepts:
             keys.refuse_unless(name, accepted)
     spelled = family.spelled
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
-    width, heads, layers = (keys.count(spelled[name]) for name in ("width", "n_heads", "n_layers"))
+    width, layers = (keys.count(spelled[name]) for name in ("width", "n_layers"))
+    heads = keys.count(spelled["n_heads"], family.n_heads)
     kv_heads, head_dim = _heads(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
     if not family.gated:
@@ -183,7 +192,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
     return ModelConfig(
         model_type=model_type,
-        vocab=keys.count(spelled["vocab"]),
+        vocab=keys.count(spelled["vocab"], family.vocab),
         width=width,
         n_layers=layers,
         n_heads=heads,
@@ -200,6 +209,18 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         **_positions(keys, family, head_dim, positions, layers),
         **_scales(keys, family, width),
     )
+
+
+def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
+    """Of the language model inside a multimodal one, by its text_config."""
+    keys, texts, inner = Keys(raw, where), WRAPPERS[model_type].texts, raw.get("text_config")
+    keys.refuse_unless("quantization_config", INERT["quantization_config"])
+    if not isinstance(inner, dict):
+        raise keys.error("text_config", "an object")
+    where = f"{where}: text_config"
+    Keys(inner, where).refuse_unless("model_type", texts, texts[0])
+    outer = {name: raw[name] for name in ("tie_word_embeddings",) if raw.get(name) is not None}
+    return replace(parse_config({"model_type": texts[0]} | inner | outer, where), wrapper=model_type)
 
 
 def _heads(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.shapes import embedding_name, weight_groups
@@ -14,7 +14,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str | None]:
-    """Names in `found` (name -> shape) -> canonical names, None for a buffer.
+    """Names in `found` (name -> shape) -> canonical names, None for a buffer and for what is carried.
 
     The base prefix may be missing; a tied matrix has either name or both. Raises InputError where a tensor is missing,
     unknown or of another shape than config.json says.
@@ -45,22 +45,36 @@ def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
     names = canonical_names(cfg, found)
     chosen: dict[str, str] = {}
     for name, target in names.items():
-        if target is not None and (target not in chosen or name != "lm_head.weight"):
+        if target is not None and (target not in chosen or not name.endswith("lm_head.weight")):
             chosen[target] = name
     return chosen
 
 
+def carried(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
+    """Those of the names `found` whose tensors the language model does not use: they are copied as they are."""
+    return [name for name in found if any(full.startswith(cfg.carried) for full in _in_full(cfg, name))]
+
+
 def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str | None:
-    if name in wanted:
-        return name
-    if name == "lm_head.weight":  # tied, else in `wanted`
-        return embedding_name(cfg)
-    prefixed = cfg.names.base + name
-    if prefixed in wanted:
-        return prefixed
-    if name.endswith(_BUFFERS):
-        return None
+    for full in _in_full(cfg, name):
+        if full in wanted:
+            return full
+        if full == "lm_head.weight":  # tied, else in `wanted`
+            return embedding_name(cfg)
+        if full.startswith(cfg.carried) or full.endswith(_BUFFERS):
+            return None
     raise InputError(
         f"{name} is not a tensor of a {cfg.model_type} language model as config.json describes it. "
         "Adapters, quantized weights and other heads are not supported."
     )
+
+
+def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
+    """What a stored name may stand for."""
+    yield name
+    yield cfg.names.base + name
+    text = "language_model."  # in files of a multimodal model: model.layers and lm_head behind it
+    if cfg.wrapper and name.startswith(text):
+        inner = name.removeprefix(text)
+        yield inner
+        yield "model.language_model." + inner.removeprefix("model.")

@@ -16,6 +16,7 @@ from trireme.engine.run.options import Every
 from trireme.engine.run.sample import MAX_NEW
 from trireme.engine.schedule import learning_rate
 from trireme.engine.tuning.chosen import trained_lines
+from trireme.models import hf
 
 BINDS = {
     "compute": "computation",
@@ -33,6 +34,7 @@ def report(job: Job) -> list[str]:
     forecast, on_gpu = job.forecast, job.device.type == "cuda"
     lines = [
         model_line(job),
+        *_labelled("", _carried_notes(job)),
         *_labelled("data", job.data.report.lines()),
         *_labelled("val", job.data.describe_held_out()),
         *(f"example  {job.data.example(k)}" for k in range(min(job.options.show_example, len(job.data.pieces)))),
@@ -80,6 +82,15 @@ def model_line(job: Job) -> str:
         f"{count(len(job.source.files), 'shard')}, {gib(job.source.nbytes)}; "
         f"{cfg.n_layers} layers; {head}; {vocabulary}"
     )
+
+
+def _carried_notes(job: Job) -> list[str]:
+    """What the language model does not use."""
+    names = hf.carried(job.cfg, job.source.tensors)
+    if not names or job.cfg.lora:
+        return []
+    nbytes = sum(job.source.tensors[name].nbytes for name in names)
+    return [f"carried through as they are: {len(names):,} tensors beside the language model, {gib(nbytes)}"]
 
 
 def method_line(job: Job) -> str:

@@ -328,7 +328,9 @@ class Run:
         self.evaluation.run_if_due(final=True)
         live.export()
         adapter = job.cfg.lora is not None
-        written = reopen_adapter(job.cfg, job.options.model or "", job.out) if adapter else reopen(job.source, job.out)
+        opener = "AutoModelForImageTextToText" if job.cfg.wrapper else "AutoModelForCausalLM"
+        base = job.options.model or ""
+        written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, opener)
         for line in (live.log.summary(), *written):
             live.screen.say(line)
         for prompt, text, ended in self.evaluation.samples(3):

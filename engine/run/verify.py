@@ -154,7 +154,7 @@ def has_begun(out: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-def reopen(source: Source, out: Path) -> list[str]:
+def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM") -> list[str]:
     """Returns the lines to print. Raises StoreError where export and source differ in more than values."""
     written = open_source(out)
     ours, theirs = _signature(written), _signature(source)
@@ -174,7 +174,7 @@ def reopen(source: Source, out: Path) -> list[str]:
         f"check    reopened: {len(ours):,} tensors, names, shapes and dtypes equal to the source; "
         f"{len(others) - len(given)} other files byte-identical"
         + (f"; as trained with: {', '.join(given)}" if given else ""),
-        f"next     AutoModelForCausalLM.from_pretrained({str(out)!r}); the same run again: --config {out}/config.yaml",
+        f"next     {opener}.from_pretrained({str(out)!r}); the same run again: --config {out}/config.yaml",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class Names:
 
     def prefix(self, layer: int) -> str:
         return self.block.format(layer)
+
+
+@lru_cache
+def within(names: Names) -> Names:
+    """Of the same model inside a wrapper."""
+    inside = lambda name: name.replace("model.", "model.language_model.", 1)
+    return replace(names, embed=inside(names.embed), final_norm=inside(names.final_norm), block=inside(names.block))
 
 
 def adapter_names(module: str) -> tuple[str, str]:

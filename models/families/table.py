@@ -52,6 +52,8 @@ class Family:
     local_theta: float | None = None  # of layers with a window; None: theta
     kv_heads: int | None = None  # None: one a query head
     head_dim: int | None = None  # None: width / heads
+    vocab: int | None = None  # None: config.json must say it; so for n_heads
+    n_heads: int | None = None
     max_positions: int = 2048
     eps: float = 1e-6
     tied: bool = False
@@ -130,10 +132,25 @@ FAMILIES = {
         o_bias=("attention_out_bias", False), mlp_bias=MLP_BIAS,
     ),
     "gemma3_text": Family(
-        "Gemma 3 (270M, 1B)",
+        "Gemma 3 (270M, 1B; of 4B to 27B the text)",
         names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
-        theta=1e6, local_theta=1e4, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
+        theta=1e6, local_theta=1e4, vocab=262208, n_heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
         qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6, query_scale=True,
         embed_root=True,
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A multimodal model: the language model of its text_config is trained, the rest copied."""
+
+    known_as: str
+    texts: tuple[str, ...]  # model types of text_config; the first is the default
+    carried: tuple[str, ...] = ("model.vision_tower.", "model.multi_modal_projector.")
+
+
+WRAPPERS = {
+    "gemma3": Wrapper("Gemma 3 (4B to 27B)", ("gemma3_text",)),
+    "mistral3": Wrapper("Mistral Small 3.1 and 3.2", ("mistral",)),
+}

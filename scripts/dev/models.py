@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trireme.models.families import names
 from trireme.models.families.rope import KINDS
-from trireme.models.families.table import FAMILIES, SILU, Family
+from trireme.models.families.table import FAMILIES, SILU, WRAPPERS, Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TEXT = """# Models that can be trained
@@ -19,11 +19,18 @@ and a saved folder that transformers opens again with equal weights.
 |---|---|---|
 {rows}
 
+Of a multimodal model the language model is trained, by the same rows; its other tensors are copied into the result byte
+for byte, and a line says so:
+
+| `model_type` | known as | `model_type` of its `text_config` |
+|---|---|---|
+{wrappers}
+
 Rope, in the spellings of transformers 4 and 5: {kinds}. With `longrope` the run's `--seq-len` says which factors
 are used, the short ones up to `original_max_position_embeddings`.
 
 Refused, with one line that names the key: soft-capped scores and logits (Gemma 2), other activations, quantized
-weights, parallel attention and MLP, mixtures of experts, models inside a multimodal wrapper, heads for other tasks.
+weights, parallel attention and MLP, mixtures of experts, heads for other tasks.
 """
 
 
@@ -59,7 +66,9 @@ def special(family: Family) -> list[str]:
 def page() -> str:
     """The text of docs/models.md."""
     rows = [f"| `{name}` | {f.known_as} | {', '.join(special(f)) or '-'} |" for name, f in FAMILIES.items()]
-    return TEXT.format(version=version("transformers"), rows="\n".join(rows), kinds=", ".join(KINDS))
+    wrappers = [f"| `{name}` | {w.known_as} | {', '.join(f'`{t}`' for t in w.texts)} |" for name, w in WRAPPERS.items()]
+    words = dict(rows="\n".join(rows), wrappers="\n".join(wrappers), kinds=", ".join(KINDS))
+    return TEXT.format(version=version("transformers"), **words)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,187 @@
+"""Multimodal models: their language model is trained, everything beside it goes through untouched."""
+
+import io
+import json
+import shutil
+from contextlib import redirect_stdout
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import DIALECTS, PLAIN, TYPES, Tiny, relative, shifted_labels
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from trireme.engine.run import demo
+from trireme.engine.run.options import Options
+from trireme.engine.run.train import finetune
+from trireme.models.config import InputError, parse_config, read_config
+from trireme.models.hf import canonical_names, carried
+from trireme.storage.checkpoint import open_source
+
+VISION = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+GEMMA = DIALECTS | dict(layer_types=TYPES, sliding_window=4, query_pre_attn_scalar=12)
+CASES = {  # name -> (model_type, text_config, other keys)
+    "gemma3": ("gemma3", GEMMA, dict(mm_tokens_per_image=4)),
+    "gemma3 untied": ("gemma3", GEMMA | dict(head_dim=8), dict(tie_word_embeddings=False, mm_tokens_per_image=4)),
+    "mistral3": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=None), dict(tie_word_embeddings=False)),
+    "mistral3 tied": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=5), dict(tie_word_embeddings=True)),
+}
+
+
+def oracle(case, **text):
+    """(transformers' model with random weights, its config.json)."""
+    model_type, keys, more = CASES[case]
+    torch.manual_seed(0)
+    vision = VISION | dict(patch_size=14) | (dict(head_dim=8) if model_type == "mistral3" else {})
+    config = AutoConfig.for_model(model_type, text_config=keys | text, vision_config=vision, **more)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1] ** -0.5))
+            if "norm" in name:
+                p.add_(1.0 if name.endswith("weight") else 0.0)
+    return model, json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type}
+
+
+def in_memory(name: str) -> str:
+    return name
+
+
+def in_files(name: str) -> str:
+    """The spelling of files, before transformers 4.52 also that of models."""
+    inner = "model." + name.removeprefix("model.language_model.")
+    if name.startswith("model.language_model."):
+        return "language_model." + inner
+    return f"language_model.{name}" if name.startswith("lm_head") else name.removeprefix("model.")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_transformers(case):
+    """Logits and every gradient of the language model, in both spellings of its names."""
+    reference, raw = oracle(case)
+    cfg = parse_config(raw)
+    lengths = [13, 1, 20]
+    ids = torch.randint(1, 96, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    labels = shifted_labels(ids, lengths)
+    logits = torch.cat([reference(doc[None]).logits[0] for doc in ids.split(lengths)])
+    torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100).backward()
+    state = {name: p for name, p in reference.state_dict().items() if not (cfg.tied and name.startswith("lm_head"))}
+    spelled = [Tiny(cfg, {to(name): t for name, t in state.items()}) for to in (in_memory, in_files)]
+    for tiny in spelled:
+        assert relative(tiny.logits(ids, lengths), logits.detach()) < 1e-5
+    spelled[0].train(ids, labels, lengths)
+    grads = spelled[0].grads
+    for name, p in reference.named_parameters():
+        if "vision_tower" in name or "projector" in name:
+            assert p.grad is None
+        else:
+            assert relative(grads.pop(name), p.grad) < 1e-5, name
+    assert not grads
+
+
+@pytest.fixture(scope="module", params=["gemma3", "mistral3"])
+def trained(request, tmp_path_factory):
+    """(folder of a small multimodal model, that of a run that trained it, what the run printed)."""
+    here = tmp_path_factory.mktemp("wrapped")
+    demo.make_text(here / "stories.txt", 20, seed=1)
+    demo.make_checkpoint(here / "demo", here / "stories.txt", seed=1)
+    reference, _ = oracle(request.param, vocab_size=demo.VOCAB)
+    reference.save_pretrained(here / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(here / "demo" / name, here / "model" / name)
+    options = Options(
+        model=str(here / "model"), data=(str(here / "stories.txt"),), out=str(here / "out"), seq_len=48, batch_size=2,
+        max_steps=2, lr=1e-2, device="cpu",
+    )  # fmt: skip
+    with redirect_stdout(io.StringIO()) as said:
+        finetune(options)
+    return here / "model", here / "out", said.getvalue().splitlines()
+
+
+def test_the_tower_goes_through_untouched(trained):
+    model, out, said = trained
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
+    beside = [name for name in before if "vision_tower" in name or "projector" in name]
+    assert before.keys() == after.keys()
+    assert carried(read_config(model), before) == beside
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == (name in beside), name
+    (line,) = [line for line in said if "carried" in line]
+    assert f"{len(beside)} tensors" in line
+
+
+def test_transformers_opens_the_result(trained):
+    """With the logits that our blocks give for its weights."""
+    _, out, _ = trained
+    cfg, state = read_config(out), load_file(out / "model.safetensors")
+    reopened = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.randint(1, cfg.vocab, (30,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reopened(ids[None]).logits[0]
+    assert relative(Tiny(cfg, state).logits(ids, [30]), expected) < 1e-5
+
+
+def test_files_may_leave_out_what_their_class_says():
+    """As those of Gemma 3 4B do."""
+    text = dict(
+        hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, sliding_window=1024, model_type="gemma3_text",
+        rope_scaling=dict(factor=8.0, rope_type="linear"),
+    )  # fmt: skip
+    cfg = parse_config(dict(model_type="gemma3", text_config=text))
+    assert (cfg.vocab, cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.tied) == (262208, 8, 4, 256, True)
+    del text["model_type"]
+    assert parse_config(dict(model_type="gemma3", text_config=text)) == cfg
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(text_config=None), ["text_config", "an object"]),
+        (dict(text_config=[]), ["text_config", "an object"]),
+        (dict(text_config=dict(model_type="mixtral")), ["text_config", "model_type", "mixtral", "mistral"]),
+        (dict(text_config=dict(model_type="mistral")), ["text_config", "hidden_size"]),
+        (dict(quantization_config=dict(quant_method="fp8")), ["quantization_config"]),
+    ],
+)
+def test_faults_of_a_wrapper_are_named(change, words):
+    text = dict(
+        model_type="mistral", vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=8,
+    )  # fmt: skip
+    good = dict(model_type="mistral3", text_config=text)
+    assert parse_config(good).wrapper == "mistral3"
+    with pytest.raises(InputError) as e:
+        parse_config(good | change, "c.json")
+    assert all(word in str(e.value) for word in ["c.json", *words]), str(e.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "language_model.model.layers.0.self_attn.sinks",
+        "model.language_model.layers.9.input_layernorm.weight",
+        "language_model.score.weight",
+        "audio_tower.weight",
+    ],
+)
+def test_a_tensor_that_nobody_knows_is_refused(tmp_path, name):
+    reference, raw = oracle("gemma3")
+    cfg, state = parse_config(raw), dict(reference.state_dict())
+    state.pop("lm_head.weight")
+    shapes = {name: tuple(t.shape) for name, t in state.items()}
+    assert canonical_names(cfg, shapes)
+    with pytest.raises(InputError, match=name):
+        canonical_names(cfg, shapes | {name: (1,)})
+
+
+def test_what_is_carried_may_be_of_any_dtype(tmp_path):
+    """Even one that no weight may have: it is only copied."""
+    reference, raw = oracle("gemma3")
+    state = {name: t.contiguous() for name, t in reference.state_dict().items() if name != "lm_head.weight"}
+    state["vision_tower.position_ids"] = torch.arange(4)
+    save_file(state, tmp_path / "model.safetensors")
+    source = open_source(tmp_path)
+    names = carried(parse_config(raw), source.tensors)
+    assert "vision_tower.position_ids" in names
+    assert np.array_equal(source.read("vision_tower.position_ids").view(np.int64), np.arange(4))
