@@ -232,7 +232,7 @@ def read_parquet(path: Path, file: Bytes) -> Iterator[Row]:
 
 
 def read_text(path: Path, file: Bytes, separators: set[str]) -> Iterator[Row]:
-    """Documents between separator lines, long ones in pieces: parted before lines that begin with no space."""
+    """Documents between separator lines, long ones in pieces, parted where tokenizers part: before no space."""
     stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # CRLF becomes LF
     piece: list[str] = []
     first, size, starts = 1, 0, True

@@ -104,7 +104,7 @@ class Sandbox:
         return value
 
     def kill(self) -> None:
-        """Ends the child; none starts until `close`: calls in other threads raise Died."""
+        """No child until `close`: calls in other threads raise Died."""
         with self._lock:
             self._killed = True
             if self._process is not None:

@@ -291,7 +291,7 @@ def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int]
 
 
 def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> str:
-    """Advice for a damaged last snapshot; reads older ones until one is whole."""
+    """Advice for a damaged snapshot; reads older ones until one is whole."""
     *older, last = store.snapshots
     newer = [last.folder]
     for snapshot in reversed(older):

@@ -215,7 +215,7 @@ def check_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> No
 
 
 class Settled(NamedTuple):
-    """A plan, its reasons, and the machine, drives measured where the plan may use them."""
+    """A plan, its reasons, the machine, with drives measured where the plan may use them."""
 
     plan: Plan
     because: tuple[str, ...]
@@ -297,7 +297,7 @@ class Planner:
         )
 
     def _lacking(self, wanted: Wanted) -> Limits | None:
-        """What the smallest plan needs; None where one fits."""
+        """The smallest plan's need; None where one fits."""
         try:
             simple_plan(self.cfg, self.limits, wanted)
         except DoesNotFit as error:

@@ -41,7 +41,7 @@ from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
 from trireme.storage.store import Store
 
-BOUND_EVERY = 50  # steps between timings of the lanes
+BOUND_EVERY = 50  # steps between timings of lanes
 SAMPLING = 60.0  # seconds for samples: each token is a pass over all weights
 
 

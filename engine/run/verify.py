@@ -22,13 +22,13 @@ from trireme.storage.files import StoreError, existing, lock, make_folder, parti
 from trireme.storage.store import Store
 
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
-# Made before the first step. config.yaml marks a killed run's folder: made first, removed last.
+# Before the first step. config.yaml marks a killed run's folder: made first, removed last.
 OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
 UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
 
 def check_checkpoint(model: str) -> None:
-    """Raises InputError where `model` is a name of the Hugging Face hub and no folder."""
+    """Raises InputError where `model` is a Hugging Face hub name and no folder."""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
         folder = model.rpartition("/")[2]
         raise InputError(
@@ -46,17 +46,17 @@ class NewRun:
 def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
     """Locks a new run's folder, writes config.yaml, closes the store at the end.
 
-    Removes the files of a run that fails before a step is logged or saved; not after `saved`, a request to stop, nor
-    where the same command was killed before. Raises StoreError, InputError where the folder is not free.
+    Removes the files of a run that fails before a step is logged or saved; not after `saved`, its exception once it has
+    saved itself, nor where the same command was killed before. Raises StoreError, InputError where the folder is taken.
     """
     out, run = Path(options.out), NewRun()
     with _writable(out):
         check_free(options)
     with taken(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
-        again = check_free(options)  # another process may have begun
+        again = check_free(options)  # another may have begun
         try:
             for stale in (out / "tokens").glob("stdin*"):
-                stale.unlink()  # is read anew
+                stale.unlink()  # read anew
             with _writable(out):
                 replace_synced(out / "config.yaml", config_yaml(options))
             yield run
@@ -94,7 +94,7 @@ def tidy(out: Path) -> None:
 def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
     """Makes and locks the folder, without a lock file; gives the folders made.
 
-    Raises InputError, with `otherwise` where another process holds it.
+    Raises InputError, `otherwise` where another process holds it.
     """
     with _writable(out):
         made = make_folder(out)
@@ -109,7 +109,7 @@ def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
 
 @contextmanager
 def _writable(out: Path) -> Iterator[None]:
-    """Makes errors of an unusable folder InputErrors; not those of a failing drive."""
+    """Errors of an unusable folder, not of a failing drive, become InputErrors."""
     try:
         yield
     except OSError as error:
@@ -119,7 +119,7 @@ def _writable(out: Path) -> Iterator[None]:
 
 
 def check_free(options: Options) -> bool:
-    """True where the same command was killed before its first step. Raises InputError where not free."""
+    """True where the same command was killed before its first step. Else raises InputError unless free."""
     out, source = Path(options.out), Path(options.model)
     if out.is_symlink() and not out.exists():
         raise InputError(f"--out {out} is a link to {out.readlink()}, which is not there. Name another folder.")
@@ -182,7 +182,7 @@ Entry = tuple[str, tuple[int, ...], str]  # dtype, shape, file
 
 
 def _signature(source: Source) -> dict[str, Entry]:
-    """By tensor: a tied weight stored once, or twice, stays so."""
+    """By name: a tied weight stored once, or twice, stays so."""
     return {name: (t.dtype, t.shape, t.file) for name, t in source.tensors.items()}
 
 
