@@ -3,7 +3,8 @@
     loss = lse - logits[label],  lse = log(sum(exp(logits)));  dlogits = scale * (exp(logits - lse) - onehot(label))
 
 Logits, in the compute dtype, become dlogits in place; cuBLAS does the products. The label's logit is recomputed in
-fp32: its rounding would be the loss's error. Legend: N tokens, M labels, D width, V vocabulary.
+fp32: its rounding would be the loss's error.
+Legend: N tokens, M labels, D width, V vocabulary.
 """
 
 from __future__ import annotations

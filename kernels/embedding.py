@@ -1,8 +1,8 @@
 """Embedding: rows gathered by token, and their gradients summed per token in a fixed order.
 
 Backward sorts tokens into runs, places into chunks: one kernel sums a run's part of a chunk, another runs across
-chunks. All-pairs comparison, in one launch, sorts few tokens faster than radix passes. Legend: N tokens, D width, V
-vocabulary.
+chunks. All-pairs comparison, in one launch, sorts few tokens faster than radix passes.
+Legend: N tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _sort(p_sorted, p_order, p_ids, N, BLOCK: tl.constexpr, OTHERS: tl.constexpr
 
 @triton.jit
 def _add_row(p_dw, i_v, o_d, b_sum, D: tl.constexpr):
-    """Rounded once."""
+    """Adds to row i_v, rounded once."""
     p_dw += i_v * D + o_d
     b_dw = tl.load(p_dw, o_d < D).to(tl.float32) + b_sum
     tl.store(p_dw, b_dw.to(p_dw.dtype.element_ty), o_d < D)
@@ -73,7 +73,7 @@ def _embedding_bwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The part of a run that begins at place i, if any, with the run or its chunk."""
+    """Sums the part of a run that begins at place i: where the run begins, or a chunk."""
     await_previous()
     i = tl.program_id(0)
     i_v = tl.load(p_sorted + i).to(tl.int64)
@@ -106,7 +106,7 @@ def _embedding_bwd(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _embedding_add(p_dw, p_sorted, p_parts, N, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The run that begins in chunk i and crosses its end."""
+    """Adds up the run that begins in chunk i and crosses its end."""
     await_previous()
     i = tl.program_id(0)
     end = (i + 1) * CHUNK

@@ -116,7 +116,7 @@ def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
 
 
 def _column_grid(h: Tensor, rows: int) -> tuple[int, int]:
-    """(column blocks, programs for each), `rows` at a time."""
+    """(column blocks, programs by block)."""
     N, F = h.shape
     blocks = cdiv(F, COLUMNS)
     return blocks, column_splits(h.device, blocks, cdiv(N, rows))

@@ -48,7 +48,7 @@ def _cpu() -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """By rename: other processes see a whole object or none."""
+    """Compiles, then renames: other processes see a whole object or none."""
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
     try:
@@ -90,7 +90,7 @@ def _build(compiler: str) -> ctypes.CDLL:
 
 
 def library() -> ctypes.CDLL | None:
-    """None where they cannot be built."""
+    """The compiled kernels; None where they cannot be built."""
     return _built()[0]
 
 

@@ -18,7 +18,7 @@ class Chip(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Of attention: rows of queries and keys, warps, pipeline stages."""
+    """Attention's launch: rows of queries and keys, warps, pipeline stages."""
 
     q: int
     k: int
@@ -72,7 +72,7 @@ def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
-    """Programs by column block that fill the chip."""
+    """Programs for each column block, to fill the chip."""
     return max(1, min(n_tiles, 8 * chip(device).sms // n_columns))
 
 
@@ -85,7 +85,7 @@ def head_block(D: int) -> int:
 
 
 def attention_fwd(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """For heads of D values."""
+    """Forward tile for heads of D values."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(64, 32, 4, 1)
@@ -95,7 +95,7 @@ def attention_fwd(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def attention_dq(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """For dq."""
+    """Tile of dq's kernel."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(64, 32, 4, 1)
@@ -105,7 +105,7 @@ def attention_dq(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """For (dk, dv)."""
+    """Tile of (dk, dv)'s kernel."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(32, 64, 4, 1)
@@ -115,22 +115,22 @@ def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def hopper_fwd(block_d: int) -> Tile:
-    """Of hopper_fwd.py; stages are its ring's slots."""
+    """Tile of hopper_fwd.py; stages are its ring's slots."""
     return Tile(64, 64, 4, 3) if block_d == 128 else Tile(128, 64, 8, 3)
 
 
 def hopper_dq(block_d: int) -> Tile:
-    """Of hopper_bwd.py, for dq."""
+    """Tile of hopper_bwd.py's dq."""
     return Tile(128, 64, 8, 3) if block_d == 128 else Tile(64, 64, 4, 3)
 
 
 def hopper_dkv(block_d: int) -> Tile:
-    """Of hopper_bwd.py, for (dk, dv)."""
+    """Tile of hopper_bwd.py's (dk, dv)."""
     return Tile(64, 128, 8, 3) if block_d == 128 else Tile(32, 64, 4, 4)
 
 
 class Logits(NamedTuple):
-    """Of the loss: a row's logits at a time, warps, programs on a multiprocessor."""
+    """Launch of the loss: a row's logits at a time, warps, programs on a multiprocessor."""
 
     block: int
     warps: int

@@ -35,7 +35,7 @@ check_version(triton.__version__)
 
 @triton.jit
 def await_previous():
-    """Until earlier launches' writes are visible. Touch nothing before."""
+    """Waits until earlier launches' writes are visible. Touch nothing before."""
     if cuda_capability_geq(9):
         tl.extra.cuda.gdc_wait()
 

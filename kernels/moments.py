@@ -1,11 +1,11 @@
 """AdamW with moments of 16 or 8 bits, in plain torch: the formats, and the update that host_adamw.py runs in C++.
 
-16 bits: bf16. 8 bits: leading bits of fp32 (3 of the fraction) above a floor by 256 elements: bits(value) = (floor +
-code) << 20; code 0 is zero. m, with a sign bit, reaches 16 octaves below the block's largest value, v 32 (its root 16):
-m vanishes where v does. Even steps would round a small v to zero and divide m by eps.
+16 bits: bf16. 8 bits: the leading bits of fp32 (3 of the fraction) above a floor shared by 256 elements: bits(value) =
+(floor + code) << 20; code 0 is zero. m, with a sign bit, reaches 16 octaves below the block's largest value, v 32 (its
+root 16): where v vanishes, so has m. Even steps would round a small v to zero and divide m by eps.
 
-Stochastic rounding: beta2 moves v by less than a step. The noise hashes (seed, step, element): placement does not
-change it. v > 0 never becomes zero. The update uses unrounded moments.
+Stochastic rounding, as beta2 moves v by less than a step; the noise hashes (seed, step, element), whatever the
+placement. v > 0 never becomes zero. The update uses unrounded moments.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def hash32(x):
 
 
 def noise_key(seed: int, step: int) -> int:
-    """Added to an element's index and hashed: its noise."""
+    """Added to an element's index and hashed, gives its noise."""
     return hash32(hash32(seed) + step)
 
 
 def _noise(like: Tensor, key: int, first: int) -> tuple[Tensor, Tensor]:
-    """For m and v: independent integers in [0, 2^16), int32."""
+    """Independent integers in [0, 2^16) for m and for v, int32."""
     index = torch.arange(first, first + len(like), dtype=torch.int64, device=like.device)
     drawn = hash32(index + key)
     return (drawn & 0xFFFF).int(), (drawn >> 16).int()

@@ -1,8 +1,8 @@
 """Every op in plain torch, with the names and signatures of the Triton launchers: the oracle, and the CPU path.
 
 Legend: N packed tokens, D width, F hidden width, V vocabulary, H query heads, K key/value heads, d head width.
-Arithmetic is fp32 (fp64 stays), rounded once to the output's dtype. Only functions and arguments named `_` are written
-or added to.
+Arithmetic is fp32 (fp64 stays), rounded once to the output's dtype. Functions and arguments named `_` are written or
+added to, others read-only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trireme.kernels.attention.docs import Docs
 
 
 def _up(x: Tensor) -> Tensor:
-    """fp32, or fp64."""
+    """x in the arithmetic dtype."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -52,9 +52,9 @@ def rmsnorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dh (N, D) through y = h * rstd * weight, plus dresidual; adds to dweight_ (D,).
+    """dh (N, D) through y = h * rstd * weight, plus dresidual; adds to dweight_ (D,). h as from rmsnorm_fwd.
 
-    `h` is rmsnorm_fwd's third result. Fills `out`, which may be dy.
+    `out`, filled with dh, may be dy.
     """
     dyf, hf = _up(dy), _up(h)
     xhat = hf * rstd[:, None]
@@ -199,7 +199,7 @@ def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
 
 
 def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
-    """(dh (N, F), act (N, F)); adds dh's sum over rows, in fp32, to dbias_ (F,)."""
+    """(dh (N, F), act (N, F)); adds dh's row sum, in fp32, to dbias_ (F,)."""
     value, slope = _gelu_tanh(_up(h) + _up(bias))
     dh = _up(dy) * slope
     _add_(dbias_, dh.sum(0))
@@ -228,8 +228,8 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention by document. q (N, H, d); k, v (N, K, d), K divides H; tokens may be strided.
 
-    `window` > 0: a token sees itself and the window - 1 before it. Returns (`out` (N, H, d), contiguous if new; lse (H,
-    N) fp32, natural log).
+    `window` > 0: a token sees itself and the window - 1 before it. Returns (out (N, H, d), lse (H, N) fp32, natural
+    log).
     """
     N, H, _ = q.shape
     group = H // k.shape[1]
@@ -302,10 +302,10 @@ def linear_cross_entropy(
     dx_: Tensor | None = None,
     chunk: int = 2048,
 ) -> Tensor:
-    """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also the gradients of scale * sum(loss).
+    """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also gradients of scale * sum(loss).
 
-    x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0, found on the host. Writes dx_
-    (N, D) and adds to dweight_ (V, D). Elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
+    x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0. Writes dx_ (N, D), adds to
+    dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
     """
     losses = torch.zeros(x.shape[0], dtype=_up(x).dtype, device=x.device)
     if dx_ is not None:
@@ -332,8 +332,8 @@ def linear_cross_entropy(
 def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum of squares of a flat gradient, (1,) fp32: fp32 within blocks of 64 rows of 1,024 lanes, fp64 across.
 
-    Lanes add rows in order, then lanes and blocks are halved: an order for every implementation. `out` (flat, bf16)
-    takes the gradient, and the sum is of its rounded values. Non-finite elements show in the sum.
+    Lanes add rows in order; lanes, then blocks are halved: an order for every implementation. `out` (flat, bf16) takes
+    the gradient; the sum is then of its rounded values. A non-finite element makes the sum non-finite.
     """
     if out is not None:
         grad = out.copy_(grad)
@@ -388,7 +388,7 @@ def adamw_(
 ) -> None:
     """One AdamW step (Loshchilov & Hutter 2019) over flat tensors (n,), in place.
 
-    w_ fp32 with lo_ None, or w_ bf16 with lo_ int16. m_, v_ fp32; grad fp32 or bf16, times clip (1,) fp32. The first
+    w_ fp32 with lo_ None, or bf16 with lo_ int16. m_, v_ fp32; grad fp32 or bf16, times clip (1,) fp32. The first
     n_decay elements decay. `step` counts from 1. Every implementation computes exactly these IEEE fp32 operations, none
     fused. `part` "weights", then "moments", leaves the bits of "all".
     """

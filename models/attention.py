@@ -26,7 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None"
 
 
 class Weights(NamedTuple):
-    """Or gradients."""
+    """The half's weights, or their gradients."""
 
     norm: Norm | None
     qkv: Linear  # (D, (H + 2K) d)
@@ -45,7 +45,7 @@ class _Heads(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Inputs of backward."""
+    """What backward needs of forward."""
 
     qkv: Tensor  # (N, (H + 2K) d)
     heads: _Heads
@@ -106,7 +106,7 @@ def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str,
 def residual(
     cfg: ModelConfig, w: Weights, x: Tensor, attn_out: Tensor, product: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward's `out` again, and the argument of a norm behind o."""
+    """Forward's `out` again, and the argument of a norm behind o, `product` if given."""
     out = x.clone() if copies(w.norm, w.post) else torch.empty_like(x)
     if w.post is None:
         add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
@@ -126,7 +126,7 @@ def backward_to_qkv(
     rows: Rows,
     product: Tensor | None,
 ) -> Tensor:
-    """Gradient of packed qkv. `product` is the saved attn_branch."""
+    """Gradient of qkv, packed (N, (H + 2K) d). `product`: attn_branch, if saved."""
     dy = branch_backward(cfg, dy, result.out, w.o, w.post, g.post, product)
     add_gradients_(g.o, w.o, result.out, dy)
     q, k, v, q_rstd, k_rstd = result.heads
@@ -185,7 +185,7 @@ def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _head_norm_backward_(d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | None, g: Norm | None) -> None:
-    """Gradient d_ (N, heads, d) behind the norm, in place to that before it."""
+    """Turns d_ (N, heads, d), the gradient behind the norm, into that before it."""
     if w is not None and rstd is not None and g is not None:
         d_, x = (t.view(len(x), -1, len(w.weight)) for t in (d_, x))
         ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, or_scratch(g.weight, w.weight), d_)
@@ -218,6 +218,6 @@ def _rotate_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bo
 
 
 def _rope_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
-    """Rotates the table's features of heads_ (N, heads, d)."""
+    """Rotates as many features of heads_ (N, heads, d) as the table has."""
     if table is not None:
         ops.rope_(heads_[..., : 2 * table.cos.shape[1]], table.cos, table.sin, rows.docs.positions, inverse)

@@ -14,7 +14,7 @@ from trireme.models.rows import Rows
 
 
 class Weights(NamedTuple):
-    """Or gradients."""
+    """A block's weights, or their gradients."""
 
     attention: attention.Weights
     mlp: mlp.Weights
@@ -47,7 +47,7 @@ def backward(
     rows: Rows,
     dx: Tensor,
 ) -> None:
-    """As of its halves."""
+    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     recall = lambda: attention.recall(cfg, layer, w.attention, x, saved, rows)
     result, product = None, saved.get("attn_branch")
     if "resid" in saved:

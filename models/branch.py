@@ -48,7 +48,7 @@ def add_branch(
 
 
 def add_product(cfg: ModelConfig, x: Tensor, product: Tensor, after: Norm, out: Tensor) -> None:
-    """add_branch, given its `product`."""
+    """As add_branch with a norm behind, from its argument (N, D)."""
     y, _ = norm(product, after, cfg.eps)
     torch.add(x, y, alpha=cfg.branch_scale, out=out)
 

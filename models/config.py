@@ -129,11 +129,11 @@ class ModelConfig:
         return self.q_width + 2 * self.kv_width
 
     def layer_window(self, layer: int) -> int:
-        """0 for full attention."""
+        """The attention window of a layer; 0: none."""
         return self.window if layer >= self.window_from and layer not in self.full_layers else 0
 
     def layer_scale(self, layer: int) -> float:
-        """Factor of scores."""
+        """The factor of a layer's attention scores."""
         scale = self.attention_scale or (self.head_dim**-0.5 if self.scale_attn else 1.0)
         return scale / (layer + 1) if self.scale_attn_by_layer else scale
 
@@ -148,14 +148,14 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def default_number(name: str) -> Any:
-    """What a name of `numbers` means where older records lack it."""
+    """The value of a name of `numbers` in records older than the name."""
     holder, _, key = name.rpartition(".")
     defaults = {f.name: f.default for f in fields(Rope if holder else ModelConfig) if f.default is not MISSING}
     return json.loads(json.dumps(defaults.get(key)))
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Of the checkpoint in `folder`. Raises InputError where config.json is missing, malformed or unsupported."""
+    """ModelConfig of the checkpoint in `folder`. Raises InputError where config.json is missing or malformed."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(read_small(path, LARGEST, links=True).decode())
@@ -171,7 +171,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Of a decoded config.json; `where` names it in errors."""
+    """ModelConfig of a decoded config.json; `where` names it in errors."""
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED:
         raise InputError(f'model_type "{model_type}" is not supported ({where}). Supported: {", ".join(SUPPORTED)}.')

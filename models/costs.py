@@ -25,7 +25,7 @@ from trireme.models.shapes import (
 
 
 def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
-    """Causal, within documents of these lengths; window 0: none."""
+    """(query, key) pairs of causal attention within documents of these lengths; window 0: none."""
 
     def pairs(n: int) -> int:
         full = min(n, window) if window else n
@@ -35,7 +35,7 @@ def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
 
 
 def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
-    """Attended pairs, mean over layers."""
+    """Attended pairs of a layer: the mean over layers."""
     if not cfg.window:
         return attended_pairs(lengths)
     lengths, windows = list(lengths), [cfg.layer_window(i) for i in range(cfg.n_layers)]
@@ -43,7 +43,7 @@ def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
-    """Elements, by product."""
+    """Elements of a block's matrices, by the name of their product."""
     found = {}
     if kind != "mlp":
         found["qkv"] = cfg.width * cfg.qkv_width
@@ -55,7 +55,7 @@ def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
 
 
 def attention_flops(cfg: ModelConfig, pairs: int) -> int:
-    """One layer's forward: scores and weighted values."""
+    """Forward of one layer's attention: scores and weighted values."""
     return 4 * pairs * cfg.q_width
 
 
@@ -64,13 +64,13 @@ def _adapter_params(cfg: ModelConfig, u: int) -> int:
 
 
 def _trained_params(cfg: ModelConfig, u: int) -> int:
-    """Of matrices, without adapters."""
+    """Elements of a unit's trained matrices, without adapters."""
     groups = [group for group in weight_groups(cfg, u) if len(group[0][1]) == 2 and not is_frozen(cfg, group)]
     return sum(prod(shape) for group in groups for _, shape in group)
 
 
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
-    """Of a unit. For the head, `tokens` are the labels."""
+    """Forward of a unit. For the head, `tokens` are the labels."""
     what = kind(cfg, u)
     if what == "embed":
         return 0
@@ -81,7 +81,9 @@ def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 
 
 def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
-    """Without recomputation: two products for each of forward's, one if frozen; attention five for two."""
+    """Backward of a unit, nothing recomputed: two products for each of forward's, one if frozen; attention five for
+    two.
+    """
     what = kind(cfg, u)
     if what in ("embed", "head"):
         frozen = is_frozen(cfg, [(output_name(cfg), ())])
@@ -92,7 +94,7 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 
 
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
-    """To rebuild saved_shapes not in `kept`."""
+    """What backward adds to rebuild saved_shapes not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
     linear = sum(n for name, n in _linear_params(cfg).items() if name in missing)
     attention = attention_flops(cfg, pairs) if missing & {"attn_out", "lse"} else 0

@@ -1,7 +1,7 @@
 """Text from the model being trained: greedy decoding with a key/value cache, through the blocks of training.
 
-One pass over the units serves all prompts, so a streamed model is read once a token. Legend: B prompts, N tokens of a
-pass, T cached positions; shapes.py.
+One pass over the units serves all prompts, so a streamed model is read once a token.
+Legend: B prompts, N tokens of a pass, T cached positions; else shapes.py.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def generate(
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt: up to max_new tokens, ending with the first of `eos`.
 
-    `units()` yields (u, model.weights) in order, once a token; a unit's weights must last until the next, a tied
-    embedding's until the end. `enough()` ends all after a token. Raises InputError where a prompt fills learned
-    positions.
+    `units()`, called once a token, yields (u, model.weights) in order, in `dtype` on `device`. A unit's weights must
+    last until the next, a tied embedding's until the end. `enough()`, asked after each token, ends all. Raises
+    InputError where a prompt fills the learned positions.
     """
     assert max_new >= 1
     assert all(prompts)
@@ -67,7 +67,7 @@ def generate(
 
 
 def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
-    """Upper bound of generate's bytes beside a unit's weights; itemsize of the compute dtype."""
+    """Upper bound of generate's bytes, besides a unit's weights. `itemsize` is of the compute dtype."""
     positions, tokens = n_prompts * (length + max_new), n_prompts * length
     cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
     blocks = [costs.workspace_bytes(cfg, u, tokens, itemsize) for u in range(1, 3 if cfg.halves else 2)]
@@ -105,7 +105,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Rows, cache: _Cac
 
 
 class _Cache:
-    """Of every layer, (B, T, K, d) each."""
+    """Keys and values of every layer, (B, T, K, d) each."""
 
     def __init__(
         self, cfg: ModelConfig, n_prompts: int, positions: int, device: torch.device | str, dtype: torch.dtype
@@ -121,7 +121,7 @@ class _Cache:
         return prompt * self.k.shape[2] + docs.positions
 
     def attention(self, layer: int, place: Tensor) -> Attend:
-        """Stands in for ops.attention_fwd: packed prompts first, then one token each over the cache."""
+        """Stands in for ops.attention_fwd: first packed prompts, then one token each over the cache."""
         k_all, v_all = self.k[layer], self.v[layer]
         n_prompts, length = k_all.shape[:2]
 

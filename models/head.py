@@ -1,6 +1,6 @@
 """The two ends of the model: embedding, and final norm with the loss.
 
-Legend: P positions, M labels; shapes.py.
+Legend: P positions, M labels; else shapes.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trireme.models.shapes import embedding_name, output_name
 
 
 class EmbedWeights(NamedTuple):
-    """Or gradients."""
+    """The embedding's weights, or their gradients."""
 
     tokens: Tensor  # (V, D)
     positions: Tensor | None  # (P, D)
@@ -27,19 +27,19 @@ class EmbedWeights(NamedTuple):
 
 
 class HeadWeights(NamedTuple):
-    """Or gradients."""
+    """The head's weights, or their gradients."""
 
     norm: Norm
     output: Tensor | None  # (V, D); None if tied
 
 
 def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
-    """Of tensors by Hugging Face name."""
+    """From the unit's tensors by Hugging Face name."""
     return EmbedWeights(views[embedding_name(cfg)], views.get(f"{cfg.names.positions}.weight"), cfg.embed_scale)
 
 
 def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
-    """Of tensors by Hugging Face name."""
+    """From the unit's tensors by Hugging Face name."""
     name = cfg.names.final_norm
     weights = Norm(views[f"{name}.weight"], views.get(f"{name}.bias"), cfg.family.add_one)
     return HeadWeights(weights, None if cfg.tied else views[output_name(cfg)])

@@ -12,7 +12,7 @@ from trireme.models import lora
 
 
 class Linear(NamedTuple):
-    """Or gradients: empty where frozen."""
+    """A layer's weights, or their gradients: empty where frozen."""
 
     weight: Tensor  # (in, out); transposed view where stored (out, in)
     bias: Tensor | None = None  # (out,)
@@ -32,7 +32,7 @@ def fuse(*parts: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, w: Linear, out: Tensor | None = None) -> Tensor:
-    """x (N, in) @ weight + bias."""
+    """x (N, in) @ weight + bias, (N, out)."""
     y = torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
     if w.adapters is not None:
         lora.add_(y, x, w.adapters)
@@ -64,17 +64,17 @@ def add_gradients_(g: Linear, w: Linear, x: Tensor, dy: Tensor) -> None:
 
 
 def trained(gradient: Tensor) -> bool:
-    """A frozen tensor's gradient is empty."""
+    """Whether the gradient is wanted: a frozen tensor's is empty."""
     return gradient.numel() > 0
 
 
 def or_scratch(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Where frozen, a buffer for kernels that always add."""
+    """The gradient, or for a frozen tensor a buffer to throw away."""
     return gradient if trained(gradient) else torch.zeros_like(weight)
 
 
 def add_product_(grad_: Tensor, a: Tensor, b: Tensor) -> None:
-    """grad_ (m, n) += a.T @ b; grad_ in their dtype or fp32."""
+    """grad_ (m, n) += a.T @ b; grad_ may be fp32."""
     if grad_.dtype == a.dtype:
         grad_.addmm_(a.T, b)
     elif grad_.is_cuda:

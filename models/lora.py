@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Adapters(NamedTuple):
-    """Or gradients."""
+    """A layer's adapters, or their gradients."""
 
     a: Tensor  # (K R, in): one product
     b: tuple[Tensor, ...]  # K of (features, R)
@@ -23,7 +23,7 @@ class Adapters(NamedTuple):
 
 
 def down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
-    """x A^T (N, R) by part."""
+    """x A^T of each part, (N, R)."""
     return torch.mm(x, w.a.T).split(len(w.a) // len(w.b), 1)
 
 
@@ -34,13 +34,13 @@ def add_(out_: Tensor, x: Tensor, w: Adapters, times: float = 1.0) -> None:
 
 
 def down_gradient(dy: Tensor, w: Adapters) -> Tensor:
-    """Of x A^T (N, K R), given dy (N, out)."""
+    """Gradient of x A^T, (N, K R), given dy (N, out)."""
     parts = [torch.mm(dy[:, start:stop], b) for b, (start, stop) in zip(w.b, w.columns, strict=True)]
     return torch.cat(parts, 1).mul_(w.scale)
 
 
 def initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """peft's, fp32: A uniform within +-1/sqrt(in), seeded by name; B zero."""
+    """An adapter's first values as in peft, fp32: A uniform within +-1/sqrt(in), seeded by name; B zero."""
     if not name.endswith(".lora_A.weight"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(crc32(name.encode()))

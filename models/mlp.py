@@ -21,7 +21,7 @@ from trireme.models.shapes import up_name
 
 
 class Weights(NamedTuple):
-    """Or gradients."""
+    """The half's weights, or their gradients."""
 
     norm: Norm | None
     up: Linear  # (D, 2F), gate first, or (D, F)

@@ -1,4 +1,4 @@
-"""The model by unit number: embedding, blocks or half blocks, head. The engine needs no family."""
+"""The model by unit number: embedding, blocks or half blocks, head."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from trireme.models.linear import or_scratch
 
 
 class Norm(NamedTuple):
-    """Or gradients."""
+    """A norm's weights, or their gradients."""
 
     weight: Tensor  # (D,)
     bias: Tensor | None = None  # (D,) of a LayerNorm
@@ -20,17 +20,17 @@ class Norm(NamedTuple):
 
     @property
     def copies(self) -> bool:
-        """Whether `norm` fills `copy`: RMSNorm alone."""
+        """Whether `norm` fills `copy`: only RMSNorm does."""
         return self.bias is None
 
     @property
     def factor(self) -> Tensor:
-        """(D,), fp32 where 1 is added."""
+        """What features are multiplied by: (D,), fp32 where 1 is added."""
         return 1 + self.weight.float() if self.add_one else self.weight
 
 
 class Stats(NamedTuple):
-    """By token, for backward."""
+    """Statistics by token, for backward."""
 
     rstd: Tensor  # (N,) fp32
     mean: Tensor | None = None  # LayerNorm: (N,) fp32

@@ -32,19 +32,19 @@ class Rows(NamedTuple):
     local: Table | None  # of layers with a window, if different
 
     def table(self, cfg: ModelConfig, layer: int) -> Table | None:
-        """None for an unrotated layer."""
+        """The layer's table; None without rope."""
         if layer in cfg.unrotated:
             return None
         return self.local if self.local is not None and cfg.layer_window(layer) else self.rope
 
 
 def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
-    """Of documents of these lengths."""
+    """Rows of documents of these lengths."""
     return Rows(ops.make_docs(lengths, device), *tables)
 
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
-    """For positions below `length`, once a run: longrope's choice depends on it."""
+    """Tables for positions below `length`, made once a run: longrope chooses by length."""
 
     def table(rope: Rope | None) -> Table | None:
         if rope is None:
@@ -56,7 +56,7 @@ def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Ta
 
 
 def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
-    """(width/2,) fp32: angle per position."""
+    """(width/2,) fp32: each feature pair's angle per position."""
     freq = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if rope.kind == "linear":
         return 1.0 / freq / rope.factor
@@ -71,7 +71,7 @@ def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
 
 
 def _yarn(freq: Tensor, rope: Rope) -> Tensor:
-    """YaRN (Peng et al. 2023): features of few turns in the original context are stretched."""
+    """YaRN (Peng et al. 2023): features of few turns in the original context are stretched, others kept."""
     width = 2 * len(freq)
 
     def feature(turns: float) -> float:

@@ -16,21 +16,21 @@ HALVES = ("attention", "mlp")
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
-    """In order, for file names and log lines."""
+    """The units' names in file names and log lines."""
     short = {"block": "block", "attention": "attn", "mlp": "mlp"}
     inner = (f"{short[kind(cfg, u)]}{layer(cfg, u):03d}" for u in range(1, cfg.n_units - 1))
     return ["embed", *inner, "head"]
 
 
 def kind(cfg: ModelConfig, u: int) -> str:
-    """Unit u: "embed", "block", "attention", "mlp" or "head"."""
+    """What unit u is: "embed", "block", "attention", "mlp" or "head"."""
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
     return HALVES[(u - 1) % 2] if cfg.halves else "block"
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
-    """Unit kinds of a block, in order."""
+    """Kinds of the units that make a block, in order."""
     return HALVES if cfg.halves else ("block",)
 
 
@@ -42,12 +42,12 @@ def layer(cfg: ModelConfig, u: int) -> int:
 
 
 def embedding_name(cfg: ModelConfig) -> str:
-    """Token embedding (V, D)."""
+    """The token embedding (V, D)."""
     return f"{cfg.names.embed}.weight"
 
 
 def output_name(cfg: ModelConfig) -> str:
-    """Output matrix (V, D); the token embedding if tied."""
+    """The output matrix (V, D); the token embedding if tied."""
     return embedding_name(cfg) if cfg.tied else f"{cfg.names.output}.weight"
 
 
@@ -70,7 +70,7 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
 
 
 def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
-    """Without the frozen, with adapters."""
+    """A unit's trained weight_parts, with adapters."""
     lora = cfg.lora if 0 < u < cfg.n_units - 1 else None
     return [
         [group for group in part if not is_frozen(cfg, group)] + (_adapter_groups(cfg, lora, part) if lora else [])
@@ -83,7 +83,7 @@ def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 
 def is_frozen(cfg: ModelConfig, group: Group) -> bool:
-    """Whether a group is frozen. InputError where only some of its tensors are: they are one product."""
+    """Whether a group is frozen. Raises InputError where only some tensors of the one product are."""
     found = [_matches(name, cfg.frozen) for name, _ in group]
     if any(found) and not all(found):
         raise InputError(f"{', '.join(name for name, _ in group)} are one product here: freeze all of them, or none.")
@@ -97,7 +97,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[Group]:
-    """Of each product every A (rank, in), neighbours, and every B (out, rank)."""
+    """Adapters of a part: of each product every A (rank, in), neighbours, then every B (out, rank)."""
     found: list[Group] = []
     for group in groups:
         matrices = [(name.removesuffix(".weight"), shape) for name, shape in group if len(shape) == 2]
@@ -110,7 +110,7 @@ def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[G
 
 
 def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Features of each matrix of a product, by names within a block."""
+    """Features of each matrix of a product, given their names within a block."""
     own = cfg.names
     if names == own.qkv:
         return (cfg.qkv_width,) if len(names) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
@@ -131,7 +131,7 @@ def _head_groups(cfg: ModelConfig) -> list[Group]:
 
 
 def _norm(cfg: ModelConfig, *names: str) -> list[Group]:
-    """Over the width; "" is none."""
+    """Norms over the width; the name "" is none."""
     return [group for name in names if name for group in _one_norm(cfg, name)]
 
 
@@ -141,7 +141,7 @@ def _one_norm(cfg: ModelConfig, name: str) -> list[Group]:
 
 
 def _matrix(cfg: ModelConfig, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Group:
-    """Neighbours, each of `rows` features."""
+    """Neighbouring matrices of `rows` features each."""
     return [
         (f"{name}.weight", (columns, n) if cfg.names.in_out else (n, columns))
         for name, n in zip(names, rows, strict=True)
@@ -185,7 +185,7 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
 
 
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:
-    """Of a unit, or of the model."""
+    """Number of parameters of a unit, or of the model."""
     units = range(cfg.n_units) if u is None else [u]
     return sum(prod(shape) for i in units for group in weight_groups(cfg, i) for _, shape in group)
 
@@ -204,9 +204,9 @@ def up_width(cfg: ModelConfig) -> int:
 
 
 def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str, tuple[tuple[int, ...], str]]:
-    """name -> (shape, "compute" or "F32") of what a block's forward can save beside its input.
+    """name -> (shape, "compute" or "F32") of what a block's forward can save besides its input.
 
-    Any subset gives the same bits; attn_out and lse only serve together.
+    Any subset gives the same bits. attn_out without lse is of no use.
     """
     N = tokens
     found: dict[str, tuple[tuple[int, ...], str]] = {}

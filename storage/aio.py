@@ -51,7 +51,7 @@ def address_of(buffer: Buffer) -> int:
 
 
 class File:
-    """`direct` (O_DIRECT): offset, size, address are multiples of 4,096."""
+    """A file and its descriptor. `direct` (O_DIRECT) needs offset, size, address in multiples of 4,096."""
 
     def __init__(self, path: AnyPath, direct: bool, size: int | None = None):
         """With `size`, creates the file and allocates its blocks. Raises StoreError."""
@@ -124,7 +124,7 @@ class Piece:
 
 
 class IO:
-    """A back end implements `_start`."""
+    """Pieces and depth limits; a back end implements `_start`."""
 
     name = "?"
 
@@ -146,7 +146,7 @@ class IO:
         return self._request(file, False, offset, buffer, need)
 
     def write(self, file: File, offset: int, buffer: Buffer) -> Future[None]:
-        """Done is not durable: fsync."""
+        """Writes `buffer` at `offset`; durable only after fsync."""
         return self._request(file, True, offset, buffer, None)
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class IO:
         raise NotImplementedError
 
     def _finish(self, piece: Piece, result: int) -> None:
-        """`result`: bytes moved or -errno. Caller pumps."""
+        """Takes back a piece with its `result`: bytes moved or -errno. The caller pumps afterwards."""
         request, path, error, again = piece.request, piece.file.path, None, False
         reached, verb = piece.offset + result, "writing" if piece.write else "reading"
         if result == -errno.EINTR:
@@ -238,7 +238,7 @@ class IO:
             return True
 
     def _end(self, request: _Request, error: StoreError | None, pieces: int) -> None:
-        """After an error no other piece begins; the last ends the future."""
+        """Counts pieces off; after an error no other begins. The last ends the future."""
         with self._lock:
             before, request.left = request.left, request.left - pieces
             if error and not request.error:
@@ -336,7 +336,7 @@ class ThreadIO(IO):
             self._pump()
 
     def _move(self, piece: Piece) -> int:
-        """Bytes moved. Raises OSError."""
+        """Returns bytes moved. Raises OSError."""
         fd = piece.file.fd
         moved = (os.pwritev if piece.write else os.preadv)(fd, [piece.view], piece.offset)
         if not piece.file.direct:  # free the page cache

@@ -99,7 +99,7 @@ class Source:
 
 
 def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
-    """Checks all headers; `say` hears of files left behind. Raises CheckpointError."""
+    """Checks all headers; `say` is told of files left behind. Raises CheckpointError."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the folder of a Hugging Face checkpoint.")
@@ -149,7 +149,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | None) -> Source:
-    """Of the tensors in weight_map, or all."""
+    """Source of the tensors in weight_map, or of all."""
     tensors = {}
     for file in files:
         header = read_header(folder / file)
@@ -197,7 +197,7 @@ def dtype_of(values: np.ndarray) -> str:
 
 
 def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
-    """From `dtype` to `to` (keys of NUMPY), to nearest even; NaN stays."""
+    """`values` from `dtype` to `to` (keys of NUMPY; bf16 as bits), rounded to nearest even; NaN stays."""
     if dtype == to:
         return values
     if dtype == "BF16":

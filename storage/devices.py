@@ -77,9 +77,9 @@ def is_direct(folder: Path) -> bool:
 
 
 def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) -> Device:
-    """Makes the folder and picks the fastest back end on `nbytes` of test data (0: untested).
+    """Makes the folder and picks the fastest back end on `nbytes` of test data (0: the first).
 
-    `say` hears what slows it. Raises StoreError.
+    `say` is told what slows the drive. Raises StoreError.
     """
     path = Path(path)
     try:

@@ -76,7 +76,7 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
 def is_taken(folder: Path, first: Path) -> bool:
     """Whether a new store, `first` its first folder, would destroy a snapshot in `folder`.
 
-    Beyond the first device they may be a killed commit's.
+    Snapshots on other than the first device may be remains of a killed commit.
     """
     if not snapshots.folders(folder):
         return False
@@ -133,7 +133,7 @@ def sign(paths: Sequence[Path], companions: Sequence[str], undo: ExitStack) -> N
 
 
 def remove(paths: Sequence[Path]) -> None:
-    """Removes the store's files and held locks. Killed meanwhile, it is finished."""
+    """Removes all of the store, and its locks, which are held. Killed meanwhile, it is finished."""
     for path in paths:
         _mark_finished(path)
     for path in paths:

@@ -95,7 +95,7 @@ def parse_tensors(fields: dict[str, Any]) -> Layout:
 
 
 def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
-    """By type."""
+    """(dtype, shape, data_offsets), each of the right type."""
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{shown(name)!r} lacks dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

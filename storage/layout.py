@@ -75,7 +75,7 @@ class Layout:
 
 
 def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1) -> Layout:
-    """In the given order, at multiples of `align` bytes."""
+    """Layout of (name, dtype, shape) in this order, at multiples of `align` bytes."""
     tensors, offset = [], 0
     for name, dtype, shape in specs:
         offset = round_up(offset, align)
@@ -86,7 +86,7 @@ def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1
 
 
 def pack(groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: str) -> Layout:
-    """Groups stay together (q, k, v; gate, up), stably by rank."""
+    """Layout of groups of (name, shape), sorted by rank; members of a group stay neighbours (q, k, v; gate, up)."""
 
     ordered = sorted(groups, key=lambda group: rank(group, dtype))
     return sequential([(name, dtype, shape) for group in ordered for name, shape in group])

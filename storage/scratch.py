@@ -37,11 +37,11 @@ class Scratch:
             raise
 
     def read(self, offset: int, buffer: Buffer) -> Future[None]:
-        """Multiples of 4,096."""
+        """Fills `buffer`; offset and size are multiples of 4,096."""
         return self._move([device.io.read for device in self.devices], offset, buffer)
 
     def write(self, offset: int, buffer: Buffer) -> Future[None]:
-        """Multiples of 4,096."""
+        """Writes `buffer`; offset and size are multiples of 4,096."""
         return self._move([device.io.write for device in self.devices], offset, buffer)
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class Scratch:
             file.close()
 
     def _move(self, moves: Sequence[Move], offset: int, buffer: Buffer) -> Future[None]:
-        """`moves`: by device."""
+        """`moves`: read or write of each device."""
         view = memoryview(buffer).cast("B")
         parts = [moves[d](self.files[d], place, view[a:b]) for d, place, a, b in self._parts(offset, len(view))]
         return parts[0] if len(parts) == 1 else together(parts)

@@ -153,7 +153,7 @@ def folders(device: Path) -> list[str]:
 
 
 def leftovers(device: Path) -> list[Path]:
-    """Unfinished, or half removed."""
+    """Folders of snapshots half made or half removed."""
     return [p for p in device.iterdir() if LEFTOVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
 
 
@@ -264,7 +264,9 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def parse(manifest: bytes) -> Snapshot:
-    """Of a manifest. Raises ValueError for what `write` cannot have written, StoreError for another format."""
+    """The snapshot of a manifest. Raises ValueError for what `write` cannot have written, StoreError for another
+    format.
+    """
     fields = unseal(manifest, FORMAT, "manifest")
     if wrong := complaint(fields, SHAPE):
         raise ValueError(f"its manifest{wrong}")

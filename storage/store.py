@@ -65,8 +65,8 @@ class Store(Shards):
         """A new store that keeps `keep` snapshots; clears remains of stores without one.
 
         `companions`: a checkpoint's folder, or its files besides weights. `trial`: bytes written to measure a drive;
-        `say` hears what slows it. Raises StoreError, leaving nothing, where a folder is in use, holds a snapshot, or a
-        foreign file of a store's name.
+        `say` is told what slows it. Raises StoreError, leaving nothing, where a folder is in use, holds a snapshot, or
+        a foreign file of a store's name.
         """
         paths = [_path(d) for d in dirs]
         content = _companions(companions)
@@ -86,7 +86,7 @@ class Store(Shards):
     def open(
         cls, dirs: Sequence[AnyPath | Device], keep: int = 1, trial: int = 256 << 20, say: Say = to_stderr
     ) -> Store:
-        """At its last snapshot; arguments as `create`. Removes a crash's remains. Raises StoreError."""
+        """The store at its last snapshot; arguments as `create`. Removes a crash's remains. Raises StoreError."""
         with ExitStack() as stack:
             dirs = [dirs[i] for i in folders.in_order([_path(d) for d in dirs])]
             for d in dirs:

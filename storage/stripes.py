@@ -34,7 +34,7 @@ class Stripe:
 
     @property
     def capacity(self) -> int:
-        """In use: whole blocks."""
+        """File size in use: whole blocks."""
         return len(self.header) + self.layout.span
 
     def data_of(self, span: memoryview) -> list[memoryview]:

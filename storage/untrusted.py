@@ -121,7 +121,7 @@ def is_plain(name: str) -> bool:
 
 
 def checksum(buffers: Iterable[Buffer]) -> str:
-    """Of concatenated buffers, 16 hexadecimal digits. Releases the GIL."""
+    """Of concatenated buffers: 16 hexadecimal digits. Releases the GIL."""
     sums = xxhash.xxh3_64()
     for buffer in buffers:
         sums.update(buffer)
@@ -138,7 +138,7 @@ def summed(buffers: Iterable[Any], found: Callable[[str], None]) -> Iterator[Any
 
 
 def seal(version: int, fields: dict[str, Any]) -> bytes:
-    """JSON of `fields` behind its format version and checksum."""
+    """`fields` as JSON that begins with format version and checksum."""
     rest = json.dumps(fields).encode().removeprefix(b"{")
     return b'{"format": %d, "xxh3_64": "%s", ' % (version, checksum([rest]).encode()) + rest
 

@@ -234,7 +234,7 @@ def _attention_bwd_dkv(
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Of a key tile and key/value head."""
+    """dk, dv of a key tile and key/value head."""
     await_previous()
     i_tile, i_h = tl.program_id(0) // K, tl.program_id(0) % K
     start = tl.load(p_tiles + 3 * i_tile).to(tl.int64)
@@ -287,7 +287,7 @@ def _attention_bwd_dkv(
 
 
 class Backward(NamedTuple):
-    """By dtype and layout: two launches."""
+    """Launches for one dtype and layout."""
 
     query_rows: int  # of a query tile of dq
     dq: Fixed  # (dout, q, k, v, out, lse, delta, dq, tiles), (N, scale)
@@ -296,7 +296,7 @@ class Backward(NamedTuple):
 
 
 def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Backward:
-    """For the strides of (dout, q, k, v, out, dq, dk, dv)."""
+    """Backward for the strides of (dout, q, k, v, out, dq, dk, dv)."""
     dout, q, k, v, out, dq, dk, dv = strides
     sizes = H // K, D, launch.head_block(D)
     by_query, by_key = launch.attention_dq(device, dtype, D), launch.attention_dkv(device, dtype, D)

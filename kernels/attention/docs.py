@@ -11,10 +11,10 @@ TILES = (64, 128)  # rows by tile
 
 
 class Docs(NamedTuple):
-    """A micro-batch's documents, with tiles by their rows.
+    """A micro-batch's documents; attention never crosses them, positions restart.
 
-    Tiles (tiles, 3) int32: document's first row, tile's first row in it, document's length. Heaviest first: late
-    queries see most keys, early keys are seen most.
+    Tiles by their rows: (tiles, 3) int32 of document's first row, tile's first row in it, document's length. Heaviest
+    first: late queries see most keys, early keys are seen most.
     """
 
     lengths: tuple[int, ...]  # on the host; sums to N

@@ -2,8 +2,8 @@
 
     s = scale * q k^T,  p = exp(s - lse),  out = p v
 
-Online softmax in base 2. Score tiles below the diagonal, within the window, need no mask. Legend: N tokens, H query
-heads, K key/value heads, GROUP = H / K, D head width, BLOCK_Q x BLOCK_K the tile of scores.
+Online softmax in base 2. Score tiles below the diagonal, within the window, need no mask.
+Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, BLOCK_Q x BLOCK_K the tile of scores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _load_rows(p, o_row, length, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, RO
 
 @triton.jit
 def _visible(o_q, o_k, window, WINDOWED: tl.constexpr):
-    """(queries, keys), or (keys, queries) with swapped axes."""
+    """Mask (queries, keys), or with swapped axes (keys, queries)."""
     distance = o_q - o_k
     if WINDOWED:
         return (distance >= 0) & (distance < window)
@@ -185,14 +185,14 @@ def _attention_fwd(
 
 
 class Forward(NamedTuple):
-    """By dtype and layout."""
+    """Launch for one dtype and layout."""
 
     rows: int  # of a query tile
     run: Fixed  # (q, k, v, out, lse, tiles), (N, scale)
 
 
 def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Forward:
-    """For the strides of (q, k, v, out)."""
+    """Forward for the strides of (q, k, v, out)."""
     tile = launch.attention_fwd(device, dtype, D)
     constants = H, H // K, D, launch.head_block(D), tile.q, tile.k, window > 0
     return Forward(

@@ -3,8 +3,8 @@
 Triton waits for each product at once (docs/kernels-log.md); Gluon waits where told. Tiles arrive asynchronously in
 rings of STAGES slots, one commit group a step. Pointers and slots advance, never recomputed; later copies start last.
 ptxas serialises products with accumulators it cannot follow: between steps only the loop's carried products run
-(tests/kernels/test_compile.py). Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, padded
-to BLOCK_D; t_ a product that may still run.
+(tests/kernels/test_compile.py).
+Legend: as fwd.py, D padded to BLOCK_D; t_ a product that may still run.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOC
 
 @gluon.constexpr_function
 def copy_layout(warps, block_d):
-    """Tiles to shared memory: 16 bytes a thread."""
+    """Layout of a tile on its way to shared memory: 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // block_d, block_d // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def product_layout(warps, columns):
-    """Accumulator by its columns."""
+    """Layout of an accumulator."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 

@@ -94,7 +94,7 @@ def dkv_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Of a key tile and key/value head."""
+    """dk, dv of a key tile and key/value head."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
     wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
@@ -301,7 +301,7 @@ def dq_kernel(
 
 
 def plan(H: int, K: int, D: int, strides) -> Backward:
-    """For the strides of (dout, q, k, v, out, dq, dk, dv), 16-byte aligned."""
+    """Backward for the strides of (dout, q, k, v, out, dq, dk, dv), 16-byte aligned."""
     dout, q, k, v, out, dq, dk, dv = strides
     sizes = H // K, D, launch.head_block(D)
     by_query, by_key = launch.hopper_dq(sizes[2]), launch.hopper_dkv(sizes[2])

@@ -41,7 +41,7 @@ def _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr
 
 @gluon.jit
 def _row_sums(b_p, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """(BLOCK_Q, 4): by thread, so that nothing crosses threads."""
+    """(BLOCK_Q, 4): sums by thread, nothing crosses threads."""
     return gl.sum(gl.sum(b_p.reshape([BLOCK_Q, BLOCK_K // 8, 4, 2]), 3), 1)
 
 
@@ -144,7 +144,7 @@ def fwd_kernel(
 
 
 def plan(H: int, K: int, D: int, strides) -> Forward:
-    """For the strides of (q, k, v, out), 16-byte aligned but out."""
+    """Forward for the strides of (q, k, v, out), 16-byte aligned but out."""
     sizes = H // K, D, launch.head_block(D)
     tile = launch.hopper_fwd(sizes[2])
     constants = *flat(strides), H, *sizes, tile.q, tile.k, tile.stages

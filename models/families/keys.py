@@ -12,7 +12,7 @@ class InputError(ValueError):
 
 
 class Keys:
-    """Keys of config.json; `where` names it in errors. Absent or null takes the default."""
+    """Typed look-ups in config.json; `where` names it in errors. An absent or null key takes the default."""
 
     def __init__(self, raw: dict[str, Any], where: str):
         self.raw, self.where = raw, where
@@ -59,7 +59,7 @@ class Keys:
 
 
 def _is_number(value: Any) -> bool:
-    """Positive, and within a float."""
+    """Positive, and representable as a float."""
     return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 

@@ -14,7 +14,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
 
 @dataclass(frozen=True)
 class Rope:
-    """A table of angles; comments name a field's kinds."""
+    """A table of angles; comments name the kinds that use a field."""
 
     theta: float
     kind: str = "default"
@@ -34,9 +34,9 @@ class Rope:
 def parse_ropes(
     keys: Keys, theta: float, local_theta: float | None, head_dim: int, positions: int, typed: bool
 ) -> tuple[Rope, Rope]:
-    """(Rope of full attention, of layers with a window); the thetas are defaults.
+    """(Rope of layers with full attention, of layers with a window); the thetas are defaults.
 
-    They differ by a local theta or parameters per layer type (`typed`).
+    They differ where the family has a local theta, or parameters per layer type (`typed`).
     """
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     params = keys.raw.get(name) or {}

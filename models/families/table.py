@@ -36,7 +36,7 @@ BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
 
 @dataclass(frozen=True)
 class Family:
-    """What a model_type's models share. Defaults are those of transformers."""
+    """What models of a model_type share; defaults as in transformers."""
 
     known_as: str
     names: Names = names.SPLIT
@@ -71,7 +71,7 @@ class Family:
 
     @property
     def accepts(self) -> set[str]:
-        """Keys of INERT that it reads."""
+        """The keys of INERT that it reads."""
         found = {"query_pre_attn_scalar"} if self.query_scale else set()
         if self.partial:
             found |= {"partial_rotary_factor"}
