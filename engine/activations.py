@@ -1,7 +1,7 @@
-"""Activations from forward to backward: kept on the GPU, swapped to RAM or the SSD, or recomputed, as the plan says.
+"""Activations from forward to backward: kept on the GPU, swapped to RAM or the SSD, or recomputed.
 
-Saved tensors of one tier are one span: a hop is one copy. A unit's output (`x` of the next in forward, `dx` in
-backward) stays on the GPU until used there; with `plan.between` "host" `x` goes to its tier, `dx` to RAM.
+Saved tensors of one tier are one span. A unit's output (`x` of the next in forward, `dx` in backward) stays on the GPU
+until used; with `plan.between` "host" `x` goes to its tier, `dx` to RAM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trireme.engine.plan import TIERS, Plan, Tier
 
 
 class Activation(NamedTuple):
-    """A span for micro-batch b: unit u's input, its gradient, or saved tensors; `tier`: between uses."""
+    """Of micro-batch b: unit u's input, its gradient, or saved tensors; `tier`: between uses."""
 
     u: int
     b: int
@@ -28,7 +28,7 @@ class Activation(NamedTuple):
 
 
 class ActivationSwap:
-    """Spans to fill in forward, brought back in reverse in backward."""
+    """Spans to fill in forward and bring back in backward."""
 
     def __init__(
         self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None, first: int = 0
@@ -44,7 +44,7 @@ class ActivationSwap:
         self.first, self.scratch_bytes = first, 0
         self._place(homes)
         self.here: dict[Activation, OnGpu] = {}
-        self.away: dict[Activation, Task] = {}  # last tasks on copies outside the GPU
+        self.away: dict[Activation, Task] = {}  # last tasks outside the GPU
 
     def _place(self, homes: Homes) -> None:
         """Gives every span outside the rings its place."""
@@ -100,7 +100,7 @@ class ActivationSwap:
     def _ring(self, activation: Activation) -> Ring:
         return self.swap_rings[activation.tier] if activation.what == "saved" else self.rings[activation.what]
 
-    # ------------------------------------------------ on the GPU, and out
+    # ------------------------------------------------ on the GPU and out
 
     def open(self, activation: Activation) -> OnGpu:
         """A span on the GPU to fill; its writers come after `ready`."""
@@ -197,5 +197,5 @@ class ActivationSwap:
 
 
 def _waiting_place(activation: Activation) -> Activation:
-    """The key of its place outside the GPU; per micro-batch the units' `dx` share one in turn."""
+    """The key of its place outside the GPU: a micro-batch's `dx` has one for all units in turn."""
     return activation._replace(u=0) if activation.what == "dx" else activation

@@ -9,7 +9,7 @@ from typing import Any
 
 MOST = 1e12  # no option means more
 
-# ---------------------------------------------------------------- parsers: ValueError says what is wrong
+# ---------------------------------------------------------------- parsers: ValueError on other text
 
 
 def number(low: float, high: float = MOST, kind: Callable[[str], float] = float) -> Callable[[str], Any]:
@@ -41,7 +41,7 @@ def positive(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes of `24GiB`, `2TB`, `512MiB`. A bare number is ambiguous: refused."""
+    """Bytes of `24GiB`, `2TB`, `512MiB`. A bare number is ambiguous."""
     match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 24GiB, 2TB or 512MiB")
@@ -89,7 +89,7 @@ def count(n: int, noun: str) -> str:
 
 
 def compact(n: float) -> str:
-    """Three figures: `243`, `11.7k`, `1.24M`, `13B`."""
+    """Three figures: `243`, `11.7k`, `13B`."""
     units = ["", "k", "M", "B"]
     while n >= 999.5 and len(units) > 1:
         n /= 1000

@@ -1,4 +1,4 @@
-"""Every buffer that follows from a plan: its memory is known to the byte before the run. Pure; no torch."""
+"""All buffers of a plan: its memory to the byte, before the run. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind 
 
 @dataclass(frozen=True)
 class Buffer:
-    """`count` equal buffers of `nbytes`; the engine asks by `key`."""
+    """`count` equal buffers of `nbytes`, asked for by `key`."""
 
     tier: Tier
     key: str
@@ -82,7 +82,7 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
         if plan.units[u].base != "ssd":
             yield Buffer(plan.units[u].base, f"base {geo.names[u]}", span(u), alike)
     ways: tuple[tuple[Tier, int, tuple[Tier, ...]], ...]
-    ways = ("gpu", plan.window, ("host", "ssd")), ("host", plan.host_window, ("ssd",))  # rings, and homes before them
+    ways = ("gpu", plan.window, ("host", "ssd")), ("host", plan.host_window, ("ssd",))  # rings and homes behind them
     for tier, window, homes in ways:
         passing = [(u, n) for u, n in units if plan.units[u].base in homes]
         for kind, (size, count) in _by_class(geo, passing, span).items():
@@ -90,7 +90,7 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
-    """Bytes of the host buffer to load and save what is not at home in RAM."""
+    """Bytes to load and save what is not at home in RAM."""
     weights = (geo.weights[u].span for u, _ in units if plan.units[u].weights != "host")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
     base = (geo.base[u].span for u, _ in units if plan.units[u].base != "host")
@@ -99,7 +99,7 @@ def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
 
 def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     wide = geo.gradients if plan.n_micro > 1 else geo.weights
-    tied = geo.cfg.tied  # then the head adds to the embedding's gradient; all others come one by one
+    tied = geo.cfg.tied  # then the head adds to the embedding's gradient too
     yield Buffer("gpu", "gradient", max(wide[u].span for u, _ in units if u >= tied))
     yield Buffer("gpu", "gradient embed", wide[0].span if tied else 0)
     for u, alike in units:
@@ -128,7 +128,7 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
 
 
 def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
-    """(parameters of the largest, number) of the units' records."""
+    """(parameters of the largest, number) of the records."""
     largest = max((geo.numel[u] for u, _ in units), default=0)
     return min(largest, plan.record), sum(n * len(geo.records(u, plan.record)) for u, n in units)
 
@@ -157,7 +157,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
 
 
 def workspace(geo: Geometry, plan: Plan) -> int:
-    """GPU bytes beside the buffers: the largest unit's temporaries, rotary table, inputs, fragmentation."""
+    """GPU bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.n_micro > 1 else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.n_units)}.values()  # by kind
     temporaries = max(costs.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each)

@@ -37,10 +37,9 @@ def build(
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
-    """An engine with all buffers; Exchange.load or Homes.load_from_store fills its homes. Raises DoesNotFit.
+    """Makes all buffers; Exchange.load or Homes.load_from_store fills them. Raises DoesNotFit.
 
-    `poison` fills released slots with NaN (tests). `pinned`: register RAM with CUDA; copies without are several times
-    slower.
+    `poison`: NaN in released slots (tests). `pinned`: register RAM with CUDA, for copies several times faster.
     """
     geo = Geometry.of(cfg, plan)
     memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned)
@@ -58,27 +57,27 @@ def build(
 def _poison(lanes: Lanes, slot: Slot) -> Task:
     def fill() -> None:
         slot.buffer.fill_(0xFF)  # NaN in every float format
-        if slot.buffer.is_cuda:  # the lane has no stream to order the next user by
+        if slot.buffer.is_cuda:  # no stream orders the next user
             torch.cuda.current_stream(slot.buffer.device).synchronize()
 
     return lanes.run("poison", "other", f"poison {slot.ring.name}", fill, slot.ready)
 
 
 class MicroBatch(Protocol):
-    """Packed tokens of the dataset."""
+    """Packed tokens."""
 
     @property
     def ids(self) -> np.ndarray: ...  # (N,)
 
     @property
-    def labels(self) -> np.ndarray: ...  # (N,): the next token, -100 for none
+    def labels(self) -> np.ndarray: ...  # (N,): next tokens, -100 for none
 
     @property
-    def lengths(self) -> Sequence[int]: ...  # of the documents
+    def lengths(self) -> Sequence[int]: ...  # of documents
 
 
 def inputs(cfg: ModelConfig, micro_batch: MicroBatch, tables: Tables, device: torch.device | str) -> Inputs:
-    """A micro-batch on the device; `tables` from rope_tables."""
+    """On the device; `tables` from rope_tables."""
     labels = torch.from_numpy(micro_batch.labels).long()
     loss_rows = torch.nonzero(labels >= 0)[:, 0]
     tensors = (torch.from_numpy(micro_batch.ids).long(), labels, loss_rows)

@@ -22,34 +22,34 @@ from trireme.storage.layout import TensorSpec
 
 Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> elements in pieces
 LOADERS = 4  # tensors read at once
-PIECE = 1 << 18  # elements at a time: they fit a core's cache
+PIECE = 1 << 18  # elements at a time, in a core's cache
 
 
 class Exchange:
-    """Between source and homes, for use between steps: all lanes idle."""
+    """For use between steps: all lanes idle."""
 
     def __init__(self, cfg: ModelConfig, source: Source, homes: Homes, adapters: Read | None = None):
         """`adapters`: their values; None begins as peft does."""
         self.source, self.homes, self.adapters = source, homes, adapters
         self.shapes = {t.name: t.shape for layout in homes.geo.weights for t in layout.tensors}
         shapes = {name: t.shape for name, t in source.tensors.items()}
-        self.stored = hf.sources(cfg, shapes)  # canonical name -> source's name
-        self.canonical = hf.canonical_names(cfg, shapes)  # source's name -> canonical name, None if not trained
+        self.stored = hf.sources(cfg, shapes)  # canonical -> source's name
+        self.canonical = hf.canonical_names(cfg, shapes)  # source's -> canonical name, None if not trained
         self.unit = {t.name: u for u, layout in enumerate(homes.geo.weights) for t in layout.tensors}
 
     def load(self, progress: Progress = silent) -> None:
-        """Fills the homes, moments with zeros. Raises InputError on a value that is not finite, StoreError."""
+        """Fills the homes, moments with zeros. Raises InputError as `fill`, StoreError."""
         self._check_tied()
         in_bf16 = {name for name, stored in self.stored.items() if self.source.tensors[stored].dtype == "BF16"}
         fill(self.homes, self._values, in_bf16, progress)
         fill_base(self.homes, self._values, progress)
 
     def load_base(self, progress: Progress = silent) -> None:
-        """Fills the homes of frozen weights alone; a snapshot has the rest. Errors as load."""
+        """Fills homes of frozen weights alone; a snapshot has the rest. Errors as load."""
         fill_base(self.homes, self._values, progress)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
-        """Writes the current checkpoint into `folder`. Raises StoreError."""
+        """Writes the current checkpoint. Raises StoreError."""
         reader = Reader(self.homes)
 
         def values(stored: str) -> Iterator[np.ndarray] | None:
@@ -73,7 +73,7 @@ class Exchange:
             yield initial(name, self.shapes[name]).flatten()[first:last].numpy()
 
     def _check_tied(self) -> None:
-        """Raises InputError where a tied matrix is stored twice and differs."""
+        """Raises InputError where two copies of a tied matrix differ."""
         for stored, name in self.canonical.items():
             first = self.stored.get(name) if name else None
             if first not in (None, stored) and not np.array_equal(self.source.read(first), self.source.read(stored)):
@@ -98,19 +98,19 @@ def replace_folder(folder: Path, save: Callable[[Path], None]) -> None:
 
 
 def bring_back(folder: Path) -> None:
-    """Undoes a replacement of `folder` that was killed between its two renames."""
+    """Undoes a replacement that was killed between its renames."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         old.rename(folder)
 
 
-# ---------------------------------------------------------------- values to homes and back
+# ---------------------------------------------------------------- homes
 
 
 def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progress = silent) -> None:
-    """Fills every home: weights as read, moments zero. Raises InputError on a value that is not finite.
+    """Fills every home: weights as read, moments zero. Raises InputError on values that are not finite.
 
-    `in_bf16`: names of tensors without low halves.
+    `in_bf16`: tensors without low halves.
     """
     with ThreadPoolExecutor(LOADERS) as pool:  # numpy and reads release the GIL
         for u in range(homes.geo.n_units):
@@ -121,7 +121,7 @@ def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progr
 
 
 def fill_base(homes: Homes, read: Read, progress: Progress = silent) -> None:
-    """Fills homes of frozen weights, which no snapshot holds. Errors as `fill`."""
+    """Errors as `fill`."""
     with ThreadPoolExecutor(LOADERS) as pool:
         for u in range(homes.geo.n_units):
             _fill_weights(homes, Entry("base", u), read, pool, progress)
@@ -153,7 +153,7 @@ def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[st
 
 
 def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
-    """A tensor of unit u, flat, in pieces: bf16 bits, or with `exact` the fp32 master."""
+    """A tensor, flat, in pieces: bf16 bits, or with `exact` the fp32 master."""
     homes, weights = reader.homes, Entry("weights", u)
     t = homes.geo.weights[u][name]
     high = _numpy(reader.read(weights), t)
@@ -161,7 +161,7 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
         yield from _pieces(high)
         return
     if homes.in_ram(weights) is None:
-        high = high.copy()  # low halves come through the same staging buffer
+        high = high.copy()  # low halves come through the same buffer
     start = t.offset // 2
     for r, (a, b) in enumerate(homes.geo.records(u, homes.plan.record)):
         first, last = max(a, start), min(b, start + t.numel)
@@ -173,11 +173,11 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
                 yield join_master(high_bits, torch.from_numpy(lo)).numpy()
 
 
-# ---------------------------------------------------------------- tensors in pieces
+# ---------------------------------------------------------------- tensors
 
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
-    """A tensor of a buffer in RAM, flat; bf16 as bits."""
+    """Flat; bf16 as bits."""
     return buffer[t.offset : t.offset + t.nbytes].numpy().view(np.int16 if t.dtype == "I16" else NUMPY[t.dtype])
 
 
@@ -186,7 +186,6 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> None:
-    """Fills tensor t. Raises InputError on a value that is not finite."""
     out, at = _numpy(buffer, t), 0
     for raw in read(t.name, 0, t.numel):
         values = raw if dtype_of(raw) == t.dtype == "BF16" else convert(raw, dtype_of(raw), "F32")

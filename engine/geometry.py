@@ -17,17 +17,17 @@ from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, seque
 
 Part = Literal["all", "weights", "moments"]  # of an update
 ADAM_BYTES = 28  # of RAM that an fp32 AdamW moves a parameter: gradient, master, moments, weights
-# Bytes moved a parameter in RAM; parts scaled to their times on a Xeon: 9.9 and 9.1 G parameters/s beside 7.1 for all.
+# Bytes moved a parameter in RAM, parts by their times on a Xeon: 9.9 and 9.1 G parameters/s, all 7.1.
 PART_BYTES: dict[Part, int] = {"all": ADAM_BYTES, "weights": 20, "moments": 22}
-GPU_BYTES = 26  # moved a parameter by an update there
-STRETCH = 1 << 25  # most elements rounded, their squares summed, at once
+GPU_BYTES = 26  # the same on the GPU
+STRETCH = 1 << 25  # most elements rounded and squared at once
 
 
 Alike = tuple[str, tuple[tuple[int, ...], ...]]  # a unit's kind and trained shapes
 
 
 class Stretch(NamedTuple):
-    """Elements [start, stop) of a unit's gradient; `place`: index of their sum of squares in the unit."""
+    """Elements [start, stop) of a unit's gradient, and the index of their sum of squares."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ class Stretch(NamedTuple):
 
 
 class Geometry:
-    """Layouts, records and stretches of a model, its units and a compute dtype."""
+    """Layouts, records and stretches of a model in a compute dtype."""
 
     @staticmethod
     def of(cfg: ModelConfig, plan: Plan) -> Geometry:
@@ -57,7 +57,7 @@ class Geometry:
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
-        """Of each unit's trained weights, and its gradients in the compute dtype."""
+        """Of each unit's trained weights, and of gradients in the compute dtype."""
         parts = (shapes.trained_parts(self.cfg, u) for u in range(self.n_units))
         return tuple(pack([group for part in unit for group in part], self.dtype) for unit in parts)
 
@@ -68,7 +68,7 @@ class Geometry:
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:
-        """Of each unit's fp32 gradient accumulators, in the weights' order."""
+        """Of each unit's fp32 gradient accumulators."""
         return tuple(sequential([(t.name, "F32", t.shape) for t in layout.tensors]) for layout in self.weights)
 
     @cached_property
@@ -77,15 +77,15 @@ class Geometry:
 
     @cached_property
     def n_decay(self) -> tuple[int, ...]:
-        """Elements of each unit under weight decay: matrices, which come first."""
+        """Elements under weight decay by unit: matrices, which come first."""
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
     def _alike(self, u: int) -> Alike:
         return self.kinds[u], tuple(t.shape for t in self.weights[u].tensors)
 
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
-        """A unit's stretches in the order of its weights. The norm's bits must depend on model and dtype alone: so
-        matrices and vectors of each half block have stretches of their own.
+        """In the order of the weights. Matrices and vectors of each half block have stretches of their own: the bits
+        of the norm depend on model and dtype alone.
         """
         kind = self._alike(u)
         if kind not in self._cut:
@@ -104,11 +104,11 @@ class Geometry:
 
     @cached_property
     def first_stretch(self) -> tuple[int, ...]:
-        """The number of stretches before each unit's and, last, of all."""
+        """The number of stretches before each unit and, last, in all."""
         return tuple(accumulate((len(self._stretches(u)) for u in range(self.n_units)), initial=0))
 
     def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
-        """A unit's stretches, neighbours grouped up to `most` elements; at least one in each."""
+        """A unit's stretches in groups of up to `most` elements, at least one in each."""
         kind = self._alike(u)
         if (kind, most) not in self._pieces:
             pieces: list[list[Stretch]] = []
@@ -126,13 +126,13 @@ class Geometry:
         return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
 
     def size_class(self, u: int) -> str:
-        """Units of a class share rings. The two ends follow each other: one slot for both, unless tied."""
+        """Units of a class share rings. The two ends, used in turn, share a slot unless tied."""
         if 0 < u < self.head or self.cfg.tied:
             return self.kinds[u]
         return "ends"
 
     def records(self, u: int, record: int) -> list[tuple[int, int]]:
-        """[start, stop) of the elements of a unit's records."""
+        """Elements [start, stop) of a unit's records."""
         n = self.numel[u]
         if (n, record) not in self._records:
             self._records[n, record] = [(a, min(a + record, n)) for a in range(0, n, record)]
@@ -142,7 +142,7 @@ class Geometry:
         return [b - a for a, b in self.records(u, record)]
 
     def state_layout(self, n: int) -> Layout:
-        """Of a record of n parameters: its parts, one after another."""
+        """A record of n parameters: its parts in order."""
         if n not in self._state:
             parts = self.state_parts(n).values()
             tensors = (replace(t, offset=first + t.offset) for first, layout in parts for t in layout.tensors)
@@ -150,7 +150,7 @@ class Geometry:
         return self._state[n]
 
     def state_parts(self, n: int) -> dict[str, tuple[int, Layout]]:
-        """part -> (first byte, layout): m and v; lo, where the master is split, as its own shard.
+        """part -> (first byte, layout): m and v; lo, where the master is split, a shard of its own.
 
         8-bit moments have a floor per 256 (kernels/moments.py).
         """
@@ -166,7 +166,7 @@ class Geometry:
         return self._parts[n]
 
     def state_span(self, u: int, record: int) -> int:
-        """Bytes of a unit's optimizer state; records rounded up to 4,096."""
+        """Bytes of a unit's records, each rounded up to 4,096."""
         return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
 
     def saved_names(self, kind: str) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class Geometry:
         return self._names[kind]
 
     def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
-        """Of these saved tensors of a block, for a micro-batch of `tokens`."""
+        """Saved tensors of a block for `tokens`."""
         wanted = frozenset(names)
         if (wanted, tokens) not in self._saved:
             found = shapes.saved_shapes(self.cfg, tokens)
@@ -188,6 +188,6 @@ class Geometry:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
 
 
-@lru_cache(maxsize=4)  # a search asks a hundred times
+@lru_cache(maxsize=4)  # a search asks often
 def geometry(cfg: ModelConfig, dtype: str, adam_bits: int) -> Geometry:
     return Geometry(cfg, dtype, adam_bits)

@@ -30,7 +30,7 @@ class Gradient(NamedTuple):
 
 
 class Gradients:
-    """The accumulators and, in `landed`, the gradients due for updates."""
+    """Accumulators and, in `landed`, gradients due for updates."""
 
     def __init__(
         self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None, first: int = 0
@@ -73,7 +73,7 @@ class Gradients:
         return Gradient({} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready)
 
     def finish(self, u: int, after: Task) -> None:
-        """Rounds unit u's complete gradient, sums its squares, and sends it to its update."""
+        """Rounds unit u's gradient, sums its squares, sends it to its update."""
         if not self.geo.numel[u]:
             return
         accumulator, name = self.holding.pop(u), self.geo.names[u]
@@ -88,13 +88,13 @@ class Gradients:
                 task = self._round(u, piece, accumulator, out.buffer, (after, *out.ready))
                 landed = self._land(u, piece, out, host, task)
                 out.ring.release(out, (landed,))
-            self.landed[u] = (host, landed)  # a lane is first in, first out: the last piece lands last
+            self.landed[u] = (host, landed)  # first in, first out: the last piece lands last
             if u in self.offset:
                 self.landed[u] = (None, self._spill(u, host, landed))
         accumulator.ring.release(accumulator, (task,))
 
     def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor, after: Sequence[Task]) -> Task:
-        """Rounds a piece into `out`, and sums its squares by stretch."""
+        """Rounds a piece and sums its squares by stretch."""
         first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_stretch[u]
 
         def finish() -> None:
@@ -107,7 +107,7 @@ class Gradients:
         return self.lanes.run("compute", "finish", self.geo.names[u], finish, after, nbytes=nbytes)
 
     def _land(self, u: int, piece: Sequence[Stretch], out: Slot, host: Slot, rounded: Task) -> Task:
-        """Copies a rounded piece to unit u's slot in RAM."""
+        """Copies a rounded piece to RAM."""
         size = ITEMSIZE[self.geo.dtype]
         first, nbytes = piece[0].start * size, (piece[-1].stop - piece[0].start) * size
 
@@ -117,7 +117,7 @@ class Gradients:
         return self.lanes.run("d2h", "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
 
     def _spill(self, u: int, host: Slot, landed: Task) -> Task:
-        """Writes unit u's gradient to the SSD, and frees its slot."""
+        """Writes unit u's gradient to the SSD, frees its slot."""
         nbytes, before = self.geo.weights[u].span, (self.read[u],) if u in self.read else ()
 
         def write() -> None:
@@ -134,7 +134,7 @@ class Gradients:
         return self.scratch
 
     def fetch(self, u: int, a: int, b: int) -> tuple[Slot, int]:
-        """Elements a..b of unit u's gradient from the SSD: (slot in RAM, their first byte there)."""
+        """Elements a..b from the SSD: (slot in RAM, their first byte there)."""
         size, slot = ITEMSIZE[self.geo.dtype], self.back.acquire(f"{self.geo.names[u]} gradient {a}")
         first, end = a * size // 4096 * 4096, round_up(b * size)
 
@@ -147,7 +147,7 @@ class Gradients:
         return slot, a * size - first
 
     def norm(self) -> Tensor:
-        """The global norm of a step, fp64 on the device."""
+        """A step's global norm, fp64 on the device."""
         return self.sums.double().sum().sqrt()
 
     def discard(self) -> None:

@@ -1,7 +1,6 @@
 """Homes of weights and optimizer state between uses, and the transfers to and from them.
 
-A home is a buffer on the GPU, a buffer in RAM, or shards on the SSD. State is kept in records of equal size: one ring
-serves units of any size.
+Records of state have equal sizes: one ring serves units of any size.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from trireme.engine.plan import Plan, Tier
 from trireme.models.shapes import HALVES
 from trireme.storage.layout import Layout
 
-Progress = Callable[[int], None]  # (bytes since the last call)
+Progress = Callable[[int], None]  # (bytes just moved)
 Transfer = Callable[[str, memoryview], "Future[None]"]  # (shard's name, bytes)
 
 READ_AHEAD = 4  # entries read at once
@@ -46,7 +45,7 @@ class Store(Protocol):
 
 
 class Scratch(Protocol):
-    """Bytes on the SSD by offset, for one run."""
+    """Bytes by offset on the SSD, for one run."""
 
     def read(self, offset: int, buffer: memoryview) -> Future[None]: ...
 
@@ -56,7 +55,7 @@ class Scratch(Protocol):
 
 
 class Entry(NamedTuple):
-    """A unit's trained weights, its frozen ones (`base`), or record `r` of its optimizer state."""
+    """A unit's trained or frozen (`base`) weights, or record `r` of its state."""
 
     kind: Literal["weights", "base", "state"]
     u: int
@@ -65,7 +64,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A shard of an entry, and its first byte in the entry's buffer."""
+    """A shard, and its first byte in its entry's buffer."""
 
     entry: Entry
     name: str
@@ -74,7 +73,7 @@ class Stored:
 
 
 class Homes:
-    """All buffers of the plan, made at once, and the store where the SSD is home to something."""
+    """The plan's buffers, made at once, and the store."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Homes:
     ):
         self.geo, self.plan, self.memory, self.lanes = geo, plan, memory, lanes
         self.store, self.scratch = store, scratch
-        self.base_offset: dict[int, int] = {}  # in the scratch space, where the SSD is home
+        self.base_offset: dict[int, int] = {}  # in the scratch space
         self.base_bytes = 0
         for u, unit in enumerate(plan.units):
             if unit.base == "ssd":
@@ -102,7 +101,7 @@ class Homes:
         self.gradients = [self.one("gpu", f"gradient out {name}") for name in names]
 
     def one(self, tier: Tier, key: str) -> Tensor:
-        """Buffer `key`; empty if not in the plan, and in a simulation."""
+        """Buffer `key`; empty if absent or simulated."""
         return self._made.get((tier, key), [NOTHING])[0]
 
     def many(self, tier: Tier, key: str) -> list[Tensor]:
@@ -110,7 +109,7 @@ class Homes:
         return self._made.get((tier, key), [])
 
     def ring(self, tier: Tier, key: str) -> Ring:
-        """A new ring over the buffers `key`."""
+        """A new ring over buffers `key`."""
         ring = Ring(f"{tier} {key}", self.many(tier, key), self.memory.poison)
         self.memory.rings.append(ring)
         return ring
@@ -134,7 +133,7 @@ class Homes:
         return {"weights": unit.weights, "base": unit.base, "state": unit.state}[entry.kind]
 
     def home(self, entry: Entry) -> Tensor | None:
-        """The entry's buffer on the GPU or in RAM, None for the SSD."""
+        """Its buffer; None on the SSD."""
         if self.tier(entry) == "ssd":
             return None
         if entry.kind == "state":
@@ -142,12 +141,12 @@ class Homes:
         return (self.weights if entry.kind == "weights" else self.base)[entry.u]
 
     def in_ram(self, entry: Entry) -> Tensor | None:
-        """The entry's buffer if it is host memory."""
+        """Its buffer if the CPU can address it."""
         home = self.home(entry)
         return home if home is not None and home.device.type == "cpu" else None
 
     def shards_of(self, entry: Entry, *parts: str) -> list[Stored]:
-        """The shards of an entry, or of these parts of a record (Geometry.state_parts)."""
+        """Of an entry, or of these parts of a record (Geometry.state_parts)."""
         if entry.kind != "state":
             return [Stored(entry, f"{entry.kind}-{entry.u:05d}", 0, self.layout(entry))]
         a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
@@ -161,7 +160,7 @@ class Homes:
         return self.geo.state_layout(b - a)
 
     def entries(self, everything: bool = True) -> Iterator[Entry]:
-        """A snapshot's entries, or those on the GPU or in RAM alone; frozen weights come from the checkpoint."""
+        """A snapshot's entries, or those on the GPU or in RAM; frozen weights come from the checkpoint."""
         for u, unit in enumerate(self.plan.units):
             if self.geo.numel[u] and (everything or unit.weights != "ssd"):
                 yield Entry("weights", u)
@@ -180,7 +179,7 @@ class Homes:
         """All shards of a snapshot."""
         return (shard for entry in self.entries() for shard in self.shards_of(entry))
 
-    # ------------------------------------------------ traffic with the store in a step
+    # ------------------------------------------------ traffic in a step
 
     def read_weights(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
         return self._io("ssd_read", "weights", self.label(entry), self.shards_of(entry), buffer, after)
@@ -193,12 +192,12 @@ class Homes:
         return self._io("ssd_write", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)
 
     def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Reads a record, or these parts to their offsets in it."""
+        """Reads a record or these parts, to their offsets."""
         shards = self.shards_of(Entry("state", u, r), *parts)
         return self._io("state_read", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
     def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Writes a record, or these parts."""
+        """Writes a record or these parts."""
         shards = self.shards_of(Entry("state", u, r), *parts)
         return self._io("state_write", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
@@ -216,7 +215,7 @@ class Homes:
         return self.store
 
     def transfer(self, entry: Entry, way: Literal["read", "verify", "write"]) -> Transfer:
-        """The method that moves an entry's shards: the store's or, for frozen weights, the scratch space's."""
+        """Moves shards of an entry: a method of the store or, for frozen weights, of the scratch space."""
         if entry.kind != "base":
             return {"read": self.ssd.read, "verify": self.ssd.verify, "write": self.ssd.write}[way]
         assert self.scratch is not None, "frozen weights are at home on the SSD, and no scratch space was claimed"
@@ -224,11 +223,11 @@ class Homes:
         return lambda _, buffer: move(offset, buffer)
 
     def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
-        """Moves shards from or to their offsets in `buffer`. Nothing is in flight afterwards, even on an error."""
+        """Moves shards from or to their offsets in `buffer`. Even on errors nothing is in flight afterwards."""
         _finish(self._start(transfer, shards, buffer))
 
     def _start(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> list[Future[None]]:
-        """The requests of `move`. On an error nothing is in flight."""
+        """On errors nothing is in flight."""
         moving: list[Future[None]] = []
         try:
             for s in shards:
@@ -238,19 +237,19 @@ class Homes:
             raise
         return moving
 
-    # ------------------------------------------------ all of it, for a snapshot
+    # ------------------------------------------------ snapshots
 
     def save_to_store(self, progress: Progress = silent) -> None:
-        """Writes all entries on the GPU or in RAM to their shards."""
+        """Writes what is on the GPU or in RAM to its shards."""
         reader = Reader(self)
         for entry in self.entries(everything=False):
             self.move(self.ssd.write, self.shards_of(entry), reader.read(entry))
             progress(self.layout(entry).span)
 
     def load_from_store(self, progress: Progress = silent, everything: bool = True) -> None:
-        """Reads and verifies all entries on the GPU or in RAM; with `everything` verifies the others too.
+        """Reads and verifies what is on the GPU or in RAM; with `everything` verifies the rest too.
 
-        Raises StoreError, Damaged among them. Nothing is in flight on an error, one of `progress` included.
+        Raises StoreError, Damaged among them. On errors, of `progress` too, nothing is in flight.
         """
         coming: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
 
@@ -273,7 +272,7 @@ class Homes:
             wait([future for _, _, moving in coming for future in moving])
 
     def _places(self, everything: bool) -> Iterator[tuple[Entry, Tensor]]:
-        """Entries with a buffer in RAM for each: its home, a ring's slot or staging."""
+        """Each entry with a buffer in RAM: its home, a ring's slot or staging."""
         turns: dict[str, Iterator[Tensor]] = {}
         for entry in self.entries(everything):
             home = self.in_ram(entry)
@@ -294,13 +293,13 @@ def _finish(moving: Iterable[Future[None]]) -> None:
 
 
 class Reader:
-    """Reads entries between steps. The staging buffer keeps the last: homes may not change meanwhile."""
+    """Reads entries between steps. Staging keeps the last: homes may not change meanwhile."""
 
     def __init__(self, homes: Homes):
         self.homes, self._staged = homes, ""
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
-        """The entry: its home in RAM, or until the next read a copy, of `parts` alone if given. Raises StoreError."""
+        """The entry's home in RAM, or a copy until the next read; `parts`: these alone. Raises StoreError."""
         homes = self.homes
         buffer = homes.in_ram(entry)
         if buffer is not None:
@@ -318,7 +317,7 @@ class Reader:
 
 
 class Writer:
-    """Context with a buffer for a whole entry, between steps: its home in RAM, or staging, copied home on exit."""
+    """A context with an entry's buffer, between steps: its home in RAM, or staging, copied home on exit."""
 
     def __init__(self, homes: Homes, entry: Entry):
         self.homes, self.entry, self.home = homes, entry, homes.home(entry)
@@ -338,5 +337,5 @@ class Writer:
 
 
 def staging(homes: Homes, entry: Entry) -> Tensor:
-    """The host buffer for an entry away from RAM."""
+    """The host buffer for entries away from RAM."""
     return homes.one("host", "staging")[: homes.layout(entry).span]

@@ -1,13 +1,12 @@
 """Lanes: resources that run tasks one after another, and the trace of what they did.
 
-A task waits only for tasks handed over before it, and lanes are first in, first out: no deadlock is possible. Three
-kinds run the same step:
+A task waits only for tasks handed over before it, and lanes are first in, first out: no deadlock. Three kinds:
 
 - `InlineLanes`: every task at once;
-- `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; ordered by CUDA events or futures;
+- `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; ordered by events or futures;
 - `SimulatedLanes` (planner/simulate.py): times alone; start = max(lane free, inputs ready), end = start + seconds.
 
-`compute` is the calling thread, with its current CUDA stream, in all three.
+`compute` is the calling thread with its CUDA stream.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-# Weights and activations, which the step waits for; optimizer records, which would hold them up in the same queue.
+# What a step waits for; optimizer records, which would hold it up in the same queue.
 READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
-LANES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer kernels on the GPU
+LANES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer on the GPU
 
 Kind = Literal[
     "forward", "backward", "loss", "zero", "finish", "statistics",  # computation
-    "adamw", "adamw weights", "adamw moments",  # updates, whole or in parts
+    "adamw", "adamw weights", "adamw moments",  # updates and their parts
     "weights", "state", "gradient", "activations",  # transfers, by content
     "other",
 ]  # fmt: skip
@@ -42,25 +41,25 @@ def _named(kind: Kind, of: str) -> str:
 
 
 class Task:
-    """A piece of work on a lane, its amounts and times."""
+    """Work on a lane, its amounts and times."""
 
     __slots__ = ("lane", "kind", "of", "nbytes", "flops", "start", "end")
 
     def __init__(self, lane: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
         self.lane, self.kind, self.of, self.nbytes, self.flops = lane, kind, of, nbytes, flops
-        self.start = self.end = 0.0  # seconds; on GPU streams set when the trace is read
+        self.start = self.end = 0.0  # seconds; on streams set when the trace is read
 
     @property
     def name(self) -> str:
         return _named(self.kind, self.of)
 
     def wait(self) -> Any:
-        """Blocks until the work is over, on the GPU too; returns its result or raises its error."""
+        """Blocks until it is over, on the GPU too; returns its result or raises its error."""
         raise NotImplementedError(f"{self.name}: simulated work has no result")
 
 
 class RealTask(Task):
-    """A task that runs, and its result."""
+    """A task that runs."""
 
     __slots__ = ("result", "error", "began", "ended", "_issued")
 
@@ -81,7 +80,7 @@ class RealTask(Task):
         return self.result
 
     def order_before(self, stream: torch.cuda.Stream | None) -> None:
-        """Orders `stream`'s next work after this task; without a stream blocks until it is over. Raises its error."""
+        """Orders `stream`'s next work after this task; without a stream blocks. Raises its error."""
         if stream is None:
             self.wait()
             return
@@ -94,7 +93,7 @@ class RealTask(Task):
 
 @dataclass(frozen=True)
 class Span:
-    """A task in a trace: seconds since its beginning, bytes moved, FLOPs."""
+    """A task in a trace; seconds since its beginning."""
 
     lane: str
     kind: Kind
@@ -129,7 +128,7 @@ class Lanes(Protocol):
         nbytes: float = 0,
         flops: float = 0,
     ) -> Task:
-        """Hands `fn` to a lane, to run after all of `after`; returns its task at once. `of`: its unit or piece."""
+        """Hands over `fn`, to run after all of `after`; returns its task at once. `of`: unit or piece."""
         ...
 
     def drain(self) -> None:
@@ -138,7 +137,7 @@ class Lanes(Protocol):
 
 
 class InlineLanes:
-    """Every task at once in the calling thread: the reference of the other lanes."""
+    """Every task at once in the calling thread: the reference."""
 
     simulated = False
 
@@ -165,7 +164,7 @@ class InlineLanes:
         execute(task, fn, after, None, self.zero)
         if task.error is not None:
             raise task.error
-        if self.device.type == "cuda":  # the next task may read the bytes on the CPU
+        if self.device.type == "cuda":  # the CPU may read the bytes next
             torch.cuda.current_stream(self.device).synchronize()
         return task
 
@@ -191,7 +190,7 @@ class InlineLanes:
 def execute(
     task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None, zero: float
 ) -> None:
-    """Runs `fn` on this thread, ordered after `after` on `stream`; its error is kept in the task."""
+    """Runs `fn` after `after`, on `stream` if given; keeps its error in the task."""
     try:
         for other in after:
             assert isinstance(other, RealTask), other
@@ -211,13 +210,13 @@ def execute(
         task._issued.set()
 
 
-SWITCH = 5e-4  # seconds between switches of the GIL; the usual 5e-3 is as long as a copy or update
+SWITCH = 5e-4  # seconds between GIL switches; the usual 5e-3 is a whole copy or update
 
 
 class RealLanes(InlineLanes):
-    """A thread per lane; on CUDA a stream each for `h2d`, `d2h`, `update`; `compute` is the caller's.
+    """A thread per lane; on CUDA streams for `h2d`, `d2h`, `update`; `compute`: the caller's.
 
-    Sets the interpreter's switch interval to SWITCH until `close`.
+    SWITCH is the interpreter's switch interval until `close`.
     """
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = ()):
@@ -278,7 +277,7 @@ class RealLanes(InlineLanes):
             execute(task, fn, after, stream, self.zero)
             if task.error is not None and self.error is None:
                 self.error = task.error
-            del task, fn, after, item  # locals of an idle thread would keep a slot's memory
+            del task, fn, after, item  # an idle thread's locals would keep a slot's memory
 
     def drain(self) -> None:
         last = [self._sentinel(name) for name in self.queues]

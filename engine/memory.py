@@ -1,7 +1,7 @@
 """The step's only allocator: exact buffers made before the first step, rings of equal slots, hard limits.
 
-Host buffers are anonymous mappings on 2 MiB pages, registered with CUDA for copies at full rate, ready for O_DIRECT.
-torch's pinned allocator rounds up to powers of two and never gives back.
+Host buffers are mappings on 2 MiB pages where granted, pinned by registration, ready for O_DIRECT. torch's pinned
+allocator rounds up to powers of two and never gives back.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ DTYPE = {
     "U8": torch.uint8,
 }
 HUGE_PAGE = 2 << 20
-NOTHING = torch.empty(0, dtype=torch.uint8)  # absent from the plan, or simulated
+NOTHING = torch.empty(0, dtype=torch.uint8)  # absent or simulated
 
 
 def views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
-    """The tensors of `layout` by name, views of a flat uint8 buffer."""
+    """Views of a flat uint8 buffer by name."""
     return {t.name: buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype]).view(t.shape) for t in layout.tensors}
 
 
@@ -68,7 +68,7 @@ Poison = Callable[[Slot], Task]  # fills a released slot with NaN (tests)
 
 @dataclass
 class OnGpu:
-    """Bytes on the GPU; readers and writers come after `ready`. `slot`: of a ring, if any."""
+    """Bytes on the GPU; readers and writers come after `ready`."""
 
     buffer: Tensor
     ready: tuple[Task, ...]
@@ -76,10 +76,10 @@ class OnGpu:
 
 
 class Ring:
-    """Equal slots, handed out in order of release.
+    """Equal slots, handed out in order of release, by one thread in program order.
 
-    For one thread in program order. Nothing blocks: a slot carries the last owner's tasks, and its next writer comes
-    after them. Without a free slot the plan is wrong: an error, in a simulation too, instead of a hang.
+    Nothing blocks: a slot's next writer comes after its last owner's tasks. Without a free slot the plan is wrong: an
+    error instead of a hang.
     """
 
     def __init__(self, name: str, buffers: Sequence[Tensor], poison: Poison | None = None):
@@ -88,7 +88,7 @@ class Ring:
         self.slots = list(self.free)
 
     def acquire(self, owner: str) -> Slot:
-        """A free slot. Raises RuntimeError if there is none."""
+        """Raises RuntimeError without a free slot."""
         if not self.free:
             owners = ", ".join(str(s.owner) for s in self.slots)
             raise RuntimeError(f"ring {self.name}: {owner} needs a slot and all {len(self.slots)} are owned ({owners})")
@@ -112,9 +112,9 @@ class Ring:
 
 @dataclass(eq=False)
 class Memory:
-    """Named buffers of the gpu and host tiers under limits in bytes. On the CPU both are RAM.
+    """Named buffers under limits in bytes. On the CPU both tiers are RAM.
 
-    `simulated`: counts alone. `poison`: called with each released slot.
+    `simulated`: counts alone. `poison`: called with released slots.
     """
 
     device: torch.device
@@ -122,7 +122,7 @@ class Memory:
     ram_limit: int
     simulated: bool = False
     poison: Poison | None = None
-    pinned: bool = True  # register host memory with CUDA; False after a refusal
+    pinned: bool = True  # register host memory; False after a refusal
     refused: int = 0  # bytes that CUDA refused to register
     table: list[tuple[str, str, int, int]] = field(default_factory=list)  # tier, name, bytes each, count
     rings: list[Ring] = field(default_factory=list)
@@ -130,11 +130,11 @@ class Memory:
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
     def used(self, tier: str) -> int:
-        """Bytes reserved or allocated in `tier` ("gpu" or "host")."""
+        """Bytes taken in `tier` ("gpu" or "host")."""
         return sum(each * count for t, _, each, count in self.table if t == tier)
 
     def reserve(self, tier: str, name: str, nbytes: int, count: int = 1) -> None:
-        """Counts `count` buffers of `nbytes` against the tier's limit. Raises DoesNotFit."""
+        """Counts buffers against the tier's limit. Raises DoesNotFit."""
         if nbytes * count == 0:
             return
         limit = self.gpu_limit if tier == "gpu" else self.ram_limit
@@ -148,7 +148,7 @@ class Memory:
         self.table.append((tier, name, nbytes, count))
 
     def alloc(self, tier: str, name: str, nbytes: int, count: int = 1) -> list[Tensor]:
-        """`count` page-aligned uint8 buffers of `nbytes`, rounded up to 4,096. Raises DoesNotFit."""
+        """Page-aligned uint8 buffers of `nbytes`, rounded up to 4,096. Raises DoesNotFit."""
         nbytes = round_up(nbytes)
         self.reserve(tier, name, nbytes, count)
         if self.simulated or nbytes == 0:
@@ -166,7 +166,7 @@ class Memory:
         room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages
         base = ctypes.addressof(ctypes.c_char.from_buffer(room))
         skip = -base % HUGE_PAGE
-        whole = nbytes // HUGE_PAGE * HUGE_PAGE  # a huge page for the rest would exceed the limit
+        whole = nbytes // HUGE_PAGE * HUGE_PAGE  # one more would exceed the limit
         _advise(room, "MADV_NOHUGEPAGE", 0, len(room))
         _advise(room, "MADV_HUGEPAGE", skip, whole)
         _advise(room, "MADV_DONTFORK", 0, len(room))
@@ -181,7 +181,7 @@ class Memory:
         return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
 
     def describe(self) -> list[str]:
-        """Lines of a table: all buffers, and totals against limits."""
+        """All buffers, and totals against limits, by line."""
         lines = [f"{'tier':5} {'buffer':32} {'count':>6} {'each':>11} {'total':>11}"]
         for tier, name, each, count in self.table:
             lines.append(f"{tier:5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
@@ -194,7 +194,7 @@ class Memory:
         return sum(r.owned for r in self.rings)
 
     def close(self) -> None:
-        """Unregisters the mappings; memory goes with its last view."""
+        """The memory goes with its last view."""
         for unregister in self._pins:
             unregister()
         self._maps.clear()
@@ -210,13 +210,13 @@ def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
 
 
 def _register(address: int, nbytes: int, device: torch.device) -> bool:
-    """Pins host memory for CUDA; False on a refusal.
+    """Pins host memory; False on a refusal.
 
     RLIMIT_MEMLOCK does not bind it. WSL2's driver has a limit that only a refusal tells.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
         return True
-    with suppress(RuntimeError):  # take the error here: the next CUDA call reports it again
+    with suppress(RuntimeError):  # the next CUDA call would report the error again
         torch.zeros(1, device=device)
     return False
 

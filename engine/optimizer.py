@@ -1,12 +1,9 @@
-"""Out-of-core AdamW, hidden under the GPU's work (Fuyou, section 4.3), with exact global-norm clipping: when it runs.
+"""When units are updated: out-of-core AdamW under the GPU's work (Fuyou, section 4.3), exact global-norm clipping.
 
-An update is due
-
-- in mode `forward` once backward has ended, the norm is known and clipping exact; it runs ahead of the unit's next
-  forward. With `late_moments` it has two parts: new weights under forward (in RAM 18 of 26 bytes a parameter; on the
-  SSD 10 read and 2 written of 10 and 10), moments under backward, from the same gradient (18; 8 and 8). The bits are
-  the same.
-- in mode `backward` when the gradient has landed, under the rest of backward, without clipping.
+- Mode `forward`: when the norm is known, ahead of the unit's next forward. `late_moments` are the second part of an
+  update: weights under forward (in RAM 18 of 26 bytes a parameter; on the SSD 10 read and 2 written of 10 and 10),
+  moments under backward, computed from the same gradient (18; 8 and 8). The bits are those of one update.
+- Mode `backward`: when the gradient has landed, under the rest of backward. No clipping.
 """
 
 from __future__ import annotations
@@ -22,12 +19,12 @@ from trireme.engine.lanes import Lanes, Task
 from trireme.engine.updates import AdamW, CpuUpdates, Kernels, OnGpuUpdates, StreamedUpdates
 from trireme.engine.weights import WeightStream
 
-MOMENTS_AHEAD = 2  # units from late moments to the gradient that takes their gradient's place
+MOMENTS_AHEAD = 2  # units from late moments to the gradient that replaces theirs
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """At the end of backward: mean loss per trained token, gradient norm, clip factor."""
+    """Mean loss per trained token, gradient norm, clip factor."""
 
     loss: float
     grad_norm: float
@@ -50,7 +47,7 @@ class Optimizer:
     # ------------------------------------------------ a step
 
     def begin(self, step: int, lr: float) -> None:
-        """Sets the step (from 1) and learning rate of updates to come; late moments make room for its gradients."""
+        """Sets step (from 1) and learning rate of updates to come; late moments make room for its gradients."""
         assert not self.gradients.landed, "the last step's gradients are not consumed"
         self.on_cpu.moments(self.geo.head - MOMENTS_AHEAD)
         self.kernels.step, self.kernels.lr = step, lr
@@ -64,7 +61,7 @@ class Optimizer:
             self.weights.settle()  # its next forward is far off
 
     def conclude(self, losses: list[Tensor], trained: int) -> StepStats:
-        """Waits for backward and returns its statistics; sets the updates' clip factor."""
+        """Waits for backward; returns its statistics, sets the updates' clip factor."""
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
 
         def conclude() -> Tensor:

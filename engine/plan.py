@@ -14,12 +14,12 @@ Tier = Literal["gpu", "host", "ssd"]
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 MODES: tuple[Mode, ...] = get_args(Mode)
-MOST = 1 << 48  # greater counts are mistakes
+MOST = 1 << 48  # more is a mistake
 COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots")
 
 
 class DoesNotFit(Exception):
-    """The run exceeds its limits; the message has the numbers and the way out. Exit code 3.
+    """The run exceeds its limits; the message has numbers and a way out. Exit code 3.
 
     `need`: bytes of gpu and host of the smallest plan, if known.
     """
@@ -31,7 +31,7 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of GPU memory and RAM for a plan. On the CPU both are RAM."""
+    """Bytes for a plan. On the CPU both are RAM."""
 
     gpu: int
     host: int
@@ -41,22 +41,22 @@ class Limits:
         return self.gpu + self.host
 
     def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
-        """Bytes missing by tier (gpu, host), without tiers that suffice."""
+        """Bytes missing, by tier that lacks any."""
         lacks = {"gpu": need["gpu"] - self.gpu, "host": need["host"] - self.host}
         return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Where one unit's pieces live. `state` "gpu": weights and update there too."""
+    """Homes of a unit's pieces. `state` "gpu": weights and update there too."""
 
-    weights: Tier = "gpu"  # home of hi, the compute copy
-    state: Tier = "gpu"  # home of lo, m, v
-    update: Literal["cpu", "gpu"] = "cpu"  # of state in RAM; "gpu" streams it there and back
-    resident: bool = False  # a copy of host or ssd weights stays on the GPU, refreshed once a step
-    x: Tier = "gpu"  # the unit's input
-    saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier); absent names are recomputed
-    base: Tier = "gpu"  # home of frozen weights
+    weights: Tier = "gpu"  # of hi, the compute copy
+    state: Tier = "gpu"  # of lo, m, v
+    update: Literal["cpu", "gpu"] = "cpu"  # of state in RAM; "gpu" streams it
+    resident: bool = False  # a copy on the GPU of host or ssd weights, refreshed once a step
+    x: Tier = "gpu"  # input
+    saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier); others are recomputed
+    base: Tier = "gpu"  # of frozen weights
 
     def names(self, tier: Tier) -> tuple[str, ...]:
         return tuple(name for name, t in self.saved if t == tier)
@@ -64,24 +64,24 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every decision of a run. Steps may have fewer tokens and micro-batches."""
+    """Steps may have fewer tokens and micro-batches."""
 
     units: tuple[UnitPlan, ...]  # embedding, blocks or half blocks, head
-    tokens: int  # most of a micro-batch
-    n_micro: int  # most micro-batches of a step
-    dtype: str = "BF16"  # of computation: BF16 or F32
+    tokens: int  # of a micro-batch, at most
+    n_micro: int  # micro-batches of a step, at most
+    dtype: str = "BF16"  # or F32
     mode: Mode = "forward"  # when updates run: optimizer.py
     adam_bits: int = 32  # of each moment: 32, 16 or 8
-    late_moments: tuple[Tier, ...] = ()  # tiers of state with moments written under backward: optimizer.py
-    window: int = 2  # slots of a weight ring on the GPU: one in use, others prefetched
-    host_window: int = 2  # slots of a host ring: of SSD-home weights, of gradients that do not wait in RAM
+    late_moments: tuple[Tier, ...] = ()  # tiers with moments under backward: optimizer.py
+    window: int = 2  # GPU slots of weights: one in use, others prefetched
+    host_window: int = 2  # host slots of SSD-home weights, of gradients passing through
     state_slots: int = 4  # host slots of SSD-home records
     record: int = 1 << 24  # parameters of an optimizer record
     stream_slots: int = 3  # GPU slots of streamed records
-    piece: int = 1 << 40  # most elements of a rounded gradient that leave the GPU at once
+    piece: int = 1 << 40  # most elements of a gradient leaving the GPU at once
     swap_slots: int = 2  # of each ring of swapped activations
     between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit
-    gradients: Literal["host", "ssd"] = "host"  # where those with SSD-home state wait for their norm
+    gradients: Literal["host", "ssd"] = "host"  # where those with SSD-home state wait
     halves: bool = False  # half blocks as units
 
     def __post_init__(self) -> None:
@@ -127,21 +127,21 @@ class Plan:
 
     @property
     def ahead(self) -> int:
-        """Units prefetched beside the one in use; attention and MLP halves have a ring each."""
+        """Units prefetched beside the one in use; half blocks have two rings."""
         return self.window * (2 if self.halves else 1) - 1
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
-        """This plan with `change` of the units in `chosen`. Units alike stay one object, which `distinct` relies on."""
+        """With `change` of the units in `chosen`; units alike stay one object (`distinct`)."""
         made = {id(unit): replace(unit, **change) for unit in map(self.units.__getitem__, self.distinct())}
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
 
     def distinct(self) -> Iterable[int]:
-        """One unit's index for each object in `units`."""
+        """A unit for each object in `units`."""
         return dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values()
 
     def uses(self, tier: Tier) -> bool:
-        """Whether `tier` is a home of anything."""
+        """Whether anything lives in `tier`."""
         units = map(self.units.__getitem__, self.distinct())
         return any(tier in (u.weights, u.state, u.base, u.x, *(t for _, t in u.saved)) for u in units)
 
@@ -165,7 +165,7 @@ class Plan:
 
     @staticmethod
     def of(data: dict[str, Any]) -> Plan:
-        """A plan from the data of `asdict`. Raises InputError on any other."""
+        """From the data of `asdict`. Raises InputError on any other."""
         try:
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
@@ -179,7 +179,7 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """A plan from JSON or YAML, as of `save`. Raises InputError on any other content."""
+        """From JSON or YAML. Raises InputError on any other content."""
         import yaml
 
         try:
@@ -196,7 +196,7 @@ _TYPES = {"int": int, "bool": bool}
 
 
 def _check_types(what: dict[str, Any], cls: type) -> None:
-    """Raises InputError on values of a wrong type, without printing them: YAML aliases can make a list endless."""
+    """Raises InputError on wrong types, without the value: YAML aliases can make it endless."""
     words = [*what.get("late_moments", ()), *(word for pair in what.get("saved", ()) for word in pair)]
     for f in fields(cls):
         expected = None if str(f.type).startswith("tuple") else _TYPES.get(str(f.type), str)  # others are names

@@ -1,7 +1,7 @@
 """One training step, top to bottom. Read this file first.
 
-All micro-batches of a unit, then the next unit. All work is tasks on lanes; the only wait is for the loss and the
-gradient norm after backward. Only functions given to `run` touch data: a simulation runs the same code.
+All micro-batches of a unit, then the next unit. The only wait is for loss and gradient norm, after backward. Only
+functions given to `run` touch data: a simulation runs the same code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """A micro-batch; a simulation has its sizes alone."""
+    """A simulation has sizes alone."""
 
     tokens: int  # N
     trained: int  # M
@@ -56,7 +56,7 @@ class Inputs:
 
 @dataclass
 class Engine:
-    """The parts that a step works on; build.py makes them."""
+    """What a step works on; from build.py."""
 
     cfg: ModelConfig
     geo: Geometry
@@ -77,7 +77,7 @@ class Engine:
             self.homes.scratch = self.activations.scratch = self.gradients.scratch = scratch
 
     def close(self) -> None:
-        """Ends the optimizer's threads; frees scratch space and memory. The lanes are the caller's."""
+        """Ends threads; frees scratch space and memory. The lanes are the caller's."""
         self.optimizer.close()
         if self.activations.scratch is not None:
             self.activations.scratch.close()
@@ -105,7 +105,7 @@ def look_ahead(items: Iterable[Item], reach: int, start: Callable[[Item], object
 class Route:
     """A pass: its units in order and, within each, the micro-batches.
 
-    Ahead of use `units` starts weights, and each of `fetched` the activations of one micro-batch at a time.
+    `units` starts weights ahead, each of `fetched` the activations of one micro-batch.
     """
 
     batch: Sequence[Inputs]
@@ -113,7 +113,7 @@ class Route:
     fetched: Sequence[Iterator[object]]
 
     def micro_batches(self) -> Iterator[tuple[int, Inputs]]:
-        """The current unit's micro-batches, their activations on the GPU or on their way."""
+        """The current unit's, their activations on the GPU or on their way."""
         for b, mb in enumerate(self.batch):
             for places in self.fetched:
                 next(places)
@@ -124,9 +124,9 @@ class Route:
 
 
 def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> StepStats:
-    """Forward, backward and update of one step; `step` counts from 1.
+    """Forward, backward and update; `step` counts from 1.
 
-    In mode `forward` the update runs in the next call, ahead of each unit's forward, or in `e.optimizer.flush()`.
+    In mode `forward` the next call runs the update, ahead of each unit's forward, or `e.optimizer.flush()` does.
     """
     trained = sum(mb.trained for mb in batch)
     route = _forward(e, batch, train=True)
@@ -147,19 +147,19 @@ def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
 
 
 def forward_units(e: Engine) -> Iterator[int]:
-    """Units in forward order; starts their due updates and their weights ahead."""
+    """Units in forward order; starts due updates and weights ahead."""
 
     def start(u: int) -> None:
         e.optimizer.update(u)
         e.optimizer.run_ahead()
         e.weights.prefetch(u)
 
-    reach = min(e.plan.ahead, e.geo.head - 1)  # both ends share a slot: the head waits for the embedding's release
+    reach = min(e.plan.ahead, e.geo.head - 1)  # the ends share a slot: the head waits for the embedding
     return look_ahead(range(e.geo.n_units), reach, start)
 
 
 def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
-    """Embedding and blocks. Returns the route at the head."""
+    """Returns the route at the head."""
     e.optimizer.run_ahead()
     route = Route(batch, forward_units(e), _outputs(e, batch, e.activations.x, range(e.geo.n_units)))
     for u in route.units:
@@ -178,7 +178,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
 def _outputs(
     e: Engine, batch: Sequence[Inputs], of: Callable[[int, int], Activation], units: Iterable[int]
 ) -> list[Iterator[tuple[int, int]]]:
-    """Prefetches of units' outputs, where these leave the GPU before the next unit."""
+    """Prefetches of units' outputs that leave the GPU before the next unit."""
     if e.plan.between == "gpu":
         return []
 
@@ -242,7 +242,7 @@ def _loss(
     scale: float,
     losses: list[Tensor],
 ) -> Task:
-    """Appends micro-batch b's losses; with `g` adds to the gradients too."""
+    """Appends micro-batch b's losses; with `g` adds gradients too."""
     u, swap = e.geo.head, e.activations
     source, target = swap.x(u, b), swap.dx(u, b)
     x = swap.get(source)

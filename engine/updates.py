@@ -1,7 +1,7 @@
 """How a unit is updated: on the GPU, streamed through it, or on the CPU, whole or in two parts.
 
-Tasks are queued with the hyper-parameters of their step: the next may begin before they run. State in RAM may stream
-through the GPU: PCIe and the CPU's memory together are faster than either.
+Tasks keep the hyper-parameters of their step: the next may begin before they run. State in RAM may stream through the
+GPU: PCIe and RAM together are faster than either.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class AdamW:
 
 
 class Clip:
-    """A step's factor for its gradients, on the device and in RAM; 1 until a norm is known."""
+    """The factor of a step's gradients; 1 until a norm is known."""
 
     def __init__(self, lanes: Lanes):
-        self.known: tuple[Task, ...] = ()  # sets the factor; clipped updates come after
+        self.known: tuple[Task, ...] = ()  # sets it; clipped updates come after
         if not lanes.simulated:
             self.on_device = torch.ones(1, dtype=torch.float32, device=lanes.device)
             self.in_ram = torch.ones(1, dtype=torch.float32)
@@ -56,7 +56,7 @@ class Clip:
 
 
 class Kernels:
-    """AdamW of ranges of elements with the current step's hyper-parameters."""
+    """AdamW with the current step's hyper-parameters."""
 
     def __init__(self, geo: Geometry, plan: Plan, lanes: Lanes, adamw: AdamW):
         self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(lanes)
@@ -65,7 +65,7 @@ class Kernels:
         self.workers = None if lanes.simulated else Workers()
 
     def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
-        """The update of elements a..b of unit u, or a `part` of it."""
+        """Updates elements a..b of unit u, or a `part` of them."""
         h = self.adamw
         hyper = dict(lr=self.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, step=self.step)
         hyper["n_decay"] = min(max(self.geo.n_decay[u] - a, 0), b - a)
@@ -98,7 +98,7 @@ def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
 
 
 class OnGpuUpdates:
-    """Updates of units at home on the GPU, on its compute stream."""
+    """Units at home on the GPU, on its compute stream."""
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
@@ -119,13 +119,13 @@ class OnGpuUpdates:
 
 
 class StreamedUpdates:
-    """Updates on the GPU of state in RAM, record by record there and back."""
+    """On the GPU, of state in RAM, record by record."""
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.lanes = homes, weights, lanes
         self.ring = homes.ring("gpu", "stream ring")
-        self.written: dict[tuple[int, int], Task] = {}  # last copy back of each record
+        self.written: dict[tuple[int, int], Task] = {}  # copies back
 
     def hand_over(self, u: int, landing: Slot, landed: Task) -> None:
         held, read = self.weights.get(u), []
@@ -136,7 +136,7 @@ class StreamedUpdates:
         self.weights.write_back(u, done)
 
     def _record(self, u: int, r: int, a: int, b: int, held: OnGpu, landing: Slot, landed: Task) -> tuple[Task, Task]:
-        """(copy to the GPU, update) of one record; the copy back is queued too."""
+        """(copy to the GPU, update); queues the copy back too."""
         dtype, layout, home = self.geo.dtype, self.geo.state_layout(b - a), self.homes.state[u][r]
         of, adamw = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True)
         slot = self.ring.acquire(of)
@@ -168,10 +168,10 @@ class StreamedUpdates:
 
 
 class CpuWork:
-    """A unit's update on the CPU or a part of it, queued whole or by record."""
+    """A unit's update on the CPU, or a part of it."""
 
     def __init__(self, kernels: Kernels, lanes: Lanes, u: int, hi: Tensor, gradient: Tensor | None, part: Part):
-        """`hi`: the unit's weights. `gradient`: all of it in RAM; None where records bring their own."""
+        """`gradient`: the unit's in RAM, None where records bring their own."""
         self.kernels, self.geo, self.lanes = kernels, kernels.geo, lanes
         self.u, self.hi, self.gradient, self.part = u, hi, gradient, part
         self.ranges = self.geo.records(u, kernels.plan.record)
@@ -189,7 +189,7 @@ class CpuWork:
         return self._run(self.geo.names[self.u], update, after, n)
 
     def record(self, r: int, state: Tensor, after: Sequence[Task], gradient: Tensor | None = None) -> Task:
-        """Queues record r. `gradient`: that of the record alone."""
+        """`gradient`: that of the record alone."""
 
         def update() -> None:
             with self._workers().together():
@@ -226,7 +226,7 @@ class Read(NamedTuple):
 
 
 class Records:
-    """Records at home on the SSD, read ahead in the order of updates while the ring has slots."""
+    """Records at home on the SSD, read ahead while the ring has slots."""
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes):
         self.geo, self.plan, self.homes = geo, plan, homes
@@ -235,7 +235,7 @@ class Records:
         on_ssd = (u for u in units if plan.units[u].state == "ssd")
         self.order = [(u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
         self.next = 0  # index in `order` of the next read
-        self.readable = len(self.order)  # records to read by now: with late moments only once these are written
+        self.readable = len(self.order)  # records to read; late moments must be written first
         self.ahead: deque[Read] = deque()
         self.written: dict[tuple[int, int], Task] = {}  # last writes
 
@@ -264,21 +264,18 @@ class Records:
         return read
 
     def take_moments(self, u: int, r: int) -> Read:
-        """The moments alone of a record with updated weights."""
+        """Its moments alone, once its weights are updated."""
         return self._start(u, r, "moments")
 
     def put_back(self, read: Read, done: Task, *parts: str) -> None:
-        """Writes the record, or `parts` of it, after `done`, and releases its slot."""
+        """Writes it, or `parts`, after `done`, and releases its slot."""
         write = self.homes.write_state(read.u, read.r, read.slot.buffer, (done,), *parts)
         self.written[read.u, read.r] = write
         self.ring.release(read.slot, (write,))
 
 
 class CpuUpdates:
-    """Updates on the CPU of units with state in RAM or on the SSD.
-
-    With late moments `hand_over` queues the weights, `moments` the rest.
-    """
+    """On the CPU, of state in RAM or on the SSD. With late moments `hand_over` queues weights, `moments` the rest."""
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, gradients: Gradients, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
@@ -295,12 +292,12 @@ class CpuUpdates:
         in_ram = gradient.buffer if gradient else None
         work = CpuWork(self.kernels, self.lanes, u, hi, in_ram, "weights" if late else "all")
         if unit.state == "ssd":
-            for r in range(len(work.ranges)):  # a lane is first in, first out: the last record ends last
+            for r in range(len(work.ranges)):  # first in, first out: the last record ends last
                 done = self._record(work, r, after, late)
         else:
             done = work.whole(self.homes.state[u], after)
         if late:
-            # Moments read no weights; those at home on the SSD have left their slot. Any buffer of that size will do.
+            # Moments read no weights, and SSD-home weights are gone by then: any buffer of that size will do.
             stand_in = in_ram if in_ram is not None else hi
             moments = CpuWork(self.kernels, self.lanes, u, stand_in, in_ram, "moments")
             self.late.append((u, gradient, moments, done))

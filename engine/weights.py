@@ -1,7 +1,7 @@
-"""Weights on their way to the GPU: prefetch, get, release, in the order of the step.
+"""Weights on their way to the GPU: prefetch, get, release.
 
-They lie there for good (home, or a resident copy refreshed once a step) or pass through a ring. The last units of
-forward keep their slots for backward: STRONGHOLD's window, and in a known order Belady's choice.
+They stay there (at home, or a copy refreshed once a step) or pass through a ring. The last units of forward keep their
+slots for backward: STRONGHOLD's window and, the order being known, Belady's choice.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WeightStream:
             held.slot.ring.release(held.slot, (after, *self._ready(u)))
 
     def kept_for_turn(self, u: int, train: bool) -> bool:
-        """Whether unit u stays after forward: for backward, or a tied embedding for the head."""
+        """Whether unit u stays for backward, or tied for the head."""
         if u == 0 or not train:
             return u == 0 and self.geo.cfg.tied
         if not self._streams(u):
@@ -94,7 +94,7 @@ class WeightStream:
         return self.homes.read_weights(Entry(self.kind, u), buffer, after)
 
     def updated_in_ram(self, u: int, done: Task, slot: Slot | None) -> None:
-        """`done` updates the buffer of `for_update`: written home; the slot serves the next prefetch."""
+        """`done` updates the weights of `for_update`; the next prefetch reads their slot."""
         self.publish(u, done)
         if slot is not None:
             self.updated[u] = self.homes.write_weights(u, slot.buffer, (done,))
@@ -109,7 +109,7 @@ class WeightStream:
             self.stale.add(u)
 
     def write_back(self, u: int, done: Task) -> None:
-        """Copies unit u home from its slot on the GPU, after its update `done`."""
+        """Copies unit u home from the GPU after its update."""
         held, home, nbytes = self.held[u], self.homes.weights[u], self.geo.weights[u].span
 
         def down() -> None:
@@ -119,13 +119,13 @@ class WeightStream:
         self.updated[u] = self.lanes.run("d2h", "weights", self.geo.names[u], down, (done,), nbytes=nbytes)
 
     def drop(self, u: int) -> None:
-        """Releases a unit on the GPU for its update alone."""
+        """Releases a unit that came for its update alone."""
         held = self.held.pop(u, None)
         if held is not None and held.slot is not None:
             held.slot.ring.release(held.slot, (*held.ready, self.updated[u]))
 
     def settle(self) -> None:
-        """Releases host slots with fresh weights; these are read again when needed."""
+        """Releases host slots of fresh weights, to be read again."""
         for u, (slot, _) in self.fresh.items():
             slot.ring.release(slot, (self.updated[u],))
         self.fresh.clear()

@@ -1,4 +1,4 @@
-"""Adapters in peft's format: a folder with adapter_config.json and adapter_model.safetensors, fp32."""
+"""Adapters in peft's format: adapter_config.json and adapter_model.safetensors, fp32."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trireme.storage.layout import sequential
 from trireme.storage.untrusted import parse_json, read_small
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of peft's names
+PREFIX = "base_model.model."  # peft's
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is adapted, and the tensors by canonical names."""
+    """What is adapted; tensors by canonical names."""
 
     lora: Lora
     source: Source
@@ -46,13 +46,13 @@ class Adapter:
 
 
 def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """name -> shape of all adapters."""
+    """name -> shape."""
     units = (shapes.trained_parts(cfg, u) for u in range(cfg.n_units))
     return {name: shape for unit in units for part in unit for group in part for name, shape in group}
 
 
 def save_adapter(folder: Path, cfg: ModelConfig, homes: Homes, base: str) -> None:
-    """Writes the current adapters into `folder`; `base` names their model. Raises StoreError."""
+    """Writes the current adapters; `base` names their model. Raises StoreError."""
     assert cfg.lora is not None
     reader = Reader(homes)
     unit = {t.name: u for u, layout in enumerate(homes.geo.weights) for t in layout.tensors}
@@ -77,7 +77,7 @@ def save_adapter(folder: Path, cfg: ModelConfig, homes: Homes, base: str) -> Non
 
 
 def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
-    """The keys that peft, vLLM and llama.cpp read."""
+    """Keys that peft, vLLM and llama.cpp read."""
     return {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -97,7 +97,7 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
 
 
 def read_adapter(folder: Path, cfg: ModelConfig) -> Adapter:
-    """The adapter in `folder`. Raises InputError on another format, kind or base."""
+    """Raises InputError on another format, kind or base."""
     try:
         config = parse_json(read_small(folder / CONFIG, links=True), str(folder / CONFIG))
         header = read_header(folder / WEIGHTS)
@@ -120,7 +120,7 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> Adapter:
 
 
 def _numbers(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
-    """(rank, alpha), rank-stabilised alpha as its plain equivalent. Raises InputError on other kinds."""
+    """(rank, alpha without rank stabilisation). Raises InputError on other kinds."""
     where = folder / CONFIG
     if config.get("peft_type") != "LORA":
         raise InputError(f"{where}: peft_type is {config.get('peft_type')!r}; LORA is supported.")
@@ -136,7 +136,7 @@ def _numbers(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
 
 
 def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
-    """Writes `source` plus the adapter in `folder` to `out`. Raises InputError, StoreError."""
+    """Writes `source` plus the adapter to `out`. Raises InputError, StoreError."""
     base = replace(cfg, lora=None, frozen=())
     adapter = read_adapter(folder, base)
     names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
