@@ -19,7 +19,7 @@ from trireme.engine.plan import TIERS, Plan, Tier
 
 
 class Activation(NamedTuple):
-    """Of micro-batch b: unit u's input, its gradient, or saved tensors; `tier`: between uses."""
+    """Unit u's input, its gradient, or saved tensors, of micro-batch b; `tier`: between uses."""
 
     u: int
     b: int
@@ -47,7 +47,7 @@ class ActivationSwap:
         self.away: dict[Activation, Task] = {}  # last tasks outside the GPU
 
     def _place(self, homes: Homes) -> None:
-        """Gives every span outside the rings its place."""
+        """Places spans outside rings."""
         on_gpu, in_ram = iter(homes.many("gpu", "x")), iter(homes.many("host", "x"))
         for u in range(1, self.geo.n_units):
             name = self.geo.names[u]
@@ -72,7 +72,6 @@ class ActivationSwap:
         return Activation(u, b, "x", "gpu" if at_once else self.plan.units[u].x)
 
     def dx(self, u: int, b: int) -> Activation:
-        """The gradient of unit u's input."""
         return Activation(u, b, "dx", self.plan.between)
 
     def saved(self, u: int, b: int) -> list[Activation]:
@@ -113,7 +112,7 @@ class ActivationSwap:
         return here
 
     def send(self, activation: Activation, tokens: int, after: Task) -> None:
-        """Sends a span, filled by `after`, to its tier; frees its place on the GPU unless the next unit reads there."""
+        """Sends a filled span to its tier; frees its place on the GPU unless the next unit reads there."""
         here = self.here[activation]
         here.ready = (after,)
         if activation.tier != "gpu":
@@ -171,7 +170,7 @@ class ActivationSwap:
         return self.here[activation]
 
     def release(self, activation: Activation, after: Task) -> None:
-        """Frees the span's place on the GPU after `after` and its copies out."""
+        """Frees the span's place on the GPU after `after` and copies out."""
         here = self.here.pop(activation)
         if here.slot is not None:
             here.slot.ring.release(here.slot, (*here.ready, after))
@@ -197,5 +196,5 @@ class ActivationSwap:
 
 
 def _waiting_place(activation: Activation) -> Activation:
-    """The key of its place outside the GPU: a micro-batch's `dx` has one for all units in turn."""
+    """The key of its place outside the GPU: all units' `dx` share one per micro-batch."""
     return activation._replace(u=0) if activation.what == "dx" else activation

@@ -1,4 +1,4 @@
-"""Sizes and offsets of a model's tensors, gradients, optimizer records and activations. Pure."""
+"""Sizes and offsets of a model's tensors, gradients, records and activations. Pure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 Part = Literal["all", "weights", "moments"]  # of an update
-ADAM_BYTES = 28  # of RAM that an fp32 AdamW moves a parameter: gradient, master, moments, weights
-# Bytes moved a parameter in RAM, parts by their times on a Xeon: 9.9 and 9.1 G parameters/s, all 7.1.
+ADAM_BYTES = 28  # RAM traffic of an fp32 AdamW a parameter: gradient, master, moments, weights
+# RAM traffic by part, scaled to times on a Xeon: 9.9 and 9.1 G parameters/s, all 7.1.
 PART_BYTES: dict[Part, int] = {"all": ADAM_BYTES, "weights": 20, "moments": 22}
 GPU_BYTES = 26  # the same on the GPU
 STRETCH = 1 << 25  # most elements rounded and squared at once
 
 
-Alike = tuple[str, tuple[tuple[int, ...], ...]]  # a unit's kind and trained shapes
+Alike = tuple[str, tuple[tuple[int, ...], ...]]  # kind, trained shapes
 
 
 class Stretch(NamedTuple):
-    """Elements [start, stop) of a unit's gradient, and the index of their sum of squares."""
+    """Elements [start, stop) of a unit's gradient; the index of their sum of squares."""
 
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Geometry:
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
-        """Of each unit's trained weights, and of gradients in the compute dtype."""
+        """Of each unit's trained weights and, in the compute dtype, gradients."""
         parts = (shapes.trained_parts(self.cfg, u) for u in range(self.n_units))
         return tuple(pack([group for part in unit for group in part], self.dtype) for unit in parts)
 
@@ -84,8 +84,8 @@ class Geometry:
         return self.kinds[u], tuple(t.shape for t in self.weights[u].tensors)
 
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
-        """In the order of the weights. Matrices and vectors of each half block have stretches of their own: the bits
-        of the norm depend on model and dtype alone.
+        """In the order of the weights. Matrices and vectors of each half block have stretches of their own: the norm's
+        bits depend on model and dtype alone.
         """
         kind = self._alike(u)
         if kind not in self._cut:
@@ -104,11 +104,11 @@ class Geometry:
 
     @cached_property
     def first_stretch(self) -> tuple[int, ...]:
-        """The number of stretches before each unit and, last, in all."""
+        """The number of stretches before each unit, and in all."""
         return tuple(accumulate((len(self._stretches(u)) for u in range(self.n_units)), initial=0))
 
     def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
-        """A unit's stretches in groups of up to `most` elements, at least one in each."""
+        """A unit's stretches in groups of up to `most` elements, or of one."""
         kind = self._alike(u)
         if (kind, most) not in self._pieces:
             pieces: list[list[Stretch]] = []
@@ -126,7 +126,7 @@ class Geometry:
         return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
 
     def size_class(self, u: int) -> str:
-        """Units of a class share rings. The two ends, used in turn, share a slot unless tied."""
+        """Units of a class share rings; untied, both ends share a slot in turn."""
         if 0 < u < self.head or self.cfg.tied:
             return self.kinds[u]
         return "ends"
@@ -150,7 +150,7 @@ class Geometry:
         return self._state[n]
 
     def state_parts(self, n: int) -> dict[str, tuple[int, Layout]]:
-        """part -> (first byte, layout): m and v; lo, where the master is split, a shard of its own.
+        """part -> (first byte, layout): m and v; a split master's lo, a shard of its own.
 
         8-bit moments have a floor per 256 (kernels/moments.py).
         """
@@ -170,7 +170,6 @@ class Geometry:
         return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
 
     def saved_names(self, kind: str) -> tuple[str, ...]:
-        """What a block or half block can save."""
         if kind not in self._names:
             self._names[kind] = tuple(shapes.saved_shapes(self.cfg, 1, kind))
         return self._names[kind]
@@ -188,6 +187,6 @@ class Geometry:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
 
 
-@lru_cache(maxsize=4)  # a search asks often
+@lru_cache(maxsize=4)
 def geometry(cfg: ModelConfig, dtype: str, adam_bits: int) -> Geometry:
     return Geometry(cfg, dtype, adam_bits)

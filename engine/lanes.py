@@ -175,10 +175,10 @@ class InlineLanes:
         return task
 
     def drain(self) -> None:
-        """No task is under way."""
+        """All is done."""
 
     def close(self) -> None:
-        """There are no threads."""
+        """No threads to end."""
 
     def trace(self) -> list[Span]:
         """Spans recorded while `tracing`, since the last call. Call after drain()."""
@@ -296,7 +296,7 @@ class RealLanes(InlineLanes):
         return task
 
     def close(self) -> None:
-        """Ends the threads; tasks queued behind a failed one do not run."""
+        """Ends the threads; tasks behind a failed one do not run."""
         for waiting in self.queues.values():
             waiting.put(None)
         for thread in self.threads:

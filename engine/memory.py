@@ -1,7 +1,7 @@
-"""The step's only allocator: exact buffers made before the first step, rings of equal slots, hard limits.
+"""Memory of a step: exact buffers, rings of equal slots, hard limits.
 
-Host buffers are mappings on 2 MiB pages where granted, pinned by registration, ready for O_DIRECT. torch's pinned
-allocator rounds up to powers of two and never gives back.
+All of it is made before the first step. Host buffers are mappings on 2 MiB pages where granted, registered with CUDA,
+ready for O_DIRECT: torch's pinned allocator rounds up to powers of two and never gives back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
 
 
 class Slot:
-    """A buffer of a ring, owned from acquire to release. Its next writer comes after `ready`."""
+    """A ring's buffer, owned from acquire to release; its next writer comes after `ready`."""
 
     __slots__ = ("ring", "buffer", "owner", "ready")
 
@@ -78,8 +78,8 @@ class OnGpu:
 class Ring:
     """Equal slots, handed out in order of release, by one thread in program order.
 
-    Nothing blocks: a slot's next writer comes after its last owner's tasks. Without a free slot the plan is wrong: an
-    error instead of a hang.
+    Never blocks: a slot's next writer comes after its last owner's tasks. No free slot is an error instead of a hang:
+    the plan is wrong.
     """
 
     def __init__(self, name: str, buffers: Sequence[Tensor], poison: Poison | None = None):
@@ -123,14 +123,14 @@ class Memory:
     simulated: bool = False
     poison: Poison | None = None
     pinned: bool = True  # register host memory; False after a refusal
-    refused: int = 0  # bytes that CUDA refused to register
+    refused: int = 0  # bytes not registered
     table: list[tuple[str, str, int, int]] = field(default_factory=list)  # tier, name, bytes each, count
     rings: list[Ring] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
     def used(self, tier: str) -> int:
-        """Bytes taken in `tier` ("gpu" or "host")."""
+        """Bytes taken in "gpu" or "host"."""
         return sum(each * count for t, _, each, count in self.table if t == tier)
 
     def reserve(self, tier: str, name: str, nbytes: int, count: int = 1) -> None:
@@ -173,7 +173,7 @@ class Memory:
         address = base + skip
         if pin and (self.pinned or self.refused) and self.device.type == "cuda":
             self.pinned = self.pinned and _register(address, nbytes, self.device)
-            if self.pinned:  # unregister before the memory is freed, on every way out
+            if self.pinned:  # unregister before any way out frees the memory
                 self._pins.append(weakref.finalize(self, _unregister, address))
             else:
                 self.refused += nbytes

@@ -19,7 +19,7 @@ COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record",
 
 
 class DoesNotFit(Exception):
-    """The run exceeds its limits; the message has numbers and a way out. Exit code 3.
+    """Limits are exceeded; the message has numbers and a way out. Exit code 3.
 
     `need`: bytes of gpu and host of the smallest plan, if known.
     """
@@ -53,7 +53,7 @@ class UnitPlan:
     weights: Tier = "gpu"  # of hi, the compute copy
     state: Tier = "gpu"  # of lo, m, v
     update: Literal["cpu", "gpu"] = "cpu"  # of state in RAM; "gpu" streams it
-    resident: bool = False  # a copy on the GPU of host or ssd weights, refreshed once a step
+    resident: bool = False  # GPU copy of host or ssd weights, refreshed once a step
     x: Tier = "gpu"  # input
     saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier); others are recomputed
     base: Tier = "gpu"  # of frozen weights
@@ -131,7 +131,7 @@ class Plan:
         return self.window * (2 if self.halves else 1) - 1
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
-        """With `change` of the units in `chosen`; units alike stay one object (`distinct`)."""
+        """With `change` of units in `chosen`; equal units stay one object (`distinct`)."""
         made = {id(unit): replace(unit, **change) for unit in map(self.units.__getitem__, self.distinct())}
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
@@ -141,7 +141,6 @@ class Plan:
         return dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values()
 
     def uses(self, tier: Tier) -> bool:
-        """Whether anything lives in `tier`."""
         units = map(self.units.__getitem__, self.distinct())
         return any(tier in (u.weights, u.state, u.base, u.x, *(t for _, t in u.saved)) for u in units)
 
@@ -165,7 +164,7 @@ class Plan:
 
     @staticmethod
     def of(data: dict[str, Any]) -> Plan:
-        """From the data of `asdict`. Raises InputError on any other."""
+        """From `asdict`'s data. Raises InputError on any other."""
         try:
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}

@@ -6,8 +6,9 @@ import math
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int) -> float:
-    """The rate of `step` (from 1): linear from 0 over `warmup` steps, then constant, cosine to 10 %, or linear to 0
-    in step total + 1, as in transformers."""
+    """The rate of `step` (from 1): linear from 0 over `warmup`; then constant, cosine to 10 %, or linear to 0 in step
+    total + 1 (transformers).
+    """
     if step <= warmup:
         return peak * step / warmup
     left = max(1, total - warmup)

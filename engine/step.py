@@ -113,7 +113,7 @@ class Route:
     fetched: Sequence[Iterator[object]]
 
     def micro_batches(self) -> Iterator[tuple[int, Inputs]]:
-        """The current unit's, their activations on the GPU or on their way."""
+        """The current unit's, with activations on the GPU or on their way."""
         for b, mb in enumerate(self.batch):
             for places in self.fetched:
                 next(places)

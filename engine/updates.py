@@ -98,7 +98,7 @@ def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
 
 
 class OnGpuUpdates:
-    """Units at home on the GPU, on its compute stream."""
+    """Updates of units at home on the GPU, on its compute stream."""
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
@@ -119,13 +119,13 @@ class OnGpuUpdates:
 
 
 class StreamedUpdates:
-    """On the GPU, of state in RAM, record by record."""
+    """Updates on the GPU of state in RAM, record by record."""
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.lanes = homes, weights, lanes
         self.ring = homes.ring("gpu", "stream ring")
-        self.written: dict[tuple[int, int], Task] = {}  # copies back
+        self.written: dict[tuple[int, int], Task] = {}  # last copies back
 
     def hand_over(self, u: int, landing: Slot, landed: Task) -> None:
         held, read = self.weights.get(u), []
@@ -240,7 +240,6 @@ class Records:
         self.written: dict[tuple[int, int], Task] = {}  # last writes
 
     def read_ahead(self) -> None:
-        """Starts reads while slots are free."""
         while self.readable and self.ring.free and len(self.ahead) < len(self.order):
             self._read()
 
@@ -275,7 +274,7 @@ class Records:
 
 
 class CpuUpdates:
-    """On the CPU, of state in RAM or on the SSD. With late moments `hand_over` queues weights, `moments` the rest."""
+    """Updates on the CPU. With late moments `hand_over` queues the weights, `moments` the rest."""
 
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, gradients: Gradients, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
@@ -329,7 +328,7 @@ class CpuUpdates:
         return task
 
     def moments(self, first: int) -> None:
-        """Queues moments that are due, last unit first, down to unit `first`."""
+        """Queues due moments, last unit first, down to unit `first`."""
         while self.late and self.late[-1][0] >= first:
             u, gradient, work, weights = self.late.pop()
             if self.plan.units[u].state == "ssd":

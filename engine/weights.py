@@ -157,8 +157,6 @@ class WeightStream:
 
 
 class Weights(NamedTuple):
-    """A unit's weights on the GPU."""
-
     trained: OnGpu
     frozen: OnGpu
 
@@ -184,7 +182,6 @@ class UnitStream:
         return Weights(self.trained.get(u), self.frozen.get(u))
 
     def tensors(self, u: int, held: Weights) -> dict[str, Tensor]:
-        """Unit u's weights by name."""
         return views(self.geo.weights[u], held.trained.buffer) | views(self.geo.base[u], held.frozen.buffer)
 
     def release(self, u: int, after: Task) -> None:
