@@ -134,7 +134,7 @@ def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
 
 
 def front(cfg: ModelConfig, document: int) -> list[tuple[str, ...]]:
-    """Two sets of saved tensors at most, unbeaten in bytes or recomputation."""
+    """Two sets of saved tensors at most, none beaten in both bytes and recomputation."""
     pairs, kinds = costs.layer_pairs(cfg, [document]), shapes.inner_kinds(cfg)
     nbytes = {name: size for kind in kinds for name, size in shapes.saved_bytes(cfg, document, 2, kind).items()}
     rebuilt = lambda names: sum(costs.recompute_flops(cfg, frozenset(names), document, pairs, kind) for kind in kinds)

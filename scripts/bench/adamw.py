@@ -2,8 +2,8 @@
 
     python scripts/bench/adamw.py [--params 64M] [--threads 4] [--rounds 9] [--json F]
 
-The ceiling is the cheapest pass in place (x *= 1) over as many bytes, by the same threads from the same object.
-A rate is a median over rounds; a ratio is the median of the rounds' own ratios, since a shared machine drifts.
+The ceiling is the cheapest pass in place (x *= 1) over as many bytes by the same threads. Rates are medians of rounds;
+ratios are medians of the rounds' ratios, since a shared machine drifts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ONE = torch.ones(1)
 
 
 def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """(n,) on huge pages where the machine allows, as the trainer's slots are."""
+    """(n,) on huge pages if possible, like slots."""
     region = mmap.mmap(-1, n * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
@@ -36,7 +36,7 @@ def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def filled(n: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """(n,) of dtype, normal values times scale; a pattern repeated, because drawing them all would take longest."""
+    """(n,) normal values times scale, a pattern repeated: drawing all is slow."""
     pattern = (torch.randn(1 << 16) * scale).to(dtype)
     out = empty(n, dtype)
     for part in out.split(len(pattern)):
@@ -45,7 +45,7 @@ def filled(n: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 
 def contestants(n: int, workers: host_adamw.Workers) -> dict:
-    """name -> (bytes read and written per parameter, function that updates n parameters once)."""
+    """name -> (bytes moved a parameter, update of n parameters)."""
     m, v, lo = filled(n, torch.float32, 1e-3), filled(n, torch.float32, 1e-3).square_(), empty(n, torch.int16)
     master, hi = filled(n, torch.float32, 0.02), filled(n, torch.bfloat16, 0.02)
     grad, grad32 = filled(n, torch.bfloat16, 1e-3), filled(n, torch.float32, 1e-3)
@@ -86,9 +86,9 @@ class Scale(ctypes.Structure):
 
 
 def ceilings(n: int, workers: host_adamw.Workers) -> dict:
-    """name -> a pass in place over 13n bytes, which is 26n bytes of traffic, as the split master's.
+    """name -> a pass in place over 13n bytes: 26n bytes of traffic, like the split master.
 
-    At one place, or at four at once, which some machines do faster: the ceiling of a round is the faster.
+    At one place, or four at once, which is faster on some machines.
     """
     x, lib = empty(13 * n // 4, torch.float32), host_adamw.library()
 
@@ -107,7 +107,7 @@ def seconds(run) -> float:
 
 @contextmanager
 def busy_python():
-    """Another thread that never leaves the interpreter."""
+    """Another thread in the interpreter."""
     stop = threading.Event()
 
     def spin():
@@ -122,7 +122,7 @@ def busy_python():
 
 
 def python_loop(n: int = 20_000) -> float:
-    """Parameters a second of AdamW written as a loop over Python floats."""
+    """Parameters/s of a loop over Python floats."""
     w, m, v, g = ([0.1] * n for _ in range(4))
     lr, b1, b2, eps = 1e-4, 0.9, 0.95, 1e-8
 
@@ -136,7 +136,7 @@ def python_loop(n: int = 20_000) -> float:
 
 
 def measure(n: int, threads: int, rounds: int) -> dict:
-    """Rates of all contestants, in turn within each round. Rates in Gparam/s, bandwidth in GB/s."""
+    """Gparam/s and GB/s of all contestants, in turn in each round."""
     with host_adamw.Workers(threads) as workers:
         tops, runs = ceilings(n, workers), contestants(n, workers)
         tops_s: list[float] = []

@@ -1,4 +1,4 @@
-"""A training step without the engine's machinery, for comparison: the same kernels in plain calls, all on the GPU."""
+"""A training step of plain kernel calls, all on the GPU, for comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trireme.models import head, model
 
 
 def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
-    """One step over a batch of Inputs in the engine's own buffers: no lanes, tasks or rings."""
+    """A step in the engine's buffers, without lanes, tasks or rings."""
     cfg, geo, homes = e.cfg, e.geo, e.homes
     w = [model.weights(cfg, u, views(geo.weights[u], homes.weights[u])) for u in range(geo.n_units)]
     fixed = e.activations.fixed

@@ -1,7 +1,6 @@
-"""What a GPU reaches under lasting load: a matrix product, and the parts of a block with nothing between them.
+"""A GPU's FLOP/s under lasting load: a matrix product, and the parts of a block.
 
-A chip lowers its clock within a second of full load. So what a step's FLOPs take at the rate of a product that is timed
-after a pause is less than any step can take; these rates are of a clock that the chip holds.
+A chip lowers its clock within a second of full load: no step reaches the rate of a product after a pause.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 
 Call = Callable[[], object]
-LONG = 1.0  # seconds of load before the clock is taken to have settled, and seconds that are timed
+LONG = 1.0  # seconds until the clock settles, and timed
 
 
 def held(calls: Sequence[Call], flops: float, device: torch.device) -> float:
-    """FLOP/s of all `calls` again and again, once the clock has settled."""
+    """FLOP/s of `calls` in a loop, with the clock settled."""
 
     def repeat(times: int) -> None:
         for _ in range(times):
@@ -36,16 +35,16 @@ def held(calls: Sequence[Call], flops: float, device: torch.device) -> float:
 
 
 def product_rate(device: torch.device) -> float:
-    """FLOP/s of an 8192^3 product in bf16 under lasting load."""
+    """Of an 8192^3 product in bf16."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
     return held([partial(torch.mm, a, b, out=out)], 2 * 8192**3, device)
 
 
 def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) -> float:
-    """FLOP/s of a block's products by cuBLAS and its attention by cuDNN, forward and backward, under lasting load.
+    """Of a block's products by cuBLAS and attention by cuDNN, forward and backward, `tokens` in documents of `seq`.
 
-    `tokens` in documents of `seq`. FLOPs are counted as the step's tasks count theirs.
+    FLOPs are counted like those of tasks.
     """
     forward, backward = products(cfg, tokens, device)
     calls = [*forward, *backward, *_attention(cfg, tokens // seq, seq, device)]
@@ -55,10 +54,7 @@ def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) ->
 
 
 def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[list[Call], list[Call]]:
-    """(forward, backward) of each of a block's matrices: a product; its inputs' gradient and its own.
-
-    Matrices of a group (q, k, v; gate, up) are multiplied as one.
-    """
+    """(forward, backward) products of a block's matrices; a group (q, k, v; gate, up) as one."""
     forward: list[Call] = []
     backward: list[Call] = []
     for group in shapes.weight_groups(cfg, 1):
@@ -75,7 +71,7 @@ def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple
 
 
 def _attention(cfg: ModelConfig, documents: int, seq: int, device: torch.device) -> list[Call]:
-    """cuDNN's forward and backward, whose results may differ from run to run."""
+    """cuDNN's forward and backward."""
     q, k, v = (torch.randn(documents, heads, seq, cfg.head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
                for heads in (cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads))  # fmt: skip
     dy = torch.randn_like(q)

@@ -1,12 +1,12 @@
 """A block of a model, forward and backward, against the sum of its parts and against transformers.
 
     python scripts/bench/blocks.py                      blocks of LLaMA-3-8B and LLaMA-2-13B at 8,192 tokens
-    python scripts/bench/blocks.py --peers              also transformers under torch.compile, with Liger if installed
-    python scripts/bench/blocks.py --small              how busy small models keep the GPU at 4,096 tokens
-    python scripts/bench/blocks.py --profile            the kernels of a block, by time
+    python scripts/bench/blocks.py --peers              and transformers, compiled, with Liger
+    python scripts/bench/blocks.py --small              how busy small models keep the GPU
+    python scripts/bench/blocks.py --profile            the kernels of a block
 
-The parts are the block's matrix products by cuBLAS and its attention by whichever implementation is fastest (cuDNN,
-FlashAttention-2, ours), each alone with a cold L2: what a block would take if everything between them were free.
+The parts are the products by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours), each alone with a cold
+L2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16,
 
 
 class Block(NamedTuple):
-    """A block's weights, gradients, saved tensors, inputs and outputs for one document of N tokens."""
+    """A block's tensors for one document of N tokens."""
 
     cfg: ModelConfig
     w: block.Weights
@@ -87,12 +87,12 @@ def make_block(cfg: ModelConfig, N: int) -> Block:
 
 
 def products(b: Block) -> tuple[float, float]:
-    """Seconds of the matrix products of (forward, backward), each alone."""
+    """Seconds of the products of (forward, backward)."""
     return tuple(sum(seconds(run, 200) for run in runs) for runs in block_parts.products(b.cfg, len(b.x), DEVICE))
 
 
 def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:
-    """(seconds, who) of the fastest forward and of the fastest backward."""
+    """(seconds, who) of the fastest forward and backward."""
     a = attention_inputs(b.rows.docs.lengths, b.cfg.n_heads, b.cfg.n_kv_heads, b.cfg.head_dim)
     forward, backward = ({who: run for who, (run, _) in found.items()} for found in dense_peers(a))
     out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
@@ -105,11 +105,11 @@ def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:
 
 
 def peer_layer(cfg: ModelConfig, liger: bool):
-    """A LlamaDecoderLayer of transformers in bf16, its norms, gated unit and rotation Liger's where asked for."""
+    """A LlamaDecoderLayer of transformers in bf16, with Liger's kernels or not, and its rotation."""
     from transformers import LlamaConfig
     from transformers.models.llama import modeling_llama as modeling
 
-    importlib.reload(modeling)  # Liger's patches stay in the module
+    importlib.reload(modeling)  # without Liger's patches
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -124,7 +124,7 @@ def peer_layer(cfg: ModelConfig, liger: bool):
 
 
 def time_peer(b: Block, liger: bool, compile: bool) -> float:
-    """Seconds of forward and backward; gradients of weights are added to what is there, as ours are."""
+    """Seconds of forward and backward; gradients accumulate, like ours."""
     layer, rotation = peer_layer(b.cfg, liger)
     x = b.x[None].clone().requires_grad_()
     position_ids = torch.arange(x.shape[1], device=DEVICE)[None]
@@ -146,9 +146,9 @@ def peers(b: Block) -> dict[str, float]:
     for name, liger, compile in (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True)):
         try:
             found[f"transformers, {name}"] = time_peer(b, liger, compile)
-        except ImportError:  # no Liger here
+        except ImportError:  # no Liger
             continue
-        except Exception as e:  # a peer that this torch cannot compile is no peer
+        except Exception as e:  # not compilable by this torch
             print(f"transformers, {name}: {type(e).__name__}: {str(e).splitlines()[0][:100]}")
         torch._dynamo.reset()
     return found
@@ -177,7 +177,7 @@ def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
 
 
 def looped(run: Callable, n: int = 50) -> tuple[float, float]:
-    """(host seconds, wall seconds) a call, over n calls."""
+    """(host seconds, wall seconds) a call."""
     run()
     torch.cuda.current_stream().synchronize()
     start = time.perf_counter()
@@ -189,7 +189,7 @@ def looped(run: Callable, n: int = 50) -> tuple[float, float]:
 
 
 def captured(run: Callable) -> Callable:
-    """`run` as a CUDA graph: the same kernels with no gaps between them."""
+    """`run` as a CUDA graph, without gaps between kernels."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -197,7 +197,7 @@ def captured(run: Callable) -> Callable:
 
 
 def busy(name: str, cfg: ModelConfig, N: int) -> dict:
-    """How much of the wall time of a loop of blocks the GPU works: the time of a graph of them over it."""
+    """The GPU's share of the wall time of a loop of blocks, by their time as a graph."""
     b = make_block(cfg, N)
     b.both()
     host, wall = looped(b.both)

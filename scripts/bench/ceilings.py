@@ -1,4 +1,4 @@
-"""What a machine reaches, measured in the run of a benchmark, and what a step has to do: its floor."""
+"""The ceilings of a machine, measured in a benchmark's run, and the floors of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trireme.models.config import ModelConfig
 
 
 def measure_rates(device: torch.device, dtype: str, store: str | None) -> Rates:
-    """The ceilings of this machine, each alone, as a run's own probe finds them, before the engine takes its memory."""
+    """Ceilings, each alone, by the probe of runs, before the engine takes memory."""
     found = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
     if store is not None:
         found |= drive_rates(Path(store))
@@ -29,7 +29,7 @@ def measure_rates(device: torch.device, dtype: str, store: str | None) -> Rates:
 
 
 def forget_peaks(device: torch.device) -> None:
-    """Starts the counting of memory peaks anew."""
+    """Resets memory peaks."""
     gc.collect()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -39,7 +39,7 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def floors(spans: Sequence[Span], ceilings: Rates, adam_params: float) -> dict[str, float]:
-    """Seconds that each lane needs at its ceiling for the tasks of one step. An SSD reads or writes, not both."""
+    """Seconds of each lane at its ceiling for a step's tasks. An SSD reads or writes, not both."""
     flops: Counter[str] = Counter()
     moved: Counter[str] = Counter()
     for s in spans:
@@ -59,13 +59,13 @@ def floors(spans: Sequence[Span], ceilings: Rates, adam_params: float) -> dict[s
 
 
 def held_rates(cfg: ModelConfig, plan: Plan, seq: int, device: torch.device) -> dict[str, float]:
-    """FLOP/s that the GPU holds under lasting load, by what it computes: further ceilings of a step."""
+    """FLOP/s under lasting load: further ceilings."""
     parts = block_parts.parts_rate(cfg, plan.tokens, seq, device)
     return {"one product": block_parts.product_rate(device), "a block's products and attention": parts}
 
 
 def against(result: dict[str, Any], ceilings: Rates, what: str, rate: float) -> dict[str, float]:
-    """Prints and returns the floor and the ratio if computation runs at `rate`, which the GPU holds at `what`."""
+    """Prints and returns floor and ratio at `rate`, held by the GPU at `what`."""
     lanes = {lane: times["floor_s"] for lane, times in result["lanes"].items() if lane != "measured"}
     lanes["compute"] *= ceilings.matmul / rate
     floor = max(lanes.values())

@@ -1,9 +1,8 @@
 """Is the planner's choice the best? python scripts/bench/choice.py brute --keep DIR, or sweep
 
-- `brute`: for some models and limits, many other plans are simulated; the best of each kind is measured beside the
-  planner's choice.
-- `sweep`: step time over the share of activations that travel to RAM, the choice marked (Fuyou, figure 9); predicted
-  for the machine of --assume without a GPU, with --measure run on this one. Table, JSON and a picture.
+- `brute`: many other plans are simulated, the best of each kind measured beside the planner's choice.
+- `sweep`: step time over the share of activations in RAM, the choice marked (Fuyou, figure 9); predicted for --assume,
+  or measured here with --measure. Table, JSON and a picture.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ BRUTE = (
 )
 
 
-# ---------------------------------------------------------------- other plans than the choice
+# ---------------------------------------------------------------- other plans
 
 
 def swaps(geo: Geometry, base: Plan, limits: Limits, names: tuple[str, ...], steps: int) -> Iterator[Plan]:
-    """Plans by which `names` of 0, 1, ... `steps` parts of the blocks travel to RAM, as far as they fit."""
+    """Plans with `names` of 0, 1, ... `steps` parts of the blocks in RAM, as far as they fit."""
     n = geo.cfg.n_layers
     plain = replace(base, units=tuple(replace(u, saved=()) for u in base.units))
     for k in dict.fromkeys(round(n * step / steps) for step in range(steps + 1)):
@@ -55,7 +54,7 @@ def swaps(geo: Geometry, base: Plan, limits: Limits, names: tuple[str, ...], ste
 
 
 def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[tuple[str, Plan]]:
-    """(kind, plan) over micro-batches, ways to lean, tensors that travel, and shares of blocks whose tensors do."""
+    """(kind, plan) over micro-batches, leans, tensors in RAM and shares of blocks."""
     for size in wanted.sizes[:3]:
         for lean in LEANS:
             try:
@@ -71,26 +70,26 @@ def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[t
 
 
 class Box:
-    """This machine: its ceilings, measured once, and how long a step takes by one plan after another."""
+    """This machine: its ceilings, measured once, and the steps of plans."""
 
     def __init__(self):
         self.device = choose_device("auto")
         self.rates = bench_step.measure_rates(self.device, "BF16", None)
 
     def limits(self, given: argparse.Namespace) -> Limits:
-        """Bytes that a plan may use by the arguments of step.py."""
+        """Limits by the arguments of step.py."""
         bench_step.forget_peaks(self.device)
         return memory_limits(self.device, given.gpu_memory, given.ram)
 
     def seconds(self, given: argparse.Namespace, plan: Plan, limits: Limits, log: Path) -> float:
-        """A step's median time within the limits that it was planned for; what step.py prints goes to `log`."""
+        """A step's median time; `log` gets the output of step.py."""
         bench_step.forget_peaks(self.device)
         with log.open("w") as out, redirect_stdout(out):
             return bench_step.measure(given, MODELS[given.model], plan, limits, self.rates, self.device, 0.0)["step_s"]
 
 
 def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
-    """For each line the measured choice over the best that was measured, the choice among them."""
+    """For each line, the measured choice over the best measured."""
     rows, ends, box = [], time.monotonic() + 60 * a.minutes, Box()
     for i, line in enumerate(BRUTE):
         if a.only and i not in a.only:
@@ -117,7 +116,7 @@ def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
 def _best_of_each_kind(
     cfg: ModelConfig, wanted: Wanted, limits: Limits, rates: Rates, chosen: Plan
 ) -> list[tuple[float, str, Plan]]:
-    """(predicted seconds, kind, plan) of the best alternative of each kind to the chosen plan, the best first."""
+    """(predicted seconds, kind, plan) of each kind's best alternative, the best first."""
     best: dict[str, tuple[float, str, Plan]] = {}
     for kind, plan in alternatives(cfg, limits, wanted):
         seconds = predict(cfg, plan, rates, Batch(plan.tokens, wanted.document, plan.n_micro)).step_s
@@ -131,7 +130,7 @@ def _best_of_each_kind(
 
 
 def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
-    """Step time over the share of activations that travel to RAM, for each of --sequences; the choice beside it."""
+    """Step time over the share of activations in RAM, for each of --sequences, and of the choice."""
     cfg, rows = MODELS[a.model], []
     box = Box() if a.measure else None
     for sequences in a.sequences:
@@ -158,7 +157,7 @@ def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
 
 
 def _points(a, cfg: ModelConfig, rates: Rates, limits: Limits, sequences: int, wanted: Wanted):
-    """The curve of one size of a step, and the choice, each with its prediction and its plan."""
+    """The curve of a size of a step, and the choice."""
     choice = choose(cfg, limits, rates, wanted).plan
     alike = replace(wanted, sizes=((choice.tokens, choice.n_micro),))
     base = simple_plan(cfg, limits, alike, LEANS[a.lean])
@@ -173,7 +172,7 @@ def _points(a, cfg: ModelConfig, rates: Rates, limits: Limits, sequences: int, w
 
 
 def away(geo: Geometry, plan: Plan) -> float:
-    """Share of the bytes of all blocks' saved tensors that travel: Fuyou's swap coefficient (section 5.6)."""
+    """Swapped share of all blocks' saved bytes: Fuyou's swap coefficient (section 5.6)."""
     total = geo.saved_layout(shapes.saved_shapes(geo.cfg, 1), plan.tokens).span * geo.cfg.n_layers
     return sum(geo.saved_layout(u.names("host") + u.names("ssd"), plan.tokens).span for u in plan.units) / total
 
@@ -185,7 +184,7 @@ COLOURS, INK, GRID_INK = ("#1f5fa8", "#d8572a", "#3a8f5c", "#8a5fb0"), "#333", "
 
 
 def picture(rows: list[dict], title: str) -> str:
-    """The curves as SVG: predicted as lines, measured as dots, the planner's choices as rings."""
+    """SVG: lines are predicted, dots measured, rings chosen."""
     top = 1.05 * max(r.get(k, 0.0) for r in rows for k in ("predicted_s", "measured_s"))
     to_x = lambda share: LEFT + share * (WIDTH - LEFT - RIGHT)
     to_y = lambda s: HEIGHT - BOTTOM - s / top * (HEIGHT - TOP - BOTTOM)

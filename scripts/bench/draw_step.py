@@ -1,6 +1,6 @@
 """A training step lane by lane, as a picture: python scripts/bench/draw_step.py > docs/one-step.svg
 
-Drawn from the simulated lanes: the step's own code, run with a model of a machine in place of the machine.
+Drawn from simulated lanes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import spread
 
-# Twelve blocks of LLaMA-7B and three micro-batches, on a machine with an RTX 4090 and fast drives.
+# Of an RTX 4090 and fast drives.
 MODEL = replace(MODELS["llama-7b"], n_layers=12)
 RATES = Rates(1.65e14, 8.7e11, h2d=2.5e10, d2h=2.5e10, adam=2.5e9, dram=7e10, ssd_read=2.4e10, ssd_write=8e9)
 BATCH = Batch(8192, 1024, 3)
-ON_SSD, IN_RAM = 5, 4  # blocks whose state is on the SSD; blocks whose saved tensors wait in RAM
+ON_SSD, IN_RAM = 5, 4  # blocks with state on the SSD, with saved tensors in RAM
 
 ROWS = {
     "compute": "GPU computes", "h2d": "RAM to GPU", "d2h": "GPU to RAM", "cpu": "CPU: AdamW",
     "ssd_read": "SSD to RAM", "state_read": "records to RAM",
     "ssd_write": "RAM to SSD", "state_write": "records to SSD",
 }  # fmt: skip
-KINDS: dict[str, tuple[str, tuple[Kind, ...]]] = {  # label: colour, kinds of tasks; the others are too small to be seen
+KINDS: dict[str, tuple[str, tuple[Kind, ...]]] = {  # label: colour, kinds of visible tasks
     "forward": ("#4f8fcf", ("forward",)), "loss": ("#12365f", ("loss",)), "backward": ("#1f5fa8", ("backward",)),
     "weights": ("#79b98a", ("weights",)), "activations": ("#e3a33b", ("activations",)),
     "gradients": ("#c4563f", ("gradient",)), "update": ("#8a63b0", ("adamw", "adamw weights", "adamw moments")),
@@ -37,7 +37,7 @@ WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 980, 118, 16, 50, 30, 20
 
 
 def plan() -> Plan:
-    """Weights and most states in RAM, a part of both on the SSD, some activations travelling."""
+    """Weights and states in RAM, some on the SSD, some activations swapped."""
     n, away = MODEL.n_layers, {u + 1 for u in spread(MODEL.n_layers, IN_RAM)}
     on_ssd = {1 + n - 1 - u for u in spread(n, ON_SSD)}
     units = [
@@ -53,7 +53,7 @@ def plan() -> Plan:
 
 
 def picture(found: Prediction) -> str:
-    """The spans of the last simulated step as SVG."""
+    """The last simulated step as SVG."""
     begin = min(s.start for s in found.spans if s.lane == "compute")
     end = max(s.end for s in found.spans if s.kind == "statistics")
     colour = {kind: colour for colour, kinds in KINDS.values() for kind in kinds}
@@ -88,7 +88,7 @@ def picture(found: Prediction) -> str:
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Tasks of the same name that follow each other, the micro-batches of a block, as one."""
+    """Adjacent tasks of one name, a block's micro-batches, as one."""
     joined: list[Span] = []
     for s in sorted(spans, key=lambda s: s.start):
         if joined and (joined[-1].kind, joined[-1].of) == (s.kind, s.of) and s.start - joined[-1].end < 1e-3:

@@ -2,10 +2,9 @@
 
     python scripts/bench/drives.py --dir /nvme/tmp --json out.json
 
-The store streams the units of a model. The ceiling moves the blocks of the same files to and from the same memory,
-because speed depends on where both lie: the best over way, block size and number in flight. Both run in turn, since
-speed also drifts, and the ratio is the median of the rounds' ratios. Everything is written into a folder of its own
-under --dir and removed afterwards. GB are 1e9 bytes; `mixed` counts the bytes of both directions.
+The store streams units. The ceiling moves blocks of the same files to and from the same memory, the best over way,
+block size and depth. They run in turn, since speed drifts; the ratio is the median of the rounds' ratios. Files lie in
+a folder of their own under --dir, removed afterwards. GB are 1e9 bytes, of both directions in `mixed`.
 """
 
 from __future__ import annotations
@@ -36,23 +35,20 @@ from trireme.storage.store import Store
 MIB = 1 << 20
 KINDS = ("read", "write", "mixed")
 CEILING = [(w, b * MIB, depth) for w in ("threads", "kernel aio") for b in (4, 16, 64) for depth in (1, 2, 4, 8)]
-AHEAD = 2  # units in flight in each direction, as the engine has
+AHEAD = 2  # units in flight each way, as in the engine
 
 
 class Raw:
-    """The ceiling: blocks of the same files, moved by plain threads or kernel AIO, and nothing else."""
+    """The ceiling: blocks of files moved by threads or kernel AIO."""
 
     def __init__(self, folder: Path, slots: list[memoryview]):
-        """`folder` holds the files of a store: two versions of every unit, and spares. `slots`: a unit's bytes each."""
+        """`folder` holds a store's files: two versions of each unit, and spares. `slots`: a unit's bytes each."""
         direct = is_direct(folder)
         self.files = [File(path, direct) for path in sorted(folder.glob("*.safetensors"))]
         self.slots, self.passes = slots, 0
 
     def run(self, kind: str, way: str, block: int, depth: int, share: float = 1.0) -> float:
-        """Bytes per second over `share` of one half of the files, `depth` blocks in flight (each way when mixed).
-
-        Mixed: one half is read while the other is written.
-        """
+        """Bytes/s over `share` of half the files, `depth` blocks in flight each way. Mixed: the other half is written."""
         self.passes += 1
         half = int(len(self.files) // 2 * share)
         lanes = []
@@ -73,7 +69,7 @@ class Raw:
 
     @staticmethod
     def _pieces(file: File, slot: memoryview, block: int) -> list[tuple[File, int, memoryview]]:
-        """A file's data in blocks; its header, the first 4,096 bytes, is left alone."""
+        """A file's data in blocks, after the header."""
         return [(file, ALIGN + at, slot[at : at + block]) for at in range(0, len(slot), block)]
 
     def _threads(self, directions: list[bool], lanes: list[list], depth: int) -> None:
@@ -100,7 +96,7 @@ class Raw:
 
 
 class Ours:
-    """The store, with a model's units of `unit` bytes each."""
+    """The store, with units of `unit` bytes."""
 
     def __init__(self, dirs: list[Path], nbytes: int, unit: int):
         layout = sequential([("state", "U8", (unit,))])
@@ -112,11 +108,11 @@ class Ours:
             self.store.add(name, layout)
         self.store.reserve()
         self.slots = [noise(layout.span, i) for i in range(2 * AHEAD)]
-        for _ in range(2):  # the current version and its successor
+        for _ in range(2):  # versions
             self.run("write")
 
     def run(self, kind: str) -> float:
-        """Bytes per second of one pass over all units; mixed: unit i is read while unit i - AHEAD is written."""
+        """Bytes/s of a pass over all units. Mixed: unit i is read while unit i - AHEAD is written."""
         reads: list[Future] = []
         writes: list[Future] = []
         start = time.perf_counter()
@@ -149,7 +145,7 @@ class Ours:
 
 
 def noise(nbytes: int, seed: int) -> memoryview:
-    """Random bytes: a drive that compresses or drops zeros gains nothing."""
+    """Random bytes, against drives that compress."""
     buffer = arena(nbytes)
     words = np.frombuffer(buffer, np.uint64)
     words[:] = np.random.default_rng(seed).integers(0, 1 << 63, len(words), np.uint64)
@@ -157,7 +153,7 @@ def noise(nbytes: int, seed: int) -> memoryview:
 
 
 def beside_busy_loop(job: Callable[[], float]) -> float:
-    """job() in a thread while the main thread computes in Python without a pause."""
+    """job() in a thread while the main thread holds the GIL."""
     result: list[float] = []
     thread = threading.Thread(target=lambda: result.append(job()))
     thread.start()
@@ -168,7 +164,7 @@ def beside_busy_loop(job: Callable[[], float]) -> float:
 
 
 def resident(folder: Path) -> int:
-    """Bytes of the folder's files in the page cache; -1 where the kernel does not tell."""
+    """Bytes of the folder in the page cache; -1 where unknown."""
     libc, total = ctypes.CDLL(None), 0
     for path in folder.iterdir():
         size = path.stat().st_size
@@ -181,12 +177,11 @@ def resident(folder: Path) -> int:
 
 
 def memory_mib() -> int:
-    """This process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
 
 
 def measure(dirs: list[Path], nbytes: int, unit: int, rounds: int) -> dict:
-    """The report, speeds in GB/s. The ceiling is of the first folder's drive."""
+    """The report, in GB/s. The ceiling is of the first folder's drive."""
     ours = Ours([d / "store" for d in dirs], nbytes, unit)
     raw = Raw(dirs[0] / "store" / "files", ours.slots)
     best = {kind: max(CEILING, key=lambda c, k=kind: raw.run(k, *c, share=0.25)) for kind in KINDS}

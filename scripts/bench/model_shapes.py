@@ -1,4 +1,4 @@
-"""Models to be measured or planned for: shapes, random weights, and batches of random ids or the bytes of a text."""
+"""Models for benchmarks: shapes, random weights, batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODELS = {
 
 
 def random_homes(homes: Homes) -> None:
-    """Random weights straight into their homes, moments zero: no checkpoint, no second copy."""
+    """Random weights straight into their homes, moments zero."""
     tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
     for u, layout in enumerate(homes.geo.weights):
         with Writer(homes, Entry("weights", u)) as buffer:
@@ -55,7 +55,7 @@ def random_homes(homes: Homes) -> None:
 
 
 def make_batch(cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, text: bytes | None) -> list[MicroBatch]:
-    """`tokens` tokens in sequences of `seq`, `micro` of them a micro-batch; bytes of a text, or random ids."""
+    """`tokens` in sequences of `seq`, `micro` a micro-batch: bytes of a text, or random ids."""
     random = np.random.default_rng(seed)
     rows = []
     for _ in range(tokens // seq):

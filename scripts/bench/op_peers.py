@@ -1,6 +1,6 @@
-"""Other implementations of the same ops, found by import: what torch carries, and Liger.
+"""Other implementations of the ops: torch's and Liger's.
 
-Each function takes an op's own arguments and returns name -> (what to run, the share of the op's work that it does).
+Functions take an op's arguments and return name -> (callable, its share of the op's work).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Peers = dict[str, tuple[Callable, float]]
 
 
 def compiled(op: str, args: tuple, kwargs: dict) -> Peers:
-    """The reference under torch.compile; for attention FlexAttention. Nothing where that is no sensible rival."""
+    """The reference under torch.compile, or FlexAttention."""
     if op == "attention_fwd":
         return {"FlexAttention": (flex_attention(*args)[0], 1.0)}
     if op == "attention_bwd":
         dout, q, k, v, _, _, docs, scale, *_ = args
         return {"FlexAttention": (flex_attention(q, k, v, docs, scale, dout)[1], 1.0)}
-    if op in ("adamw_", "embedding_bwd_", "linear_cross_entropy"):  # loops and sorts on the host
+    if op in ("adamw_", "embedding_bwd_", "linear_cross_entropy"):  # host loops
         return {}
     plain = getattr(reference, op)
-    if op == "grad_finish" and len(args) == 1:  # in whatever order is fastest
+    if op == "grad_finish" and len(args) == 1:  # in any order
         plain = lambda x: x.float().square().sum()
     plain = torch.compile(plain, dynamic=False)
     return {"torch.compile": (lambda: plain(*args, **kwargs), 1.0)}
 
 
 def liger(op: str, args: tuple, kwargs: dict) -> Peers:
-    """Liger's kernel of the same work, or nothing."""
+    """Liger's kernel, or nothing."""
     try:
         make = _LIGER[op]
         return {"Liger": make(*args, **kwargs)}
@@ -86,7 +86,7 @@ def _gated(name: str, gate_up):
 def _gated_bwd(name: str, dy, gate_up):
     from liger_kernel.ops import geglu, swiglu
 
-    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))  # overwritten; the product itself is not computed again
+    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))  # overwritten; the product is not recomputed
     return partial(getattr({"swiglu": swiglu, "geglu": geglu}[name], f"{name}_backward"), gate, up, dy), 5 / 6
 
 
@@ -101,7 +101,7 @@ def _rope(x, cos, sin, positions):
 def _linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk):
     from liger_kernel.ops import fused_linear_cross_entropy as module
 
-    def run():  # its forward computes the gradients of tensors that want one, and wants autograd off
+    def run():  # computes gradients itself, with autograd off
         with torch.no_grad():
             module.fused_linear_cross_entropy_forward(x, w, labels)
 
@@ -127,7 +127,7 @@ _LIGER = {
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, batch: int, scale: float) -> tuple[Peers, Peers]:
-    """cuDNN and FlashAttention-2 as torch carries them, (forward, backward), on documents of one length."""
+    """torch's cuDNN and FlashAttention-2, (forward, backward), on documents of one length."""
     group = q.shape[1] // k.shape[1]
     view = lambda t: t.unflatten(0, (batch, -1)).transpose(1, 2)
     q, dout = view(q), view(dout)
@@ -161,7 +161,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, batch: int, s
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, docs, scale: float, dout: Tensor | None = None):
-    """FlexAttention's (forward, backward): causal within packed documents. The backward is None without dout."""
+    """FlexAttention's (forward, backward), causal in packed documents; without dout None."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     N = q.shape[0]

@@ -1,18 +1,16 @@
 """Kernel speed against the ceilings of the same run.
 
-    python scripts/bench/ops.py                     every op, at the shapes of LLaMA-3-8B and LLaMA-2-13B blocks
+    python scripts/bench/ops.py                     every op, in LLaMA-3-8B and LLaMA-2-13B blocks
     python scripts/bench/ops.py attention --json results.json
-    python scripts/bench/ops.py --peers             also what torch carries, torch.compile, Liger if installed
-    python scripts/bench/ops.py --host              what a call costs the host
-    python scripts/bench/ops.py --flush write       with an L2 full of lines that others wrote before each call
-    python scripts/bench/ops.py --tune              attention tiles tried out, for kernels/launch.py
+    python scripts/bench/ops.py --peers             and other implementations
+    python scripts/bench/ops.py --host              the host's share of a call
+    python scripts/bench/ops.py --flush write       with an L2 full of written lines
+    python scripts/bench/ops.py --tune              attention tiles, for kernels/launch.py
 
-Each op is counted at its own smallest traffic (every input read once, every output written once) or at its own FLOPs.
-It is first compared with the reference; no figure is printed for an op that is wrong. Times are medians with nothing of
-the inputs in L2. What is there instead matters: lines that were written must go to memory while the op runs. So before
-each call that is bound by memory the same op runs on other tensors, and leaves what such an op leaves: then each call
-pays for as many writes as it makes. `--flush write` fills the L2 with written lines (as triton.testing.do_bench does),
-`--flush read` with lines that cost nothing; peers and the copy, the ceiling, are timed the same way.
+Work is each input read and each output written once, or FLOPs. An op that differs from the reference gets no figure.
+Times are medians with no inputs in L2. Written lines there go to memory while the op runs. So before each call the same
+op runs on other tensors: each call pays for as many writes as it makes. `--flush write` fills the L2 with written lines
+(as triton.testing.do_bench does), `--flush read` with lines that cost nothing; peers and the copy are timed alike.
 """
 
 from __future__ import annotations
@@ -42,15 +40,15 @@ TILES += [(128, k, 8, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]
 
 
 def seconds(run: Callable, rep: int = 60, flush: Callable | None = None) -> float:
-    """Median time of `run`, launch included, over up to `rep` milliseconds of calls, each after `flush`."""
+    """Median time of `run`, launch included, over `rep` milliseconds of calls, each after `flush`."""
     if flush is None:
         return do_bench(run, warmup=10, rep=rep, return_mode="median") * 1e-3
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     busy = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     times: list[float] = []
     while len(times) < 13 or (sum(times) < rep and len(times) < 103):
-        busy.zero_()  # 300 us, in which the host gets ahead
-        kept = flush()  # results are kept, so that the next ones lie elsewhere
+        busy.zero_()  # 300 us for the host to get ahead
+        kept = flush()  # the next results lie elsewhere
         start.record()
         kept = kept, run()
         end.record()
@@ -63,25 +61,25 @@ FLUSHES = ["same", "write", "read"]
 
 
 def flusher(flush: str, op: Callable) -> Callable | None:
-    """What runs before each call: `op`, on other tensors; a read of 256 MiB; None where do_bench is to write them."""
+    """What runs before each call: `op`, a read of 256 MiB, or do_bench's writes (None)."""
     lines = torch.zeros(1 << 25, dtype=torch.int64, device=DEVICE)
     return {"same": op, "read": lines.sum, "write": None}[flush]
 
 
 def ceilings() -> tuple[float, float]:
-    """FLOP/s of an 8192^3 product in bf16: for 0.1 s after a pause, and under lasting load, its clock lowered."""
+    """FLOP/s of an 8192^3 product in bf16: after a pause, and under lasting load."""
     a, b = randn(8192, 8192), randn(8192, 8192)
     return 2 * 8192**3 / seconds(lambda: a @ b), product_rate(torch.device(DEVICE))
 
 
 def copied(flush: str, n: int = 1 << 28) -> float:
-    """Bytes/s of a copy of n bytes, read + write."""
+    """Bytes/s read plus written by a copy of n bytes."""
     x, y, x2, y2 = torch.randint(256, (4, n), dtype=torch.uint8, device=DEVICE)
     return 2 * n / seconds(lambda: y.copy_(x), flush=flusher(flush, lambda: y2.copy_(x2)))
 
 
 def error(case: Case) -> float:
-    """The largest relative error, against the reference, among all results and all arguments that are written."""
+    """The largest relative error of results and written arguments."""
     found = []
     for module in (ops, reference):
         copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
@@ -93,11 +91,11 @@ def error(case: Case) -> float:
     return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))
 
 
-PEERS = ["torch", "liger", "compile"]  # what torch carries; Liger if installed; torch.compile and FlexAttention
+PEERS = ["torch", "liger", "compile"]  # torch's own; Liger; torch.compile and FlexAttention
 
 
 def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]) -> list[dict]:
-    """Prints and returns the figures of one case; copies: what empties the L2 -> bytes/s of a copy."""
+    """Prints and returns a case's figures; `copies`: flush -> bytes/s of a copy."""
     wrong = error(case)
     torch.cuda.empty_cache()
     if not wrong <= case.bound:
@@ -108,9 +106,9 @@ def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]
     for kind in peers:
         try:
             runs |= makers[kind](case.op, case.args, case.kwargs)
-        except Exception as e:  # a peer that does not run here is no peer
+        except Exception as e:  # a peer may not run here
             print(f"{case.op:22s} {case.label:38s} {kind}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
-    ways = {"write": matmul} if case.flops else copies  # the L2 is nothing to a product
+    ways = {"write": matmul} if case.flops else copies  # products ignore the L2
     others = [] if case.flops else [a.clone() if torch.is_tensor(a) else a for a in case.args]
     rows = []
     for (who, (run, share)), (flush, ceiling) in itertools.product(runs.items(), ways.items()):
@@ -130,7 +128,7 @@ def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]
 
 
 def host_seconds(run: Callable, calls: int = 50) -> float:
-    """Seconds that the host takes for `run`, in the best of 30 loops of calls that the GPU's queue has room for."""
+    """Seconds of the host for `run`, in the best of 30 loops; `calls` fit the GPU's queue."""
     times = []
     for _ in range(30):
         torch.cuda.current_stream().synchronize()
@@ -142,7 +140,7 @@ def host_seconds(run: Callable, calls: int = 50) -> float:
 
 
 def host() -> list[dict]:
-    """Prints and returns host microseconds of a call, allocations and all its launches included, on tiny inputs."""
+    """Prints and returns the host's time for a call on tiny inputs, allocations and launches included."""
     N, D = 64, 512
     x, dy, w, gate_up = randn(N, D), randn(N, D), randn(D), randn(N, 2 * D)
     rstd, dw, clip = torch.ones(N, device=DEVICE), torch.zeros(D, device=DEVICE), torch.ones(1, device=DEVICE)
@@ -186,7 +184,7 @@ def host() -> list[dict]:
 
 
 def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
-    """Seconds of the forward or the whole backward with one kernel's tile changed; inf where it fails."""
+    """Seconds of forward or backward with one kernel's tile changed; inf where it fails."""
     before = getattr(launch, f"attention_{kernel}")
     setattr(launch, f"attention_{kernel}", lambda *_: launch.Tile(*tile))
     try:
@@ -201,19 +199,19 @@ def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
             run = lambda: ops.attention_bwd(a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
         run()
         return seconds(run) if time else 0.0
-    except Exception:  # out of resources, or not compilable: a tile that is no candidate
+    except Exception:  # out of resources, or not compilable
         return float("inf")
     finally:
         setattr(launch, f"attention_{kernel}", before)
 
 
 def tune(widths: list[int]) -> None:
-    """Prints the times of every tile that runs, best first. Compiles in parallel beforehand."""
+    """Prints the times of every tile that runs, best first."""
     jobs = []
     for d in widths:
         for kernel in ("fwd", "dq", "dkv"):
             for rows, columns, warps, stages in TILES:
-                if d * columns * stages <= 128 * 64 * 5:  # what shared memory can hold
+                if d * columns * stages <= 128 * 64 * 5:  # shared memory
                     q, k = (columns, rows) if kernel == "dkv" else (rows, columns)
                     jobs.append((kernel, (q, k, warps, stages), d))
     with ProcessPoolExecutor(12, get_context("spawn")) as pool:

@@ -2,10 +2,9 @@
 
 python scripts/bench/paper_tables.py --write
 
-Two simulations. A published system is simulated by its own paper's equations on the paper's machine, which tells
-whether machine and arithmetic are understood. Trireme is simulated by its own step code (engine/predict.py) on the same
-machine. Nothing is fitted: rates are those of engine/rates.py and of the papers; what differs is explained by name.
-`--write` renews docs/paper-tables.md.
+Published systems are simulated by their papers' equations, Trireme by its own step code (engine/planner/predict.py), on
+the paper's machine. Nothing is fitted: rates are those of engine/planner/rates.py and of the papers. `--write` renews
+docs/paper-tables.md.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
 SEQ = 1024
 GIB = 1 << 30
 
-# Fuyou, table 4: the shapes of its models.
+# Fuyou, table 4.
 GPT = {
     "13B": gpt3(5120, 40, 40), "33B": gpt3(6656, 60, 52), "65B": gpt3(8192, 80, 64), "135B": gpt3(11264, 88, 88),
     "175B": gpt3(12288, 96, 96), "276B": gpt3(14336, 112, 112), "412B": gpt3(16384, 128, 128),
@@ -49,11 +48,11 @@ NARROW = {f"{n}B": gpt3(width, layers, heads) for n, width, layers, heads in (
 )}  # fmt: skip
 
 SERVER_DRAM = 150 * GB  # eight channels of DDR4-2933 (188 GB/s on paper), at 0.8
-FUYOU_BLOCK = {"rtx4090": 164e12, "a100-80g": 200e12}  # what a Transformer block reached there (section 1, footnote 3)
+FUYOU_BLOCK = {"rtx4090": 164e12, "a100-80g": 200e12}  # a Transformer block (section 1, footnote 3)
 
 
 def fuyou_server(gpu: str, drives: int = 12, ram: int = 768) -> Machine:
-    """The machine of Fuyou's table 3, which LoHan's authors used too."""
+    """The machine of Fuyou's table 3, and of LoHan."""
     return machine(GPUS[gpu], ram * 10**9, DRIVES["p5510"], drives, SERVER_DRAM)
 
 
@@ -61,10 +60,10 @@ def fuyou_server(gpu: str, drives: int = 12, ram: int = 768) -> Machine:
 
 
 def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int) -> float:
-    """A step by Fuyou's equations 1 to 8, with the best of all amounts of swapped activations.
+    """A step by Fuyou's equations 1 to 8, with the best amount of swapped activations.
 
-    16-bit parameters are read for forward and for backward; 12 + 2 bytes of state a parameter are read and 14 written;
-    reading and writing the drives add up, the two directions of the bus do not.
+    16-bit parameters are read for both passes; 12 + 2 bytes of state a parameter are read and 14 written. Reads and
+    writes of the drives add up, both directions of the bus overlap.
     """
     r, p, tokens = fuyou_server(gpu, drives).rates, shapes.parameters(cfg), sequences * SEQ
     pairs = costs.attended_pairs([SEQ] * sequences)
@@ -83,7 +82,7 @@ def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int) -> fl
 
 @dataclass(frozen=True)
 class Published:
-    """A throughput that a paper or its successor printed: TFLOP/s of a model at `sequences` of 1,024 tokens."""
+    """A printed throughput: TFLOP/s at `sequences` of 1,024 tokens."""
 
     system: str
     model: str
@@ -91,7 +90,7 @@ class Published:
     drives: int
     sequences: int
     tflops: float
-    why: str = ""  # where simulation and print differ by more than 15 %
+    why: str = ""  # the simulation is off by more than 15 %
 
 
 WHY = {
@@ -121,7 +120,7 @@ THROUGHPUT = (
 
 
 def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward", homes: str = "auto") -> Forecast:
-    """Trireme's plan for a step of `sequences` of 1,024 tokens. Raises DoesNotFit."""
+    """The rule's plan for `sequences` of 1,024 tokens. Raises DoesNotFit."""
     rows = [k for k in (16, 8, 4, 2, 1) if k <= sequences]
     record = record_size(shapes.parameters(cfg), m.limits.host)
     wanted = Wanted(sizes_of(rows, sequences, SEQ), mode=mode, homes=homes, record=record)
@@ -131,7 +130,7 @@ def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward"
 
 
 def faster(made: Forecast, homes: str) -> Forecast:
-    """The same step by the plan that a run there would choose."""
+    """The same step by the plan of a run."""
     p = made.plan
     sizes = [(2 * p.tokens, p.n_micro // 2), (p.tokens, p.n_micro), (p.tokens // 2, 2 * p.n_micro)]
     sizes = sizes[p.n_micro % 2 : 2 + (p.tokens > SEQ)]
@@ -140,7 +139,7 @@ def faster(made: Forecast, homes: str) -> Forecast:
 
 
 def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto") -> tuple[Forecast, float] | None:
-    """The largest step up to `most` sequences that fits, halving, and its seconds."""
+    """The largest step that fits, halving from `most` sequences, and its seconds."""
     while most:
         try:
             made = faster(forecast(cfg, m, most, mode, homes), homes)
@@ -151,7 +150,7 @@ def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto"
 
 
 def largest(models: dict[str, ModelConfig], m: Machine) -> str:
-    """The name of the largest of `models` that trains at all: one sequence, no clipping."""
+    """The largest of `models` that trains with one sequence and no clipping."""
     fits = "none"
     for name, cfg in models.items():
         try:
@@ -166,7 +165,7 @@ def largest(models: dict[str, ModelConfig], m: Machine) -> str:
 
 
 def throughput() -> list[dict]:
-    """Every published throughput with the two simulations beside it."""
+    """Published throughputs and both simulations."""
     rows = []
     for p in THROUGHPUT:
         cfg = GPT[p.model]
@@ -186,7 +185,7 @@ def throughput() -> list[dict]:
 
 
 def sizes() -> list[dict]:
-    """The largest models that the papers train, and that Trireme's plans hold on the same machine."""
+    """The largest models of the papers and of Trireme, on the same machines."""
     cases = []
     for gpu, ram, size in (("rtx4090", 128, "65B"), ("rtx4090", 768, "276B"), ("a100-80g", 768, "805B")):
         name = f"{GPUS[gpu].name}, {ram} GB, 12 drives"
@@ -208,7 +207,7 @@ WINDOWS = (1, 2, 3, 4, 6, 8, 12)
 
 
 def windows() -> list[dict]:
-    """Throughput over the number of weight slots on the GPU, all state in RAM, on STRONGHOLD's V100 (its figure 9)."""
+    """Throughput over weight slots on the GPU, state in RAM, on STRONGHOLD's V100 (figure 9)."""
     m, rows = machine(GPUS["v100-32g"], 755 * 10**9, None, dram=SERVER_DRAM), []
     for name, cfg, sequences in (("1.7B", NARROW["1.7B"], 4), ("1.7B", NARROW["1.7B"], 16), ("40B", NARROW["40B"], 4)):
         record = record_size(shapes.parameters(cfg), m.limits.host)
@@ -229,7 +228,7 @@ DRIVE = replace(DRIVES["gen4"], capacity=4 * 10**12, endurance=2400e12)
 
 
 def buyers(rams: tuple[int, ...] = (64, 128, 256), drives: tuple[int, ...] = (1, 2, 4)) -> list[dict]:
-    """What an RTX 4090 box trains, by RAM and number of consumer drives: up to 128 sequences a step."""
+    """What an RTX 4090 box trains, by RAM and number of drives."""
     rows = []
     for name, cfg in BUYERS.items():
         for ram in rams:
@@ -249,7 +248,7 @@ def buyers(rams: tuple[int, ...] = (64, 128, 256), drives: tuple[int, ...] = (1,
 
 
 def _short(cfg: ModelConfig, ram: int, count: int) -> str:
-    """What is missing for one sequence without clipping: "GPU memory", "RAM" or "disk"; nothing where it fits."""
+    """What one sequence without clipping lacks: "GPU memory", "RAM", "disk" or ""."""
     try:
         forecast(cfg, machine(GPUS["rtx4090"], ram * GIB, DRIVE, count), 1, "backward")
         return ""
@@ -329,7 +328,6 @@ WINDOW = (
 
 
 def buyers_table(rows: list[dict]) -> list[str]:
-    """The box to buy: a line a model and RAM, a group of columns a number of drives."""
     lines = [
         "## An RTX 4090, RAM and consumer drives",
         "",

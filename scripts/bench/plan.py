@@ -1,11 +1,10 @@
 """Predicted beside measured: python scripts/bench/plan.py grid --store DIR --keep DIR, or compare FILE...
 
-- `grid`: models, limits and sequences chosen beforehand, each run by step.py in a process of its own; predicted
-  step times and peaks of memory beside the measured ones, a line as soon as it is known.
-- `compare`: the same table from results of step.py --json that there are already.
+- `grid`: lines of models, limits and sequences, each run by step.py; predicted and measured step times and peaks.
+- `compare`: the same table from results of step.py --json.
 
-A prediction uses the plan and the ceilings of its own run, and nothing else of it. The corrected one uses what the
-tasks of a step of warm-up took too, as a run corrects its own after its second step.
+A prediction uses only the plan and the ceilings of its run; the corrected one also the task times of a step of warm-up,
+as in a run.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ GRID = (
 )
 
 
-# ---------------------------------------------------------------- one run, in its own process
+# ---------------------------------------------------------------- one run
 
 
 def run(line: str, path: Path, store: str | None, limit_s: float, more: tuple[str, ...] = ()) -> str:
-    """Runs step.py with these words and leaves its JSON in `path`; what went wrong, or nothing."""
+    """Runs step.py in a process, its JSON to `path`. Returns what went wrong, or ""."""
     words, folder = line.split(), None
     if words[-1] == "--store":
         if store is None:
@@ -67,12 +66,12 @@ def run(line: str, path: Path, store: str | None, limit_s: float, more: tuple[st
     except subprocess.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
     finally:
-        if folder:  # a run that was stopped could not tidy up
+        if folder:  # a stopped run leaves it
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def compare(name: str, result: dict) -> dict:
-    """One line of the table from one result of step.py, by the plan and the ceilings in it alone."""
+    """A line of the table, from the plan and the ceilings of a result of step.py."""
     cfg, plan, rates = MODELS[result["model"]], Plan.of(result["plan"]), rates_of(result["ceilings"])
     found = predict(cfg, plan, rates, Batch(plan.tokens, result["seq"], plan.n_micro))
     promised, peaks = usage(Geometry.of(cfg, plan), plan), result["peaks"]
@@ -96,7 +95,6 @@ HEAD = (
 
 
 def row(r: dict) -> str:
-    """A line of the Markdown table."""
     gpu = f"{r['gpu_predicted_gib']:.2f} {r['gpu_measured_gib']:.2f}"
     ram = f"{r['ram_predicted_gib']:.2f} {r['ram_measured_gib']:.2f}" if r["ram_measured_gib"] is not None else "–"
     corrected = f"{r['corrected_ratio']:.3f}" if r["corrected_ratio"] is not None else "–"
@@ -107,7 +105,7 @@ def row(r: dict) -> str:
 
 
 def verdict(rows: list[dict]) -> str:
-    """How far off all of it is."""
+    """How far off predictions are."""
     say = _off([r["ratio"] for r in rows])
     if again := [r["corrected_ratio"] for r in rows if r["corrected_ratio"] is not None]:
         say += f"; corrected {_off(again)}"
@@ -125,7 +123,7 @@ def _off(ratios: list[float]) -> str:
 
 
 def results(paths: list[str]) -> Iterator[tuple[str, dict]]:
-    """(name, result) of every file of step.py that holds its plan, in order."""
+    """(name, result) of every file of step.py with a plan, in order."""
     files = [f for p in map(Path, paths) for f in (sorted(p.rglob("*.json")) if p.is_dir() else [p])]
     for file in files:
         found = {} if file.name.endswith(".trace.json") else json.loads(file.read_text())
@@ -134,7 +132,7 @@ def results(paths: list[str]) -> Iterator[tuple[str, dict]]:
 
 
 def grid(a: argparse.Namespace, keep: Path) -> list[dict]:
-    """Runs the grid's lines, or those of --only; prints each comparison as it comes."""
+    """Runs and prints the grid, or lines of --only."""
     began, rows = time.monotonic(), []
     print("\n".join(HEAD), flush=True)
     for i, line in enumerate(GRID):
@@ -151,20 +149,19 @@ def grid(a: argparse.Namespace, keep: Path) -> list[dict]:
 
 
 def results_folder(a: argparse.Namespace) -> Path:
-    """Makes the folder for the results."""
     keep = Path(a.keep or tempfile.mkdtemp())
     keep.mkdir(parents=True, exist_ok=True)
     return keep
 
 
 def leave(rows: list[dict], what: str, keep: Path) -> None:
-    """Writes the results as JSON and says where."""
+    """Writes the results as JSON."""
     (keep / f"{what}.json").write_text(json.dumps(rows, indent=1))
     print(f"written to {keep}")
 
 
 def run_arguments(kinds: tuple[str, ...]) -> argparse.ArgumentParser:
-    """A parser with what every benchmark of many runs is told."""
+    """A parser with the arguments of all benchmarks of many runs."""
     p = argparse.ArgumentParser()
     p.add_argument("what", choices=kinds)
     p.add_argument("--keep", help="a folder for the results; default: a temporary one")

@@ -2,10 +2,9 @@
 
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
-`torch` is transformers with torch's fused AdamW on bf16, all on the GPU; `zero-offload` is DeepSpeed, which has to be
-installed, with fp32 AdamW on the CPU. Liger's kernels are used where they are installed. A rival computes a step as one
-micro-batch, which moves each weight and gradient the fewest times, without clipping, and recomputes as few blocks as
-its memory allows, of the shares in `--recompute`: the fastest counts.
+`torch` is transformers with torch's fused AdamW on bf16, all on the GPU; `zero-offload` is DeepSpeed with fp32 AdamW on
+the CPU; both with Liger's kernels where installed. A rival's step is one micro-batch, which moves weights and gradients
+least, without clipping; the fastest share of `--recompute` counts.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from trireme.models import costs
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 ADAMW = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01)
 GPU = "--gpu-memory 24GiB"
-# (rival, model, tokens of a step, the rival's options, Trireme's options)
+# (rival, model, tokens of a step, its options, Trireme's)
 LINES = (
     ("zero-offload", "llama-1.3b", 8192, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-1.3b", 32768, GPU, f"{GPU} --ram 60GiB"),
@@ -48,7 +47,7 @@ LINES = (
 
 
 def transformers_model(cfg, device: torch.device):
-    """transformers' LLaMA of that shape in bf16 with random weights, every block set to be recomputed."""
+    """transformers' LLaMA in bf16 with random weights, all blocks recomputed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
@@ -64,7 +63,7 @@ def transformers_model(cfg, device: torch.device):
 
 
 def torch_rival(model):
-    """A step of plain torch: ids [rows, seq] -> loss."""
+    """A step: ids [rows, seq] -> loss."""
     adamw = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def step(ids: torch.Tensor) -> float:
@@ -78,7 +77,7 @@ def torch_rival(model):
 
 
 def zero_rival(model):
-    """A step of DeepSpeed with the optimizer in pinned RAM: ids [rows, seq] -> loss."""
+    """A step with the optimizer in pinned RAM: ids [rows, seq] -> loss."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -131,7 +130,7 @@ def timed(a, step, cfg, device: torch.device) -> tuple[list[float], list[float]]
 
 
 def run_rival(a) -> dict:
-    """The fastest of the shares of recomputed blocks, from the largest down to the first that runs out of memory."""
+    """The fastest share of recomputed blocks, from the largest down to the first out of memory."""
     cfg, device = MODELS[a.model], choose_device("auto")
     if a.gpu_memory:
         torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
@@ -165,7 +164,7 @@ def run_rival(a) -> dict:
 
 
 def command(script: str, options: str) -> dict | None:
-    """What a script of this folder writes with --json; None where it fails, whose output says why."""
+    """The --json of a script of this folder; None where it fails."""
     print(f"$ {script} {options}", flush=True)
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         words = [sys.executable, str(Path(__file__).parent / script), *options.split(), "--json", out.name]
@@ -173,7 +172,7 @@ def command(script: str, options: str) -> dict | None:
 
 
 def table() -> list[dict]:
-    """Runs every line, a rival and then Trireme, prints the ratios and returns what was measured."""
+    """Runs all lines, prints the ratios and returns the results."""
     rows = []
     for rival, model, tokens, theirs, ours in LINES:
         other = command("rivals.py", f"{rival} {model} --tokens {tokens} {theirs}")

@@ -1,8 +1,7 @@
 """Whole runs beside their promise: python scripts/bench/runs.py --work DIR --keep DIR
 
-Each line of GRID, chosen beforehand, is a run of finetune.py in a process of its own, on random weights: its median
-step and its whole time beside what was promised, its peaks of memory beside the plan. On a CPU the promise is that of
-the second step.
+Each line of GRID is a run of finetune.py in a process, on random weights: median step and whole time beside the
+promise, peaks of memory beside the plan. On a CPU the second step promises.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ ON_A_CPU = (
 )
 
 
-# ---------------------------------------------------------------- what is trained, and on what
+# ---------------------------------------------------------------- models and data
 
 
 def make_model(folder: Path, name: str, text: Path) -> Path:
-    """A LLaMA checkpoint of random weights in bf16, with a small tokenizer."""
+    """A random LLaMA checkpoint in bf16, with a small tokenizer."""
     cfg, made = MODELS[name], folder / name
     if made.exists():
         return made
@@ -88,7 +87,7 @@ def make_model(folder: Path, name: str, text: Path) -> Path:
 
 
 def _write_weights(path: Path, cfg: ModelConfig) -> None:
-    """Matrices are repetitions of one tile of random numbers, norms are ones."""
+    """Matrices repeat one random tile; norms are ones."""
     groups = [group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u)]
     tensors, header, end = [item for group in groups for item in group], {}, 0
     for name, shape in tensors:
@@ -109,7 +108,7 @@ def _write_weights(path: Path, cfg: ModelConfig) -> None:
 
 
 def make_data(folder: Path, kind: str) -> Path:
-    """Stories: `text`, a story a row; `chats`, a question and its answer a row; `long`, some hundred stories a row."""
+    """Stories: `text`, one a row; `chats`, prompt and completion; `long`, a hundred a row."""
     dice, stories = random.Random(1), 20_000
     each = [demo.story(dice) for _ in range(stories)]
     if kind == "text":
@@ -127,7 +126,7 @@ def make_data(folder: Path, kind: str) -> Path:
 
 
 def arguments_of(line: str, work: Path, out: Path) -> list[str]:
-    """The words for finetune.py of a line of the grid."""
+    """finetune.py's words for a line of the grid."""
     model, kind, *more = line.split()
     text = work / "stories.txt"
     if not text.exists():
@@ -138,7 +137,7 @@ def arguments_of(line: str, work: Path, out: Path) -> list[str]:
 
 
 def run(words: list[str], path: Path) -> None:
-    """Trains, and leaves what was promised and what it took in `path`."""
+    """Trains; writes promised and measured figures to `path`."""
     options, began = parse(words), time.monotonic()
     live = finetune(options)
     assert live is not None
@@ -169,7 +168,7 @@ HEAD = ("| run | step promised s | took s | ratio | whole promised s | took s | 
 
 
 def row(line: str, r: dict) -> str:
-    """A line of the Markdown table; ratios are promised over taken."""
+    """A line of the table; ratios are promised over taken."""
     return (
         f"| {line} | {r['promised_step_s']:.3g} | {r['step_s']:.3g} | {r['promised_step_s'] / r['step_s']:.3f} "
         f"| {r['promised_s']:.3g} | {r['took_s']:.3g} | {r['promised_s'] / r['took_s']:.3f} "
@@ -178,7 +177,6 @@ def row(line: str, r: dict) -> str:
 
 
 def verdict(rows: list[dict]) -> str:
-    """How far off steps and whole runs are."""
     said = []
     for what, promised, took in (("steps", "promised_step_s", "step_s"), ("whole runs", "promised_s", "took_s")):
         off = [abs(r[promised] / r[took] - 1) for r in rows]
@@ -187,7 +185,7 @@ def verdict(rows: list[dict]) -> str:
 
 
 def grid(a: argparse.Namespace) -> list[dict]:
-    """Runs the grid; prints each comparison as it comes."""
+    """Runs and prints the grid."""
     keep, work, ends = Path(a.keep), Path(a.work), time.monotonic() + 60 * a.minutes
     for folder in (keep, work):
         folder.mkdir(parents=True, exist_ok=True)

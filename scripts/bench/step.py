@@ -1,7 +1,7 @@
 """Measures a training step against its floor: python scripts/bench/step.py llama-1.3b --gpu-memory 24GiB --ram 16GiB
 
-Ceilings (matrix product, each direction of the bus, SSD, CPU AdamW) are measured in the same run. The floor of a lane
-is its work over its ceiling; the floor of the step is the largest, and `bound` is its lane.
+Ceilings (matrix product, bus, SSD, CPU AdamW) are measured in the same run. A lane's floor is its work over its
+ceiling; the step's is the largest, of lane `bound`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ GIB = 1 << 30
 
 
 def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wanted:
-    """What the arguments ask of a plan."""
     rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
     return Wanted(
         sizes_of(rows, math.ceil(a.tokens / a.seq), a.seq),
@@ -71,10 +70,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
 
 
 def make_plan(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits, rates: Rates) -> Plan:
-    """The plan of a file; with --homes or --rule the plain rule's; else what a run on such a machine would choose.
-
-    Ideas that are switched off are taken out of that plan.
-    """
+    """The plan of --plan, of the rule (--homes, --rule) or of a run, without what --off switches off."""
     wanted = wanted_of(a, cfg, dtype, limits)
     if a.plan:
         plan = Plan.load(Path(a.plan))
@@ -92,7 +88,7 @@ def make_plan(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits, rates:
 
 
 class Run(NamedTuple):
-    """The seconds of each timed step and of the one that was traced before, each step's loss, both steps' spans."""
+    """Seconds of timed steps and of the traced one before, losses, spans of the traced and the last."""
 
     times: list[float]
     warm_s: float
@@ -102,7 +98,7 @@ class Run(NamedTuple):
 
 
 def run_steps(a: Arguments, e: Engine, device: torch.device, text: bytes | None) -> Run:
-    """Warms up, then times steps. The last but one of warm-up is traced between two drains, as a run's second is."""
+    """Warms up, then times steps. The last but one of warm-up is traced between drains, like a run's second."""
     cfg, tables = e.cfg, rope_tables(e.cfg, a.seq, device)
     times, losses, warm = [], [], []
     for step in range(1, a.warmup + a.steps + 1):
@@ -125,14 +121,13 @@ def run_steps(a: Arguments, e: Engine, device: torch.device, text: bytes | None)
 
 
 def _step(a: Arguments, e: Engine, batch: Sequence[MicroBatch], tables: Tables, step: int) -> StepStats:
-    """The engine's step, or what it is compared with."""
-    on_device = (inputs(e.cfg, mb, tables, e.memory.device) for mb in batch)  # one at a time where that is enough
+    on_device = (inputs(e.cfg, mb, tables, e.memory.device) for mb in batch)  # lazily, for "vertical"
     if a.bare:
         return bare_step(e, list(on_device), step, a.lr)
     if "vertical" not in a.off:
         return train_step(e, list(on_device), step, a.lr)
-    # As other trainers do: micro-batch after micro-batch through the whole model, weights streamed for each. To the
-    # engine each is a step, and only the last one updates.
+    # Like other trainers: each micro-batch through the whole model, weights streamed for each. To the engine each is a
+    # step; only the last updates.
     for k, mb in enumerate(on_device):
         if k:
             e.gradients.discard()
@@ -142,7 +137,7 @@ def _step(a: Arguments, e: Engine, batch: Sequence[MicroBatch], tables: Tables, 
 
 @contextmanager
 def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device: torch.device) -> Iterator[Engine]:
-    """An engine with random weights; all memory is given back in the end."""
+    """An engine with random weights."""
     torch.manual_seed(0)
     folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
     store = Store.create([open_device(folder.name)]) if folder else None
@@ -173,10 +168,7 @@ def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device
 def measure(
     a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, rates: Rates, device: torch.device, at_start: float
 ) -> dict[str, Any]:
-    """Trains by a plan as long as the arguments say, on random weights; prints and returns what it took.
-
-    `at_start`: GiB of RAM resident before.
-    """
+    """Trains by a plan; prints and returns the figures. `at_start`: GiB of RAM resident before."""
     text = Path(a.text).read_bytes() if a.text else None
     with engine_of(a, cfg, plan, limits, device) as e:
         run = run_steps(a, e, device, text)
@@ -192,11 +184,11 @@ def measure(
     return result
 
 
-# ---------------------------------------------------------------- what it comes to
+# ---------------------------------------------------------------- comparison
 
 
 def against_floor(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, Any]:
-    """Prints each lane's floor and time at work, and the step's ratio to the largest floor."""
+    """Prints and returns each lane's floor and time at work, and the step's ratio to its floor."""
     on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
     step_s, floor = statistics.median(run.times), floors(run.last, rates, on_cpu)
     at_work = busy(run.last) | {"ssd": measured(run.last)["ssd"]}
@@ -223,7 +215,7 @@ def against_floor(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, 
 
 
 def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start: float) -> dict[str, Any]:
-    """Prints the predicted time and memory beside the measured ones. `at_start`: GiB resident before the engine."""
+    """Prints and returns predicted and measured time and memory."""
     step_s, device = statistics.median(run.times), e.memory.device
     gpu, ram = memory_in_use(device)
     promised = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}

@@ -11,14 +11,14 @@ PACKAGES = ("kernels", "models", "storage", "engine")
 
 
 def style() -> int:
-    """ruff's exit codes, of its rules and of its format."""
+    """The larger of ruff's exit codes."""
     return max(
         subprocess.run(["ruff", *words, "."], cwd=ROOT).returncode for words in (["check"], ["format", "--check"])
     )
 
 
 def types() -> int:
-    """mypy's exit code. mypy finds packages by their paths, so it is shown this folder under the name `trireme`."""
+    """mypy's exit code. mypy finds packages by path: this folder has to be called `trireme`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "trireme").symlink_to(ROOT)
         options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
@@ -31,7 +31,6 @@ CHECKS = {"style": style, "types": types}
 
 
 def main(names: list[str]) -> int:
-    """0 if nothing is found."""
     if unknown := set(names) - set(CHECKS):
         print(f"error: {', '.join(sorted(unknown))}: no such check; there are {', '.join(CHECKS)}", file=sys.stderr)
         return 2

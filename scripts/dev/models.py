@@ -35,7 +35,7 @@ weights, parallel attention and MLP, mixtures of experts, heads for other tasks.
 
 
 def special(family: Family) -> list[str]:
-    """What sets a family apart from the plainest, in words."""
+    """A family's differences from the plainest."""
     n = family.names
     said = {
         "LayerNorms with bias": family.layer_norm,
@@ -64,7 +64,6 @@ def special(family: Family) -> list[str]:
 
 
 def page() -> str:
-    """The text of docs/models.md."""
     rows = [f"| `{name}` | {f.known_as} | {', '.join(special(f)) or '-'} |" for name, f in FAMILIES.items()]
     wrappers = [f"| `{name}` | {w.known_as} | {', '.join(f'`{t}`' for t in w.texts)} |" for name, w in WRAPPERS.items()]
     words = dict(rows="\n".join(rows), wrappers="\n".join(wrappers), kinds=", ".join(KINDS))

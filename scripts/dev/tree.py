@@ -25,7 +25,7 @@ ROOMS = {
 
 
 def sentence(path: Path) -> str:
-    """The first sentence of a file's docstring, or of the comment that a C++ file begins with."""
+    """The first sentence of a file's docstring or, in C++, first comment."""
     text = path.read_text()
     said = ast.get_docstring(ast.parse(text)) if path.suffix == ".py" else text.lstrip("/ *\n").split("\n\n")[0]
     assert said, f"{path} does not say what it is for"
@@ -34,7 +34,6 @@ def sentence(path: Path) -> str:
 
 
 def page() -> str:
-    """The text of docs/tree.md."""
     lines = ["# Every file, one sentence", "", "Made by `python scripts/dev/tree.py` from the files' own first lines."]
     for room, what in ROOMS.items():
         lines += ["", f"## {room}/", "", f"{what[0].upper()}{what[1:]}.", ""]
