@@ -1,6 +1,6 @@
 """Rates corrected by the task times of a traced step.
 
-A run differs from probes: other shapes, other neighbours, a drive past its fast cache. The traced step trains, like
+A run has other shapes and neighbours than a probe, and drives past their fast caches. The traced step trains, like
 PatrickStar's warm-up iteration.
 """
 

@@ -1,4 +1,4 @@
-"""Known GPUs: names, memory and speed. No torch."""
+"""Known GPUs: names, memory, speed. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trireme.engine.amounts import size
 class Gpu:
     name: str
     memory: int  # bytes
-    matmul: float  # FLOP/s of a large bf16 product (fp16 on a V100)
+    matmul: float  # FLOP/s of a bf16 product (fp16 on a V100)
     copy: float  # bytes/s
     bus: float
 

@@ -1,8 +1,8 @@
 """The speed of this machine, measured once, in under a minute.
 
 Results are JSON in the user's cache folder, one file for processor and GPU, one a drive; deleting one measures again.
-A drive's trial file is unlinked before it is written: it is gone however this process ends. Twelve seconds do not
-fill a consumer drive's fast cache.
+A drive's trial file is unlinked before it is written: it is gone however this process ends. Twelve seconds do not fill
+a fast cache.
 """
 
 from __future__ import annotations

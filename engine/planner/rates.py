@@ -35,7 +35,7 @@ class Rates:
     reading: float = 0.82  # of h2d beside CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
     beside: float = 0.88  # of adam in a step, where not measured out of caches beside copies
     launch: float = 3e-6  # the gap before a kernel
-    host: float = 0.0  # seconds of the host to start a kernel
+    host: float = 0.0  # to start a kernel
     latency: float = 5e-5  # of handing a task to another lane
     pin: float = 3e9  # bytes/s of pinning RAM
     mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
@@ -44,7 +44,7 @@ class Rates:
     gemm: float = 0.885
     attention: float = 0.76
     attention_backward: float = 0.50
-    # Share of these that tasks reach, by kind; corrected in a run.
+    # Share of these that tasks reach; corrected in a run.
     forward: float = 1.0
     backward: float = 1.0
     loss: float = 1.0
@@ -167,6 +167,6 @@ def _drives(text: str) -> tuple[Drive, int]:
 
 
 def _speed(text: str) -> float:
-    """Bytes/s of a number in GB/s or, from 100 on, MB/s, as on boxes of drives."""
+    """Bytes/s of a number in GB/s or, from 100 on, MB/s, as on boxes."""
     value = positive(text)
     return value * GB if value < 100 else value * GB / 1000

@@ -14,7 +14,7 @@ PLACES: dict[Tier, str] = {"host": "in RAM", "ssd": "on the SSD"}
 
 
 def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction) -> tuple[str, ...]:
-    """A sentence for each decision of `plan`, predicted as `found`; `first` and `before`: of the plain rule."""
+    """A sentence for each decision of `plan`; `first` is the plain rule's plan, `before` its step."""
     said = []
     if plan.halves:
         said.append("units are halves of blocks, attention and MLP: whole blocks do not fit the GPU")

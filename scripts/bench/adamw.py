@@ -2,8 +2,8 @@
 
     python scripts/bench/adamw.py [--params 64M] [--threads 4] [--rounds 9] [--json F]
 
-The ceiling is the cheapest pass in place (x *= 1) over as many bytes by the same threads. Rates are medians of rounds;
-ratios are medians of the rounds' ratios, since a shared machine drifts.
+The ceiling is a pass in place (x *= 1) over as many bytes by the same threads. Ratios are medians of the rounds'
+ratios, since a shared machine drifts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ONE = torch.ones(1)
 
 
 def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """(n,) on huge pages if possible, like slots."""
+    """On huge pages if possible, like slots."""
     region = mmap.mmap(-1, n * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
@@ -36,7 +36,7 @@ def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def filled(n: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """(n,) normal values times scale, a pattern repeated: drawing all is slow."""
+    """Normal values times scale, a repeated pattern for speed."""
     pattern = (torch.randn(1 << 16) * scale).to(dtype)
     out = empty(n, dtype)
     for part in out.split(len(pattern)):
@@ -86,10 +86,7 @@ class Scale(ctypes.Structure):
 
 
 def ceilings(n: int, workers: host_adamw.Workers) -> dict:
-    """name -> a pass in place over 13n bytes: 26n bytes of traffic, like the split master.
-
-    At one place, or four at once, which is faster on some machines.
-    """
+    """name -> a pass over 13n bytes: 26n of traffic, like the split master. Some machines are faster at four places."""
     x, lib = empty(13 * n // 4, torch.float32), host_adamw.library()
 
     def run(places: int) -> None:
@@ -107,7 +104,6 @@ def seconds(run) -> float:
 
 @contextmanager
 def busy_python():
-    """Another thread in the interpreter."""
     stop = threading.Event()
 
     def spin():
@@ -136,7 +132,7 @@ def python_loop(n: int = 20_000) -> float:
 
 
 def measure(n: int, threads: int, rounds: int) -> dict:
-    """Gparam/s and GB/s of all contestants, in turn in each round."""
+    """Gparam/s and GB/s of all contestants."""
     with host_adamw.Workers(threads) as workers:
         tops, runs = ceilings(n, workers), contestants(n, workers)
         tops_s: list[float] = []
@@ -147,7 +143,7 @@ def measure(n: int, threads: int, rounds: int) -> dict:
                 times[name].append(seconds(run))
     result = {"ceiling_gbs": 26 * n / statistics.median(tops_s[1:]) / 1e9}
     for name, (nbytes, _) in runs.items():
-        found = times[name][1:]  # the first round warms up
+        found = times[name][1:]  # warmed up
         ratios = [nbytes / 26 * top / t for top, t in zip(tops_s[1:], found, strict=True)]
         rate = n / statistics.median(found) / 1e9
         result[name] = dict(gparam_s=rate, gbs=nbytes * rate, of_ceiling=statistics.median(ratios))

@@ -1,4 +1,4 @@
-"""A training step of plain kernel calls, all on the GPU, for comparison."""
+"""A training step of plain kernel calls, on the GPU."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """A block of a model, forward and backward, against the sum of its parts and against transformers.
 
-    python scripts/bench/blocks.py                      blocks of LLaMA-3-8B and LLaMA-2-13B at 8,192 tokens
-    python scripts/bench/blocks.py --peers              and transformers, compiled, with Liger
-    python scripts/bench/blocks.py --small              how busy small models keep the GPU
-    python scripts/bench/blocks.py --profile            the kernels of a block
+    python scripts/bench/blocks.py --peers
 
-The parts are the products by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours), each alone with a cold
-L2.
+Blocks are of LLaMA-3-8B and LLaMA-2-13B. The parts are the products by cuBLAS and the fastest attention (cuDNN,
+FlashAttention-2, ours), each alone with a cold L2.
 """
 
 from __future__ import annotations
@@ -105,7 +102,7 @@ def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:
 
 
 def peer_layer(cfg: ModelConfig, liger: bool):
-    """A LlamaDecoderLayer of transformers in bf16, with Liger's kernels or not, and its rotation."""
+    """A LlamaDecoderLayer of transformers in bf16 and its rotation, with Liger's kernels if asked."""
     from transformers import LlamaConfig
     from transformers.models.llama import modeling_llama as modeling
 

@@ -21,7 +21,7 @@ from trireme.models.config import ModelConfig
 
 
 def measure_rates(device: torch.device, dtype: str, store: str | None) -> Rates:
-    """Ceilings, each alone, by the probe of runs, before the engine takes memory."""
+    """Ceilings, by the probe of runs, before the engine takes memory."""
     found = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
     if store is not None:
         found |= drive_rates(Path(store))
@@ -39,7 +39,7 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def floors(spans: Sequence[Span], ceilings: Rates, adam_params: float) -> dict[str, float]:
-    """Seconds of each lane at its ceiling for a step's tasks. An SSD reads or writes, not both."""
+    """Seconds of each lane at its ceiling, for a step. An SSD reads or writes, not both."""
     flops: Counter[str] = Counter()
     moved: Counter[str] = Counter()
     for s in spans:
@@ -65,7 +65,7 @@ def held_rates(cfg: ModelConfig, plan: Plan, seq: int, device: torch.device) -> 
 
 
 def against(result: dict[str, Any], ceilings: Rates, what: str, rate: float) -> dict[str, float]:
-    """Prints and returns floor and ratio at `rate`, held by the GPU at `what`."""
+    """Prints and returns floor and ratio at the `rate` of `what`."""
     lanes = {lane: times["floor_s"] for lane, times in result["lanes"].items() if lane != "measured"}
     lanes["compute"] *= ceilings.matmul / rate
     floor = max(lanes.values())

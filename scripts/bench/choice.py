@@ -1,8 +1,8 @@
 """Is the planner's choice the best? python scripts/bench/choice.py brute --keep DIR, or sweep
 
 - `brute`: many other plans are simulated, the best of each kind measured beside the planner's choice.
-- `sweep`: step time over the share of activations in RAM, the choice marked (Fuyou, figure 9); predicted for --assume,
-  or measured here with --measure. Table, JSON and a picture.
+- `sweep`: step time over the share of swapped activations and of the choice (Fuyou, figure 9), as table, JSON and
+  picture.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ BRUTE = (
 )
 
 
-# ---------------------------------------------------------------- other plans
+# ---------------------------------------------------------------- brute
 
 
 def swaps(geo: Geometry, base: Plan, limits: Limits, names: tuple[str, ...], steps: int) -> Iterator[Plan]:
-    """Plans with `names` of 0, 1, ... `steps` parts of the blocks in RAM, as far as they fit."""
+    """Plans with `names` of 0 to `steps` parts of the blocks in RAM, if they fit."""
     n = geo.cfg.n_layers
     plain = replace(base, units=tuple(replace(u, saved=()) for u in base.units))
     for k in dict.fromkeys(round(n * step / steps) for step in range(steps + 1)):
@@ -54,7 +54,7 @@ def swaps(geo: Geometry, base: Plan, limits: Limits, names: tuple[str, ...], ste
 
 
 def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[tuple[str, Plan]]:
-    """(kind, plan) over micro-batches, leans, tensors in RAM and shares of blocks."""
+    """(kind, plan) over micro-batches, leans, tensors in RAM, shares of blocks."""
     for size in wanted.sizes[:3]:
         for lean in LEANS:
             try:
@@ -70,7 +70,7 @@ def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[t
 
 
 class Box:
-    """This machine: its ceilings, measured once, and the steps of plans."""
+    """This machine: its ceilings and steps of plans."""
 
     def __init__(self):
         self.device = choose_device("auto")
@@ -82,14 +82,14 @@ class Box:
         return memory_limits(self.device, given.gpu_memory, given.ram)
 
     def seconds(self, given: argparse.Namespace, plan: Plan, limits: Limits, log: Path) -> float:
-        """A step's median time; `log` gets the output of step.py."""
+        """A step's median time; step.py prints to `log`."""
         bench_step.forget_peaks(self.device)
         with log.open("w") as out, redirect_stdout(out):
             return bench_step.measure(given, MODELS[given.model], plan, limits, self.rates, self.device, 0.0)["step_s"]
 
 
 def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
-    """For each line, the measured choice over the best measured."""
+    """For each line, the choice over the best measured."""
     rows, ends, box = [], time.monotonic() + 60 * a.minutes, Box()
     for i, line in enumerate(BRUTE):
         if a.only and i not in a.only:
@@ -116,7 +116,7 @@ def brute(a: argparse.Namespace, keep: Path) -> list[dict]:
 def _best_of_each_kind(
     cfg: ModelConfig, wanted: Wanted, limits: Limits, rates: Rates, chosen: Plan
 ) -> list[tuple[float, str, Plan]]:
-    """(predicted seconds, kind, plan) of each kind's best alternative, the best first."""
+    """(predicted seconds, kind, plan) of each kind's best, the best first."""
     best: dict[str, tuple[float, str, Plan]] = {}
     for kind, plan in alternatives(cfg, limits, wanted):
         seconds = predict(cfg, plan, rates, Batch(plan.tokens, wanted.document, plan.n_micro)).step_s
@@ -126,11 +126,11 @@ def _best_of_each_kind(
     return sorted(different.values(), key=lambda found: found[0])
 
 
-# ---------------------------------------------------------------- the sweep of figure 9
+# ---------------------------------------------------------------- sweep
 
 
 def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
-    """Step time over the share of activations in RAM, for each of --sequences, and of the choice."""
+    """Step times of swapped shares and of the choice, for each of --sequences."""
     cfg, rows = MODELS[a.model], []
     box = Box() if a.measure else None
     for sequences in a.sequences:
@@ -157,7 +157,7 @@ def sweep(a: argparse.Namespace, keep: Path) -> list[dict]:
 
 
 def _points(a, cfg: ModelConfig, rates: Rates, limits: Limits, sequences: int, wanted: Wanted):
-    """The curve of a size of a step, and the choice."""
+    """The curve of a step's size, and the choice."""
     choice = choose(cfg, limits, rates, wanted).plan
     alike = replace(wanted, sizes=((choice.tokens, choice.n_micro),))
     base = simple_plan(cfg, limits, alike, LEANS[a.lean])

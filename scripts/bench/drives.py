@@ -2,9 +2,8 @@
 
     python scripts/bench/drives.py --dir /nvme/tmp --json out.json
 
-The store streams units. The ceiling moves blocks of the same files to and from the same memory, the best over way,
-block size and depth. They run in turn, since speed drifts; the ratio is the median of the rounds' ratios. Files lie in
-a folder of their own under --dir, removed afterwards. GB are 1e9 bytes, of both directions in `mixed`.
+The ceiling moves blocks of the store's files to and from the same memory, the best over way, block size and depth. Both
+run in turn, since speed drifts; ratios are medians of the rounds'. The files' folder under --dir is removed afterwards.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ AHEAD = 2  # units in flight each way, as in the engine
 
 
 class Raw:
-    """The ceiling: blocks of files moved by threads or kernel AIO."""
+    """The ceiling: threads or kernel AIO."""
 
     def __init__(self, folder: Path, slots: list[memoryview]):
-        """`folder` holds a store's files: two versions of each unit, and spares. `slots`: a unit's bytes each."""
+        """`folder`: a store's files, two versions of each unit and spares. `slots`: buffers of a unit."""
         direct = is_direct(folder)
         self.files = [File(path, direct) for path in sorted(folder.glob("*.safetensors"))]
         self.slots, self.passes = slots, 0
 
     def run(self, kind: str, way: str, block: int, depth: int, share: float = 1.0) -> float:
-        """Bytes/s over `share` of half the files, `depth` blocks in flight each way. Mixed: the other half is written."""
+        """Bytes/s over `share` of half the files, `depth` blocks in flight each way; mixed writes the other half."""
         self.passes += 1
         half = int(len(self.files) // 2 * share)
         lanes = []
@@ -69,7 +68,7 @@ class Raw:
 
     @staticmethod
     def _pieces(file: File, slot: memoryview, block: int) -> list[tuple[File, int, memoryview]]:
-        """A file's data in blocks, after the header."""
+        """Blocks after the header."""
         return [(file, ALIGN + at, slot[at : at + block]) for at in range(0, len(slot), block)]
 
     def _threads(self, directions: list[bool], lanes: list[list], depth: int) -> None:
@@ -96,8 +95,6 @@ class Raw:
 
 
 class Ours:
-    """The store, with units of `unit` bytes."""
-
     def __init__(self, dirs: list[Path], nbytes: int, unit: int):
         layout = sequential([("state", "U8", (unit,))])
         self.store, self.unit = Store.create(dirs), layout.span
@@ -112,7 +109,7 @@ class Ours:
             self.run("write")
 
     def run(self, kind: str) -> float:
-        """Bytes/s of a pass over all units. Mixed: unit i is read while unit i - AHEAD is written."""
+        """Bytes/s of a pass over all units; mixed reads unit i while it writes unit i - AHEAD."""
         reads: list[Future] = []
         writes: list[Future] = []
         start = time.perf_counter()
@@ -145,7 +142,7 @@ class Ours:
 
 
 def noise(nbytes: int, seed: int) -> memoryview:
-    """Random bytes, against drives that compress."""
+    """Random bytes: drives may compress."""
     buffer = arena(nbytes)
     words = np.frombuffer(buffer, np.uint64)
     words[:] = np.random.default_rng(seed).integers(0, 1 << 63, len(words), np.uint64)
@@ -153,7 +150,7 @@ def noise(nbytes: int, seed: int) -> memoryview:
 
 
 def beside_busy_loop(job: Callable[[], float]) -> float:
-    """job() in a thread while the main thread holds the GIL."""
+    """job() in a thread beside a busy main thread."""
     result: list[float] = []
     thread = threading.Thread(target=lambda: result.append(job()))
     thread.start()
@@ -164,7 +161,7 @@ def beside_busy_loop(job: Callable[[], float]) -> float:
 
 
 def resident(folder: Path) -> int:
-    """Bytes of the folder in the page cache; -1 where unknown."""
+    """Bytes of the folder in the page cache; -1: unknown."""
     libc, total = ctypes.CDLL(None), 0
     for path in folder.iterdir():
         size = path.stat().st_size
@@ -181,7 +178,7 @@ def memory_mib() -> int:
 
 
 def measure(dirs: list[Path], nbytes: int, unit: int, rounds: int) -> dict:
-    """The report, in GB/s. The ceiling is of the first folder's drive."""
+    """In GB/s. The ceiling is of the first folder's drive."""
     ours = Ours([d / "store" for d in dirs], nbytes, unit)
     raw = Raw(dirs[0] / "store" / "files", ours.slots)
     best = {kind: max(CEILING, key=lambda c, k=kind: raw.run(k, *c, share=0.25)) for kind in KINDS}

@@ -18,7 +18,7 @@ PACKED = (1890, 57, 423, 1201, 88, 640, 312, 1024, 17, 733, 205, 999, 131, 350, 
 
 
 class Case(NamedTuple):
-    """A call of `op`; `work`: bytes moved, or FLOPs where `flops`."""
+    """A call of `op`; `work`: bytes, or FLOPs where `flops`."""
 
     label: str
     op: str
@@ -109,7 +109,7 @@ def loss() -> Iterator[Case]:
 
 
 class Attention(NamedTuple):
-    """Inputs of an attention shape and their gradients, packed."""
+    """Inputs and gradients, packed."""
 
     q: Tensor
     k: Tensor
@@ -146,7 +146,6 @@ def attention() -> Iterator[Case]:
 
 
 def dense_peers(a: Attention) -> tuple[op_peers.Peers, op_peers.Peers]:
-    """torch's (forward, backward), for documents of one length."""
     return op_peers.dense_attention(a.q, a.k, a.v, a.dout, len(a.docs.lengths), a.scale)
 
 

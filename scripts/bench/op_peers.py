@@ -33,7 +33,6 @@ def compiled(op: str, args: tuple, kwargs: dict) -> Peers:
 
 
 def liger(op: str, args: tuple, kwargs: dict) -> Peers:
-    """Liger's kernel, or nothing."""
     try:
         make = _LIGER[op]
         return {"Liger": make(*args, **kwargs)}
@@ -86,7 +85,7 @@ def _gated(name: str, gate_up):
 def _gated_bwd(name: str, dy, gate_up):
     from liger_kernel.ops import geglu, swiglu
 
-    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))  # overwritten; the product is not recomputed
+    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))  # overwritten, product not recomputed
     return partial(getattr({"swiglu": swiglu, "geglu": geglu}[name], f"{name}_backward"), gate, up, dy), 5 / 6
 
 

@@ -1,16 +1,13 @@
 """Kernel speed against the ceilings of the same run.
 
-    python scripts/bench/ops.py                     every op, in LLaMA-3-8B and LLaMA-2-13B blocks
-    python scripts/bench/ops.py attention --json results.json
-    python scripts/bench/ops.py --peers             and other implementations
-    python scripts/bench/ops.py --host              the host's share of a call
-    python scripts/bench/ops.py --flush write       with an L2 full of written lines
+    python scripts/bench/ops.py
+    python scripts/bench/ops.py attention --peers --json results.json
     python scripts/bench/ops.py --tune              attention tiles, for kernels/launch.py
 
 Work is each input read and each output written once, or FLOPs. An op that differs from the reference gets no figure.
-Times are medians with no inputs in L2. Written lines there go to memory while the op runs. So before each call the same
-op runs on other tensors: each call pays for as many writes as it makes. `--flush write` fills the L2 with written lines
-(as triton.testing.do_bench does), `--flush read` with lines that cost nothing; peers and the copy are timed alike.
+Times are medians with no inputs in L2. Written lines there go to memory while the op runs: so before each call the same
+op runs on other tensors, and a call pays for as many writes as it makes. `--flush write` fills the L2 with written
+lines, like triton.testing.do_bench, `--flush read` with lines that cost nothing; peers and the copy are timed alike.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ TILES += [(128, k, 8, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]
 
 
 def seconds(run: Callable, rep: int = 60, flush: Callable | None = None) -> float:
-    """Median time of `run`, launch included, over `rep` milliseconds of calls, each after `flush`."""
+    """Median time of `run`, launch included, over `rep` milliseconds, each call after `flush`."""
     if flush is None:
         return do_bench(run, warmup=10, rep=rep, return_mode="median") * 1e-3
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -67,7 +64,7 @@ def flusher(flush: str, op: Callable) -> Callable | None:
 
 
 def ceilings() -> tuple[float, float]:
-    """FLOP/s of an 8192^3 product in bf16: after a pause, and under lasting load."""
+    """FLOP/s of a product: after a pause, and under lasting load."""
     a, b = randn(8192, 8192), randn(8192, 8192)
     return 2 * 8192**3 / seconds(lambda: a @ b), product_rate(torch.device(DEVICE))
 
@@ -95,7 +92,7 @@ PEERS = ["torch", "liger", "compile"]  # torch's own; Liger; torch.compile and F
 
 
 def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]) -> list[dict]:
-    """Prints and returns a case's figures; `copies`: flush -> bytes/s of a copy."""
+    """Prints and returns a case's figures; `copies`: bytes/s by flush."""
     wrong = error(case)
     torch.cuda.empty_cache()
     if not wrong <= case.bound:
@@ -128,7 +125,7 @@ def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]
 
 
 def host_seconds(run: Callable, calls: int = 50) -> float:
-    """Seconds of the host for `run`, in the best of 30 loops; `calls` fit the GPU's queue."""
+    """Seconds of the host for `run`; `calls` fit the GPU's queue."""
     times = []
     for _ in range(30):
         torch.cuda.current_stream().synchronize()
@@ -140,7 +137,7 @@ def host_seconds(run: Callable, calls: int = 50) -> float:
 
 
 def host() -> list[dict]:
-    """Prints and returns the host's time for a call on tiny inputs, allocations and launches included."""
+    """Prints and returns the host's time for calls on tiny inputs, with allocations."""
     N, D = 64, 512
     x, dy, w, gate_up = randn(N, D), randn(N, D), randn(D), randn(N, 2 * D)
     rstd, dw, clip = torch.ones(N, device=DEVICE), torch.zeros(D, device=DEVICE), torch.ones(1, device=DEVICE)
@@ -184,7 +181,7 @@ def host() -> list[dict]:
 
 
 def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
-    """Seconds of forward or backward with one kernel's tile changed; inf where it fails."""
+    """Seconds with one kernel's tile changed; inf where it fails."""
     before = getattr(launch, f"attention_{kernel}")
     setattr(launch, f"attention_{kernel}", lambda *_: launch.Tile(*tile))
     try:
@@ -199,7 +196,7 @@ def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
             run = lambda: ops.attention_bwd(a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
         run()
         return seconds(run) if time else 0.0
-    except Exception:  # out of resources, or not compilable
+    except Exception:  # out of resources
         return float("inf")
     finally:
         setattr(launch, f"attention_{kernel}", before)

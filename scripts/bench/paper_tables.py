@@ -2,9 +2,8 @@
 
 python scripts/bench/paper_tables.py --write
 
-Published systems are simulated by their papers' equations, Trireme by its own step code (engine/planner/predict.py), on
-the paper's machine. Nothing is fitted: rates are those of engine/planner/rates.py and of the papers. `--write` renews
-docs/paper-tables.md.
+Published systems are simulated by their papers' equations, Trireme by its step code, on the papers' machines. Nothing
+is fitted: rates are those of engine/planner/rates.py and of the papers.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ def fuyou_server(gpu: str, drives: int = 12, ram: int = 768) -> Machine:
     return machine(GPUS[gpu], ram * 10**9, DRIVES["p5510"], drives, SERVER_DRAM)
 
 
-# ---------------------------------------------------------------- the published systems, by their own equations
+# ---------------------------------------------------------------- published systems
 
 
 def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int) -> float:
-    """A step by Fuyou's equations 1 to 8, with the best amount of swapped activations.
+    """A step by Fuyou's equations 1 to 8, with the best swapped share.
 
     16-bit parameters are read for both passes; 12 + 2 bytes of state a parameter are read and 14 written. Reads and
     writes of the drives add up, both directions of the bus overlap.
@@ -116,11 +115,11 @@ THROUGHPUT = (
 )
 
 
-# ---------------------------------------------------------------- Trireme on a machine
+# ---------------------------------------------------------------- Trireme
 
 
 def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward", homes: str = "auto") -> Forecast:
-    """The rule's plan for `sequences` of 1,024 tokens. Raises DoesNotFit."""
+    """By the rule's plan; `sequences` of 1,024 tokens. Raises DoesNotFit."""
     rows = [k for k in (16, 8, 4, 2, 1) if k <= sequences]
     record = record_size(shapes.parameters(cfg), m.limits.host)
     wanted = Wanted(sizes_of(rows, sequences, SEQ), mode=mode, homes=homes, record=record)
@@ -130,7 +129,7 @@ def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward"
 
 
 def faster(made: Forecast, homes: str) -> Forecast:
-    """The same step by the plan of a run."""
+    """The same step by a run's plan."""
     p = made.plan
     sizes = [(2 * p.tokens, p.n_micro // 2), (p.tokens, p.n_micro), (p.tokens // 2, 2 * p.n_micro)]
     sizes = sizes[p.n_micro % 2 : 2 + (p.tokens > SEQ)]
@@ -139,7 +138,7 @@ def faster(made: Forecast, homes: str) -> Forecast:
 
 
 def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto") -> tuple[Forecast, float] | None:
-    """The largest step that fits, halving from `most` sequences, and its seconds."""
+    """The largest step, halving from `most` sequences, and its seconds."""
     while most:
         try:
             made = faster(forecast(cfg, m, most, mode, homes), homes)
@@ -150,7 +149,7 @@ def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto"
 
 
 def largest(models: dict[str, ModelConfig], m: Machine) -> str:
-    """The largest of `models` that trains with one sequence and no clipping."""
+    """The largest model that trains, with one sequence and no clipping."""
     fits = "none"
     for name, cfg in models.items():
         try:
@@ -161,7 +160,7 @@ def largest(models: dict[str, ModelConfig], m: Machine) -> str:
     return fits
 
 
-# ---------------------------------------------------------------- the tables
+# ---------------------------------------------------------------- tables
 
 
 def throughput() -> list[dict]:
@@ -185,7 +184,7 @@ def throughput() -> list[dict]:
 
 
 def sizes() -> list[dict]:
-    """The largest models of the papers and of Trireme, on the same machines."""
+    """The largest models of papers and of Trireme."""
     cases = []
     for gpu, ram, size in (("rtx4090", 128, "65B"), ("rtx4090", 768, "276B"), ("a100-80g", 768, "805B")):
         name = f"{GPUS[gpu].name}, {ram} GB, 12 drives"
@@ -207,7 +206,7 @@ WINDOWS = (1, 2, 3, 4, 6, 8, 12)
 
 
 def windows() -> list[dict]:
-    """Throughput over weight slots on the GPU, state in RAM, on STRONGHOLD's V100 (figure 9)."""
+    """Throughput over weight slots, on STRONGHOLD's V100 (figure 9)."""
     m, rows = machine(GPUS["v100-32g"], 755 * 10**9, None, dram=SERVER_DRAM), []
     for name, cfg, sequences in (("1.7B", NARROW["1.7B"], 4), ("1.7B", NARROW["1.7B"], 16), ("40B", NARROW["40B"], 4)):
         record = record_size(shapes.parameters(cfg), m.limits.host)
@@ -228,7 +227,7 @@ DRIVE = replace(DRIVES["gen4"], capacity=4 * 10**12, endurance=2400e12)
 
 
 def buyers(rams: tuple[int, ...] = (64, 128, 256), drives: tuple[int, ...] = (1, 2, 4)) -> list[dict]:
-    """What an RTX 4090 box trains, by RAM and number of drives."""
+    """What an RTX 4090 trains, by RAM and drives."""
     rows = []
     for name, cfg in BUYERS.items():
         for ram in rams:
@@ -248,7 +247,7 @@ def buyers(rams: tuple[int, ...] = (64, 128, 256), drives: tuple[int, ...] = (1,
 
 
 def _short(cfg: ModelConfig, ram: int, count: int) -> str:
-    """What one sequence without clipping lacks: "GPU memory", "RAM", "disk" or ""."""
+    """What one sequence lacks: "GPU memory", "RAM", "disk" or ""."""
     try:
         forecast(cfg, machine(GPUS["rtx4090"], ram * GIB, DRIVE, count), 1, "backward")
         return ""
@@ -257,7 +256,6 @@ def _short(cfg: ModelConfig, ram: int, count: int) -> str:
 
 
 def page(made: dict[str, list[dict]]) -> str:
-    """The tables as Markdown."""
     lines = [
         "# Published figures and simulated ones",
         "",

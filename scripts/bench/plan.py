@@ -1,10 +1,9 @@
 """Predicted beside measured: python scripts/bench/plan.py grid --store DIR --keep DIR, or compare FILE...
 
-- `grid`: lines of models, limits and sequences, each run by step.py; predicted and measured step times and peaks.
-- `compare`: the same table from results of step.py --json.
+- `grid`: runs lines of models and limits by step.py; predicted and measured step times and peaks.
+- `compare`: the same from results of step.py --json.
 
-A prediction uses only the plan and the ceilings of its run; the corrected one also the task times of a step of warm-up,
-as in a run.
+A prediction uses only the plan and the ceilings of its run; the corrected one also a step of warm-up, as in a run.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ GRID = (
 
 
 def run(line: str, path: Path, store: str | None, limit_s: float, more: tuple[str, ...] = ()) -> str:
-    """Runs step.py in a process, its JSON to `path`. Returns what went wrong, or ""."""
+    """Runs step.py, its JSON to `path`. Returns what went wrong, or ""."""
     words, folder = line.split(), None
     if words[-1] == "--store":
         if store is None:
@@ -71,7 +70,7 @@ def run(line: str, path: Path, store: str | None, limit_s: float, more: tuple[st
 
 
 def compare(name: str, result: dict) -> dict:
-    """A line of the table, from the plan and the ceilings of a result of step.py."""
+    """A line of the table, from a result of step.py."""
     cfg, plan, rates = MODELS[result["model"]], Plan.of(result["plan"]), rates_of(result["ceilings"])
     found = predict(cfg, plan, rates, Batch(plan.tokens, result["seq"], plan.n_micro))
     promised, peaks = usage(Geometry.of(cfg, plan), plan), result["peaks"]
@@ -123,7 +122,7 @@ def _off(ratios: list[float]) -> str:
 
 
 def results(paths: list[str]) -> Iterator[tuple[str, dict]]:
-    """(name, result) of every file of step.py with a plan, in order."""
+    """(name, result) of each file of step.py with a plan."""
     files = [f for p in map(Path, paths) for f in (sorted(p.rglob("*.json")) if p.is_dir() else [p])]
     for file in files:
         found = {} if file.name.endswith(".trace.json") else json.loads(file.read_text())
@@ -161,7 +160,7 @@ def leave(rows: list[dict], what: str, keep: Path) -> None:
 
 
 def run_arguments(kinds: tuple[str, ...]) -> argparse.ArgumentParser:
-    """A parser with the arguments of all benchmarks of many runs."""
+    """The arguments of all benchmarks of many runs."""
     p = argparse.ArgumentParser()
     p.add_argument("what", choices=kinds)
     p.add_argument("--keep", help="a folder for the results; default: a temporary one")

@@ -2,9 +2,8 @@
 
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
-`torch` is transformers with torch's fused AdamW on bf16, all on the GPU; `zero-offload` is DeepSpeed with fp32 AdamW on
-the CPU; both with Liger's kernels where installed. A rival's step is one micro-batch, which moves weights and gradients
-least, without clipping; the fastest share of `--recompute` counts.
+`torch` is transformers with torch's fused AdamW on bf16, `zero-offload` DeepSpeed with fp32 AdamW on the CPU; both use
+Liger if installed. A step is one micro-batch, which moves weights and gradients least, without clipping.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ LINES = (
 )
 
 
-# ---------------------------------------------------------------- the rivals
+# ---------------------------------------------------------------- rivals
 
 
 def transformers_model(cfg, device: torch.device):
-    """transformers' LLaMA in bf16 with random weights, all blocks recomputed."""
+    """transformers' LLaMA in bf16, random weights, all blocks recomputed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
@@ -77,7 +76,7 @@ def torch_rival(model):
 
 
 def zero_rival(model):
-    """A step with the optimizer in pinned RAM: ids [rows, seq] -> loss."""
+    """As torch_rival, with the optimizer in pinned RAM."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -130,7 +129,7 @@ def timed(a, step, cfg, device: torch.device) -> tuple[list[float], list[float]]
 
 
 def run_rival(a) -> dict:
-    """The fastest share of recomputed blocks, from the largest down to the first out of memory."""
+    """The fastest of --recompute, up to the first out of memory."""
     cfg, device = MODELS[a.model], choose_device("auto")
     if a.gpu_memory:
         torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
@@ -160,11 +159,11 @@ def run_rival(a) -> dict:
     return {"rival": a.rival, "model": a.model, "tokens": a.tokens, "seq": a.seq, **best, **rates, "tried": tried}
 
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- table
 
 
 def command(script: str, options: str) -> dict | None:
-    """The --json of a script of this folder; None where it fails."""
+    """A script's --json; None where it fails."""
     print(f"$ {script} {options}", flush=True)
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         words = [sys.executable, str(Path(__file__).parent / script), *options.split(), "--json", out.name]
@@ -172,7 +171,7 @@ def command(script: str, options: str) -> dict | None:
 
 
 def table() -> list[dict]:
-    """Runs all lines, prints the ratios and returns the results."""
+    """Runs all lines, prints ratios, returns results."""
     rows = []
     for rival, model, tokens, theirs, ours in LINES:
         other = command("rivals.py", f"{rival} {model} --tokens {tokens} {theirs}")

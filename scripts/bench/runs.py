@@ -1,7 +1,7 @@
 """Whole runs beside their promise: python scripts/bench/runs.py --work DIR --keep DIR
 
-Each line of GRID is a run of finetune.py in a process, on random weights: median step and whole time beside the
-promise, peaks of memory beside the plan. On a CPU the second step promises.
+GRID is run by finetune.py on random weights: median step and whole time beside the promise (on a CPU of the second
+step), peaks of memory beside the plan.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ON_A_CPU = (
 
 
 def make_model(folder: Path, name: str, text: Path) -> Path:
-    """A random LLaMA checkpoint in bf16, with a small tokenizer."""
+    """A random LLaMA checkpoint in bf16."""
     cfg, made = MODELS[name], folder / name
     if made.exists():
         return made
@@ -126,7 +126,6 @@ def make_data(folder: Path, kind: str) -> Path:
 
 
 def arguments_of(line: str, work: Path, out: Path) -> list[str]:
-    """finetune.py's words for a line of the grid."""
     model, kind, *more = line.split()
     text = work / "stories.txt"
     if not text.exists():
@@ -185,7 +184,6 @@ def verdict(rows: list[dict]) -> str:
 
 
 def grid(a: argparse.Namespace) -> list[dict]:
-    """Runs and prints the grid."""
     keep, work, ends = Path(a.keep), Path(a.work), time.monotonic() + 60 * a.minutes
     for folder in (keep, work):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """Measures a training step against its floor: python scripts/bench/step.py llama-1.3b --gpu-memory 24GiB --ram 16GiB
 
-Ceilings (matrix product, bus, SSD, CPU AdamW) are measured in the same run. A lane's floor is its work over its
-ceiling; the step's is the largest, of lane `bound`.
+A lane's floor is its work over its ceiling, measured in the same run; the step's is the largest, of lane `bound`.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ def _step(a: Arguments, e: Engine, batch: Sequence[MicroBatch], tables: Tables, 
         return bare_step(e, list(on_device), step, a.lr)
     if "vertical" not in a.off:
         return train_step(e, list(on_device), step, a.lr)
-    # Like other trainers: each micro-batch through the whole model, weights streamed for each. To the engine each is a
-    # step; only the last updates.
+    # Like other trainers: weights stream for each micro-batch. To the engine each is a step; only the last updates.
     for k, mb in enumerate(on_device):
         if k:
             e.gradients.discard()
@@ -137,7 +135,6 @@ def _step(a: Arguments, e: Engine, batch: Sequence[MicroBatch], tables: Tables, 
 
 @contextmanager
 def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device: torch.device) -> Iterator[Engine]:
-    """An engine with random weights."""
     torch.manual_seed(0)
     folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
     store = Store.create([open_device(folder.name)]) if folder else None
@@ -188,7 +185,7 @@ def measure(
 
 
 def against_floor(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, Any]:
-    """Prints and returns each lane's floor and time at work, and the step's ratio to its floor."""
+    """Prints and returns lanes' floors and times at work, and the step's ratio."""
     on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
     step_s, floor = statistics.median(run.times), floors(run.last, rates, on_cpu)
     at_work = busy(run.last) | {"ssd": measured(run.last)["ssd"]}
@@ -239,7 +236,7 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     }
 
 
-# ---------------------------------------------------------------- the command
+# ---------------------------------------------------------------- command
 
 
 def main(argv: list[str]) -> int:

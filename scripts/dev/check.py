@@ -11,14 +11,14 @@ PACKAGES = ("kernels", "models", "storage", "engine")
 
 
 def style() -> int:
-    """The larger of ruff's exit codes."""
+    """ruff's exit code."""
     return max(
         subprocess.run(["ruff", *words, "."], cwd=ROOT).returncode for words in (["check"], ["format", "--check"])
     )
 
 
 def types() -> int:
-    """mypy's exit code. mypy finds packages by path: this folder has to be called `trireme`."""
+    """mypy's exit code. mypy finds packages by path, so this folder is linked as `trireme`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "trireme").symlink_to(ROOT)
         options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]

@@ -1,6 +1,6 @@
 """python scripts/dev/kill_trials.py [--count 500] [--flips 50]: kills and flipped bits by the hundred, as a table.
 
---first K --count 1 repeats trial K. What went wrong stays in --work.
+--first K --count 1 repeats trial K. Failures stay in --work.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> int:
     import torch
     from kills import KINDS, PLACES, flip, make_bench, trial
 
-    torch.set_num_threads(1)  # forked children have one
+    torch.set_num_threads(1)  # a forked child has no others
     work = Path(given.work or tempfile.mkdtemp(prefix="trireme-kills-"))
     work.mkdir(parents=True, exist_ok=True)
     bench, wrong, begun = make_bench(work), 0, time.monotonic()

@@ -35,7 +35,7 @@ weights, parallel attention and MLP, mixtures of experts, heads for other tasks.
 
 
 def special(family: Family) -> list[str]:
-    """A family's differences from the plainest."""
+    """A family's special features."""
     n = family.names
     said = {
         "LayerNorms with bias": family.layer_norm,

@@ -25,7 +25,7 @@ ROOMS = {
 
 
 def sentence(path: Path) -> str:
-    """The first sentence of a file's docstring or, in C++, first comment."""
+    """Of a docstring or, in C++, the first comment."""
     text = path.read_text()
     said = ast.get_docstring(ast.parse(text)) if path.suffix == ".py" else text.lstrip("/ *\n").split("\n\n")[0]
     assert said, f"{path} does not say what it is for"
