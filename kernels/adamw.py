@@ -69,7 +69,7 @@ def _adamw(
 
 @triton.jit
 def _halve(x, HALVINGS: tl.constexpr):
-    """Sum in a fixed order: the second half onto the first, repeatedly."""
+    """The second half onto the first, repeatedly: a fixed order."""
     for i in tl.static_range(HALVINGS):
         x = tl.sum(tl.reshape(x, (2, 1 << (HALVINGS - 1 - i))), 0)
     return x

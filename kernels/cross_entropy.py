@@ -38,7 +38,7 @@ def _cross_entropy(
     BLOCK_D: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):
-    """The second pass walks back, through what is left in L2."""
+    """The second pass walks back through L2's remains."""
     await_previous()
     GROUP: tl.constexpr = 8  # a thread's logits share a maximum
     LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
@@ -88,7 +88,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """As reference.linear_cross_entropy, x and weight contiguous.
 
-    Takes chunk * V logits and, for a bf16 dweight_ over chunks, V * D of fp32: bf16 sums would lose later chunks.
+    Takes chunk * V logits; for several chunks into bf16 dweight_ V * D of fp32: bf16 sums would lose later ones.
     """
     (N, D), V, M = x.shape, weight.shape[0], len(rows)
     assert weight.shape == (V, D)

@@ -1,7 +1,7 @@
 """Embedding: rows gathered by token, and their gradients summed per token in a fixed order.
 
-Backward sorts tokens into runs, places into chunks: one kernel sums a run's part of a chunk, another runs across
-chunks. All-pairs comparison, in one launch, sorts few tokens faster than radix passes.
+Backward sorts tokens into runs, places into chunks: one kernel sums runs within chunks, another across. Comparing all
+pairs, in one launch, sorts few tokens faster than radix passes.
 Legend: N tokens, D width, V vocabulary.
 """
 
@@ -32,7 +32,7 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _sort(p_sorted, p_order, p_ids, N, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """A token's place: how many are smaller, or equal and before it."""
+    """A token's place: how many are smaller, or equal and earlier."""
     await_previous()
     first = tl.program_id(0) * BLOCK
     o_i = first + tl.arange(0, BLOCK)
@@ -73,7 +73,7 @@ def _embedding_bwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Sums the part of a run that begins at place i: where the run begins, or a chunk."""
+    """Sums a run's part from place i, where the run or a chunk begins."""
     await_previous()
     i = tl.program_id(0)
     i_v = tl.load(p_sorted + i).to(tl.int64)

@@ -18,7 +18,7 @@ class Chip(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Attention's launch: rows of queries and keys, warps, pipeline stages."""
+    """Attention's launch: rows of queries, of keys, warps, pipeline stages."""
 
     q: int
     k: int
@@ -35,12 +35,12 @@ def chip(device: torch.device) -> Chip:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Rounded up. triton.cdiv takes 3 us of the host."""
+    """Rounded up; triton.cdiv takes 3 us of the host."""
     return -(-a // b)
 
 
 def power2(n: int) -> int:
-    """The smallest power of two >= n."""
+    """Smallest >= n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -72,7 +72,7 @@ def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
-    """Programs for each column block, to fill the chip."""
+    """Programs for each column block."""
     return max(1, min(n_tiles, 8 * chip(device).sms // n_columns))
 
 
@@ -85,7 +85,6 @@ def head_block(D: int) -> int:
 
 
 def attention_fwd(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """Forward tile for heads of D values."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(64, 32, 4, 1)
@@ -95,7 +94,6 @@ def attention_fwd(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def attention_dq(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """Tile of dq's kernel."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(64, 32, 4, 1)
@@ -105,7 +103,6 @@ def attention_dq(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    """Tile of (dk, dv)'s kernel."""
     arch, D = chip(device).arch, head_block(D)
     if arch == 0 or dtype == torch.float32:
         return Tile(32, 64, 4, 1)
@@ -115,17 +112,15 @@ def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
 
 
 def hopper_fwd(block_d: int) -> Tile:
-    """Tile of hopper_fwd.py; stages are its ring's slots."""
+    """Stages are slots of its ring."""
     return Tile(64, 64, 4, 3) if block_d == 128 else Tile(128, 64, 8, 3)
 
 
 def hopper_dq(block_d: int) -> Tile:
-    """Tile of hopper_bwd.py's dq."""
     return Tile(128, 64, 8, 3) if block_d == 128 else Tile(64, 64, 4, 3)
 
 
 def hopper_dkv(block_d: int) -> Tile:
-    """Tile of hopper_bwd.py's (dk, dv)."""
     return Tile(64, 128, 8, 3) if block_d == 128 else Tile(32, 64, 4, 4)
 
 

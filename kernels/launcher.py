@@ -1,8 +1,8 @@
 """Launches that cost little host time: a kernel's compiled forms are kept by all that they depend on.
 
-Triton classifies arguments (dtypes, constants, alignment by 16, integers that are 1 or multiples of 16) at every
-launch. A look-up by a finer key takes a third of the time. On Hopper kernels start before the previous one ends
-(programmatic dependent launch), 1 to 2 us sooner: each begins with await_previous().
+Triton classifies arguments (dtypes, constants, alignment by 16, integers of 1 or multiples of 16) at every launch; a
+look-up by a finer key takes a third of the time. On Hopper kernels start before the last ends (programmatic dependent
+launch), 1 to 2 us sooner: each begins with await_previous().
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ class Kernel:
     def key(self, args: tuple, options: dict) -> tuple[tuple, list]:
         """(what the compiled form depends on, arguments with pointers as integers).
 
-        Reduced: a tensor to dtype and alignment, a float to its type, an unspecialised integer to whether 32 bits hold
-        it.
+        A tensor counts by dtype and alignment, a float by type, an unspecialised integer by whether 32 bits hold it.
         """
         key, values = [*args, *options.items()], list(args)
         for i, special in self.varying:

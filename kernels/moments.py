@@ -30,12 +30,12 @@ def hash32(x):
 
 
 def noise_key(seed: int, step: int) -> int:
-    """Added to an element's index and hashed, gives its noise."""
+    """Plus an element's index, hashed: its noise."""
     return hash32(hash32(seed) + step)
 
 
 def _noise(like: Tensor, key: int, first: int) -> tuple[Tensor, Tensor]:
-    """Independent integers in [0, 2^16) for m and for v, int32."""
+    """Integers in [0, 2^16), int32, for m and v."""
     index = torch.arange(first, first + len(like), dtype=torch.int64, device=like.device)
     drawn = hash32(index + key)
     return (drawn & 0xFFFF).int(), (drawn >> 16).int()
@@ -76,10 +76,7 @@ def encode8(x: Tensor, noise: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def adamw16_(
     w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, *, step, seed, first=0, **hyper
 ) -> None:
-    """reference.adamw_ with m_ and v_ (n,) bf16.
-
-    `first` is element 0's index in its unit: units may be cut.
-    """
+    """reference.adamw_ with bf16 m_ and v_ (n,). Units may be cut: `first` is element 0's index."""
     m, v = m_.float(), v_.float()
     reference.adamw_(w_, lo_, m, v, grad, clip, step=step, **hyper)
     m_noise, v_noise = _noise(m, noise_key(seed, step), first)
@@ -102,9 +99,9 @@ def adamw8_(
     first: int = 0,
     **hyper,
 ) -> None:
-    """reference.adamw_ with m_ and v_ (n,) uint8, m_floor_ and v_floor_ (blocks,) int16, all zero at first.
+    """reference.adamw_ with uint8 m_ and v_ (n,), int16 m_floor_ and v_floor_ (blocks,), all zero at first.
 
-    `first` as adamw16_; units may be cut at multiples of 256.
+    Units may be cut at multiples of 256.
     """
     m, v = decode8(m_, m_floor_, True), decode8(v_, v_floor_, False)
     reference.adamw_(w_, lo_, m, v, grad, clip, step=step, **hyper)

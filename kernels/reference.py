@@ -199,7 +199,7 @@ def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
 
 
 def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
-    """(dh (N, F), act (N, F)); adds dh's row sum, in fp32, to dbias_ (F,)."""
+    """(dh (N, F), act (N, F)); adds the sum of dh over rows, in fp32, to dbias_ (F,)."""
     value, slope = _gelu_tanh(_up(h) + _up(bias))
     dh = _up(dy) * slope
     _add_(dbias_, dh.sum(0))

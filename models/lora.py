@@ -40,7 +40,7 @@ def down_gradient(dy: Tensor, w: Adapters) -> Tensor:
 
 
 def initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """An adapter's first values as in peft, fp32: A uniform within +-1/sqrt(in), seeded by name; B zero."""
+    """First values as in peft, fp32: A uniform within +-1/sqrt(in), seeded by name; B zero."""
     if not name.endswith(".lora_A.weight"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(crc32(name.encode()))

@@ -170,7 +170,7 @@ def _dkv_range(
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds p^T do and ds^T q over queries [lo, hi) of the group's heads; in one loop loads run ahead."""
+    """Adds p^T do and ds^T q over queries [lo, hi) of the group's heads, in one loop: loads run ahead."""
     o_d = tl.arange(0, BLOCK_D)
     o_tile = tl.arange(0, BLOCK_Q)
     steps = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_Q)

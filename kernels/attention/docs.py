@@ -13,8 +13,8 @@ TILES = (64, 128)  # rows by tile
 class Docs(NamedTuple):
     """A micro-batch's documents; attention never crosses them, positions restart.
 
-    Tiles by their rows: (tiles, 3) int32 of document's first row, tile's first row in it, document's length. Heaviest
-    first: late queries see most keys, early keys are seen most.
+    Tiles by their rows: (tiles, 3) int32 of document's first row, tile's offset, document's length, heaviest first:
+    late queries see most keys, early keys are seen most.
     """
 
     lengths: tuple[int, ...]  # on the host; sums to N
@@ -42,7 +42,7 @@ def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
 
 
 def _tiles(n: torch.Tensor, start: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(query tiles, key tiles) of `block` rows; documents of n, starting at `start` (n_docs,)."""
+    """(query tiles, key tiles) of `block` rows; documents of n tokens at `start`, (n_docs,) both."""
     counts = (n + block - 1) // block
     doc = torch.repeat_interleave(torch.arange(len(n)), counts)
     first = torch.cumsum(counts, 0) - counts  # document's first tile

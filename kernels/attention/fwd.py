@@ -31,7 +31,7 @@ def flat(strides: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
 
 @triton.jit
 def _load_rows(p, o_row, length, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROW_MASK: tl.constexpr):
-    """Zeros beyond the document (ROW_MASK) and D."""
+    """Zeros beyond document (ROW_MASK) and D."""
     if ROW_MASK:
         if BLOCK_D == D:
             return tl.load(p, (o_row < length)[:, None], 0.0)
@@ -52,7 +52,7 @@ def _visible(o_q, o_k, window, WINDOWED: tl.constexpr):
 
 @triton.jit
 def _key_ranges(offset, length, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr):
-    """(a, b, c, end) of keys: [a, b) cut by the window, [b, c) visible, [c, end) on the diagonal."""
+    """(a, b, c, end): keys [a, b) are cut by the window, [b, c) visible, [c, end) diagonal."""
     c = offset // BLOCK_K * BLOCK_K
     end = tl.minimum(offset + BLOCK_Q, length)
     a = c * 0
