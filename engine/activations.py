@@ -112,7 +112,7 @@ class ActivationSwap:
         return here
 
     def send(self, activation: Activation, tokens: int, after: Task) -> None:
-        """Sends a filled span to its tier; frees its place on the GPU unless the next unit reads there."""
+        """Sends a span that `after` fills to its tier; frees its place on the GPU unless the next unit reads there."""
         here = self.here[activation]
         here.ready = (after,)
         if activation.tier != "gpu":

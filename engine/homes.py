@@ -215,7 +215,7 @@ class Homes:
         return self.store
 
     def transfer(self, entry: Entry, way: Literal["read", "verify", "write"]) -> Transfer:
-        """Moves shards of an entry: a method of the store or, for frozen weights, of the scratch space."""
+        """The method that moves an entry's shards: the store's or, for frozen weights, the scratch space's."""
         if entry.kind != "base":
             return {"read": self.ssd.read, "verify": self.ssd.verify, "write": self.ssd.write}[way]
         assert self.scratch is not None, "frozen weights are at home on the SSD, and no scratch space was claimed"
@@ -299,7 +299,7 @@ class Reader:
         self.homes, self._staged = homes, ""
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
-        """The entry's home in RAM, or a copy until the next read; `parts`: these alone. Raises StoreError."""
+        """The entry's home in RAM, or a copy until the next read, of `parts` at their offsets. Raises StoreError."""
         homes = self.homes
         buffer = homes.in_ram(entry)
         if buffer is not None:

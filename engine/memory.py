@@ -216,7 +216,7 @@ def _register(address: int, nbytes: int, device: torch.device) -> bool:
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
         return True
-    with suppress(RuntimeError):  # the next CUDA call would report the error again
+    with suppress(RuntimeError):  # CUDA keeps the error for the next call: take it here
         torch.zeros(1, device=device)
     return False
 

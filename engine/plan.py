@@ -131,13 +131,13 @@ class Plan:
         return self.window * (2 if self.halves else 1) - 1
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
-        """With `change` of units in `chosen`; equal units stay one object (`distinct`)."""
+        """This plan with `change` of units in `chosen`; equal units stay one object (`distinct`)."""
         made = {id(unit): replace(unit, **change) for unit in map(self.units.__getitem__, self.distinct())}
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
 
     def distinct(self) -> Iterable[int]:
-        """A unit for each object in `units`."""
+        """An index for each object in `units`."""
         return dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values()
 
     def uses(self, tier: Tier) -> bool:
