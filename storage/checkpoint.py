@@ -72,8 +72,9 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Of its safetensors."""
-        return sum((self.folder / f).stat().st_size for f in self.files)
+        """Of its safetensors files; of its tensors where it has none."""
+        files = sum((self.folder / f).stat().st_size for f in self.files)
+        return files or sum(t.nbytes for t in self.tensors.values())
 
     def read(self, name: str) -> np.ndarray:
         """Its bytes, (nbytes,) uint8. Raises StoreError."""
@@ -120,7 +121,9 @@ def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
             f"{folder} holds only pickled weights (.bin, .pt), which can run code when opened and are never read. "
             "Use the model's safetensors version, or convert it with transformers' save_pretrained."
         )
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}.")
+    raise CheckpointError(
+        f"{folder} has neither {SINGLE} nor {INDEX}. Download them; from config.json alone a --dry-run plans."
+    )
 
 
 def _read_index(folder: Path) -> dict[str, str]:

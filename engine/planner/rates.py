@@ -112,12 +112,14 @@ class Machine:
         """Usable bytes, like host.memory_limits."""
         return Limits(self.gpu - GPU_RESERVE, int(self.ram * RAM_SHARE))
 
-    def describe(self) -> str:
+    def describe(self, on_gpu: bool = True) -> str:
+        """Its parts and their speeds. Without a GPU both tiers are RAM, and there is no bus."""
         r = self.rates
+        memory = f", {gib(self.gpu, 0)} | RAM {gib(self.ram, 0)}" if on_gpu else f" | RAM {gib(self.gpu + self.ram, 0)}"
+        bus = f"bus {r.h2d / GB:.0f} GB/s | " if on_gpu else ""
         return (
-            f"{self.name}, {gib(self.gpu, 0)} | RAM {gib(self.ram, 0)}, {r.dram / GB:.0f} GB/s | "
-            f"{self.drives} | bus {r.h2d / GB:.0f} GB/s | CPU AdamW {r.adam / GB:.1f} G parameters/s"
-            f"{f' ({self.how})' * bool(self.how)}"
+            f"{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
+            f"CPU AdamW {r.adam / GB:.1f} G parameters/s{f' ({self.how})' * bool(self.how)}"
         )
 
 

@@ -280,25 +280,38 @@ def parse(argv: Sequence[str]) -> Options:
         if own:
             raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
-    if not options.model:
-        raise InputError(f"no checkpoint given. Try: {program()} CHECKPOINT --data FILE, or --demo, or --help.")
-    if not options.data:
-        raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
+    _check_named(options)
     unknown = set(options.log) - {"tensorboard", "wandb", "trace"}
     if unknown:
         raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace.")
     stores = {os.path.realpath(folder) for folder in options.store}
     if len(stores) < len(options.store):
         raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
-    out = options.out or str(Path("runs") / Path(options.model).resolve().name)
+    out = options.out or str(Path("runs") / (options.shape or Path(options.model).resolve().name))
     if os.path.realpath(out) in stores and not options.resume:
         raise InputError(f"--store {','.join(options.store)} is --out itself. Name another folder, or leave it out.")
     return replace(options, out=out)
 
 
+def _check_named(options: Options) -> None:
+    """Raises InputError unless a model and data are named, or nothing but a plan is wanted."""
+    if options.shape and (options.model or not options.dry_run):
+        wrong = f"leave {options.model} out" if options.model else "add --dry-run"
+        raise InputError(f"--shape {options.shape} plans for a model that is not here: {wrong}.")
+    if not (options.model or options.shape):
+        raise InputError(f"no checkpoint given. Try: {program()} CHECKPOINT --data FILE, or --demo, or --help.")
+    if options.data:
+        return
+    if not options.dry_run:
+        raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
+    if options.val or options.epochs:
+        flag = "--val" if options.val else "--epochs"
+        raise InputError(f"{flag} is about data, and no --data is given. Name it, or leave {flag} out.")
+
+
 # ---------------------------------------------------------------- writing
 
-_NOT_KEPT = ("resume", "config", "dry_run", "assume", "demo", "out")  # not of the run
+_NOT_KEPT = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
 
 
 def kept(options: Options) -> dict[str, Any]:

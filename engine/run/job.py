@@ -23,18 +23,20 @@ from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import choose_device, drive_of, memory_limits
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, assume
+from trireme.engine.planner.sizes import find_model
 from trireme.engine.run.options import Options
 from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pinned_of
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
 from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, Lora, ModelConfig, read_config
-from trireme.storage.checkpoint import Source, open_source
+from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.companions import CONTENT, beside
 from trireme.storage.files import Say, existing, to_stderr
 from trireme.storage.versions import version_files
 
 EVALUATING = 0.1  # evaluations' share of a run's time
+SOME_STEPS = 1000  # of a plan without data
 SMALL = 3_000_000_000  # parameters; below, the default learning rate is doubled
 
 
@@ -46,7 +48,7 @@ class Job:
     source: Source
     stored: dict[str, str]  # tensor name -> name in the source
     codec: Codec | None
-    data: Dataset
+    read: Dataset | None  # None of a dry run that names no data
     device: torch.device
     plan: Plan
     because: tuple[str, ...]  # reasons for the plan
@@ -55,6 +57,11 @@ class Job:
     work: Work
     files: Files
     lr: float
+
+    @property
+    def data(self) -> Dataset:
+        assert self.read is not None
+        return self.read
 
     @property
     def store_dirs(self) -> list[Path]:
@@ -93,7 +100,7 @@ class Job:
     @property
     def eval_rows(self) -> int | None:
         """Held-out rows an evaluation reads; None: all."""
-        held_out, tokens = self.data.held_out, self.work.held_out
+        held_out, tokens = self.read and self.read.held_out, self.work.held_out
         if held_out is None or tokens >= held_out.tokens:
             return None
         return max(1, round(held_out.n_sequences * tokens / held_out.tokens))
@@ -122,23 +129,25 @@ def prepare(
     `kept`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file.
     Raises InputError, CheckpointError, DoesNotFit.
     """
-    assert options.model
+    assert options.model or options.shape
     assert options.out
     pinned = None if kept is None else pinned_of(options, kept)
     folder, out = Path(options.model), Path(options.out)
-    cfg, source = _adapted(options, read_config(folder)), open_source(folder, say)
+    cfg = _adapted(options, find_model(options.shape) if options.shape else read_config(folder))
+    source = outlined(cfg, folder) if _is_absent(options, folder) else open_source(folder, say)
     if pinned:
         check_model(options, pinned, cfg, source)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
-    codec, seq_len = _codec(options, folder), _seq_len(options, cfg)
-    if options.tokenizer or options.chat_template:
+    codec, seq_len = _codec(options, folder) if options.data else None, _seq_len(options, cfg)
+    if codec and (options.tokenizer or options.chat_template):
         source = replace(source, companions=_trained_with(options, folder, codec))
     assumed = _assumed(options, options.assume) if options.assume else None
     device = torch.device("cuda") if assumed else choose_device(options.device)
     limits = assumed[1] if assumed else memory_limits(device, options.gpu_memory, options.ram)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned)
     planner.refuse_early()
-    data = load_dataset(options.data, codec, _data_options(options, cfg, seq_len), progress)
+    read = _data_options(options, cfg, seq_len)
+    data = load_dataset(options.data, codec, read, progress) if options.data else None
     work, files = _work(options, data, seq_len), _files(options, cfg, out, source, data)
     limits, stores = planner.limits_for(work.sequences), _stores(options) or [out]
     machine = assumed[0] if assumed else this_machine(device, planner.dtype, limits, stores)
@@ -214,11 +223,27 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
     )
 
 
-def _work(options: Options, data: Dataset, seq_len: int) -> Work:
-    """Evaluations take about EVALUATING of the run and read a step's tokens at least.
+def _is_absent(options: Options, folder: Path) -> bool:
+    """Whether to plan for a checkpoint without its weights."""
+    kinds = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
+    return bool(options.shape) or (options.dry_run and all(path.suffix not in kinds for path in folder.iterdir()))
+
+
+def outlined(cfg: ModelConfig, folder: Path) -> Source:
+    """A checkpoint of this config in bf16, without files."""
+    groups = [group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u)]
+    return Source(
+        folder, (), {name: SourceTensor("BF16", shape, "", 0) for group in groups for name, shape in group}, {}
+    )
+
+
+def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
+    """Without data, full sequences. Evaluations take about EVALUATING of the run and read a step's tokens at least.
 
     An evaluation's token costs at most a third of a trained one.
     """
+    if data is None:
+        return Work(seq_len, options.batch_size, options.max_steps or SOME_STEPS, document=seq_len)
     epochs = options.epochs or (1 if data.is_text else 3)
     steps = options.max_steps or max(1, math.ceil(data.steps_per_epoch(options.batch_size) * epochs))
     sequences = min(options.batch_size, data.n_sequences)
@@ -232,14 +257,15 @@ def _work(options: Options, data: Dataset, seq_len: int) -> Work:
     return replace(work, evaluations=evaluations, held_out=min(read, data.held_out.tokens))
 
 
-def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset) -> Files:
+def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset | None) -> Files:
     """What the run has and will have on drives, beside training state."""
+    tokens = data.nbytes if data else 0
     held = [*(file for d in _stores(options) or [out / "store"] for file in version_files(d))]
     held += (out / "best").glob("*.safetensors")
-    taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else data.nbytes)
+    taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else tokens)
     export = 4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes
     export += source.nbytes * options.merge
-    return Files(export, data.held_out is not None, data.nbytes, taken, options.keep)
+    return Files(export, data is not None and data.held_out is not None, tokens, taken, options.keep)
 
 
 def _stores(options: Options) -> list[Path]:

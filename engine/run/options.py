@@ -301,9 +301,14 @@ class Options:
     plan: str | None = _option(PLACEMENT, "a plan of your own, as JSON", metavar="FILE")
 
     config: str | None = _option(INSTEAD, "options from a YAML file; flags win over them", metavar="FILE")
-    dry_run: bool = _option(INSTEAD, "report and plan, then stop; writes nothing", False, parse=bool)
+    dry_run: bool = _option(
+        INSTEAD, "report and plan, then stop; config.json alone will do, and no --data", False, parse=bool
+    )
     assume: str | None = _option(
         INSTEAD, "--dry-run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5", metavar="PARTS"
+    )
+    shape: str | None = _option(
+        INSTEAD, "--dry-run for a model that is not here: llama-70b (a wrong name lists all)", metavar="NAME"
     )
     demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
 from trireme.engine.buffers import usage
-from trireme.engine.plan import TIERS, Plan
-from trireme.engine.planner.forecast import Forecast
+from trireme.engine.plan import Plan, Tier
+from trireme.engine.planner.forecast import ENDLESS, Forecast
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.rates import ENDURANCE, TB
 from trireme.engine.planner.whole import PARTS, Clock, Events, Part, Times, evaluation_s, foretold
@@ -26,6 +26,7 @@ BINDS = {
     "cpu": "updates on the CPU",
     "ssd": "the SSD",
 }
+MEMORIES: dict[Tier, str] = {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
 LONG = 5  # seconds of a start worth a line
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
@@ -35,16 +36,14 @@ def report(job: Job) -> list[str]:
     lines = [
         model_line(job),
         *_labelled("", _carried_notes(job)),
-        *_labelled("data", job.data.report.lines()),
-        *_labelled("val", job.data.describe_held_out()),
-        *(f"example  {job.data.example(k)}" for k in range(min(job.options.show_example, len(job.data.pieces)))),
+        *data_lines(job),
         method_line(job),
         *_labelled("trained", _trained_lines(job)),
-        f"machine  {job.machine.describe()}",
+        f"machine  {job.machine.describe(on_gpu)}",
         *_labelled("", _memory_notes(job)),
         steps_line(job),
         *_labelled("", _length_notes(job)),
-        *memory_lines(forecast, "GPU" if on_gpu else "gpu tier"),
+        *memory_lines(forecast, on_gpu),
     ]
     lines += gpu_lines(forecast) if on_gpu else [f"time     {ON_A_CPU}"]
     if forecast.work.evaluations:
@@ -55,7 +54,7 @@ def report(job: Job) -> list[str]:
     if on_gpu:
         lines.append(f"ready    {ready_line(promise(job, start=True))}")
     if on_gpu and job.options.dry_run:  # planning each takes seconds
-        changes = forecast.faster(job.data.n_sequences, bits_open=job.options.resume is None)
+        changes = forecast.faster(job.data.n_sequences if job.read else ENDLESS, bits_open=job.options.resume is None)
         lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
     return [*lines, *_labelled("because", list(job.because))]
 
@@ -77,10 +76,12 @@ def model_line(job: Job) -> str:
     dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in job.stored.values()))
     head = "tied head" if cfg.tied else "untied head"
     vocabulary = f"tokenizer {job.codec.facts.vocab_size:,}" if job.codec else "no tokenizer"
+    files, given = count(len(job.source.files), "shard"), f"; {vocabulary}"
+    if not job.source.files:
+        files = f"of the shape {job.options.shape}" if job.options.shape else "by config.json alone"
     return (
         f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, "
-        f"{count(len(job.source.files), 'shard')}, {gib(job.source.nbytes)}; "
-        f"{cfg.n_layers} layers; {head}; {vocabulary}"
+        f"{files}, {gib(job.source.nbytes)}; {cfg.n_layers} layers; {head}{given if job.read else ''}"
     )
 
 
@@ -91,6 +92,22 @@ def _carried_notes(job: Job) -> list[str]:
         return []
     nbytes = sum(job.source.tensors[name].nbytes for name in names)
     return [f"carried through as they are: {len(names):,} tensors beside the language model, {gib(nbytes)}"]
+
+
+def data_lines(job: Job) -> list[str]:
+    """What was read, and examples of it."""
+    data, work = job.read, job.work
+    if data is None:
+        steps = (
+            "" if job.options.max_steps else f"; {work.steps:,} steps for an example: --max-steps for another number"
+        )
+        full = f"{work.sequences:,} x {work.seq_len:,} = {compact(work.tokens)} tokens (--batch-size, --seq-len)"
+        return [f"data     not read, as no --data is given: a step is {full}{steps}"]
+    return [
+        *_labelled("data", data.report.lines()),
+        *_labelled("val", data.describe_held_out()),
+        *(f"example  {data.example(k)}" for k in range(min(job.options.show_example, len(data.pieces)))),
+    ]
 
 
 def method_line(job: Job) -> str:
@@ -141,18 +158,22 @@ def _length_notes(job: Job) -> list[str]:
 # ---------------------------------------------------------------- memory and disk
 
 
-def memory_lines(f: Forecast, device: str = "GPU") -> list[str]:
-    """The table of what each tier holds, and its limit. `device`: heading of the gpu tier."""
-    held, total = f.memory(), usage(f.geo, f.plan)
-    lines = [f"plan     {'':18}{device:>10}{'RAM':>10}{'SSD':>10}"]
-    lines += [_row(row, *(tiers[tier] for tier in TIERS)) + _decisions(f.plan, row) for row, tiers in held.items()]
-    lines.append(_row("total", total["gpu"], total["host"], sum(tiers["ssd"] for tiers in held.values())))
-    lines.append(_row("limit", f.limits.gpu, f.limits.host))
-    return lines
+def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
+    """The table of what each memory holds, and its limit. On a CPU the gpu tier is RAM."""
+    names = MEMORIES if on_gpu else {**MEMORIES, "gpu": "RAM"}
+    held, need = f.memory(), usage(f.geo, f.plan)
 
+    def row(name: str, tiers: Mapping[Tier, int]) -> str:
+        columns = dict.fromkeys(names.values(), 0)
+        for tier, nbytes in tiers.items():
+            columns[names[tier]] += nbytes
+        return f"           {name:16}{''.join(map(cell, columns.values()))}"
 
-def _row(name: str, *nbytes: int) -> str:
-    return f"           {name:16}{''.join(map(cell, nbytes))}"
+    lines = [f"plan     {'':18}{''.join(f'{name:>10}' for name in dict.fromkeys(names.values()))}"]
+    lines += [row(name, tiers) + _decisions(f.plan, name, names) for name, tiers in held.items()]
+    on_ssd = sum(tiers["ssd"] for tiers in held.values())
+    lines.append(row("total", {"gpu": need["gpu"], "host": need["host"], "ssd": on_ssd}))
+    return [*lines, row("limit", {"gpu": f.limits.gpu, "host": f.limits.host})]
 
 
 def cell(nbytes: int) -> str:
@@ -164,16 +185,16 @@ def cell(nbytes: int) -> str:
     return f"{nbytes / 2**30:>6.1f} GiB" if nbytes >= 1000 << 20 else f"{nbytes / 2**20:>6.1f} MiB"
 
 
-def _decisions(plan: Plan, row: str) -> str:
+def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
     n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
     if row == "weights":
-        homes = _counted(u.weights for u in plan.units)
+        homes = _counted((u.weights for u in plan.units), names)
         way = f"{plan.ahead + 1} {units} on their way" if plan.ahead else f"1 {units[:-1]} on its way"
         return f"   homes of {n} units: {homes}; {way}"
     if row == "optimizer state":
         updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
         where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
-        return f"   homes: {_counted(u.state for u in plan.units)}; {plan.adam_bits}-bit moments{where}"
+        return f"   homes: {_counted((u.state for u in plan.units), names)}; {plan.adam_bits}-bit moments{where}"
     if row == "gradients":
         return f"   consumed under {'the next forward' if plan.mode == 'forward' else 'backward'}"
     if row == "activations":
@@ -182,9 +203,9 @@ def _decisions(plan: Plan, row: str) -> str:
     return ""
 
 
-def _counted(tiers: Iterable[str]) -> str:
-    found, names = list(tiers), {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
-    return ", ".join(f"{found.count(t)} {names[t]}" for t in TIERS if t in found)
+def _counted(tiers: Iterable[Tier], names: Mapping[Tier, str]) -> str:
+    found = [names[tier] for tier in tiers]
+    return ", ".join(f"{found.count(name)} {name}" for name in dict.fromkeys(names.values()) if name in found)
 
 
 def disk_line(f: Forecast) -> str:
@@ -221,13 +242,13 @@ def promise(job: Job, done: int = 0, start: bool = False) -> dict[Part, float]:
     """Seconds by part of the run after `done` steps; of `start`, 0 unless asked."""
     o, total = job.options, job.total_steps
     steps_s = (total - done) * job.forecast.step.step_s
-    evaluations = 0
-    if job.data.held_out:
+    evaluations, held_out = 0, job.read and job.read.held_out
+    if held_out:
         evaluations = often(o.eval_every, done, total, steps_s) + (done == 0)
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
     events = Events(
         evaluations=evaluations,
-        held_out=job.eval_rows or (job.data.held_out.n_sequences if job.data.held_out else 0),
+        held_out=job.eval_rows or (held_out.n_sequences if held_out else 0),
         exports=1 + max(0, evaluations - (done == 0)),  # the result, and the best if each is better
         snapshots=often(o.save_every, done, total, steps_s),
         tokens=MAX_NEW * (evaluations + 1) if job.codec else 0,

@@ -32,7 +32,7 @@ from trireme.engine.run.sample import Sample, prompts, sample
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.settle import check_snapshot
 from trireme.engine.run.signals import Stop, stop_signals
-from trireme.engine.run.verify import check_checkpoint, new_run, reopen, taken, tidy
+from trireme.engine.run.verify import check_checkpoint, check_free, new_run, reopen, taken, tidy
 from trireme.engine.schedule import learning_rate
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models import costs
@@ -67,11 +67,20 @@ def finetune(options: Options, screen: Screen | None = None) -> Live | None:
             return _resume(options, screen)
     if options.dry_run:
         _prepared(options, screen)
+        _warn_of_folder(options, screen)
         return None
     with new_run(options, Interrupted) as run:
         job = _prepared(options, screen)
         run.store = new_store(job, screen)
         return _train(job, run.store, None, screen)
+
+
+def _warn_of_folder(options: Options, screen: Screen) -> None:
+    """A dry run writes nothing; the run will."""
+    try:
+        check_free(options)
+    except InputError as error:
+        screen.warn(f"the run itself would be refused: {error}")
 
 
 def _resume(options: Options, screen: Screen) -> Live | None:

@@ -135,7 +135,8 @@ def check_free(options: Options) -> bool:
             further = "if it is finished, name another folder; to train its result further, it is the checkpoint"
             raise InputError(f"--out {out} holds a run and its checkpoint. Go on with it: --resume {out}; {further}.")
         raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
-    raise InputError(f"--out {out} is not empty ({len(held)} entries). Name another folder, or empty it.")
+    entries = "1 entry" if len(held) == 1 else f"{len(held):,} entries"
+    raise InputError(f"--out {out} is not empty ({entries}). Name another folder.")
 
 
 def _is_same(options: Options, held: set[str]) -> bool:

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import block_parts
 import torch
-from model_shapes import MODELS
-from model_shapes import llama as llama_shape
 from op_cases import BF16, DEVICE, attention_inputs, dense_peers, randn
 from ops import seconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trireme.engine.planner.sizes import MODELS
+from trireme.engine.planner.sizes import llama as llama_shape
 from trireme.kernels import ops
 from trireme.models import attention, block, mlp, shapes
 from trireme.models.config import ModelConfig

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import step as bench_step
-from model_shapes import MODELS
 from plan import leave, results_folder, run_arguments
 
 from trireme.engine.buffers import fits
@@ -28,6 +27,7 @@ from trireme.engine.planner.host import choose_device, memory_limits
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import Rates, assume
 from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import LEANS, front, most_kept, swapped
 from trireme.engine.run.settle import record_size
 from trireme.models import shapes

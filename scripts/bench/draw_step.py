@@ -8,13 +8,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from model_shapes import MODELS
-
 from trireme.engine.lanes import Kind, Span
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import spread
+from trireme.engine.planner.sizes import MODELS
 
 # Of an RTX 4090 and fast drives.
 MODEL = replace(MODELS["llama-7b"], n_layers=12)

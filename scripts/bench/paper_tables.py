@@ -14,8 +14,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model_shapes import MODELS, gpt3, llama
-
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit
@@ -25,6 +23,7 @@ from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
+from trireme.engine.planner.sizes import MODELS, gpt3
 from trireme.engine.run.settle import record_size
 from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
@@ -221,7 +220,7 @@ def windows() -> list[dict]:
 
 BUYERS = {
     "7B": MODELS["llama-7b"], "13B": MODELS["llama-13b"], "33B": MODELS["llama-33b"], "70B": MODELS["llama-70b"],
-    "175B": MODELS["gpt3-175b"], "405B": llama(16384, 126, 128, 53248, vocab=128256, kv=8),
+    "175B": MODELS["gpt3-175b"], "405B": MODELS["llama-405b"],
 }  # fmt: skip
 DRIVE = replace(DRIVES["gen4"], capacity=4 * 10**12, endurance=2400e12)
 

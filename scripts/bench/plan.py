@@ -19,13 +19,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from model_shapes import MODELS
-
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, rates_of
+from trireme.engine.planner.sizes import MODELS
 
 GIB = 1 << 30
 GRID = (

@@ -23,11 +23,12 @@ from pathlib import Path
 
 import torch
 from ceilings import forget_peaks
-from model_shapes import MODELS, make_batch
+from model_inputs import make_batch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.amounts import size
 from trireme.engine.planner.host import choose_device, memory_in_use
+from trireme.engine.planner.sizes import MODELS
 from trireme.models import costs
 
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-from model_shapes import MODELS
 
 from trireme.engine.buffers import usage
 from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.rates import CODE
+from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run import demo
 from trireme.engine.run.command import parse
 from trireme.engine.run.records import read_log

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from bare_step import bare_step
 from ceilings import against, floors, forget_peaks, held_rates, measure_rates
-from model_shapes import MODELS, make_batch, random_homes
+from model_inputs import make_batch, random_homes
 
 from trireme.engine.amounts import size
 from trireme.engine.buffers import usage
@@ -36,6 +36,7 @@ from trireme.engine.planner.host import choose_device, hold_to, memory_in_use, m
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
+from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run.settle import record_size
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
