@@ -164,7 +164,7 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
     held, need = f.memory(), usage(f.geo, f.plan)
 
     def row(name: str, tiers: Mapping[Tier, int]) -> str:
-        columns = dict.fromkeys(names.values(), 0)
+        columns = dict.fromkeys((names[tier] for tier in tiers), 0)
         for tier, nbytes in tiers.items():
             columns[names[tier]] += nbytes
         return f"           {name:16}{''.join(map(cell, columns.values()))}"
