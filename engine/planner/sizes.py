@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from trireme.models.config import InputError, ModelConfig
-from trireme.models.families.rope import Rope
+from trireme.models.config import InputError, ModelConfig, Rope
 
 
 def llama(width: int, layers: int, heads: int, ffn: int, vocab: int = 32000, kv: int | None = None) -> ModelConfig:
