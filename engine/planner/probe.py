@@ -64,7 +64,7 @@ def kept(identity: dict[str, Any], measure: Callable[[], dict[str, float]]) -> t
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square product: the base of MFU."""
+    """FLOP/s of a large square product on random data: the base of MFU."""
     n = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     for _ in range(2):
@@ -116,7 +116,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def start_seconds(device: torch.device) -> float:
-    """Of the host, for a kernel."""
+    """Seconds of the host to start a kernel."""
     x, w = torch.ones(8, 128, dtype=torch.bfloat16, device=device), torch.ones(128, dtype=torch.bfloat16, device=device)
     calls = lambda: [ops.rmsnorm_fwd(x, w, 1e-5) for _ in range(STARTS)]
     return min(timed(calls, device) for _ in range(TURNS)) / STARTS

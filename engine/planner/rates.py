@@ -23,7 +23,7 @@ GB, TB = 10**9, 10**12
 class Rates:
     """Of each resource alone, in the long run: FLOP/s, bytes/s, parameters/s, seconds."""
 
-    matmul: float  # a large square product on random data
+    matmul: float  # a large square product of the compute dtype on random data
     copy: float  # GPU memory, read plus written
     h2d: float
     d2h: float
@@ -35,7 +35,7 @@ class Rates:
     reading: float = 0.82  # of h2d beside CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
     beside: float = 0.88  # of adam in a step, where not measured out of caches beside copies
     launch: float = 3e-6  # the gap before a kernel
-    host: float = 0.0  # to start a kernel
+    host: float = 0.0  # seconds of the host to start a kernel
     latency: float = 5e-5  # of handing a task to another lane
     pin: float = 3e9  # bytes/s of pinning RAM
     mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
@@ -81,7 +81,7 @@ SHARED = 1.05  # dram over what AdamW alone takes of it, in measured steps bound
 HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CODE = 600 << 20  # RAM for code loaded and compiled in the first steps on a GPU
-GPU_RESERVE, RAM_SHARE = 5 << 28, 0.85  # the driver's context and late kernels; usable share of RAM
+GPU_RESERVE, RAM_SHARE = 5 << 28, 0.85  # bytes of the driver's context and late kernels; usable share of RAM
 
 
 def rates_of(measured: Mapping[str, float]) -> Rates:
@@ -99,7 +99,7 @@ def rates_of(measured: Mapping[str, float]) -> Rates:
 @dataclass(frozen=True)
 class Machine:
     name: str  # of the GPU
-    gpu: int
+    gpu: int  # bytes
     ram: int
     rates: Rates
     ssd: int = 0  # bytes of all drives
@@ -169,6 +169,6 @@ def _drives(text: str) -> tuple[Drive, int]:
 
 
 def _speed(text: str) -> float:
-    """Bytes/s of a number in GB/s or, from 100 on, MB/s, as on boxes."""
+    """Bytes/s of a number in GB/s or, from 100 on, MB/s, as on boxes of drives."""
     value = positive(text)
     return value * GB if value < 100 else value * GB / 1000

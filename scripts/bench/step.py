@@ -70,7 +70,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
 
 
 def make_plan(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits, rates: Rates) -> Plan:
-    """The plan of --plan, of the rule (--homes, --rule) or of a run, without what --off switches off."""
+    """The plan of --plan, of the rule (--homes, --rule) or of a run; with one weight slot for --off prefetch."""
     wanted = wanted_of(a, cfg, dtype, limits)
     if a.plan:
         plan = Plan.load(Path(a.plan))
