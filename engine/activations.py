@@ -166,7 +166,6 @@ class ActivationSwap:
         self.here[activation] = OnGpu(gpu.buffer, (task,), gpu)
 
     def get(self, activation: Activation) -> OnGpu:
-        """An opened or prefetched span."""
         return self.here[activation]
 
     def release(self, activation: Activation, after: Task) -> None:

@@ -64,8 +64,6 @@ def _poison(lanes: Lanes, slot: Slot) -> Task:
 
 
 class MicroBatch(Protocol):
-    """Packed tokens."""
-
     @property
     def ids(self) -> np.ndarray: ...  # (N,)
 

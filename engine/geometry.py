@@ -35,8 +35,6 @@ class Stretch(NamedTuple):
 
 
 class Geometry:
-    """Layouts, records and stretches of a model in a compute dtype."""
-
     @staticmethod
     def of(cfg: ModelConfig, plan: Plan) -> Geometry:
         return geometry(plan.cut(cfg), plan.dtype, plan.adam_bits)
@@ -175,7 +173,6 @@ class Geometry:
         return self._names[kind]
 
     def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
-        """Saved tensors of a block for `tokens`."""
         wanted = frozenset(names)
         if (wanted, tokens) not in self._saved:
             found = shapes.saved_shapes(self.cfg, tokens)

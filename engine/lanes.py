@@ -59,8 +59,6 @@ class Task:
 
 
 class RealTask(Task):
-    """A task that runs."""
-
     __slots__ = ("result", "error", "began", "ended", "_issued")
 
     def __init__(self, lane: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
@@ -69,7 +67,7 @@ class RealTask(Task):
         self.error: BaseException | None = None
         self.began: torch.cuda.Event | None = None  # on a stream: over once `ended` has happened
         self.ended: torch.cuda.Event | None = None
-        self._issued = threading.Event()  # the function has run
+        self._issued = threading.Event()
 
     def wait(self) -> Any:
         self._issued.wait()
@@ -113,8 +111,6 @@ class Span:
 
 
 class Lanes(Protocol):
-    """Where a step's tasks run."""
-
     simulated: bool
     device: torch.device
 

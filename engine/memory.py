@@ -1,7 +1,7 @@
-"""Memory of a step: exact buffers, rings of equal slots, hard limits.
+"""Memory of a step: exact buffers made before it, rings of equal slots, hard limits.
 
-All of it is made before the first step. Host buffers are mappings on 2 MiB pages where granted, registered with CUDA,
-ready for O_DIRECT: torch's pinned allocator rounds up to powers of two and never gives back.
+Host buffers are mappings on 2 MiB pages where granted, registered with CUDA, ready for O_DIRECT: torch's pinned
+allocator rounds up to powers of two and never gives back.
 """
 
 from __future__ import annotations
@@ -181,7 +181,6 @@ class Memory:
         return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
 
     def describe(self) -> list[str]:
-        """All buffers, and totals against limits, by line."""
         lines = [f"{'tier':5} {'buffer':32} {'count':>6} {'each':>11} {'total':>11}"]
         for tier, name, each, count in self.table:
             lines.append(f"{tier:5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
@@ -201,7 +200,7 @@ class Memory:
 
 
 def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
-    """Ignores refusals: advice affects speed alone."""
+    """Refusals cost speed alone."""
     if hasattr(mmap, advice) and length:
         try:
             room.madvise(getattr(mmap, advice), start, length)

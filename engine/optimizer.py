@@ -32,8 +32,6 @@ class StepStats:
 
 
 class Optimizer:
-    """Hands over updates when due."""
-
     def __init__(self, homes: Homes, weights: WeightStream, gradients: Gradients, lanes: Lanes, adamw: AdamW):
         self.geo, self.plan, self.lanes = homes.geo, homes.plan, lanes
         self.weights, self.gradients = weights, gradients

@@ -14,14 +14,14 @@ Tier = Literal["gpu", "host", "ssd"]
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 MODES: tuple[Mode, ...] = get_args(Mode)
-MOST = 1 << 48  # more is a mistake
+MOST = 1 << 48
 COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots")
 
 
 class DoesNotFit(Exception):
     """Limits are exceeded; the message has numbers and a way out. Exit code 3.
 
-    `need`: bytes of gpu and host of the smallest plan, if known.
+    `need`: gpu and host bytes of the smallest plan, if known.
     """
 
     def __init__(self, message: str, need: dict[str, int] | None = None):
@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Homes of a unit's pieces. `state` "gpu": weights and update there too."""
+    """Homes of a unit. `state` "gpu": weights and update there too."""
 
     weights: Tier = "gpu"  # of hi, the compute copy
     state: Tier = "gpu"  # of lo, m, v
@@ -198,7 +198,7 @@ def _check_types(what: dict[str, Any], cls: type) -> None:
     """Raises InputError on wrong types, without the value: YAML aliases can make it endless."""
     words = [*what.get("late_moments", ()), *(word for pair in what.get("saved", ()) for word in pair)]
     for f in fields(cls):
-        expected = None if str(f.type).startswith("tuple") else _TYPES.get(str(f.type), str)  # others are names
+        expected = None if str(f.type).startswith("tuple") else _TYPES.get(str(f.type), str)
         if expected and f.name in what and type(what[f.name]) is not expected:
             raise InputError(f"plan: {f.name} is of type {type(what[f.name]).__name__}, expected {expected.__name__}")
     if not all(isinstance(word, str) for word in words):

@@ -1,4 +1,4 @@
-"""Learning rate schedules."""
+"""Learning rates."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Inputs:
 
 @dataclass
 class Engine:
-    """What a step works on; from build.py."""
+    """Made by build.py."""
 
     cfg: ModelConfig
     geo: Geometry

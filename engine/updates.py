@@ -125,7 +125,7 @@ class StreamedUpdates:
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.lanes = homes, weights, lanes
         self.ring = homes.ring("gpu", "stream ring")
-        self.written: dict[tuple[int, int], Task] = {}  # last copies back
+        self.written: dict[tuple[int, int], Task] = {}
 
     def hand_over(self, u: int, landing: Slot, landed: Task) -> None:
         held, read = self.weights.get(u), []
@@ -237,7 +237,7 @@ class Records:
         self.next = 0  # index in `order` of the next read
         self.readable = len(self.order)  # records to read; late moments must be written first
         self.ahead: deque[Read] = deque()
-        self.written: dict[tuple[int, int], Task] = {}  # last writes
+        self.written: dict[tuple[int, int], Task] = {}
 
     def read_ahead(self) -> None:
         while self.readable and self.ring.free and len(self.ahead) < len(self.order):
