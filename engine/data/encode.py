@@ -10,9 +10,8 @@ import numpy as np
 from trireme.engine.data.chat import ChatTemplate, Marked
 from trireme.engine.data.examples import Chat, Completion, Example, Ids, Text
 from trireme.engine.data.rows import ROW, BadRow
+from trireme.engine.data.template import Span
 from trireme.engine.data.tokens import Tokenizer
-
-Span = tuple[int, int]  # characters [start, stop)
 
 
 class Encoded(NamedTuple):

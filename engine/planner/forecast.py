@@ -206,7 +206,7 @@ def check_drive(f: Forecast) -> None:
     """Raises DoesNotFit where the plan needs a missing drive, or more than it holds."""
     plan, room, need = f.plan, f.room, f.disk()
     if plan.uses("ssd") and not room:
-        wanted = replace(Wanted.like(plan, f.work.seq_len, f.work.trained), homes="host")
+        wanted = replace(Wanted.like(plan, f.work.document or f.work.seq_len, f.work.trained), homes="host")
         alone = simple_plan(f.cfg, replace(f.limits, host=1 << 60), wanted)
         ram = usage(Geometry.of(f.cfg, alone), alone)["host"]
         raise DoesNotFit(

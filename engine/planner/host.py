@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from trireme.engine.plan import Limits
-from trireme.engine.planner.rates import CODE
+from trireme.engine.planner.rates import CODE, RAM_SHARE
 from trireme.models.config import InputError
 from trireme.storage.files import existing
 
-RAM_SHARE = 0.85  # of available RAM
 GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 
 

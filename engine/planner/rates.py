@@ -81,7 +81,8 @@ SHARED = 1.05  # dram over what AdamW alone takes of it, in measured steps bound
 HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CODE = 600 << 20  # RAM for code loaded and compiled in the first steps on a GPU
-GPU_RESERVE, RAM_SHARE = 5 << 28, 0.85  # bytes of the driver's context and late kernels; usable share of RAM
+GPU_OVERHEAD = 5 << 28  # of an assumed GPU: the driver's context and late kernels
+RAM_SHARE = 0.85  # usable, of available RAM
 
 
 def rates_of(measured: Mapping[str, float]) -> Rates:
@@ -110,7 +111,7 @@ class Machine:
     @property
     def limits(self) -> Limits:
         """Usable bytes, like host.memory_limits."""
-        return Limits(self.gpu - GPU_RESERVE, int(self.ram * RAM_SHARE))
+        return Limits(self.gpu - GPU_OVERHEAD, int(self.ram * RAM_SHARE))
 
     def describe(self, on_gpu: bool = True) -> str:
         """Its parts and their speeds. Without a GPU both tiers are RAM, and there is no bus."""
