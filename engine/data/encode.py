@@ -37,9 +37,34 @@ def encode(
 
     Calls begin(TEMPLATE or TOKENIZER, characters) before each.
     """
+    results, plain, marked = _rendered(examples, template, begin)
+    assert tokenizer or not (plain or marked)
+    if plain and tokenizer:
+        begin(TOKENIZER, sum(len(text.text) for _, text in plain))
+        for (i, text), found in zip(plain, tokenizer.encode([text.text for _, text in plain]), strict=True):
+            if isinstance(found, BadRow):
+                results[i] = found
+            else:
+                results[i] = _counted(_text(text, found[0], tokenizer), text.text, tokenizer)
+    if marked and tokenizer:
+        begin(TOKENIZER, sum(len(whole.text) for _, _, whole in marked))
+        batch = tokenizer.encode([whole.text for _, _, whole in marked], offsets=True)
+        for (i, example, whole), found in zip(marked, batch, strict=True):
+            if isinstance(found, BadRow):
+                results[i] = found
+            else:
+                made = _counted(_learned(example, *found, whole.spans, tokenizer), whole.text, tokenizer)
+                results[i] = made._replace(said=whole.said, unwritten=whole.unwritten)
+    return [results[i] for i in range(len(examples))]
+
+
+def _rendered(
+    examples: Sequence[Example], template: ChatTemplate | None, begin: Callable[[str, int], None]
+) -> tuple[dict[int, Encoded | BadRow], list[tuple[int, Text]], list[tuple[int, Chat | Completion, Marked]]]:
+    """With their indices: results without a tokenizer (ids, faults); texts; texts with the characters to train on."""
     results: dict[int, Encoded | BadRow] = {}
-    marked: list[tuple[int, Chat | Completion, Marked]] = []
     plain: list[tuple[int, Text]] = []
+    marked: list[tuple[int, Chat | Completion, Marked]] = []
     for i, example in enumerate(examples):
         try:
             if isinstance(example, Ids):
@@ -55,25 +80,7 @@ def encode(
                 marked.append((i, example, whole))
         except BadRow as error:
             results[i] = error
-    assert tokenizer or not (plain or marked)
-    if plain and tokenizer:
-        begin(TOKENIZER, sum(len(text.text) for _, text in plain))
-        for (i, piece), found in zip(plain, tokenizer.encode([text.text for _, text in plain]), strict=True):
-            results[i] = (
-                found
-                if isinstance(found, BadRow)
-                else _counted(_text(piece, found[0], tokenizer), piece.text, tokenizer)
-            )
-    if marked and tokenizer:
-        begin(TOKENIZER, sum(len(whole.text) for _, _, whole in marked))
-        batch = tokenizer.encode([whole.text for _, _, whole in marked], offsets=True)
-        for (i, example, whole), found in zip(marked, batch, strict=True):
-            if isinstance(found, BadRow):
-                results[i] = found
-            else:
-                made = _counted(_learned(example, *found, whole.spans, tokenizer), whole.text, tokenizer)
-                results[i] = made._replace(said=whole.said, unwritten=whole.unwritten)
-    return [results[i] for i in range(len(examples))]
+    return results, plain, marked
 
 
 def size(example: Example) -> int:
