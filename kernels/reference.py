@@ -130,17 +130,21 @@ def rope_table(inv_freq: Tensor, length: int, scale: float = 1.0) -> tuple[Tenso
     return angle.cos() * scale, angle.sin() * scale
 
 
-def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> None:
-    """Rotates x_ (N, H, d), perhaps strided: halves (a, b) -> (a cos - b sin, b cos + a sin), or `inverse`.
+def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False, pairs: bool = False) -> None:
+    """Rotates x_ (N, H, d), perhaps strided: (a, b) -> (a cos - b sin, b cos + a sin), or `inverse`.
 
+    a and b are halves of a head, or with `pairs` its even and odd features.
     cos, sin (P, d/2) fp32; positions (N,) int32 < P.
     """
     c, s = cos[positions.long()][:, None, :], sin[positions.long()][:, None, :]
     if inverse:
         s = -s
     half = x_.shape[-1] // 2
-    a, b = _up(x_[..., :half]), _up(x_[..., half:])
-    x_.copy_(torch.cat((a * c - b * s, b * c + a * s), -1))
+    first, second = (x_[..., ::2], x_[..., 1::2]) if pairs else (x_[..., :half], x_[..., half:])
+    a, b = _up(first), _up(second)
+    turned = a * c - b * s, b * c + a * s
+    first.copy_(turned[0])
+    second.copy_(turned[1])
 
 
 # ---------------------------------------------------------------- activations

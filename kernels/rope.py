@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021) in the half-split convention of LLaMA, in place.
+"""Rotary position embedding (Su et al. 2021), in place, in the half-split convention of LLaMA or over neighbours.
 
-    (a, b) -> (a cos - b sin, b cos + a sin), halves of a head; the inverse rotates by -angle
+    (a, b) -> (a cos - b sin, b cos + a sin), halves or neighbours in a head; the inverse rotates by -angle
 
 Legend: N tokens, H heads.
 """
@@ -29,6 +29,8 @@ def _rope(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     INVERSE: tl.constexpr,
+    STEP: tl.constexpr,
+    GAP: tl.constexpr,
 ):
     await_previous()
     BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
@@ -42,14 +44,14 @@ def _rope(
     b_sin = tl.load(p_sin + i_position * HALF + o_d, m_d, 0.0)[None, :]
     if INVERSE:
         b_sin = -b_sin
-    p_a = p_x + i_n * x_n + o_h[:, None] * x_h + o_d[None, :]
+    p_a = p_x + i_n * x_n + o_h[:, None] * x_h + o_d[None, :] * STEP
     b_a = tl.load(p_a, mask, 0.0).to(tl.float32)
-    b_b = tl.load(p_a + HALF, mask, 0.0).to(tl.float32)
+    b_b = tl.load(p_a + GAP, mask, 0.0).to(tl.float32)
     tl.store(p_a, (b_a * b_cos - b_b * b_sin).to(p_x.dtype.element_ty), mask)
-    tl.store(p_a + HALF, (b_b * b_cos + b_a * b_sin).to(p_x.dtype.element_ty), mask)
+    tl.store(p_a + GAP, (b_b * b_cos + b_a * b_sin).to(p_x.dtype.element_ty), mask)
 
 
-def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> None:
+def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False, pairs: bool = False) -> None:
     """As reference.rope_; heads, cos and sin contiguous."""
     N, H, d = x_.shape
     half = d // 2
@@ -62,4 +64,5 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
     block_d = power2(half)
     block_h = min(power2(H), max(1, 1024 // block_d))
     grid = (N * cdiv(H, block_h),)
-    _rope[grid](x_, cos, sin, positions, x_.stride(0), x_.stride(1), H, half, block_h, block_d, inverse, num_warps=4)
+    strides, apart = (x_.stride(0), x_.stride(1)), (2, 1) if pairs else (1, half)
+    _rope[grid](x_, cos, sin, positions, *strides, H, half, block_h, block_d, inverse, *apart, num_warps=4)

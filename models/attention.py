@@ -172,8 +172,7 @@ def _heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) ->
         return _Heads(q, k, v)
     q, q_rstd = _head_norm(q, w.q_norm, cfg.eps)
     k, k_rstd = _head_norm(k, w.k_norm, cfg.eps)
-    table = rows.table(cfg, layer)
-    for heads in (q, k):
+    for heads, table in zip((q, k), rows.of(cfg, layer), strict=True):
         _rope_(heads, table, rows)
     return _Heads(q, k, v, q_rstd, k_rstd)
 
@@ -212,12 +211,18 @@ def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
 
 
 def _rotate_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bool = False) -> None:
-    """Rotates q and k in one pass."""
+    """Rotates q and k, in one pass if they share a table."""
+    of_q, of_k = rows.of(cfg, layer)
     heads = qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads]
-    _rope_(heads, rows.table(cfg, layer), rows, inverse)
+    if of_q is of_k:
+        _rope_(heads, of_k, rows, inverse)
+    else:
+        _rope_(heads[:, : cfg.n_heads], of_q, rows, inverse)
+        _rope_(heads[:, cfg.n_heads :], of_k, rows, inverse)
 
 
 def _rope_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
     """Rotates as many features of heads_ (N, heads, d) as the table has."""
     if table is not None:
-        ops.rope_(heads_[..., : 2 * table.cos.shape[1]], table.cos, table.sin, rows.docs.positions, inverse)
+        turned = heads_[..., : 2 * table.cos.shape[1]]
+        ops.rope_(turned, table.cos, table.sin, rows.docs.positions, inverse, table.pairs)

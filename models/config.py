@@ -243,7 +243,7 @@ def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers
     if not family.rotary:
         return {}
     window, first, full = sliding_window(keys, family, layers)
-    rope, local = parse_ropes(keys, family.theta, family.local_theta, head_dim, positions, family.windows == "pattern")
+    rope, local = parse_ropes(keys, family, head_dim, positions)
     if rope.width and not family.partial:
         raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
     found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
@@ -251,6 +251,10 @@ def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers
         found["local_rope"] = local
     if family.unrotated == "listed":
         found["unrotated"] = unrotated_layers(keys, layers)
+    elif family.unrotated == "typed":
+        keys.refuse_unless("position_embedding_type", (None, "rope", "nope"))
+        rotated = keys.raw.get("position_embedding_type") == "rope"
+        found["unrotated"] = () if rotated else tuple(range(layers))
     elif family.unrotated:
         found["unrotated"] = full
     return found

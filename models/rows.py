@@ -19,40 +19,54 @@ class Table(NamedTuple):
 
     cos: Tensor  # (P, r/2) fp32, P >= longest document, r rotated features
     sin: Tensor
+    pairs: bool = False  # of neighbours, not halves
 
 
-Tables = tuple["Table | None", "Table | None"]  # (general, of layers with a window if different)
+class Tables(NamedTuple):
+    rope: Table | None  # None: learned positions
+    local: Table | None = None  # of layers with a window, if different
+    query: Table | None = None  # of queries, if different: scaled by position
 
 
 class Rows(NamedTuple):
     """N packed tokens."""
 
     docs: ops.Docs
-    rope: Table | None  # None: learned positions
-    local: Table | None  # of layers with a window, if different
+    tables: Tables
 
-    def table(self, cfg: ModelConfig, layer: int) -> Table | None:
-        """The layer's table; None without rope."""
+    def of(self, cfg: ModelConfig, layer: int) -> tuple[Table | None, Table | None]:
+        """A layer's tables of queries and keys; None without rope."""
+        rope, local, query = self.tables
         if layer in cfg.unrotated:
-            return None
-        return self.local if self.local is not None and cfg.layer_window(layer) else self.rope
+            return None, None
+        table = local if local is not None and cfg.layer_window(layer) else rope
+        return query or table, table
 
 
 def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
     """Rows of documents of these lengths."""
-    return Rows(ops.make_docs(lengths, device), *tables)
+    return Rows(ops.make_docs(lengths, device), tables)
 
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
     """Tables for positions below `length`, made once a run: longrope chooses by length."""
 
-    def table(rope: Rope | None) -> Table | None:
+    def table(rope: Rope | None, by: Tensor | float = 1.0) -> Table | None:
         if rope is None:
             return None
         found = ops.rope_table(_inv_freq(rope, rope.width or cfg.head_dim, length), length, rope.attention_factor)
-        return Table(*(t.to(device) for t in found))
+        cos, sin = ((t * by).to(device) for t in found)
+        return Table(cos, sin, rope.pairs)
 
-    return table(cfg.rope), table(cfg.local_rope)
+    scaled = cfg.rope is not None and cfg.rope.query_beta and length > cfg.rope.original_positions
+    query = table(cfg.rope, _query_scale(cfg.rope, length)) if cfg.rope and scaled else None
+    return Tables(table(cfg.rope), table(cfg.local_rope), query)
+
+
+def _query_scale(rope: Rope, length: int) -> Tensor:
+    """(length, 1) fp32: Llama 4's factor of queries far into a document."""
+    turns = torch.floor(torch.arange(length) / rope.original_positions)
+    return (1 + rope.query_beta * torch.log(1 + turns))[:, None]
 
 
 def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:

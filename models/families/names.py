@@ -59,6 +59,9 @@ SPLIT = Names(
     k_norm="self_attn.k_norm",
 )
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))
+GLM4 = replace(GATE_UP, post1="post_self_attn_layernorm", post2="post_mlp_layernorm")
 PLAIN_MLP = replace(SPLIT, up=("mlp.c_fc",), down="mlp.c_proj")
 POST = replace(SPLIT, norm1="", norm2="", post1="post_attention_layernorm", post2="post_feedforward_layernorm")
 BOTH = replace(POST, norm1="input_layernorm", norm2="pre_feedforward_layernorm")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trireme.models.families.keys import InputError, Keys
+from trireme.models.families.table import Family
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
@@ -29,51 +30,54 @@ class Rope:
     truncate: bool = True  # yarn
     short_factors: tuple[float, ...] = ()  # longrope: frequencies' divisors up to original_positions
     long_factors: tuple[float, ...] = ()  # longrope: beyond
+    pairs: bool = False  # neighbouring features are turned, not halves
+    query_beta: float = 0.0  # yarn: queries times 1 + this * log(1 + position // original_positions)
 
 
-def parse_ropes(
-    keys: Keys, theta: float, local_theta: float | None, head_dim: int, positions: int, typed: bool
-) -> tuple[Rope, Rope]:
-    """(Rope of layers with full attention, of layers with a window); the thetas are defaults.
+def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tuple[Rope, Rope]:
+    """(Rope of layers with full attention, of layers with a window).
 
-    They differ where the family has a local theta, or parameters per layer type (`typed`).
+    They differ where the family has a local theta, or parameters per layer type.
     """
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     params = keys.raw.get(name) or {}
     if not isinstance(params, dict):
         raise keys.error(name, "an object or null")
     nested = {key for key, value in params.items() if isinstance(value, dict)}
-    if strange := nested - ({LOCAL, GLOBAL} if typed else set()):
+    if strange := nested - ({LOCAL, GLOBAL} if family.windows == "pattern" else set()):
         raise InputError(
             f'{keys.where}: {name}: parameters for "{min(strange)}" are not supported for this model_type.'
         )
     where = lambda kind: f"{keys.where}: {name}" + (f": {kind}" if nested else "")
     of = lambda kind: Keys(params.get(kind, {}) if nested else params, where(kind))
-    rope = _parse(keys, of(GLOBAL), keys.number("rope_theta", theta), head_dim, positions)
+    theta, local = keys.number(family.spelled["theta"], family.theta), family.local_theta
+    rope = _parse(keys, of(GLOBAL), family, theta, head_dim, positions)
     if nested:
-        return rope, _parse(keys, of(LOCAL), local_theta or theta, head_dim, positions)
-    if local_theta is None:
+        return rope, _parse(keys, of(LOCAL), family, local or family.theta, head_dim, positions)
+    if local is None:
         return rope, rope
-    return rope, Rope(keys.number("rope_local_base_freq", local_theta), width=rope.width)
+    return rope, Rope(keys.number("rope_local_base_freq", local), width=rope.width)
 
 
-def _parse(keys: Keys, inner: Keys, theta: float, head_dim: int, positions: int) -> Rope:
+def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int, positions: int) -> Rope:
     kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
     if kind == "su" or kind == "yarn" and "short_factor" in inner.raw:
         kind = "longrope"  # its first names
-    if kind not in KINDS:
-        raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(KINDS)}.')
-    inner.refuse_unless("llama_4_scaling_beta", (None,))  # position-scaled queries
+    kinds = ("yarn",) if family.query_beta else KINDS
+    if kind not in kinds:
+        raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
+    if not family.query_beta:
+        inner.refuse_unless("llama_4_scaling_beta", (None,))
     theta = inner.number("rope_theta", theta)
-    width = _width(keys, inner, head_dim)
+    width = _width(keys, inner, family, head_dim)
+    common: dict[str, Any] = dict(width=width, pairs=family.pairs)
     if kind == "default":
-        return Rope(theta, width=width)
+        return Rope(theta, **common)
     if kind == "linear":
-        return Rope(theta, kind, inner.number("factor"), width=width)
-    original = keys.count(
+        return Rope(theta, kind, inner.number("factor"), **common)
+    common["original_positions"] = original = keys.count(
         "original_max_position_embeddings", inner.count("original_max_position_embeddings", positions)
     )
-    common: dict[str, Any] = dict(original_positions=original, width=width)
     if kind == "llama3":
         low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
         if not low < high:
@@ -83,9 +87,9 @@ def _parse(keys: Keys, inner: Keys, theta: float, head_dim: int, positions: int)
         factor = inner.number("factor", positions / original)
         fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
         attention = inner.number("attention_factor", _yarn_attention(inner, factor))
-        truncate = inner.flag("truncate", True)
+        beta = inner.number("llama_4_scaling_beta") if family.query_beta else 0.0
         return Rope(theta, kind, factor, attention_factor=attention, beta_fast=fast, beta_slow=slow,
-                    truncate=truncate, **common)  # fmt: skip
+                    truncate=inner.flag("truncate", True), query_beta=beta, **common)  # fmt: skip
     factor = inner.number("factor", positions / original)
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     half = (width or head_dim) // 2
@@ -94,12 +98,13 @@ def _parse(keys: Keys, inner: Keys, theta: float, head_dim: int, positions: int)
     return Rope(theta, kind, attention_factor=attention, short_factors=short, long_factors=long, **common)
 
 
-def _width(keys: Keys, inner: Keys, head_dim: int) -> int:
-    share = inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
+    name = family.spelled["share"]
+    share = inner.number("partial_rotary_factor", keys.number(name, family.partial or 1.0))
     width = int(head_dim * share)
     if share > 1 or width % 2 or not width:
-        holder = inner if "partial_rotary_factor" in inner.raw else keys
-        raise holder.error("partial_rotary_factor", f"a share of {head_dim} features that is an even number")
+        holder, name = (inner, "partial_rotary_factor") if "partial_rotary_factor" in inner.raw else (keys, name)
+        raise holder.error(name, f"a share of {head_dim} features that is an even number")
     return 0 if width == head_dim else width
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trireme.models.families import names
 from trireme.models.families.names import Names
@@ -18,6 +18,8 @@ SPELLED = dict(  # field -> key of config.json
     max_positions="max_position_embeddings",
     eps="rms_norm_eps",
     act="hidden_act",
+    theta="rope_theta",
+    share="partial_rotary_factor",
 )
 OLD_SPELLED = dict(
     vocab="vocab_size",
@@ -47,7 +49,9 @@ class Family:
     acts: tuple[str, ...] = SILU  # the first is the default
     qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
     rotary: bool = True
-    partial: bool = False  # reads partial_rotary_factor
+    partial: float = 0.0  # default of partial_rotary_factor; 0: not read
+    pairs: bool = False  # rope turns neighbouring features, not halves
+    query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
     theta: float = 10000.0
     local_theta: float | None = None  # of layers with a window; None: theta
     kv_heads: int | None = None  # None: one a query head
@@ -60,10 +64,10 @@ class Family:
     qkv_bias: Flag = False
     o_bias: Flag = False
     mlp_bias: Flag = False
-    windows: Literal["none", "all", "above", "pattern"] = "none"  # with a sliding window
+    windows: Literal["none", "all", "above", "pattern", "dense"] = "none"  # "dense": none, and hybrids are refused
     window: int | None = 4096
     period: int = 0  # every period-th layer has no window; 0: all have
-    unrotated: Literal["", "listed", "full"] = ""  # no_rope_layers; layers without window
+    unrotated: Literal["", "listed", "full", "typed"] = ""  # no_rope_layers; layers without window; all, by a key
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
@@ -80,6 +84,10 @@ class Family:
         return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())
 
 
+_GLM: dict[str, Any] = dict(
+    partial=0.5, pairs=True, kv_heads=2, head_dim=128, max_positions=131072, eps=1.5625e-7,
+    qkv_bias=("attention_bias", True),
+)  # fmt: skip
 FAMILIES = {
     "gpt2": Family(
         "GPT-2, DistilGPT-2",
@@ -99,7 +107,7 @@ FAMILIES = {
     ),
     "phi3": Family(
         "Phi-3, 3.5 and 4 (text)",
-        names=names.PACKED, partial=True, max_positions=4096, eps=1e-5, windows="all", window=None,
+        names=names.PACKED, partial=1.0, max_positions=4096, eps=1e-5, windows="all", window=None,
     ),
     "smollm3": Family(
         "SmolLM3",
@@ -107,6 +115,11 @@ FAMILIES = {
         mlp_bias=MLP_BIAS, windows="pattern", window=None, unrotated="listed",
     ),
     "granite": Family("Granite 3 (dense)", qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS, scaled=True),
+    "granitemoehybrid": Family(
+        "Granite 4 (without experts and Mamba layers)",
+        names=names.SHARED_MLP, spelled=SPELLED | dict(ffn="shared_intermediate_size"), qkv_bias=BIAS, o_bias=BIAS,
+        scaled=True, windows="dense", unrotated="typed",
+    ),
     "starcoder2": Family(
         "StarCoder 2",
         names=names.PLAIN_MLP, spelled=SPELLED | dict(eps="norm_epsilon"), layer_norm=True, gated=False, acts=GELU,
@@ -138,6 +151,12 @@ FAMILIES = {
         qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6, query_scale=True,
         embed_root=True,
     ),
+    "ministral3": Family(
+        "Ministral 3 (text)",
+        kv_heads=8, head_dim=128, max_positions=262144, eps=1e-5, windows="all", window=None, query_beta=True,
+    ),
+    "glm": Family("GLM-4-9B (chat-hf)", names=names.GATE_UP, **_GLM),
+    "glm4": Family("GLM-4-0414, GLM-Z1 (dense)", names=names.GLM4, **_GLM),
 }  # fmt: skip
 
 
@@ -152,5 +171,5 @@ class Wrapper:
 
 WRAPPERS = {
     "gemma3": Wrapper("Gemma 3 (4B to 27B)", ("gemma3_text",)),
-    "mistral3": Wrapper("Mistral Small 3.1 and 3.2", ("mistral",)),
+    "mistral3": Wrapper("Mistral Small 3.1 and 3.2, Ministral 3", ("mistral", "ministral3")),
 }

@@ -16,6 +16,9 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
     window = 0 if absent else keys.count("sliding_window", family.window)
     if family.windows == "all":
         return window, 0, ()
+    if family.windows == "dense":
+        _refuse_hybrids(keys, layers)
+        return 0, 0, ()
     if family.windows == "pattern":
         return _pattern(keys, family, layers, window)
     if family.windows == "none" or not keys.flag("use_sliding_window", False):
@@ -48,6 +51,15 @@ def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int,
     if not window:
         raise keys.error("sliding_window", f"a positive integer, as layer_types names {LOCAL}")
     return window, 0, tuple(i for i, kind in enumerate(types) if kind == GLOBAL)
+
+
+def _refuse_hybrids(keys: Keys, layers: int) -> None:
+    """InputError unless every layer is attention with a plain MLP."""
+    _few(keys, layers)
+    keys.refuse_unless("num_local_experts", (0,))
+    types = keys.raw.get("layer_types") or keys.raw.get("layers_block_type")
+    if not isinstance(types, list) or len(types) != layers or any(t not in ("attention", GLOBAL) for t in types):
+        raise keys.error("layer_types", f'a list of {layers} times "attention": Mamba layers are not supported')
 
 
 def unrotated_layers(keys: Keys, layers: int) -> tuple[int, ...]:

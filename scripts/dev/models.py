@@ -3,7 +3,6 @@
 from importlib.metadata import version
 from pathlib import Path
 
-from trireme.models.families import names
 from trireme.models.families.rope import KINDS
 from trireme.models.families.table import FAMILIES, SILU, WRAPPERS, Family
 
@@ -45,11 +44,14 @@ def special(family: Family) -> list[str]:
         "GELU between two matrices": not family.gated,
         "GeGLU": family.gated and family.acts is not SILU,
         "learned positions": not family.rotary,
-        "rope on a share of each head": family.partial,
-        "layers without rope": bool(family.unrotated),
+        "rope on a share of each head": bool(family.partial),
+        "rope of neighbouring features": family.pairs,
+        "queries scaled by position": family.query_beta,
+        "layers without rope": family.unrotated in ("listed", "full"),
+        "perhaps no rope": family.unrotated == "typed",
         "q and k norms of each head": family.qk_norm == "head",
         "q and k norms over the whole width": family.qk_norm == "width",
-        "packed matrices": n.qkv == names.PACKED.qkv,
+        "packed matrices": family.gated and len(n.up) == 1,
         "matrices stored (in, out)": n.in_out,
         "window in all layers": family.windows == "all",
         "window from a layer on": family.windows == "above",

@@ -28,7 +28,9 @@ def trained(cfg, plan, lanes):
 
 
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("case", ["phi3 window, longrope within", "smollm3", "granite", "olmo3"])
+@pytest.mark.parametrize(
+    "case", ["phi3 window, longrope within", "smollm3", "granite", "olmo3", "ministral3 tied, window", "glm4"]
+)
 def test_placement_never_changes_the_numbers(case, halves):
     cfg = config(case)
     alone, weights = trained(cfg, gpu_plan(cfg, dtype="BF16"), InlineLanes())

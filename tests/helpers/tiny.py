@@ -41,6 +41,9 @@ LONG = dict(
     short_factor=[1.0, 1.1, 1.3, 2.0],
     long_factor=[1.2, 2.0, 3.0, 9.0],
 )
+DENSE = PLAIN | dict(
+    shared_intermediate_size=56, num_local_experts=0, layer_types=["attention"] * 2, mamba_n_heads=16, mamba_expand=2
+)  # fmt: skip
 DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=None)
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 # name -> (model_type, keys of its config)
@@ -58,6 +61,10 @@ CASES = {
     "llama 3.1 rope": ("llama", LLAMA | dict(rope_parameters=LLAMA3)),
     "mistral": ("mistral", LLAMA | dict(sliding_window=None)),
     "mistral window": ("mistral", LLAMA | dict(sliding_window=5)),
+    "ministral3": ("ministral3", LLAMA | dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0.1))),
+    "ministral3 tied, window": ("ministral3", LLAMA | dict(
+        tie_word_embeddings=True, sliding_window=9, rope_parameters=YARN | dict(
+            llama_4_scaling_beta=0.7, original_max_position_embeddings=5, mscale=1.0, mscale_all_dim=1.0))),
     "qwen2": ("qwen2", LLAMA | dict(tie_word_embeddings=True)),
     "qwen2 window above": ("qwen2", LLAMA | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),
     "llama yarn": ("llama", LLAMA | dict(rope_parameters=YARN)),
@@ -76,6 +83,11 @@ CASES = {
         embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=3.0)),
     "granite tied, biases": ("granite", PLAIN | dict(
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True, residual_multiplier=0.5)),
+    "granite 4": ("granitemoehybrid", DENSE | dict(
+        position_embedding_type="rope", embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22,
+        logits_scaling=3.0)),
+    "granite 4 tied, biases, no rope": ("granitemoehybrid", DENSE | dict(
+        tie_word_embeddings=True, attention_bias=True, residual_multiplier=0.5, num_key_value_heads=4)),
     "starcoder2": ("starcoder2", PLAIN),
     "starcoder2 window, untied": ("starcoder2", PLAIN | dict(sliding_window=5, tie_word_embeddings=False)),
     "olmo2": ("olmo2", PLAIN),
@@ -100,6 +112,10 @@ CASES = {
         layer_types=TYPES, sliding_window=6, tie_word_embeddings=False, head_dim=16, num_key_value_heads=1,
         rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
                              sliding_attention=dict(rope_type="default", rope_theta=100.0)))),
+    "glm": ("glm", PLAIN | dict(head_dim=16)),
+    "glm4": ("glm4", PLAIN | dict(head_dim=16)),
+    "glm4 tied, whole heads, no biases": ("glm4", LLAMA | dict(
+        pad_token_id=None, tie_word_embeddings=True, attention_bias=False, partial_rotary_factor=1.0)),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
 }  # fmt: skip

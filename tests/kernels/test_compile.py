@@ -29,7 +29,8 @@ def test_kernels_fit_ada():
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[89], kernel
         assert kernel["stack"] == 0, kernel
-        assert kernel["widest"] == 16 or kernel["name"] in NARROW, kernel
+        neighbours = kernel["constants"].get("GAP") == 1  # every other feature
+        assert kernel["widest"] == 16 or kernel["name"] in NARROW or neighbours, kernel
 
 
 def test_products_use_hopper():

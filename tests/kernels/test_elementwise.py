@@ -12,8 +12,9 @@ SHAPES = [(1, 500), (70, 60), (5, 1500)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(("H", "d", "r"), [(1, 8, 8), (5, 64, 64), (3, 80, 80), (3, 80, 24)])
-def test_rope(device, dtype, H, d, r):
+def test_rope(device, dtype, H, d, r, pairs):
     """The first r features of each head, and nothing beside them."""
     torch.manual_seed(0)
     docs = make_docs([5, 1, 8], device)
@@ -24,14 +25,14 @@ def test_rope(device, dtype, H, d, r):
     heads = packed[:, : H * d].view(14, H, d)
     x, beyond = heads[..., :r], heads[..., r:].clone()
     expected = x.double()
-    reference.rope_(expected, cos.double(), sin.double(), docs.positions)
-    rope.rope_(x, cos, sin, docs.positions)
+    reference.rope_(expected, cos.double(), sin.double(), docs.positions, pairs=pairs)
+    rope.rope_(x, cos, sin, docs.positions, pairs=pairs)
     check(x, expected, ONE_ROUNDING[dtype])
     assert torch.equal(packed[:, H * d :], before[:, H * d :])
     assert torch.equal(heads[..., r:], beyond)
     back = x.double()
-    reference.rope_(back, cos.double(), sin.double(), docs.positions, inverse=True)
-    rope.rope_(x, cos, sin, docs.positions, inverse=True)
+    reference.rope_(back, cos.double(), sin.double(), docs.positions, True, pairs)
+    rope.rope_(x, cos, sin, docs.positions, True, pairs)
     check(x, back, ONE_ROUNDING[dtype])
 
 

@@ -19,6 +19,9 @@ LLAMA = dict(
     num_hidden_layers=32,
     num_attention_heads=32,
 )
+GRANITE4 = LLAMA | dict(
+    model_type="granitemoehybrid", shared_intermediate_size=64, num_local_experts=0, layer_types=["attention"] * 32
+)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3",
     factor=8.0,
@@ -153,6 +156,20 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(model_type="gemma3_text", final_logit_softcapping=30.0), ["final_logit_softcapping"]),
         (LLAMA | dict(model_type="gemma3_text", use_bidirectional_attention=True), ["use_bidirectional_attention"]),
         (LLAMA | dict(rope_scaling=dict(type="dynamic", factor=4.0)), ["dynamic"]),
+        (LLAMA | dict(model_type="ministral3"), ["default", "yarn"]),
+        (LLAMA | dict(model_type="ministral3", rope_scaling=dict(type="yarn", factor=4)), ["llama_4_scaling_beta"]),
+        (
+            LLAMA | dict(model_type="ministral3", rope_scaling=dict(type="yarn", factor=4, llama_4_scaling_beta="a")),
+            ["llama_4_scaling_beta", '"a"'],
+        ),
+        (LLAMA | dict(model_type="glm4", partial_rotary_factor=0.01), ["partial_rotary_factor", "0.01"]),
+        (GRANITE4 | dict(layer_types=["attention"] * 31 + ["mamba"]), ["layer_types", "Mamba"]),
+        (GRANITE4 | dict(layer_types=["attention"]), ["layer_types", "32"]),
+        (GRANITE4 | dict(layer_types=None), ["layer_types", "null"]),
+        (GRANITE4 | dict(num_local_experts=62), ["num_local_experts", "62"]),
+        (GRANITE4 | dict(num_local_experts=None), ["num_local_experts"]),
+        (GRANITE4 | dict(position_embedding_type="alibi"), ["position_embedding_type", "alibi"]),
+        (GRANITE4 | dict(shared_intermediate_size=None), ["shared_intermediate_size"]),
         (LLAMA | dict(rope_scaling=dict(type="linear")), ["rope_scaling", "factor"]),
         (LLAMA | dict(rope_scaling="linear"), ["rope_scaling"]),
         (LLAMA | dict(rope_scaling=LLAMA3 | dict(high_freq_factor=1.0)), ["high_freq_factor"]),

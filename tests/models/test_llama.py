@@ -31,7 +31,21 @@ def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
 
 @pytest.mark.parametrize(("dtype", "grad_dtype"), [("F32", "F32"), ("BF16", "F32")])
 @pytest.mark.parametrize(
-    "case", ["phi3", "granite", "smollm3", "starcoder2", "olmo2", "olmo3", "exaone4", "seed_oss", "gemma3"]
+    "case",
+    [
+        "phi3",
+        "granite",
+        "smollm3",
+        "starcoder2",
+        "olmo2",
+        "olmo3",
+        "exaone4",
+        "seed_oss",
+        "gemma3",
+        "ministral3 tied, window",
+        "glm4",
+        "granite 4",
+    ],
 )
 def test_every_subset_of_saved_in_other_families(case, dtype, grad_dtype):
     model_type, keys = CASES[case]
