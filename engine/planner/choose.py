@@ -122,7 +122,7 @@ def _candidates(
     leans: Sequence[Lean],
 ) -> list[Plan]:
     plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, leans))
-    if first.uses("ssd") and not begun:  # a begun run has claimed its scratch
+    if first.uses("ssd") and not begun and not geo.cfg.lora:  # a begun run has claimed its scratch
         plans |= dict.fromkeys(variants.through_the_drive(geo, limits, first, wanted))
     return [plan for plan in plans if has_drive(rates) or not plan.uses("ssd")]
 
@@ -188,6 +188,7 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
     for u in range(geo.n_units):
         _activations(geo, plan, u, moved)
         _weights_and_state(geo, plan, u, moved)
+        _base(geo, plan, u, moved)
     up, down = lane_seconds(moved.forward, rates), lane_seconds(moved.backward, rates)
     passes = max(forward, *up.values()) + max(compute - forward, down["h2d"], down["d2h"])
     lanes = {lane: up[lane] + down[lane] for lane in up}
@@ -208,6 +209,15 @@ def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
     swapped = n * geo.saved_layout(unit.names("ssd"), plan.tokens).span + x * (unit.x == "ssd")
     moved.read += swapped + x * (unit.x == "ssd" and plan.between == "host")
     moved.written += swapped
+
+
+def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
+    """Adds unit u's frozen weights; those that forward leaves in the window do not come again."""
+    tier, nbytes = plan.units[u].base, geo.base[u].span
+    again = 0 < u < geo.head - plan.ahead - 1
+    moved.forward["h2d"] += nbytes * (tier != "gpu")
+    moved.backward["h2d"] += nbytes * (tier != "gpu") * again
+    moved.read += nbytes * (tier == "ssd") * (1 + again)
 
 
 def _weights_and_state(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:

@@ -66,6 +66,7 @@ class Files:
     """Bytes on the drives beside training state, and snapshots kept."""
 
     export: int = 0  # the written checkpoint; 0: weights in the compute dtype
+    merged: int = 0  # the written model with its adapters in it
     best: bool = False  # kept for a while beside the next or the last
     tokens: int = 0  # the tokenized data
     held: int = 0  # of these and the state, what the run has already
@@ -129,6 +130,11 @@ class Forecast:
         held["activations"]["ssd"], held["gradients"]["ssd"] = scratch(geo, plan)
         return held
 
+    @property
+    def frozen(self) -> int:
+        """Bytes of frozen weights."""
+        return sum(layout.span for layout in self.geo.base)
+
     def stored(self) -> int:
         """Bytes of a snapshot: weights and optimizer state."""
         geo = self.geo
@@ -142,7 +148,7 @@ class Forecast:
             "store": stored,
             "snapshots": files.keep * stored,
             "spares": spares(self.geo, self.plan),
-            "export": export,
+            "export": export + files.merged,
             "best": export * files.best,
             "tokens": files.tokens,
             "frozen": sum(self.geo.base[u].span for u, unit in enumerate(self.plan.units) if unit.base == "ssd"),

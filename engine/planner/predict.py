@@ -178,9 +178,10 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     features["mlp"] = 4.5 * cfg.width + (3 if cfg.gated else 2) * cfg.ffn
     features["block"] = features["attention"] + features["mlp"]
     parts = len(shapes.inner_kinds(cfg))  # of a block
+    thin = 2 if cfg.lora else 1  # adapters double the kernels
 
     def launched(kind: Kind, seconds: float) -> float:
-        return _launched(KERNELS[kind] / parts, seconds, rates)
+        return _launched(thin * KERNELS[kind] / parts, seconds, rates)
 
     known: dict[tuple[Kind, str], float] = {
         ("forward", names[0]): _launched(1, 2 * row * cfg.width / rates.copy, rates),
@@ -189,32 +190,45 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     }
     # Gradients are read and written each micro-batch, in fp32 if several.
     wide = 8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]
-    parameters = {shapes.kind(cfg, u): shapes.parameters(cfg, u) for u in range(1, 1 + len(shapes.inner_kinds(cfg)))}
+    trained = Geometry.of(cfg, plan).numel
     for u in range(1, cfg.n_units - 1):
         kind = shapes.kind(cfg, u)
         kept = frozenset(name for name, _ in plan.units[u].saved)
         missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
         attends, again = kind != "mlp", bool(missing & {"attn_out", "lse"})
         once = costs.forward_flops(cfg, u, N, pairs) - attends * attended
+        back = costs.backward_flops(cfg, u, N, pairs) - attends * (attended * 5 // 2)
+        up, down = (row * n / rates.copy for n in _beside(cfg, u))
         rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
         small = row * features[kind] / rates.copy
-        summed = wide * parameters[kind] / rates.copy
-        forward = once / gemm + attends * forward_attention + small
+        summed = wide * trained[u] / rates.copy
+        forward = once / gemm + attends * forward_attention + small + up
         backward = (
-            (2 * once + rebuilt) / gemm
+            (back + rebuilt) / gemm
             + attends * backward_attention
             + again * forward_attention
             + small * (3 if missing else 2)
             + summed
+            + down
+            + up * rebuilt / once
         )
         known["forward", names[u]] = launched("forward", forward) / rates.forward
         known["backward", names[u]] = launched("backward", backward) / rates.backward
     return known
 
 
+def _beside(cfg: ModelConfig, u: int) -> tuple[int, int]:
+    """Features of a token that adapters read and write, in forward and backward: products too thin for their FLOPs."""
+    tensors = [group for part in shapes.trained_parts(cfg, u) for group in part if ".lora_" in group[0][0]]
+    ins = sum(group[0][1][1] for group in tensors if group[0][0].endswith("lora_A.weight"))
+    outs = sum(shape[0] for group in tensors for name, shape in group if name.endswith("lora_B.weight"))
+    return ins + 2 * outs, 4 * ins + 3 * outs
+
+
 def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> float:
-    """Five passes over the logits, two over the weight's fp32 gradient each chunk."""
-    chunks = -(-tokens // costs.LOSS_CHUNK)
-    moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width
-    seconds = 3 * costs.forward_flops(cfg, cfg.n_units - 1, tokens, 0) / gemm + moved / rates.copy
+    """Five passes over the logits, two over a trained weight's fp32 gradient each chunk."""
+    chunks, head = -(-tokens // costs.LOSS_CHUNK), cfg.n_units - 1
+    once, back = (count(cfg, head, tokens, 0) for count in (costs.forward_flops, costs.backward_flops))
+    moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width * (back > once)
+    seconds = (once + back) / gemm + moved / rates.copy
     return _launched(LOSS_KERNELS[0] + LOSS_KERNELS[1] * chunks, seconds, rates)

@@ -19,6 +19,7 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
     if plan.halves:
         said.append("units are halves of blocks, attention and MLP: whole blocks do not fit the GPU")
     said += _states(geo, plan)
+    said += _base(geo, plan)
     if plan.tokens != first.tokens:
         gain = "leave room on the GPU" if plan.tokens < first.tokens else "add to the gradients less often"
         said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} {gain}")
@@ -41,6 +42,13 @@ def _states(geo: Geometry, plan: Plan) -> Iterable[str]:
         yield f"optimizer state of {of} ({gib(nbytes, 1)}) lies on the SSD: RAM holds no more"
 
 
+def _base(geo: Geometry, plan: Plan) -> Iterable[str]:
+    away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base[u].span]
+    if away:
+        nbytes = sum(geo.base[u].span for u in away)
+        yield f"frozen weights of {len(away)} of {len(plan.units)} units ({gib(nbytes, 1)}) are read from the SSD"
+
+
 def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> Iterable[str]:
     """Swapped tensors; seconds of computation, `before` by the plain rule."""
     n, blocks = len(plan.units), "half blocks" if plan.halves else "blocks"
@@ -56,7 +64,7 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
     if inputs:
         nbytes = plan.n_micro * inputs * geo.x_bytes(plan.tokens)
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)
-        instead = f", which holds the state of {on_gpu} of {n} units" * (on_gpu > 0)
+        instead = f", which holds the state of {on_gpu} of {n} units" * (0 < on_gpu < n)
         yield f"the inputs of {inputs} {blocks} wait outside the GPU ({gib(nbytes, 1)}){instead}"
     if plan.between == "host":
         yield f"outputs of units wait outside the GPU, which has no room for those of {plan.n_micro} micro-batches"

@@ -117,7 +117,8 @@ def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, lean: Lean) -> Plan
 def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     """Plans with everything as low as `homes` allows, the roomiest first."""
     weights, state = LOWEST[wanted.homes]
-    frozen = any(layout.tensors for layout in geo.base) and weights != "gpu"
+    frozen = any(layout.tensors for layout in geo.base)
+    small = geo.cfg.lora is not None and weights != "gpu"
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
     # (weight slots on the GPU, gradient piece, weight slots in RAM)
     half = geo.half_piece()
@@ -127,8 +128,9 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
+            base = weights if frozen else "gpu"
             # Adapters and their state are small; their base is not.
-            low = UnitPlan("host", "host", x=x, base=weights) if frozen else UnitPlan(weights, state, x=x)
+            low = UnitPlan("host", "host", x=x, base=base) if small else UnitPlan(weights, state, x=x, base=base)
             yield Plan(
                 units=(low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),),
                 tokens=tokens,
@@ -157,13 +159,13 @@ def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
 def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
     """Moves parts of a plan up, most useful first."""
     n, to_gpu = geo.n_units, wanted.free and wanted.gpu_updates
-    if any(layout.tensors for layout in geo.base):
-        return _fill_frozen(geo, plan, limits, wanted)
-    everything = plan.changed(range(n), weights="gpu", state="gpu")
+    everything = plan.changed(range(n), weights="gpu", state="gpu", base="gpu")
     if to_gpu and fits(geo, everything, limits):
         return _keep_activations(geo, everything, limits)
+    if geo.cfg.lora:
+        return _fill_adapted(geo, plan, limits, wanted)
     if wanted.free:
-        plan = _to_ram(geo, plan, limits)
+        plan = _base_to_ram(geo, _to_ram(geo, plan, limits), limits)
     if wanted.on_cuda and wanted.gpu_updates and plan.mode == "forward":
         plan = share_updates(geo, plan, limits, lean.updates)
     if lean.resident:
@@ -175,26 +177,26 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean)
     if to_gpu:
         plan = _states_to_gpu(geo, plan, limits, n)
     if wanted.free:  # states that went to the GPU left room
-        plan = fill_ram(geo, plan, limits)
+        plan = fill_ram(geo, _base_to_gpu(geo, plan, limits), limits)
     return furthest(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
 
 
-def _fill_frozen(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> Plan:
-    """As _fill, with a frozen base: trained weights, then activations, then the base."""
-    units = range(geo.n_units)
+def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> Plan:
+    """As _fill, of adapters: first they, then activations, then their base."""
     if wanted.free:
-        everything = plan.changed(units, weights="gpu", state="gpu", base="gpu")
-        if wanted.gpu_updates and fits(geo, everything, limits):
-            return _keep_activations(geo, everything, limits)
-        trained = plan.changed(units, weights="gpu", state="gpu")
+        trained = plan.changed(range(geo.n_units), weights="gpu", state="gpu")
         plan = trained if wanted.gpu_updates and fits(geo, trained, limits) else plan
-        plan = furthest(geo, limits, geo.n_units, lambda k: plan.changed(spread(geo.n_units, k), base="host"))
+        plan = fill_ram(geo, plan, limits)
     plan = _keep_activations(geo, plan, limits)
     if wanted.free:
-        low = plan
-        plan = furthest(geo, limits, geo.n_units, lambda k: low.changed(units[:k], base="gpu"))
-    rings = plan
-    return furthest(geo, limits, 2, lambda k: replace(rings, window=rings.window + k))
+        plan = fill_ram(geo, _base_to_gpu(geo, plan, limits), limits)
+    return furthest(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
+
+
+def _base_to_gpu(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Makes the GPU the home of the first units' frozen weights."""
+    left = [u for u, unit in enumerate(plan.units) if unit.base != "gpu"]
+    return furthest(geo, limits, len(left), lambda k: plan.changed(left[:k], base="gpu"))
 
 
 def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -225,12 +227,19 @@ def _deeper(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Brings state from the SSD to RAM, as far as it fits."""
+    """Brings state from the SSD to RAM, then frozen weights, as far as they fit."""
     left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
 
     def raised(k: int) -> Plan:
         return plan.changed({left[i] for i in spread(len(left), k)}, weights="host", state="host")
 
+    return _base_to_ram(geo, furthest(geo, limits, len(left), raised), limits)
+
+
+def _base_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Brings frozen weights from the SSD to RAM."""
+    left = [u for u, unit in enumerate(plan.units) if unit.base == "ssd"]
+    raised = lambda k: plan.changed({left[i] for i in spread(len(left), k)}, base="host")
     return furthest(geo, limits, len(left), raised)
 
 

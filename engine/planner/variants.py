@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
@@ -31,6 +31,7 @@ LEANS = (
     *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
     *(Lean(x, resident=True, updates=0.0) for x in ("gpu", "host")),
 )
+BASE_RAM = (1.0, 0.7, 0.4, 0.0)  # shares of the frozen units in RAM that activations leave there
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-home units updated on the GPU
 WINDOWS = (2, 3, 4)
 SLOTS = (2, 3, 4)  # of swap rings; more absorb bursts
@@ -41,6 +42,9 @@ def variants(
     geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, leans: Sequence[Lean] = LEANS
 ) -> Iterable[Plan]:
     """Plans that fit: micro-batches, leans, saved tensors recomputed or in RAM."""
+    if geo.cfg.lora:
+        yield from _beside_a_base(geo, limits, first, wanted)
+        return
     for size in sizes(first, wanted):
         for lean in leans:
             try:
@@ -49,6 +53,21 @@ def variants(
                 continue
             yield plan
             yield from swaps(geo, plan, limits, wanted.document)
+
+
+def _beside_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -> Iterable[Plan]:
+    """As variants, of adapters: RAM is shared between their base and activations."""
+    inputs: tuple[Tier, ...] = ("gpu", "host")
+    for size, x, share in product(sizes(first, wanted), inputs, BASE_RAM):
+        try:
+            plan = simple_plan(geo.cfg, limits, replace(wanted, sizes=(size,)), Lean(x))
+        except DoesNotFit:
+            continue
+        in_ram = [u for u, unit in enumerate(plan.units) if unit.base == "host"]
+        kept = {in_ram[i] for i in spread(len(in_ram), int(share * len(in_ram)))}
+        low = plan.changed(set(in_ram) - kept, base="ssd") if wanted.free else plan
+        for variant in (low, *swaps(geo, low, limits, wanted.document)):
+            yield fill_ram(geo, variant, limits) if wanted.free else variant
 
 
 def through_the_drive(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -> Iterable[Plan]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from trireme.engine.plan import Tier
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import KERNELS, unit_seconds
 from trireme.engine.planner.rates import DRIVES
@@ -31,14 +32,15 @@ class Events:
 
 def foretold(f: Forecast, steps: int, events: Events) -> dict[Part, float]:
     """Seconds of each part. All but the steps' are floors: bytes and FLOPs over rates."""
-    copied = f.files.export / _read(f) + f.files.export / _write(f)  # and read back
+    twice = 1 / _write(f) + 1 / _read(f)  # written and read back
+    read = max(f.files.export, f.frozen)
     return {
-        "start": f.files.export / _read(f) + f.pinning_s(),
+        "start": read / _read(f) + f.pinning_s(),
         "steps": steps * f.step.step_s,
         "evaluations": events.evaluations * evaluation_s(f, events.held_out),
         "samples": events.tokens * token_s(f),
         "snapshots": events.snapshots * unsaved(f) / _write(f),
-        "export": events.exports * copied,
+        "export": (events.exports * f.files.export + f.files.merged) * twice,
     }
 
 
@@ -73,19 +75,23 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
 
 def token_s(f: Forecast) -> float:
     """Of a sampled token: weights read once, kernels started."""
-    rates, resident = f.machine.rates, 0
-    for u, unit in enumerate(f.plan.units):
-        resident += f.geo.weights[u].span * (unit.weights == "gpu" or unit.resident)
+    rates, resident = f.machine.rates, sum(nbytes for tier, nbytes in _homes(f) if tier == "gpu")
     started = KERNELS["forward"] * f.cfg.n_layers * max(rates.host, rates.launch)
     return max(resident / rates.copy + sum(_streamed(f).values()), started)
 
 
 def _streamed(f: Forecast) -> dict[str, float]:
     """Seconds to bring all weights once."""
-    units = [(f.geo.weights[u].span, unit) for u, unit in enumerate(f.plan.units)]
-    up = sum(nbytes for nbytes, unit in units if unit.weights != "gpu" and not unit.resident)
-    read = sum(nbytes for nbytes, unit in units if unit.weights == "ssd" and not unit.resident)
+    up = sum(nbytes for tier, nbytes in _homes(f) if tier != "gpu")
+    read = sum(nbytes for tier, nbytes in _homes(f) if tier == "ssd")
     return {"h2d": up / f.machine.rates.h2d, "ssd": read / _read(f)}
+
+
+def _homes(f: Forecast) -> Iterator[tuple[Tier, int]]:
+    """(tier, bytes) of trained and frozen weights, by the tier that a pass takes them from."""
+    for u, unit in enumerate(f.plan.units):
+        yield "gpu" if unit.resident else unit.weights, f.geo.weights[u].span
+        yield unit.base, f.geo.base[u].span
 
 
 class Clock:

@@ -133,31 +133,39 @@ def prepare(
     assert options.out
     pinned = None if kept is None else pinned_of(options, kept)
     folder, out = Path(options.model), Path(options.out)
-    cfg = _adapted(options, find_model(options.shape) if options.shape else read_config(folder))
+    cfg = what_is_trained(options)
     source = outlined(cfg, folder) if _is_absent(options, folder) else open_source(folder, say)
     if pinned:
         check_model(options, pinned, cfg, source)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
-    codec, seq_len = _codec(options, folder) if options.data else None, _seq_len(options, cfg)
+    codec, seq_len = _codec(options, folder) if options.data else None, length(options, cfg)
     if codec and (options.tokenizer or options.chat_template):
         source = replace(source, companions=_trained_with(options, folder, codec))
-    assumed = _assumed(options, options.assume) if options.assume else None
-    device = torch.device("cuda") if assumed else choose_device(options.device)
-    limits = assumed[1] if assumed else memory_limits(device, options.gpu_memory, options.ram)
+    device, limits, assumed = place(options)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned)
     planner.refuse_early()
     read = _data_options(options, cfg, seq_len)
     data = load_dataset(options.data, codec, read, progress) if options.data else None
     work, files = _work(options, data, seq_len), _files(options, cfg, out, source, data)
     limits, stores = planner.limits_for(work.sequences), _stores(options) or [out]
-    machine = assumed[0] if assumed else this_machine(device, planner.dtype, limits, stores)
+    machine = assumed or this_machine(device, planner.dtype, limits, stores)
     plan, because, machine = planner.find(work, files, limits, machine, stores)
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
 
 
-def _adapted(options: Options, cfg: ModelConfig) -> ModelConfig:
-    """`cfg` with what the options say of what is trained. Raises InputError."""
+def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
+    """Device, usable memory, and the machine if it is assumed. Raises InputError, DoesNotFit."""
+    if options.assume:
+        machine, limits = _assumed(options, options.assume)
+        return torch.device("cuda"), limits, machine
+    device = choose_device(options.device)
+    return device, memory_limits(device, options.gpu_memory, options.ram), None
+
+
+def what_is_trained(options: Options) -> ModelConfig:
+    """The model, and what of it is trained. Raises InputError."""
+    cfg = find_model(options.shape) if options.shape else read_config(options.model)
     details = options.lora_alpha is not None or bool(options.lora_targets)
     if (options.freeze or options.train) and (options.adapter or options.lora is not None):
         raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one or the other out.")
@@ -189,7 +197,7 @@ def _trained_with(options: Options, folder: Path, codec: Codec | None) -> dict[s
     return beside(folder, other, codec.facts.chosen if codec else None)
 
 
-def _seq_len(options: Options, cfg: ModelConfig) -> int:
+def length(options: Options, cfg: ModelConfig) -> int:
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
@@ -264,8 +272,8 @@ def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: 
     held += (out / "best").glob("*.safetensors")
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else tokens)
     export = 4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes
-    export += source.nbytes * options.merge
-    return Files(export, data is not None and data.held_out is not None, tokens, taken, options.keep)
+    merged = source.nbytes * options.merge
+    return Files(export, merged, data is not None and data.held_out is not None, tokens, taken, options.keep)
 
 
 def _stores(options: Options) -> list[Path]:

@@ -18,6 +18,7 @@ from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.exchange import bring_back
 from trireme.engine.lanes import READS, Span, write_perfetto
 from trireme.engine.optimizer import StepStats
+from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
 from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.predict import predict
@@ -25,8 +26,8 @@ from trireme.engine.run.command import changes, config_yaml, program
 from trireme.engine.run.job import Job, check_room, prepare
 from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, open_snapshot, reopen_adapter
 from trireme.engine.run.options import Options
+from trireme.engine.run.otherwise import adapters_instead, better
 from trireme.engine.run.records import Record
-from trireme.engine.run.replan import better
 from trireme.engine.run.report import promise, ready_line, report, took_line
 from trireme.engine.run.sample import Sample, prompts, sample
 from trireme.engine.run.screen import Screen
@@ -102,6 +103,14 @@ def _resume(options: Options, screen: Screen) -> Live | None:
 
 
 def _prepared(options: Options, screen: Screen, snapshot: Snapshot | None = None) -> Job:
+    try:
+        return _fitting(options, screen, snapshot)
+    except DoesNotFit as error:
+        out = adapters_instead(options)
+        raise DoesNotFit(f"{error} {out}" if out else str(error), error.need) from None
+
+
+def _fitting(options: Options, screen: Screen, snapshot: Snapshot | None) -> Job:
     begun = time.monotonic()
     far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)
     try:

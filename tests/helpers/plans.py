@@ -7,11 +7,14 @@ from engines import LLAMA
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.models import shapes
-from trireme.models.config import ModelConfig, Rope
+from trireme.models.config import Lora, ModelConfig, Rope
 
 RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
 H200 = Rates(7.89e14, 4.1e12, 5.54e10, 5.53e10, 5.8e9, 5.8e9 * 28 * 1.2)
 SMALL = replace(LLAMA, width=1024, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=128, ffn=2816, vocab=4096)
+
+ADAPTED = replace(SMALL, lora=Lora(16, 32.0, ("q_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
+PARTLY = replace(SMALL, frozen=("*embed*", "*layers.[0-3].*"))
 
 
 def llama(width: int, layers: int, heads: int, ffn: int) -> ModelConfig:

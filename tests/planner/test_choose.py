@@ -7,6 +7,7 @@ import pytest
 from engines import LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import ADAPTED, PARTLY
 
 from trireme.engine.buffers import fits
 from trireme.engine.build import build
@@ -32,23 +33,29 @@ WANTED = Wanted(((1024, 2), (512, 4), (256, 8)), record=1 << 20, document=256)
 MIB = 1 << 20
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(60, 600), st.integers(60, 2000), st.sampled_from(("forward", "backward")), st.floats(0.3, 30))
-def test_never_slower_than_the_rule_and_within_its_limits(gpu, host, mode, bus):
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from((SMALL, ADAPTED, PARTLY)),
+    st.integers(60, 600),
+    st.integers(60, 2000),
+    st.sampled_from(("forward", "backward")),
+    st.floats(0.3, 30),
+)
+def test_never_slower_than_the_rule_and_within_its_limits(cfg, gpu, host, mode, bus):
     limits = Limits(gpu * MIB, host * MIB)
     rates, wanted = replace(RATES, h2d=2e10 * bus, d2h=2e10 * bus), replace(WANTED, mode=mode)
     try:
-        first = simple_plan(SMALL, limits, wanted)
+        first = simple_plan(cfg, limits, wanted)
     except DoesNotFit:
         with pytest.raises(DoesNotFit):
-            choose(SMALL, limits, rates, wanted)
+            choose(cfg, limits, rates, wanted)
         return
-    choice = choose(SMALL, limits, rates, wanted)
+    choice = choose(cfg, limits, rates, wanted)
     batch = Batch(first.tokens, 256, first.n_micro)
-    assert choice.found.step_s <= predict(SMALL, first, rates, batch).step_s
-    assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
-    build(SMALL, choice.plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
-    assert choice == choose(SMALL, limits, rates, wanted)
+    assert choice.found.step_s <= predict(cfg, first, rates, batch).step_s
+    assert fits(Geometry.of(cfg, choice.plan), choice.plan, limits)
+    build(cfg, choice.plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
+    assert choice == choose(cfg, limits, rates, wanted)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)  # a short search: rarely it misses by more, so drawn alike
@@ -150,13 +157,27 @@ def test_reasons_are_of_the_plan():
     assert f"holds the state of 1 of {n} units" in say(units=away.changed({0}, weights="gpu", state="gpu").units)
 
 
-def test_floors_are_below_what_is_simulated():
-    limits = Limits(200 * MIB, 400 * MIB)
-    choice = choose(SMALL, limits, RATES, WANTED)
-    floor = floors(
-        Geometry.of(SMALL, choice.plan), choice.plan, RATES, Batch(choice.plan.tokens, 256, choice.plan.n_micro)
-    )
+@pytest.mark.parametrize("cfg", [SMALL, ADAPTED, PARTLY], ids=["all", "adapters", "some"])
+def test_floors_are_below_what_is_simulated(cfg):
+    choice = choose(cfg, Limits(150 * MIB, 70 * MIB if cfg.lora else 300 * MIB), RATES, WANTED)
+    batch = Batch(choice.plan.tokens, 256, choice.plan.n_micro)
+    floor = floors(Geometry.of(cfg, choice.plan), choice.plan, RATES, batch)
     assert max(floor.values()) <= choice.found.step_s
+    if cfg.frozen:  # the drive binds, and of frozen weights alone
+        read = sum(
+            geo.span
+            for geo, u in zip(Geometry.of(cfg, choice.plan).base, choice.plan.units, strict=True)
+            if u.base == "ssd"
+        )
+        assert floor["ssd"] >= 1.4 * read / RATES.ssd_read > 0
+        assert any("frozen weights of" in reason for reason in choice.because)
+
+
+def test_adapters_write_nothing_to_the_drive():
+    """What RAM does not hold is recomputed, however fast the drive: base and inputs find room."""
+    for host in (150, 200):
+        choice = choose(ADAPTED, Limits(120 * MIB, host * MIB), replace(RATES, ssd_read=1e11, ssd_write=1e11), WANTED)
+        assert choice.found.ssd_written == 0
 
 
 def test_the_front_costs_more_bytes_for_less_recomputation():

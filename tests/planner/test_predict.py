@@ -7,7 +7,7 @@ import pytest
 from engines import LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import H200, ONE_B, RATES, SEVEN_B, SMALL, plan
+from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, plan
 
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Plan, UnitPlan
@@ -64,6 +64,17 @@ def test_copies_delay_updates():
 def test_a_plan_that_uses_a_drive_needs_one():
     with pytest.raises(ValueError, match="drive"):
         predict(SMALL, plan(SMALL, UnitPlan("ssd", "ssd")), H200, Batch(256, 256, 2))
+
+
+def test_a_frozen_matrix_has_one_product_in_backward():
+    """Beside recomputation and what is read and written, of LoRA about half of the backward's products are left."""
+    fast = replace(RATES, copy=1e15, launch=0.0)
+    seconds = lambda cfg, kind: sum(
+        s for (k, _), s in unit_seconds(cfg, plan(cfg, UnitPlan(), 6), fast, Batch(512, 256, 2)).items() if k == kind
+    )
+    assert 0.5 < seconds(ADAPTED, "backward") / seconds(SMALL, "backward") < 0.6
+    assert 1.0 < seconds(ADAPTED, "forward") / seconds(SMALL, "forward") < 1.05
+    assert seconds(ADAPTED, "loss") / seconds(SMALL, "loss") == pytest.approx(2 / 3, rel=1e-3)
 
 
 @settings(max_examples=40, deadline=None)

@@ -57,6 +57,20 @@ def test_an_evaluation_is_a_forward_pass_or_waits_for_the_weights():
     assert evaluation_s(faster(quick, ssd_read=1e3), 32) == pytest.approx(weights / quick.machine.rates.h2d, rel=0.01)
 
 
+def test_what_is_frozen_is_read_too():
+    cfg = replace(ONE_B, frozen=("*",))
+    frozen = lambda tier: replace(forecast(UnitPlan(base=tier)), cfg=cfg)
+    rates, weights = RAM.machine.rates, sum(layout.span for layout in RAM.geo.weights)
+    assert token_s(frozen("host")) == pytest.approx(weights / rates.h2d)
+    assert token_s(frozen("ssd")) == pytest.approx(weights / rates.h2d + weights / rates.ssd_read)
+    assert evaluation_s(faster(frozen("ssd"), matmul=1e3, copy=1e3), 32) == pytest.approx(weights / 7e9, rel=0.01)
+    few = replace(frozen("ssd"), files=Files(export=10**6, merged=EXPORT))  # adapters, and the model with them
+    found = foretold(few, 1, Events(exports=3))
+    assert found["start"] == pytest.approx(weights / 7e9 + few.pinning_s())
+    assert found["export"] == pytest.approx((EXPORT + 3e6) * (1 / 7e9 + 1 / 5e9))
+    assert few.disk_parts()["export"] == EXPORT + 10**6
+
+
 def test_a_sampled_token_reads_every_weight_once():
     weights = sum(layout.span for layout in RAM.geo.weights)
     assert token_s(RAM) == pytest.approx(weights / RAM.machine.rates.h2d)

@@ -10,7 +10,7 @@ from runs import losses, options, stopped
 from safetensors.torch import load_file
 
 from trireme.engine.lanes import WRITES
-from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.run import train
 from trireme.engine.run.job import prepare
 from trireme.engine.run.train import finetune
@@ -106,7 +106,7 @@ def test_an_adapter_is_trained_further(checkpoint, whole):
 
 
 def test_frozen_tensors_come_out_as_they_went_in(checkpoint, monkeypatch, capsys):
-    run = options(checkpoint, checkpoint / "some", "host", train=("*.mlp.*", "*embed*"), freeze=("*layers.0.*",))
+    run = options(checkpoint, checkpoint / "some", "ssd", train=("*.mlp.*", "*embed*"), freeze=("*layers.0.*",))
     stopped(run, 5, monkeypatch)
     finetune(replace(run, resume=run.out))
     assert "--freeze *layers.0.*: model.layers.0." in capsys.readouterr().out
@@ -122,6 +122,20 @@ def test_what_is_trained_cannot_change(checkpoint, monkeypatch):
     stopped(run, 2, monkeypatch)
     with pytest.raises(InputError, match="what is trained cannot change. Leave --lora"):
         finetune(replace(run, resume=run.out, freeze=("*norm*",)))
+
+
+def test_a_refusal_offers_adapters_that_fit(checkpoint, capsys):
+    small = replace(options(checkpoint, checkpoint / "small", "gpu"), dry_run=True, gpu_memory=4 << 20)
+    with pytest.raises(DoesNotFit, match=r"--gpu-memory by .* Or train adapters, which fit: --lora 16\.$"):
+        finetune(replace(small, ram=4 << 20))
+    with pytest.raises(DoesNotFit) as refused:
+        finetune(replace(small, ram=1 << 20))
+    assert "--lora" not in str(refused.value)
+    box = replace(small, assume="gpu=rtx4090,ram=750MiB", gpu_memory=(1280 + 4) << 20, ram=8 << 20, device="auto")
+    with pytest.raises(DoesNotFit, match=r" Or train adapters, .* --lora 16, .*s a step of 256 tokens, .* tok/s\.$"):
+        finetune(box)
+    finetune(replace(box, lora=16))
+    assert "LoRA, rank 16" in capsys.readouterr().out
 
 
 BAD = {
@@ -147,7 +161,7 @@ def test_what_fits_nothing_is_said_in_one_line(checkpoint, case):
 
 def test_the_plain_rule_puts_the_base_where_there_is_room(checkpoint):
     run = adapters(checkpoint, "ruled")
-    limits = ((14, 7), (8, 7), (6, 4))  # MiB of GPU and RAM
+    limits = ((14, 7), (8, 7), (6, 3))  # MiB of GPU and RAM
     plans = [prepare(replace(run, gpu_memory=gpu << 20, ram=ram << 20)).plan for gpu, ram in limits]
-    assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "host"}, {"gpu", "host", "ssd"}]
+    assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "host"}, {"gpu", "ssd"}]
     assert not any("ssd" in (unit.weights, unit.state) for plan in plans for unit in plan.units)
