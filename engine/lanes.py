@@ -220,6 +220,8 @@ class RealLanes(InlineLanes):
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH)
         self.error: BaseException | None = None
+        self.at: dict[str, RealTask] = {}  # by lane: its task, waiting or begun
+        self.over: Counter[str] = Counter()  # by lane: tasks executed, on streams issued
         cuda = self.device.type == "cuda"
         self.streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h", "update")} if cuda else {}
         if cuda:
@@ -249,12 +251,20 @@ class RealLanes(InlineLanes):
             raise self.error
         task = self._noted(RealTask(lane, kind, of, nbytes, flops))
         if lane == "compute":
-            execute(task, fn, after, self.streams.get(lane), self.zero)
+            self._execute(task, fn, after, self.streams.get(lane))
             if task.error is not None:
                 raise task.error
         else:
             self.queues[lane].put((task, fn, tuple(after)))
         return task
+
+    def _execute(
+        self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None
+    ) -> None:
+        self.at[task.lane] = task
+        execute(task, fn, after, stream, self.zero)
+        self.over[task.lane] += 1
+        del self.at[task.lane]  # its result may be large
 
     def _serve(self, lane: str) -> None:
         stream = self.streams.get(lane)
@@ -270,7 +280,7 @@ class RealLanes(InlineLanes):
                 task.error = self.error
                 task._issued.set()
                 continue
-            execute(task, fn, after, stream, self.zero)
+            self._execute(task, fn, after, stream)
             if task.error is not None and self.error is None:
                 self.error = task.error
             del task, fn, after, item  # an idle thread's locals would keep a slot's memory

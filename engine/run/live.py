@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from trireme.engine.run.verify import LOGS, has_begun, tidy
 from trireme.engine.step import Engine
 from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
 from trireme.engine.updates import AdamW
+from trireme.engine.watchdog import leave, patience, watched
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.files import NoSnapshot, StoreError
@@ -147,8 +148,18 @@ class Live:
 
     def settle(self) -> None:
         """Applies all updates; drains lanes."""
-        self.engine.optimizer.flush()
-        self.lanes.drain()
+        with self.watched("updates"):
+            self.engine.optimizer.flush()
+            self.lanes.drain()
+
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        """Within, a task that hangs ends the process with code 4."""
+
+        def late(how: str) -> None:
+            said = f"error: {what}: {how}. Is the GPU or a drive failing? {self.last_snapshot()}"
+            leave(lambda: self.screen.urgent(f"{said}. To go on: --resume {self.job.out}"))
+
+        return watched(self.lanes, patience(self.job.forecast.step.step_s), late)
 
     @property
     def is_saved(self) -> bool:

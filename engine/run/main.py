@@ -1,6 +1,7 @@
 """The command: options, a run, and each foreseen failure as one line and an exit code.
 
-Exit codes: 0 done; 1 bug; 2 input; 3 does not fit; 4 disk failed or full; 130 interrupted; 141 output closed.
+Exit codes: 0 done; 1 bug; 2 input; 3 does not fit; 4 disk failed or full, or device hung; 130 interrupted; 141 output
+closed.
 """
 
 import errno

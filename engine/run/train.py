@@ -179,7 +179,7 @@ class Evaluation:
         """A request to stop discards the result: a resumed run evaluates anew."""
         live, done = self.live, self.live.progress
         began = time.monotonic()
-        with live.clock.at("evaluations"):
+        with live.clock.at("evaluations"), live.watched("evaluation"):
             loss = self._loss(held_out)
         samples = self.samples(1)
         if self.stop.leaving:
@@ -216,7 +216,7 @@ class Evaluation:
             return []
         end = time.monotonic() + SAMPLING
         enough = lambda: time.monotonic() > end or self.stop.leaving
-        with self.live.clock.at("samples"):
+        with self.live.clock.at("samples"), self.live.watched("samples"):
             return sample(self.live.engine, job.codec, prompts(job.data.held_out or job.data, count), enough=enough)
 
 
@@ -257,7 +257,7 @@ class Run:
         warm = done.step == self.first + 1
         live.lanes.tracing = o.trace or warm or done.step % BOUND_EVERY == 0
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
-        with live.clock.at("steps"):
+        with live.clock.at("steps"), live.watched(f"step {done.step + 1}"):
             batch = job.data.step(done.step, o.batch_size, job.micro_rows)
             micro = [self.evaluation.inputs(mb) for mb in batch]
             stats = train_step(live.engine, micro, done.step + 1, rate)
@@ -309,7 +309,8 @@ class Run:
     def _trace(self) -> list[Span]:
         """The last step's tasks; notes the busiest lane."""
         live = self.live
-        live.lanes.drain()
+        with live.watched(f"step {live.progress.step}"):
+            live.lanes.drain()
         spans = live.lanes.trace()
         found = at_work(until_its_end(spans))
         self.bound = max(found, key=lambda lane: found[lane])

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -17,13 +18,14 @@ from pathlib import Path
 
 import pytest
 from engines import fork
+from runs import child as resumed
 from runs import ended, finished, losses, options
 
 from trireme.engine.lanes import LANES, RealLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction
-from trireme.engine.run import train
+from trireme.engine.run import live, train
 from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
@@ -133,3 +135,40 @@ def test_whatever_fails_the_run_ends_with_it_and_goes_on(checkpoint, whole, plac
     for file in ("model.safetensors", "best/model.safetensors"):
         assert (out / file).exists() == (before / file).exists()
         assert not (out / file).exists() or (out / file).read_bytes() == (before / file).read_bytes()
+
+
+HANGS = {"cpu": lambda: threading.Event().wait(), "compute": lambda: time.sleep(1000)}  # Python's wait, or the driver's
+
+
+def hangs(opts, lane: str, step: int, errors: str) -> None:
+    """In a forked child: the run, in which a lane hangs in its first task of `step`."""
+    real, run, at = train.train_step, RealLanes.run, [0]
+
+    def train_step(e, micro, number, rate):
+        at[0] = number
+        return real(e, micro, number, rate)
+
+    def run_or_hang(lanes, where, kind, of, fn, after=(), nbytes=0, flops=0):
+        return run(lanes, where, kind, of, HANGS[lane] if (where, at[0]) == (lane, step) else fn, after, nbytes, flops)
+
+    train.train_step, RealLanes.run = train_step, run_or_hang
+    live.patience = lambda step_s: 1.0 if at[0] == step - 1 else 600.0
+    with open(errors, "w") as said, open(os.devnull, "w") as nowhere, redirect_stderr(said), redirect_stdout(nowhere):
+        train.finetune(opts)
+
+
+@pytest.mark.parametrize("lane", HANGS)
+def test_a_lane_that_hangs_ends_the_run_which_goes_on(checkpoint, lane):
+    out, errors = checkpoint / f"hangs-{lane}", checkpoint / f"hangs-{lane}.txt"
+    pid = fork()
+    if not pid:
+        try:
+            hangs(options(checkpoint, out, "host"), lane, 6, str(errors))
+        finally:
+            os._exit(1)
+    assert ended(pid) == 4
+    (line,) = errors.read_text().splitlines()
+    assert line.startswith(f"error: step 6: no task was over for 1s; lane {lane} hangs in "), line
+    assert line.endswith(f"Last snapshot: step 4. To go on: --resume {out}")
+    assert ended(resumed(options(checkpoint, out, "host", resume=str(out)))) == 0
+    assert finished(out)

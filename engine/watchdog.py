@@ -1,0 +1,65 @@
+"""The watchdog: ends a run where no task of the lanes is over any more
+
+A wedged GPU or drive would be waited for without end, in calls that no exception interrupts. So a thread of its own
+says what hangs and ends the process at once: unwinding would free memory that a late lane may still write to.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from trireme.engine.amounts import duration
+from trireme.engine.lanes import RealLanes
+
+HUNG = 4  # exit code
+LEAST, STEPS = 600.0, 20  # seconds without an end of a task, at least; steps as predicted
+HALVES = 2  # silent in a row: a process stopped and continued has slept through one at most
+
+
+def patience(step_s: float) -> float:
+    """Seconds for a task; `step_s`: of a step, as predicted."""
+    return max(LEAST, STEPS * step_s)
+
+
+@contextmanager
+def watched(lanes: RealLanes, limit: float, late: Callable[[str], object]) -> Iterator[None]:
+    """Within, calls late(what hangs) from another thread once no task was over for `limit` seconds."""
+    left = threading.Event()
+    args = (left, lanes, limit, late)
+    threading.Thread(target=watch, args=args, name="watchdog", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+def watch(left: threading.Event, lanes: RealLanes, limit: float, late: Callable[[str], object]) -> None:
+    """Until `left` is set or, once, `late` is called."""
+    before, silent = dict(lanes.over), 0
+    while not left.wait(limit / HALVES):
+        now = dict(lanes.over)
+        silent, before = (silent + 1 if now == before else 0), now
+        if silent == HALVES:
+            late(f"no task was over for {duration(limit)}; {_hanging(lanes)}")
+            return
+
+
+def _hanging(lanes: RealLanes) -> str:
+    """The lane and task that others wait for: of those that have begun, the first."""
+    tasks = list(lanes.at.values())
+    begun = [task for task in tasks if task.start] or tasks
+    if not begun:
+        return "no lane has a task"
+    task = min(begun, key=lambda task: task.start)
+    return f"lane {task.lane} hangs in {task.name}"
+
+
+def leave(say: Callable[[], object], at_most: float = 5.0) -> None:
+    """Ends the process with HUNG once `say` returns, or seconds later: the terminal may hang too."""
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    saying.join(at_most)
+    os._exit(HUNG)
