@@ -113,6 +113,7 @@ class ChatTemplate:
         if template.tags:
             spans = _tagged(rendering, wanted)
         else:
+            self._check_answers(messages, tools)
             spans = [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
         counts = [_unwritten(i, message, rendering) for i, message in enumerate(messages) if wanted[i]]
         return Marked(rendering.text, spans, sum(said for said, _ in counts), sum(lost for _, lost in counts))
@@ -136,6 +137,14 @@ class ChatTemplate:
         if given not in self._habits:
             self._habits[given] = habits(self._template(tools), PROBE_TOOLS if given else None)
         return self._habits[given]
+
+    def _check_answers(self, messages: list[Fields], tools: list[Fields] | None) -> None:
+        """Raises BadRow where answers of tools would be learned."""
+        if any(message["role"] == "tool" for message in messages) and self._of(tools).answers:
+            raise BadRow(
+                "the chat template writes what tools answer into the assistant's turns, so what to train on cannot be "
+                "told; a template with {% generation %} tags says it (--chat-template FILE)"
+            )
 
     def _turn(self, i: int, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> Span:
         """Characters of message i to learn."""

@@ -231,6 +231,7 @@ class Habits(NamedTuple):
     lead: str | None  # beginning of turns; None: none could be written
     end: str  # after the words
     arguments: type | None  # that a tool call writes as JSON: dict, str; None: either
+    answers: bool  # of tools stand in the assistant's turns
 
 
 def habits(template: Template, tools: list[Fields] | None) -> Habits:
@@ -250,7 +251,8 @@ def habits(template: Template, tools: list[Fields] | None) -> Habits:
     begun = [prompt for prompt in found if before and all(lead.startswith(prompt) for lead in before)]
     prompt = next(iter([*begun, *found]), None)
     lead = commonprefix([*before, prompt] if prompt else before) if before else None
-    return Habits(prompt, lead, end, _arguments(template, asked, tools))
+    lead = lead and re.sub(r"</?[^<>]*$", "", lead)  # of <think> and </think> they share a part of a token
+    return Habits(prompt, lead, end, _arguments(template, asked, tools), _has_answers(template, asked, tools))
 
 
 def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] | None) -> list[str]:
@@ -265,9 +267,21 @@ def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] 
         return []
     last = max((stop for _, (_, stop) in asking.turns), default=len(asking.text))
     found = [asking.text[last:]]
-    if asking.text.startswith(without) and len(without) > last:
+    if asking.text.startswith(without) and last < len(without) < len(asking.text):
         found.insert(0, asking.text[len(without) :])
     return found
+
+
+def _has_answers(template: Template, asked: list[Fields], tools: list[Fields] | None) -> bool:
+    """Whether a turn of the assistant holds the answer of the tool that it called."""
+    for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
+        call = {"id": "abc123XYZ", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        called: Fields = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer: Fields = {"role": "tool", "name": "f", "tool_call_id": "abc123XYZ", "content": f"{PROBE}a"}
+        with suppress(BadRow):
+            found = template.render([*asked, called, answer, {"role": "assistant", "content": "!"}], tools)
+            return any(f"{PROBE}a" in found.text[a:b] for turn, (a, b) in found.turns if turn in (1, 3))
+    return False
 
 
 def _arguments(template: Template, asked: list[Fields], tools: list[Fields] | None) -> type | None:

@@ -378,6 +378,45 @@ def test_a_prompt_that_opens_a_thought_which_earlier_turns_do_not_have():
     assert [text[a:b] for a, b in spans] == ["b<end>", "e</think>d<end>"]
 
 
+def learned(source: str, talk, tools=None) -> list[str]:
+    text, spans, *_ = ChatTemplate({"default": source}, {}).mark(talk, tools)
+    return [text[a:b] for a, b in spans]
+
+
+def test_an_opening_that_is_always_behind_the_last_turn_is_not_the_answer():
+    """As Command R7B writes it, asked to open a turn or not; the mark of an answer is the assistant's own."""
+    source = (
+        "{% for m in messages %}{{ '<turn>' + m.role + '|' + ('<answer>' if m.role == 'assistant' else '') }}"
+        "{{ m.content + '</turn>' }}{% endfor %}{{ '<turn>assistant|' }}"
+    )
+    assert learned(source, PLAIN_TALK["three turns"]) == [f"<answer>{w}</turn>" for w in ("b", "d d", "f")]
+
+
+def test_openings_that_share_a_part_of_a_token_end_before_it():
+    """As DeepSeek V3.2 opens a turn, by <think> where there are thoughts, else by </think>."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<a>' }}{% if m.reasoning_content or '<think>' in"
+        " m.content %}{{ '<think>' + (m.reasoning_content or '') }}{% endif %}{{ '</think>' + m.content + '<end>' }}"
+        "{% else %}{{ '<u>' + m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<a><think>' }}{% endif %}"
+    )
+    assert learned(source, PLAIN_TALK["one turn"]) == ["</think>Use a pin.<end>"]
+    assert learned(source, THOUGHTS["thought apart"]) == ["One and one.</think>Two.<end>"]
+
+
+def test_answers_of_tools_in_the_assistants_turn_are_not_learned():
+    """As Gemma 4 writes them; conversations without are read."""
+    source = (
+        "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role != 'tool' %}{{ '<' + m.role + '>' }}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+        "{% if m.tool_calls %}{{ messages[loop.index0 + 1].content }}{% endif %}{{ '<end>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    assert learned(source, PLAIN_TALK["one turn"], TOOLS) == ["Use a pin.<end>"]
+    with pytest.raises(BadRow, match="what tools answer into the assistant's turns"):
+        learned(source, CALLS["call"], TOOLS)
+
+
 def test_plain_template(folder, tmp_path):
     tokenizer = load_tokenizer(folder("llama2"))
     template = load_template(tokenizer, read_choice("plain"))
