@@ -31,11 +31,11 @@ class Exchange:
     def __init__(self, cfg: ModelConfig, source: Source, homes: Homes, adapters: Read | None = None):
         """`adapters`: their values; None begins as peft does."""
         self.source, self.homes, self.adapters = source, homes, adapters
-        self.shapes = {t.name: t.shape for layout in homes.geo.weights for t in layout.tensors}
+        self.shapes = {t.name: t.shape for layout in homes.geo.stored for t in layout.tensors}
         shapes = {name: t.shape for name, t in source.tensors.items()}
         self.stored = hf.sources(cfg, shapes)  # canonical -> source's name
         self.canonical = hf.canonical_names(cfg, shapes)  # source's -> canonical name, None if not trained
-        self.unit = {t.name: u for u, layout in enumerate(homes.geo.weights) for t in layout.tensors}
+        self.unit = {t.name: u for u, layout in enumerate(homes.geo.stored) for t in layout.tensors}
 
     def load(self, progress: Progress = silent) -> None:
         """Fills the homes, moments with zeros. Raises InputError as `fill`, StoreError."""
@@ -143,7 +143,7 @@ def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[st
         if homes.geo.dtype == "F32":
             return  # the weights are the master
         low, start = _numpy(buffer, homes.layout(entry)["lo"]), 0
-        for t in homes.geo.weights[u].tensors:
+        for t in homes.geo.stored[u].tensors:
             first, last, at = max(a, start), min(b, start + t.numel), max(a, start) - a
             for values in read(t.name, first - start, last - start) if first < last and t.name not in in_bf16 else ():
                 master = torch.from_numpy(convert(values, dtype_of(values), "F32"))
@@ -155,7 +155,7 @@ def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[st
 def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
     """A tensor, flat, in pieces: bf16 bits, or with `exact` the fp32 master."""
     homes, weights = reader.homes, Entry("weights", u)
-    t = homes.geo.weights[u][name]
+    t = homes.geo.stored[u][name]
     high = _numpy(reader.read(weights), t)
     if not exact or t.dtype == "F32":
         yield from _pieces(high)

@@ -65,6 +65,21 @@ class Geometry:
         return tuple(pack(shapes.frozen_groups(self.cfg, u), self.dtype) for u in range(self.n_units))
 
     @cached_property
+    def stored(self) -> tuple[Layout, ...]:
+        """`weights` by a checkpoint's names: of the same bytes."""
+        return tuple(map(self._on_disk, self.weights))
+
+    @cached_property
+    def stored_base(self) -> tuple[Layout, ...]:
+        """`base` by a checkpoint's names."""
+        return tuple(map(self._on_disk, self.base))
+
+    def _on_disk(self, layout: Layout) -> Layout:
+        return sequential(
+            [(name, t.dtype, s) for t in layout.tensors for name, s in shapes.on_disk(self.cfg, t.name, t.shape)]
+        )
+
+    @cached_property
     def gradients(self) -> tuple[Layout, ...]:
         """Of each unit's fp32 gradient accumulators."""
         return tuple(sequential([(t.name, "F32", t.shape) for t in layout.tensors]) for layout in self.weights)

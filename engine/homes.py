@@ -154,8 +154,9 @@ class Homes:
         return [Stored(entry, f"{part}-{entry.u:05d}-{entry.r:04d}", *found[part]) for part in parts or found]
 
     def layout(self, entry: Entry) -> Layout:
+        """Of the entry's bytes, weights by a checkpoint's names."""
         if entry.kind != "state":
-            return (self.geo.weights if entry.kind == "weights" else self.geo.base)[entry.u]
+            return (self.geo.stored if entry.kind == "weights" else self.geo.stored_base)[entry.u]
         a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
         return self.geo.state_layout(b - a)
 

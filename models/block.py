@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models import attention, mlp
+from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Rows
@@ -17,7 +17,7 @@ class Weights(NamedTuple):
     """A block's weights, or their gradients."""
 
     attention: attention.Weights
-    mlp: mlp.Weights
+    mlp: mlp.Weights | experts.Weights
 
 
 def forward(
@@ -33,7 +33,7 @@ def forward(
     """Fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     resid = saved.get("resid", out)
     attention.forward(cfg, layer, w.attention, x, rows, saved, resid, attend)
-    mlp.forward(cfg, w.mlp, resid, saved, out)
+    mlp_forward(cfg, w.mlp, resid, saved, out)
 
 
 def backward(
@@ -55,9 +55,36 @@ def backward(
     else:
         result = recall()
         resid, product = attention.residual(cfg, w.attention, x, result.out, product)
-    dresid = mlp.backward(cfg, w.mlp, g.mlp, resid, saved, dy)
+    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, saved, dy)
     del resid  # costs._block_workspace
     result = result or recall()
     dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result, dresid, rows, product)
     del result, product  # costs._block_workspace
     attention.backward_to_x(cfg, w.attention, g.attention, x, dqkv, dresid, dx)
+
+
+def mlp_forward(
+    cfg: ModelConfig, w: mlp.Weights | experts.Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor
+) -> None:
+    """As mlp.forward, of either kind."""
+    if isinstance(w, experts.Weights):
+        experts.forward(cfg, w, x, saved, out)
+    else:
+        mlp.forward(cfg, w, x, saved, out)
+
+
+def mlp_backward(
+    cfg: ModelConfig,
+    w: mlp.Weights | experts.Weights,
+    g: mlp.Weights | experts.Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    dx: Tensor | None = None,
+) -> Tensor:
+    """As mlp.backward, of either kind."""
+    if isinstance(w, experts.Weights) and isinstance(g, experts.Weights):
+        return experts.backward(cfg, w, g, x, saved, dy, dx)
+    assert isinstance(w, mlp.Weights)
+    assert isinstance(g, mlp.Weights)
+    return mlp.backward(cfg, w, g, x, saved, dy, dx)

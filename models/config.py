@@ -10,6 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from trireme.models.families.experts import Experts, parse_experts
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import Names, within
 from trireme.models.families.rope import Rope, parse_ropes
@@ -88,6 +89,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     branch_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
+    experts: Experts | None = None
     wrapper: str = ""  # the model_type around it
 
     @property
@@ -138,11 +140,14 @@ class ModelConfig:
         return scale / (layer + 1) if self.scale_attn_by_layer else scale
 
 
+NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts}  # fields of ModelConfig
+
+
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
     del found["halves"]
-    for name in ("rope", "local_rope"):
+    for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
     return found
 
@@ -150,7 +155,8 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
 def default_number(name: str) -> Any:
     """The value of a name of `numbers` in records older than the name."""
     holder, _, key = name.rpartition(".")
-    defaults = {f.name: f.default for f in fields(Rope if holder else ModelConfig) if f.default is not MISSING}
+    described = fields(NESTED[holder] if holder else ModelConfig)
+    defaults = {f.name: f.default for f in described if f.default is not MISSING}
     return json.loads(json.dumps(defaults.get(key)))
 
 
@@ -206,6 +212,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         o_bias=flag(family.o_bias),
         mlp_bias=flag(family.mlp_bias),
         qk_norm=bool(family.qk_norm),
+        experts=parse_experts(keys, family.experts),
         **_positions(keys, family, head_dim, positions, layers),
         **_scales(keys, family, width),
     )

@@ -11,6 +11,7 @@ from math import prod
 
 from trireme.models.config import ModelConfig
 from trireme.models.shapes import (
+    chosen,
     is_frozen,
     kind,
     output_name,
@@ -43,15 +44,22 @@ def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
-    """Elements of a block's matrices, by the name of their product."""
+    """Elements of a block's matrices that a token is multiplied with, by the name of their product."""
     found = {}
     if kind != "mlp":
         found["qkv"] = cfg.width * cfg.qkv_width
         found["attn_branch" if cfg.names.post1 else "resid"] = cfg.q_width * cfg.width
     if kind != "attention":
-        found[up_name(cfg)] = cfg.width * up_width(cfg)
-        found["mlp_branch" if cfg.names.post2 else "out"] = cfg.ffn * cfg.width
+        found[up_name(cfg)] = chosen(cfg) * cfg.width * up_width(cfg)
+        found["mlp_branch" if cfg.names.post2 else "out"] = hidden_width(cfg) * cfg.width
+        if cfg.experts:
+            found["router"] = cfg.experts.count * cfg.width
     return found
+
+
+def hidden_width(cfg: ModelConfig) -> int:
+    """Features of a token's activation in the MLP."""
+    return cfg.experts.chosen * cfg.experts.width if cfg.experts else cfg.ffn
 
 
 def attention_flops(cfg: ModelConfig, pairs: int) -> int:
@@ -64,9 +72,10 @@ def _adapter_params(cfg: ModelConfig, u: int) -> int:
 
 
 def _trained_params(cfg: ModelConfig, u: int) -> int:
-    """Elements of a unit's trained matrices, without adapters."""
-    groups = [group for group in weight_groups(cfg, u) if len(group[0][1]) == 2 and not is_frozen(cfg, group)]
-    return sum(prod(shape) for group in groups for _, shape in group)
+    """Elements of a unit's trained matrices, without adapters; of experts those of a token."""
+    groups = [group for group in weight_groups(cfg, u) if len(group[0][1]) > 1 and not is_frozen(cfg, group)]
+    used = lambda shape: prod(shape) if len(shape) == 2 else chosen(cfg) * prod(shape[1:])
+    return sum(used(shape) for group in groups for _, shape in group)
 
 
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
@@ -96,7 +105,8 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
     """What backward adds to rebuild saved_shapes not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
-    linear = sum(n for name, n in _linear_params(cfg).items() if name in missing)
+    again = missing | {"router"}  # never saved
+    linear = sum(n for name, n in _linear_params(cfg, kind).items() if name in again)
     attention = attention_flops(cfg, pairs) if missing & {"attn_out", "lse"} else 0
     return 2 * tokens * linear + attention
 
@@ -142,8 +152,8 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
 def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) -> int:
     """The fullest moment: a sum of live tensors. Each `del` that it counts on names it."""
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
-    act = tokens * cfg.ffn * itemsize
-    up = tokens * up_width(cfg) * itemsize
+    act = tokens * hidden_width(cfg) * itemsize
+    up = tokens * chosen(cfg) * up_width(cfg) * itemsize
     row = tokens * 4  # one fp32 a token
     lse = cfg.n_heads * row
     # branch.branch_backward: scaled dy; product, norm, gradient; the other half's product
@@ -152,18 +162,21 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
     result = qkv + normed + attn + lse  # attention.Result
     to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, row sums of dout * out
     activation = 2 * (up + act)  # mlp.backward: activation, argument, their gradients
+    mlp_forward, mlp_backward = (x + up, up + act), (x + activation, x + up + x)  # y; then d_up, y or d_norm
+    if cfg.experts:
+        routes, wide = _routes_bytes(cfg, tokens, itemsize), chosen(cfg) * x
+        mlp_forward = (routes + x + up, routes + up + act, routes + act + wide)
+        mlp_backward = (routes + x + activation, routes + x + up + wide, routes + x + wide + x)
     moments = {
         "attention": (
             x + qkv,  # attention._project
             result + to_qkv,
             qkv + x,  # attention.backward_to_x: dqkv; y or its gradient
         ),
-        "mlp": (x + activation, x + up + x),  # mlp.backward: y; then d_up, y or d_norm
+        "mlp": (*mlp_forward, *mlp_backward),
         "block": (
-            x + x + up,  # mlp.forward: resid, y, up
-            x + up + act,
-            result + x + x + activation,  # block.backward: resid; mlp.backward: y
-            result + x + x + up + x,
+            *(x + moment for moment in mlp_forward),  # resid
+            *(result + x + moment for moment in mlp_backward),  # block.backward: resid
             result + x + to_qkv,  # block.backward: dresid
             x + qkv + x,
             x + x + x,
@@ -171,6 +184,13 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
     }
     rank = 3 * cfg.lora.rank if cfg.lora else 0  # fused adapters
     return max(moments[kind]) + behind + 4 * row + 3 * tokens * rank * itemsize
+
+
+def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
+    """experts.Routes with the gradients of logits and weights, and what sorting takes."""
+    assert cfg.experts is not None
+    own = cfg.experts
+    return tokens * (2 * own.count * itemsize + own.chosen * (20 + own.count // 16 + 1)) + 8 * own.count
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.shapes import embedding_name, weight_groups
+from trireme.models.shapes import embedding_name, stored_tensors
 
 Shape = tuple[int, ...]
 
@@ -19,12 +19,14 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
     The base prefix may be missing; a tied matrix has either name or both. Raises InputError where a tensor is missing,
     unknown or of another shape than config.json says.
     """
-    if cfg.n_layers > len(found):  # before work that grows with layers
+    experts = cfg.experts.count if cfg.experts else 1
+    if cfg.n_layers * experts > len(found):  # before work that grows with layers
+        each = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(
-            f"the checkpoint has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers. "
+            f"the checkpoint has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers{each}. "
             "The weights and config.json are not of the same model, or it was not downloaded to the end."
         )
-    wanted = {name: shape for u in range(cfg.n_units) for group in weight_groups(cfg, u) for name, shape in group}
+    wanted = stored_tensors(cfg)
     names = {name: _canonical(cfg, name, wanted) for name in found}
     for name, target in names.items():
         if target is not None and tuple(found[name]) != wanted[target]:

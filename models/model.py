@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models import attention, block, head, mlp, shapes
+from trireme.models import attention, block, experts, head, mlp, shapes
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
@@ -21,7 +21,7 @@ from trireme.models.rows import Rows
 
 EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient
 
-BlockWeights = block.Weights | attention.Weights | mlp.Weights
+BlockWeights = block.Weights | attention.Weights | mlp.Weights | experts.Weights
 
 
 def forward(
@@ -41,7 +41,7 @@ def forward(
     elif isinstance(w, attention.Weights):
         attention.forward(cfg, layer, w, x, rows, saved, out, attend)
     else:
-        mlp.forward(cfg, w, x, saved, out)
+        block.mlp_forward(cfg, w, x, saved, out)
 
 
 def backward(
@@ -62,9 +62,9 @@ def backward(
     elif isinstance(w, attention.Weights) and isinstance(g, attention.Weights):
         attention.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
     else:
-        assert isinstance(w, mlp.Weights)
-        assert isinstance(g, mlp.Weights)
-        mlp.backward(cfg, w, g, x, saved, dy, dx)
+        assert not isinstance(w, block.Weights | attention.Weights)
+        assert not isinstance(g, block.Weights | attention.Weights)
+        block.mlp_backward(cfg, w, g, x, saved, dy, dx)
 
 
 def gradients(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
@@ -108,8 +108,11 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
     )
 
 
-def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights:
+def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | experts.Weights:
     names = cfg.names
+    if cfg.experts:
+        up, down = (views[f"{names.experts}.{what}"].mT for what in (shapes.GATE_UP, shapes.DOWN))
+        return experts.Weights(_norm(cfg, names.norm2, views), views[f"{names.router}.weight"], up, down)
     up, down = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated:

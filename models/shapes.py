@@ -1,6 +1,7 @@
 """Names and shapes of weights and saved tensors. No torch.
 
-Legend: N tokens, D width, H query heads, K key/value heads, d head width, F hidden width, V vocabulary.
+Legend: N tokens, D width, H query heads, K key/value heads, d head width, F hidden width, V vocabulary; E experts, k of
+them for each token, I hidden width of each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from trireme.models.families.names import adapter_names
 
 Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
 HALVES = ("attention", "mlp")
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts of a layer
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
@@ -64,9 +66,25 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     if what == "head":
         return [_head_groups(cfg)]
     prefix = cfg.names.prefix(layer(cfg, u))
-    parts = {"attention": _attention_groups(cfg), "mlp": _mlp_groups(cfg)}
+    parts = {"attention": _attention_groups(cfg), "mlp": _expert_groups(cfg) if cfg.experts else _mlp_groups(cfg)}
     mine = parts.values() if what == "block" else [parts[what]]
     return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in mine]
+
+
+def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
+    """A tensor as a checkpoint has it: itself, or a layer's experts one by one, in the same order."""
+    if len(shape) < 3:
+        return [(name, shape)]
+    prefix, what = name.rsplit(".", 1)
+    each = cfg.names.each[2:] if what == DOWN else cfg.names.each[:2]
+    one = (shape[1] // len(each), shape[2])
+    return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in each]
+
+
+def stored_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """name -> shape of all that a checkpoint of the model holds."""
+    groups = (group for u in range(cfg.n_units) for group in weight_groups(cfg, u))
+    return dict(stored for group in groups for name, shape in group for stored in on_disk(cfg, name, shape))
 
 
 def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
@@ -184,6 +202,17 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
     return groups
 
 
+def _expert_groups(cfg: ModelConfig) -> list[Group]:
+    names, own, D = cfg.names, cfg.experts, cfg.width
+    assert own is not None
+    return [
+        [(f"{names.experts}.{GATE_UP}", (own.count, 2 * own.width, D))],
+        [(f"{names.experts}.{DOWN}", (own.count, D, own.width))],
+        [(f"{names.router}.weight", (own.count, D))],
+        *_norm(cfg, names.norm2),
+    ]
+
+
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:
     """Number of parameters of a unit, or of the model."""
     units = range(cfg.n_units) if u is None else [u]
@@ -200,7 +229,13 @@ def up_name(cfg: ModelConfig) -> str:
 
 def up_width(cfg: ModelConfig) -> int:
     """Features of the MLP's first product."""
-    return 2 * cfg.ffn if cfg.gated else cfg.ffn
+    ffn = cfg.experts.width if cfg.experts else cfg.ffn
+    return 2 * ffn if cfg.gated else ffn
+
+
+def chosen(cfg: ModelConfig) -> int:
+    """Rows of the MLP's products for each token."""
+    return cfg.experts.chosen if cfg.experts else 1
 
 
 def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str, tuple[tuple[int, ...], str]]:
@@ -219,7 +254,7 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
     if kind == "block":
         found["resid"] = (N, cfg.width), "compute"
     if kind != "attention":
-        found[up_name(cfg)] = (N, up_width(cfg)), "compute"
+        found[up_name(cfg)] = (N * chosen(cfg), up_width(cfg)), "compute"
         if cfg.names.post2:
             found["mlp_branch"] = (N, cfg.width), "compute"
     return found

@@ -67,11 +67,12 @@ class Layout:
     def span(self) -> int:
         return round_up(self.nbytes)
 
+    @cached_property
+    def _by_name(self) -> dict[str, TensorSpec]:
+        return {t.name: t for t in self.tensors}
+
     def __getitem__(self, name: str) -> TensorSpec:
-        for t in self.tensors:
-            if t.name == name:
-                return t
-        raise KeyError(name)
+        return self._by_name[name]
 
 
 def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1) -> Layout:

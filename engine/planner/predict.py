@@ -175,7 +175,8 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
     # Norms, residuals, rotation, activation: read and written once, in backward twice.
     features = {"attention": 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)}
-    features["mlp"] = 4.5 * cfg.width + (3 if cfg.gated else 2) * cfg.ffn
+    features["mlp"] = 4.5 * cfg.width + (3 if cfg.gated else 2) * costs.hidden_width(cfg)
+    features["mlp"] += 2 * shapes.chosen(cfg) * cfg.width if cfg.experts else 0  # rows by expert, and their sum
     features["block"] = features["attention"] + features["mlp"]
     parts = len(shapes.inner_kinds(cfg))  # of a block
     thin = 2 if cfg.lora else 1  # adapters double the kernels

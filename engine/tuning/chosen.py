@@ -94,7 +94,8 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
 
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers within a block."""
-    return (*cfg.names.qkv, cfg.names.o, *cfg.names.up, cfg.names.down)
+    mlp = () if cfg.experts else (*cfg.names.up, cfg.names.down)
+    return (*cfg.names.qkv, cfg.names.o, *mlp)
 
 
 def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:

@@ -127,14 +127,16 @@ def _grouped_add(
     tl.store(p_dw, b_sum.to(p_dw.dtype.element_ty), mask)
 
 
-def grouped_mm(x: Tensor, w: Tensor, order: Order, k: int = 0) -> Tensor:
+def grouped_mm(x: Tensor, w: Tensor, order: Order, k: int = 0, out: Tensor | None = None) -> Tensor:
     """As reference.grouped_mm: x contiguous, w (E, A, B) or a view of (E, B, A), contiguous."""
     (P,), (E, A, B) = order.pair.shape, w.shape
     assert x.shape == (P // k if k else P, A)
     assert x.is_contiguous()
     assert w.stride() in ((A * B, B, 1), (A * B, 1, A))
     assert w.dtype == x.dtype
-    y = torch.empty((P, B), dtype=x.dtype, device=x.device)
+    y = torch.empty((P, B), dtype=x.dtype, device=x.device) if out is None else out
+    assert y.shape == (P, B)
+    assert y.is_contiguous()
     t = launch.grouped_mm(x.device, x.dtype)
     tiles = P // t.rows + min(E, P)  # no sizes of groups need more
     _grouped_mm[(tiles * cdiv(B, t.b),)](

@@ -105,12 +105,12 @@ def sort_pairs(experts: Tensor, n_experts: int) -> Order:
 # ---------------------------------------------------------------- products
 
 
-def grouped_mm(x: Tensor, w: Tensor, order: Order, k: int = 0) -> Tensor:
-    """y (P, B): each sorted row of x (P, A) times its expert's matrix of w (E, A, B).
+def grouped_mm(x: Tensor, w: Tensor, order: Order, k: int = 0, out: Tensor | None = None) -> Tensor:
+    """y (P, B), or `out` filled: each sorted row of x (P, A) times its expert's matrix of w (E, A, B).
 
     With k > 0 x is (N, A), and a sorted row is that of its token. w may be a transposed view.
     """
-    y = torch.empty((len(order.pair), w.shape[2]), dtype=x.dtype, device=x.device)
+    y = torch.empty((len(order.pair), w.shape[2]), dtype=x.dtype, device=x.device) if out is None else out
     for e, rows in _groups(order):
         torch.mm(_rows(x, order, rows, k), w[e], out=y[rows])
     return y
@@ -143,17 +143,23 @@ def _rows(x: Tensor, order: Order, rows: slice, k: int) -> Tensor:
 
 
 def combine(
-    rows: Tensor, order: Order, k: int, weights: Tensor | None = None, residual: Tensor | None = None
+    rows: Tensor,
+    order: Order,
+    k: int,
+    weights: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """(N, D): the sum over a token's slots, ascending, of weights (N, k) fp32 (or 1) times sorted rows (P, D).
+    """(N, D), or `out` filled: the sum over the slots of a token, ascending, of weights (N, k) fp32 (or 1) times rows.
 
-    `residual` (N, D) is added last; rounded once.
+    `residual` (N, D), which may be `out`, is added last; rounded once.
     """
     picked = _up(rows)[order.row.long()].view(-1, k, rows.shape[1])
     total = torch.zeros_like(picked[:, 0])
     for slot in range(k):
         total += picked[:, slot] if weights is None else weights[:, slot, None] * picked[:, slot]
-    return (total if residual is None else total + _up(residual)).to(rows.dtype)
+    total = (total if residual is None else total + _up(residual)).to(rows.dtype)
+    return total if out is None else out.copy_(total)
 
 
 def routed_swiglu_bwd(d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,7 +69,12 @@ def _routed_swiglu_bwd(
 
 
 def combine(
-    rows: Tensor, order: Order, k: int, weights: Tensor | None = None, residual: Tensor | None = None
+    rows: Tensor,
+    order: Order,
+    k: int,
+    weights: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As reference.combine, all contiguous."""
     P, D = rows.shape
@@ -78,7 +83,9 @@ def combine(
     assert weights is None or (weights.shape == (P // k, k) and weights.dtype == torch.float32)
     assert weights is None or weights.is_contiguous()
     assert residual is None or (residual.shape == (P // k, D) and residual.is_contiguous())
-    out = torch.empty((P // k, D), dtype=rows.dtype, device=rows.device)
+    out = torch.empty((P // k, D), dtype=rows.dtype, device=rows.device) if out is None else out
+    assert out.shape == (P // k, D)
+    assert out.is_contiguous()
     block = min(BLOCK, power2(D))
     _combine[(P // k * cdiv(D, block),)](rows, order.row, weights, residual, out, D, k, block, num_warps=4)
     return out

@@ -26,6 +26,9 @@ class Names:
     q_norm: str = ""
     k_norm: str = ""
     output: str = "lm_head"
+    router: str = ""
+    experts: str = ""  # in the engine .gate_up_proj (E, 2I, D) and .down_proj (E, D, I)
+    each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # on disk behind experts.N
     in_out: bool = False  # stored (in, out), not (out, in)
 
     def prefix(self, layer: int) -> str:
@@ -58,6 +61,7 @@ SPLIT = Names(
     q_norm="self_attn.q_norm",
     k_norm="self_attn.k_norm",
 )
+MIXTURE = replace(SPLIT, router="mlp.gate", experts="mlp.experts")
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trireme.models.families import names
+from trireme.models.families.experts import ExpertKeys
 from trireme.models.families.names import Names
 
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
@@ -71,6 +72,7 @@ class Family:
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
+    experts: ExpertKeys | None = None  # in place of the MLP
     by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
 
     @property
@@ -104,6 +106,11 @@ FAMILIES = {
         "Qwen 3 (dense)",
         kv_heads=32, head_dim=128, max_positions=32768, qk_norm="head", qkv_bias=BIAS,
         o_bias=BIAS, windows="above",
+    ),
+    "qwen3_moe": Family(
+        "Qwen 3 (mixture of experts)",
+        names=names.MIXTURE, kv_heads=4, max_positions=32768, qk_norm="head", qkv_bias=BIAS, o_bias=BIAS,
+        experts=ExpertKeys(128, 8, 768),
     ),
     "phi3": Family(
         "Phi-3, 3.5 and 4 (text)",

@@ -29,7 +29,7 @@ Rope, in the spellings of transformers 4 and 5: {kinds}. With `longrope` the run
 are used, the short ones up to `original_max_position_embeddings`.
 
 Refused, with one line that names the key: soft-capped scores and logits (Gemma 2), other activations, quantized
-weights, parallel attention and MLP, mixtures of experts, heads for other tasks.
+weights, parallel attention and MLP, heads for other tasks; of mixtures of experts those with dense layers among them.
 """
 
 
@@ -61,6 +61,7 @@ def special(family: Family) -> list[str]:
         "scores by `query_pre_attn_scalar`": family.query_scale,
         "embedding times the root of the width": family.embed_root,
         "biases": bool(family.qkv_bias),
+        "a mixture of experts in place of the MLP": family.experts is not None,
     }
     return [words for words, holds in said.items() if holds]
 

@@ -13,6 +13,7 @@ from engines import (
     LIMITS,
     LLAMA,
     LORA,
+    MIXTURE,
     JitterLanes,
     LateLanes,
     Words,
@@ -39,7 +40,7 @@ from trireme.models.rows import rope_tables
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
-MODELS |= {"lora": LORA, "gpt lora": GPT_LORA, "frozen": FROZEN}
+MODELS |= {"lora": LORA, "gpt lora": GPT_LORA, "frozen": FROZEN, "mixture": MIXTURE}
 LLAMAS = ("untied", "tied")
 LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # lanes that are late: all but the caller's, or one alone
 

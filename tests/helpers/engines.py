@@ -24,6 +24,7 @@ from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models.families.experts import Experts
 from trireme.models.rows import rope_tables
 
 LIMITS = Limits(1 << 30, 1 << 30)
@@ -35,6 +36,7 @@ GPT = ModelConfig("gpt2", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=
                   max_positions=64, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
 
 
+MIXTURE = replace(LLAMA, model_type="qwen3_moe", qk_norm=True, experts=Experts(5, 2, 8, renormalise=True))
 LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.
@@ -202,7 +204,7 @@ def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, p
     e = build(
         cfg, plan, LIMITS, lanes, adamw=adamw, store=MemoryStore(), scratch=MemoryScratch(), poison=poison, **more
     )
-    sizes = {t.name: t.numel for layout in (*e.geo.weights, *e.geo.base) for t in layout.tensors}
+    sizes = {t.name: t.numel for layout in (*e.geo.stored, *e.geo.stored_base) for t in layout.tensors}
     read = random_weights()
     values = lambda name, a, b: [read(name, sizes[name])[a:b].numpy()]
     fill(e.homes, values)
@@ -241,7 +243,7 @@ def final_weights(e: Engine) -> dict[str, torch.Tensor]:
     reader = Reader(e.homes)
     return {
         t.name: torch.from_numpy(np.concatenate([piece.copy() for piece in fetch(reader, u, t.name, exact=True)]))
-        for u, layout in enumerate(e.geo.weights)
+        for u, layout in enumerate(e.geo.stored)
         for t in layout.tensors
     }
 

@@ -44,6 +44,9 @@ LONG = dict(
 DENSE = PLAIN | dict(
     shared_intermediate_size=56, num_local_experts=0, layer_types=["attention"] * 2, mamba_n_heads=16, mamba_expand=2
 )  # fmt: skip
+MIXTURE = LLAMA | dict(
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, pad_token_id=None
+)
 DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=None)
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 # name -> (model_type, keys of its config)
@@ -116,6 +119,10 @@ CASES = {
     "glm4": ("glm4", PLAIN | dict(head_dim=16)),
     "glm4 tied, whole heads, no biases": ("glm4", LLAMA | dict(
         pad_token_id=None, tie_word_embeddings=True, attention_bias=False, partial_rotary_factor=1.0)),
+    "qwen3 moe": ("qwen3_moe", MIXTURE),
+    "qwen3 moe tied, not renormalised, biases": ("qwen3_moe", MIXTURE | dict(
+        tie_word_embeddings=True, norm_topk_prob=False, attention_bias=True, num_experts_per_tok=3)),
+    "qwen3 moe of one expert": ("qwen3_moe", MIXTURE | dict(num_experts=1, num_experts_per_tok=1)),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
 }  # fmt: skip
@@ -147,11 +154,12 @@ class Tiny:
         self.w = [model.weights(cfg, u, self.views[u]) for u in units]
         self.g = [model.gradients(cfg, u, self.grad_views[u]) for u in units]
         adapters = {name: t for name, t in state.items() if ".lora_" in name}
-        base = {name: t for name, t in state.items() if name not in adapters}
+        base = dict(part for name, t in state.items() if name not in adapters for part in apart(cfg, name, t))
         found = hf.sources(cfg, {name: tuple(t.shape) for name, t in base.items()})
         for unit in self.views:
             for name, view in unit.items():
-                view.copy_(adapters[name] if name in adapters else base[found[name]])
+                for stored, part in apart(cfg, name, view):
+                    part.copy_(adapters[name] if name in adapters else base[found[stored]])
 
     @property
     def grads(self) -> dict[str, torch.Tensor]:
@@ -192,6 +200,13 @@ class Tiny:
             dy, dx = dx, dy
         head.embed_backward(self.g[0], dy, ids, rows)
         return losses
+
+
+def apart(cfg, name, t):
+    """(name, view) of a tensor as a checkpoint has it: experts one by one."""
+    stored = shapes.on_disk(cfg, name, tuple(t.shape))
+    parts = t.view(len(stored), -1)
+    return [(name, part.view(shape)) for (name, shape), part in zip(stored, parts, strict=True)]
 
 
 def empty_saved(cfg, tokens, dtype, keep):

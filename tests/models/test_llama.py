@@ -45,6 +45,7 @@ def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
         "ministral3 tied, window",
         "glm4",
         "granite 4",
+        "qwen3 moe",
     ],
 )
 def test_every_subset_of_saved_in_other_families(case, dtype, grad_dtype):

@@ -10,7 +10,8 @@ import torch
 from tiny import Tiny, empty_saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trireme.models import attention, costs, linear, mlp, model, norm, shapes
+from trireme.kernels import ops
+from trireme.models import attention, costs, experts, linear, mlp, model, norm, shapes
 from trireme.models.config import parse_config
 from trireme.storage.layout import pack
 
@@ -25,11 +26,29 @@ LLAMA3_8B = dict(
     num_key_value_heads=8,
 )
 SMALL = dict(vocab_size=50, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+MIXTURE = SMALL | dict(
+    model_type="qwen3_moe", num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=3,
+    moe_intermediate_size=48,
+)  # fmt: skip
+QWEN3_30B = dict(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+)
 SMALL_MODELS = {
     "gpt2": dict(model_type="gpt2", vocab_size=50, n_embd=64, n_layer=1, n_head=4, n_positions=64),
     "llama": SMALL | dict(model_type="llama", num_key_value_heads=2, head_dim=24),
     "llama wide heads": SMALL | dict(model_type="llama", num_key_value_heads=4, head_dim=128),
     "qwen3": SMALL | dict(model_type="qwen3", num_key_value_heads=2, head_dim=32),
+    "qwen3 moe": MIXTURE,
 }
 DIALECTS = {
     "phi3": SMALL | dict(model_type="phi3", num_key_value_heads=2),
@@ -89,6 +108,16 @@ def test_model_flops_are_six_a_parameter():
     assert sum(costs.forward_flops(cfg, u, 1000, pairs) for u in units) * 3 == costs.model_flops(cfg, 1000, pairs)
 
 
+def test_a_mixture_has_the_bytes_of_all_experts_and_the_flops_of_the_chosen():
+    cfg = parse_config(QWEN3_30B)
+    assert shapes.parameters(cfg) == 30_532_122_624  # Qwen3-30B-A3B
+    embedding, vectors = 151936 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
+    active = shapes.parameters(cfg) - embedding - vectors - 48 * 120 * 3 * 768 * 2048  # 120 of 128 are not taken
+    assert costs.model_flops(cfg, 1000, 0) == 6 * 1000 * active
+    assert costs.model_flops(replace(cfg, frozen=("*.mlp.*",)), 1000, 0) < 6 * 1000 * active
+    assert shapes.saved_bytes(cfg, 10, 2, "mlp") == {"gate_up": 10 * 8 * 1536 * 2}
+
+
 def test_saved_bytes():
     cfg = parse_config(LLAMA3_8B)
     assert shapes.saved_bytes(cfg, 10, 2) == {
@@ -128,6 +157,31 @@ def _bare_ops():
             torch.empty(q.shape[1], q.shape[0]),
         ),
         attention_bwd=lambda *_: None,
+        **_bare_experts(),
+    )
+
+
+def _bare_experts():
+    """Products of the rows that there are, with one matrix."""
+    rows = lambda x, order: x[:1].expand(len(order.pair), -1)
+    number = lambda n: torch.empty(n, dtype=torch.int32)
+    return dict(
+        Rule=ops.Rule,
+        route_fwd=lambda logits, rule: (torch.empty(len(logits), rule.k), number((len(logits), rule.k))),
+        route_bwd=lambda _, logits, *__: torch.empty_like(logits),
+        sort_pairs=lambda experts, count: ops.Order(
+            number(experts.numel()), number(experts.numel()), number(count + 1)
+        ),
+        grouped_mm=lambda x, w, order, k=0, out=None: torch.mm(rows(x, order), w[0], out=out),
+        grouped_add_=lambda dw, a, b, order, *_: dw[0].addmm_(rows(a, order).T, rows(b, order)),
+        combine=lambda rows, _, k, weights=None, residual=None, out=None: (
+            rows.new_empty(len(rows) // k, rows.shape[1]) if out is None else out
+        ),
+        routed_swiglu_bwd=lambda d, gate_up, w, _: (
+            torch.empty_like(gate_up),
+            torch.empty_like(d),
+            torch.empty_like(w),
+        ),
     )
 
 
@@ -165,7 +219,7 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward) -> None:
     tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()})
     x, dy, out, dx = (torch.zeros(TOKENS, cfg.width) for _ in range(4))
     rows, saved = tiny.rows([TOKENS]), empty_saved(cfg, TOKENS, torch.float32, keep)
-    for module in (attention, linear, mlp, norm):
+    for module in (attention, experts, linear, mlp, norm):
         monkeypatch.setattr(module, "ops", BARE)
     with forward:
         model.forward(cfg, u, tiny.w[u], x, rows, saved, out)

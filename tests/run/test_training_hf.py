@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engines import LIMITS, Batch, MemoryStore
-from tiny import YARN, oracle
+from tiny import YARN, apart, oracle
 from transformers import get_linear_schedule_with_warmup
 
 from trireme.engine.build import build, inputs
@@ -34,6 +34,7 @@ FAMILIES = {
     "mistral": SMALL | dict(tie_word_embeddings=False, sliding_window=8),
     "qwen2": SMALL | dict(tie_word_embeddings=True),
     "qwen3": SMALL | dict(tie_word_embeddings=True, head_dim=8),
+    "qwen3_moe": SMALL | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True),
     "phi3": SMALL | dict(sliding_window=8),
     "smollm3": SMALL | dict(no_rope_layer_interval=2),
     "granite": SMALL | dict(
@@ -86,6 +87,7 @@ def with_transformers(model, steps, device):
 def with_trireme(cfg, state, steps, lanes, dtype):
     plan = Plan((UnitPlan(),) * cfg.n_units, tokens=48, n_micro=2, dtype=dtype)
     e = build(cfg, plan, LIMITS, lanes, adamw=AdamW(weight_decay=0.1), store=MemoryStore())
+    state = dict(part for name, t in state.items() for part in apart(cfg, name, t))
     names = hf.sources(cfg, {n: tuple(t.shape) for n, t in state.items()})
     fill(e.homes, lambda name, a, b: [state[names[name]].float().flatten()[a:b].numpy()])
     tables, seen = rope_tables(cfg, 64, lanes.device), []
@@ -113,12 +115,10 @@ def test_fifty_steps_in_fp32(family):
         assert norm == pytest.approx(expected_norm, rel=1e-3)
 
 
-# Gemma's doubled norms make more of every rounding: 3.2 % off at the worst of 50 steps of this size.
-IN_BF16 = [
-    name
-    for name in FAMILIES
-    if name not in ("smollm3", "starcoder2", "olmo2", "exaone4", "seed_oss", "granitemoehybrid", "gemma3_text")
-]
+# Gemma's doubled norms make more of every rounding: 3.2 % off at the worst of 50 steps of this size. A rounding that
+# sends a token to another expert is no small change.
+OTHERS = ("smollm3", "starcoder2", "olmo2", "exaone4", "seed_oss", "granitemoehybrid", "gemma3_text", "qwen3_moe")
+IN_BF16 = [name for name in FAMILIES if name not in OTHERS]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

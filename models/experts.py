@@ -1,0 +1,100 @@
+"""The MLP half of a block as a mixture of experts, forward and backward over named saved tensors.
+
+    out = x + sum over a token's k experts e of w_e * ((silu(gate) * up) @ down_e),  (gate, up) = norm(x) @ up_e
+    w, e = route(norm(x) @ router)
+
+Products run over N k rows sorted by expert; a token's sum is in ascending order of expert.
+Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each. Saved: x (the caller's), gate_up
+(N k, 2I), sorted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.kernels import ops
+from trireme.models.config import ModelConfig
+from trireme.models.linear import add_product_, trained
+from trireme.models.norm import Norm, norm, norm_backward
+
+
+class Weights(NamedTuple):
+    """The half's weights, or their gradients: empty where a tensor is frozen."""
+
+    norm: Norm | None
+    router: Tensor  # (E, D)
+    up: Tensor  # (E, D, 2I), gate first: a transposed view
+    down: Tensor  # (E, I, D), likewise
+
+
+class Routes(NamedTuple):
+    """Where tokens go."""
+
+    logits: Tensor  # (N, E)
+    weights: Tensor  # (N, k) fp32
+    experts: Tensor  # (N, k) int32
+    order: ops.Order
+
+
+def rule(cfg: ModelConfig) -> ops.Rule:
+    """How logits become weights."""
+    assert cfg.experts is not None
+    return ops.Rule(cfg.experts.chosen, cfg.experts.renormalise)
+
+
+def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
+    """Fills out (N, D), which may be x, and every tensor of `saved`."""
+    y, _ = norm(x, w.norm, cfg.eps)
+    found = route(cfg, w, y)
+    k = rule(cfg).k
+    gate_up = ops.grouped_mm(y, w.up, found.order, k, saved.get("gate_up"))
+    del y  # costs._block_workspace
+    act = ops.swiglu_fwd(gate_up)
+    del gate_up  # costs._block_workspace
+    rows = ops.grouped_mm(act, w.down, found.order)
+    del act  # costs._block_workspace
+    ops.combine(rows, found.order, k, found.weights, x, out)
+
+
+def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
+    """Of normalised tokens y (N, D). Never saved: made again in backward."""
+    logits = torch.mm(y, w.router.T)
+    weights, experts = ops.route_fwd(logits, rule(cfg))
+    return Routes(logits, weights, experts, ops.sort_pairs(experts, len(w.router)))
+
+
+def backward(
+    cfg: ModelConfig,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    dx: Tensor | None = None,
+) -> Tensor:
+    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D); recomputes what is not in `saved`."""
+    y, stats = norm(x, w.norm, cfg.eps)
+    found = route(cfg, w, y)
+    order, k = found.order, rule(cfg).k
+    gate_up = saved["gate_up"] if "gate_up" in saved else ops.grouped_mm(y, w.up, order, k)
+    d_act = ops.grouped_mm(dy, w.down.mT, order, k)
+    d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, found.weights, order)
+    del gate_up, d_act  # costs._block_workspace
+    if trained(g.down):
+        ops.grouped_add_(g.down, act, dy, order, 0, k)
+    del act  # costs._block_workspace
+    if trained(g.up):
+        ops.grouped_add_(g.up, y, d_gate_up, order, k)
+    d_rows = ops.grouped_mm(d_gate_up, w.up.mT, order)
+    del d_gate_up  # costs._block_workspace
+    d_norm = ops.combine(d_rows, order, k)
+    del d_rows  # costs._block_workspace
+    d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg))
+    if trained(g.router):
+        add_product_(g.router, d_logits, y)
+    del y  # costs._block_workspace
+    d_norm.addmm_(d_logits, w.router)
+    return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)

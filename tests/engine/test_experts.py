@@ -1,0 +1,80 @@
+"""A mixture of experts in the engine: one span for a layer's experts, one by one in every file."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import LIMITS, MemoryStore, gpu_plan
+from tiny import CASES, oracle, relative
+from transformers import AutoModelForCausalLM
+
+from trireme.engine.build import build
+from trireme.engine.exchange import Exchange
+from trireme.engine.lanes import InlineLanes
+from trireme.engine.plan import UnitPlan
+from trireme.engine.tuning.chosen import adapted, chosen, targets
+from trireme.models import hf
+from trireme.models.config import InputError, Lora, read_config
+from trireme.storage.checkpoint import open_source
+
+CASE = "qwen3 moe"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint as transformers writes it."""
+    path = tmp_path_factory.mktemp("mixture")
+    oracle(*CASES[CASE])[0].save_pretrained(path)
+    return path
+
+
+def exchange(cfg, source, tier="gpu", dtype="BF16"):
+    plan = gpu_plan(cfg, units=(UnitPlan(tier, tier, base=tier),) * cfg.n_units, dtype=dtype, record=700)
+    return Exchange(cfg, source, build(cfg, plan, LIMITS, InlineLanes(), store=MemoryStore()).homes)
+
+
+@pytest.mark.parametrize(("tier", "dtype"), [("gpu", "F32"), ("ssd", "BF16")])
+def test_in_and_out_again_is_the_same_bytes(folder, tmp_path, tier, dtype):
+    x = exchange(read_config(folder), open_source(folder), tier, dtype)
+    x.load()
+    x.save(tmp_path / "out")
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    assert relative(reopened(ids).logits, oracle(*CASES[CASE])[0](ids).logits) < 1e-5
+
+
+def test_files_name_each_expert_and_the_engine_all(folder):
+    x = exchange(read_config(folder), open_source(folder))
+    shard = next(s for s in x.homes.shards() if s.entry.kind == "weights" and s.entry.u == 1)
+    stored = {t.name: t for t in shard.layout.tensors}
+    fused = x.homes.geo.weights[1]["model.layers.0.mlp.experts.gate_up_proj"]
+    up = stored["model.layers.0.mlp.experts.1.up_proj.weight"]
+    assert fused.shape == (6, 48, 40)
+    assert up.shape == (24, 40)
+    assert up.offset == fused.offset + 3 * up.nbytes  # behind both of expert 0, and this one's gate
+    assert stored.keys() == {name for name in open_source(folder).tensors if ".layers.0." in name}
+
+
+def test_experts_may_be_frozen_and_adapters_stand_beside_attention(folder, tmp_path):
+    cfg, source = read_config(folder), open_source(folder)
+    frozen = chosen(cfg, ("*.experts.*", "*.mlp.gate.*"), ())
+    x = exchange(frozen, source, "host")
+    assert not [t.name for layout in x.homes.geo.stored for t in layout.tensors if ".mlp." in t.name]
+    assert targets(cfg, ()) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(InputError, match="no linear layer of the blocks is called gate_proj"):
+        adapted(cfg, Lora(2, 4.0, ("gate_proj",)))
+    beside = adapted(cfg, Lora(2, 4.0, targets(cfg, ())))
+    exchange(beside, source, "host").load()
+
+
+def test_a_missing_expert_is_named(folder):
+    cfg, found = read_config(folder), {name: t.shape for name, t in open_source(folder).tensors.items()}
+    name = "model.layers.1.mlp.experts.4.down_proj.weight"
+    with pytest.raises(InputError, match=f"lacks {name}, which"):
+        hf.canonical_names(cfg, {n: s for n, s in found.items() if n != name})
+    with pytest.raises(InputError, match=r"mlp.gate.weight has shape \[5, 40\], config.json says \[6, 40\]"):
+        hf.canonical_names(cfg, found | {"model.layers.0.mlp.gate.weight": (5, 40)})
+    with pytest.raises(InputError, match="calls for 2 layers of 2,000,000,000 experts"):
+        hf.canonical_names(replace(cfg, experts=replace(cfg.experts, count=2_000_000_000)), found)
