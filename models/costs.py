@@ -162,11 +162,11 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
     result = qkv + normed + attn + lse  # attention.Result
     to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, row sums of dout * out
     activation = 2 * (up + act)  # mlp.backward: activation, argument, their gradients
-    mlp_forward, mlp_backward = (x + up, up + act), (x + activation, x + up + x)  # y; then d_up, y or d_norm
+    mlp_forward, mlp_backward = [x + up, up + act], [x + activation, x + up + x]  # y; then d_up, y or d_norm
     if cfg.experts:
         routes, wide = _routes_bytes(cfg, tokens, itemsize), chosen(cfg) * x
-        mlp_forward = (routes + x + up, routes + up + act, routes + act + wide)
-        mlp_backward = (routes + x + activation, routes + x + up + wide, routes + x + wide + x)
+        mlp_forward = [routes + x + up, routes + up + act, routes + act + wide]
+        mlp_backward = [routes + x + activation, routes + x + up + wide, routes + x + wide + x]
     moments = {
         "attention": (
             x + qkv,  # attention._project

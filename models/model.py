@@ -111,8 +111,8 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
 def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | experts.Weights:
     names = cfg.names
     if cfg.experts:
-        up, down = (views[f"{names.experts}.{what}"].mT for what in (shapes.GATE_UP, shapes.DOWN))
-        return experts.Weights(_norm(cfg, names.norm2, views), views[f"{names.router}.weight"], up, down)
+        matrices = (views[f"{names.experts}.{what}"].mT for what in (shapes.GATE_UP, shapes.DOWN))
+        return experts.Weights(_norm(cfg, names.norm2, views), views[f"{names.router}.weight"], *matrices)
     up, down = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated:
