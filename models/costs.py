@@ -53,7 +53,8 @@ def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
         found[up_name(cfg)] = chosen(cfg) * cfg.width * up_width(cfg)
         found["mlp_branch" if cfg.names.post2 else "out"] = hidden_width(cfg) * cfg.width
         if cfg.experts:
-            found["router"] = cfg.experts.count * cfg.width
+            found["router"] = (cfg.experts.count + cfg.experts.shared_gate) * cfg.width
+            found["shared_up"], found["shared"] = (n * cfg.experts.shared * cfg.width for n in (2, 1))
     return found
 
 
@@ -167,6 +168,9 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
         routes, wide = _routes_bytes(cfg, tokens, itemsize), chosen(cfg) * x
         mlp_forward = [routes + x + up, routes + up + act, routes + act + wide]
         mlp_backward = [routes + x + activation, routes + x + up + wide, routes + x + wide + x]
+        shared = tokens * cfg.experts.shared * itemsize
+        mlp_forward.append(x + 3 * shared)  # shared.forward: y, shared_up, act
+        mlp_backward.append(routes + 2 * x + max(6 * shared, 2 * shared + x))  # y, d_norm
     moments = {
         "attention": (
             x + qkv,  # attention._project

@@ -3,9 +3,10 @@
     out = x + sum over a token's k experts e of w_e * ((silu(gate) * up) @ down_e),  (gate, up) = norm(x) @ up_e
     w, e = route(norm(x) @ router)
 
+A shared expert (shared.py) may add its own.
 Products run over N k rows sorted by expert; a token's sum is in ascending order of expert.
 Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each. Saved: x (the caller's), gate_up
-(N k, 2I), sorted.
+(N k, 2I), sorted; the shared expert's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.models import shared
 from trireme.models.config import ModelConfig
 from trireme.models.linear import add_product_, trained
 from trireme.models.norm import Norm, norm, norm_backward
@@ -28,6 +30,7 @@ class Weights(NamedTuple):
     router: Tensor  # (E, D)
     up: Tensor  # (E, D, 2I), gate first: a transposed view
     down: Tensor  # (E, I, D), likewise
+    shared: shared.Weights | None = None
 
 
 class Routes(NamedTuple):
@@ -48,6 +51,10 @@ def rule(cfg: ModelConfig) -> ops.Rule:
 def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`."""
     y, _ = norm(x, w.norm, cfg.eps)
+    residual = x
+    if w.shared is not None:
+        shared.forward(w.shared, x, y, saved, out)
+        residual = out
     found = route(cfg, w, y)
     k = rule(cfg).k
     gate_up = ops.grouped_mm(y, w.up, found.order, k, saved.get("gate_up"))
@@ -56,7 +63,7 @@ def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], o
     del gate_up  # costs._block_workspace
     rows = ops.grouped_mm(act, w.down, found.order)
     del act  # costs._block_workspace
-    ops.combine(rows, found.order, k, found.weights, x, out)
+    ops.combine(rows, found.order, k, found.weights, residual, out)
 
 
 def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
@@ -95,6 +102,8 @@ def backward(
     d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg))
     if trained(g.router):
         add_product_(g.router, d_logits, y)
-    del y  # costs._block_workspace
     d_norm.addmm_(d_logits, w.router)
+    if w.shared is not None and g.shared is not None:
+        shared.backward(w.shared, g.shared, y, saved, dy, d_norm)
+    del y  # costs._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models import attention, block, experts, head, mlp, shapes
+from trireme.models import attention, block, experts, head, mlp, shapes, shared
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
@@ -112,12 +112,18 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
     names = cfg.names
     if cfg.experts:
         matrices = (views[f"{names.experts}.{what}"].mT for what in (shapes.GATE_UP, shapes.DOWN))
-        return experts.Weights(_norm(cfg, names.norm2, views), views[f"{names.router}.weight"], *matrices)
+        beside = _shared_weights(cfg, views) if cfg.experts.shared else None
+        return experts.Weights(_norm(cfg, names.norm2, views), views[f"{names.router}.weight"], *matrices, beside)
     up, down = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated:
         return mlp.Weights(norm, up, down, post)
     return mlp.Weights(norm, up._replace(bias=None), down, post, gelu_bias=up.bias)
+
+
+def _shared_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> shared.Weights:
+    up, down = (_linear(cfg, names, views) for names in (cfg.names.up, (cfg.names.down,)))
+    return shared.Weights(up, down, views.get(f"{cfg.names.shared_gate}.weight"))
 
 
 def _norm(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Norm | None:

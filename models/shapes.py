@@ -133,7 +133,8 @@ def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
     if names == own.qkv:
         return (cfg.qkv_width,) if len(names) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
     if names == own.up:
-        return (up_width(cfg),) if len(names) == 1 else (cfg.ffn, cfg.ffn)
+        ffn = cfg.experts.shared if cfg.experts else cfg.ffn
+        return (up_width(cfg),) if len(names) == 1 else (ffn, ffn)
     return (cfg.width,)
 
 
@@ -205,12 +206,16 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
 def _expert_groups(cfg: ModelConfig) -> list[Group]:
     names, own, D = cfg.names, cfg.experts, cfg.width
     assert own is not None
-    return [
+    groups: list[Group] = [
         [(f"{names.experts}.{GATE_UP}", (own.count, 2 * own.width, D))],
         [(f"{names.experts}.{DOWN}", (own.count, D, own.width))],
         [(f"{names.router}.weight", (own.count, D))],
-        *_norm(cfg, names.norm2),
     ]
+    if own.shared:
+        groups += [_matrix(cfg, names.up, (own.shared, own.shared), D), _matrix(cfg, (names.down,), (D,), own.shared)]
+    if own.shared_gate:
+        groups.append([(f"{names.shared_gate}.weight", (1, D))])
+    return groups + _norm(cfg, names.norm2)
 
 
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:
@@ -255,6 +260,8 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
         found["resid"] = (N, cfg.width), "compute"
     if kind != "attention":
         found[up_name(cfg)] = (N * chosen(cfg), up_width(cfg)), "compute"
+        if cfg.experts and cfg.experts.shared:
+            found["shared_up"] = (N, 2 * cfg.experts.shared), "compute"
         if cfg.names.post2:
             found["mlp_branch"] = (N, cfg.width), "compute"
     return found

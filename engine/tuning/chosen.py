@@ -94,7 +94,8 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
 
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers within a block."""
-    mlp = () if cfg.experts else (*cfg.names.up, cfg.names.down)
+    dense = cfg.experts is None or cfg.experts.shared
+    mlp = (*cfg.names.up, cfg.names.down) if dense else ()
     return (*cfg.names.qkv, cfg.names.o, *mlp)
 
 

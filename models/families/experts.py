@@ -15,6 +15,8 @@ class Experts:
     chosen: int  # for each token
     width: int  # hidden width of each
     renormalise: bool  # weights divided by their sum
+    shared: int = 0  # hidden width of one that every token takes; 0: none
+    shared_gate: bool = False  # times a sigmoid of the token
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class ExpertKeys:
     width: int | None
     width_key: str = "moe_intermediate_size"
     renormalise: bool | None = None  # None: norm_topk_prob
+    shared: int = 0  # shared_expert_intermediate_size, with a gate; 0: none
 
 
 REFUSED = {  # key -> accepted values
@@ -48,4 +51,6 @@ def parse_experts(keys: Keys, family: ExpertKeys | None) -> Experts | None:
     if chosen > count:
         raise InputError(f'{keys.where}: "num_experts_per_tok" is {chosen}, more than the {count} of "{counted}".')
     renormalise = keys.flag("norm_topk_prob", False) if family.renormalise is None else family.renormalise
-    return Experts(count, chosen, keys.count(family.width_key, family.width), renormalise)
+    width = keys.count(family.width_key, family.width)
+    shared = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
+    return Experts(count, chosen, width, renormalise, shared, shared_gate=bool(shared))

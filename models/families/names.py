@@ -18,7 +18,7 @@ class Names:
     qkv: tuple[str, ...]  # packed or three
     o: str
     norm2: str  # "": none
-    up: tuple[str, ...]  # gate and up, or one
+    up: tuple[str, ...]  # gate and up, or one; beside experts the shared one's
     down: str
     positions: str = ""
     post1: str = ""  # norm behind o
@@ -28,6 +28,7 @@ class Names:
     output: str = "lm_head"
     router: str = ""
     experts: str = ""  # in the engine .gate_up_proj (E, 2I, D) and .down_proj (E, D, I)
+    shared_gate: str = ""
     each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # on disk behind experts.N
     in_out: bool = False  # stored (in, out), not (out, in)
 
@@ -62,6 +63,13 @@ SPLIT = Names(
     k_norm="self_attn.k_norm",
 )
 MIXTURE = replace(SPLIT, router="mlp.gate", experts="mlp.experts")
+SHARED = replace(
+    MIXTURE,
+    up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    down="mlp.shared_expert.down_proj",
+    shared_gate="mlp.shared_expert_gate",
+)
+SPARSE = replace(SPLIT, router="block_sparse_moe.gate", experts="block_sparse_moe.experts", each=("w1", "w3", "w2"))
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))

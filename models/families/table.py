@@ -112,6 +112,21 @@ FAMILIES = {
         names=names.MIXTURE, kv_heads=4, max_positions=32768, qk_norm="head", qkv_bias=BIAS, o_bias=BIAS,
         experts=ExpertKeys(128, 8, 768),
     ),
+    "qwen2_moe": Family(
+        "Qwen 1.5 and 2 (mixtures of experts)",
+        names=names.SHARED, max_positions=32768, qkv_bias=("qkv_bias", True),
+        experts=ExpertKeys(60, 4, 1408, shared=5632),
+    ),
+    "mixtral": Family(
+        "Mixtral 8x7B, 8x22B",
+        names=names.SPARSE, kv_heads=8, max_positions=131072, eps=1e-5, theta=1e6, windows="all", window=None,
+        experts=ExpertKeys(8, 2, 14336, "intermediate_size", renormalise=True),
+    ),
+    "olmoe": Family(
+        "OLMoE",
+        names=names.MIXTURE, max_positions=4096, eps=1e-5, qk_norm="width", qkv_bias=BIAS, o_bias=BIAS,
+        experts=ExpertKeys(64, 8, 2048, "intermediate_size"),
+    ),
     "phi3": Family(
         "Phi-3, 3.5 and 4 (text)",
         names=names.PACKED, partial=1.0, max_positions=4096, eps=1e-5, windows="all", window=None,

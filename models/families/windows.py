@@ -13,6 +13,7 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
     """(window, its first layer, later layers without it); (0, 0, ()) for none."""
     given = "sliding_window" in keys.raw
     absent = keys.raw["sliding_window"] is None if given else family.window is None
+    absent = absent or family.windows == "none"
     window = 0 if absent else keys.count("sliding_window", family.window)
     if family.windows == "all":
         return window, 0, ()

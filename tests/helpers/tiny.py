@@ -122,6 +122,11 @@ CASES = {
     "qwen3 moe": ("qwen3_moe", MIXTURE),
     "qwen3 moe tied, not renormalised, biases": ("qwen3_moe", MIXTURE | dict(
         tie_word_embeddings=True, norm_topk_prob=False, attention_bias=True, num_experts_per_tok=3)),
+    "qwen2 moe": ("qwen2_moe", MIXTURE | dict(shared_expert_intermediate_size=32)),
+    "mixtral": ("mixtral", MIXTURE | dict(num_local_experts=6)),
+    "mixtral window, tied": ("mixtral", MIXTURE | dict(
+        num_local_experts=4, sliding_window=5, tie_word_embeddings=True)),
+    "olmoe": ("olmoe", PLAIN | dict(num_experts=6, num_experts_per_tok=3)),
     "qwen3 moe of one expert": ("qwen3_moe", MIXTURE | dict(num_experts=1, num_experts_per_tok=1)),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
@@ -202,9 +207,14 @@ class Tiny:
         return losses
 
 
+def own_name(cfg, name):
+    """Ours of a name that transformers has in memory, where files of the model have another."""
+    return name.replace(".mlp.", f".{cfg.names.router.split('.')[0]}.") if cfg.experts else name
+
+
 def apart(cfg, name, t):
     """(name, view) of a tensor as a checkpoint has it: experts one by one."""
-    stored = shapes.on_disk(cfg, name, tuple(t.shape))
+    stored = shapes.on_disk(cfg, own_name(cfg, name), tuple(t.shape))
     parts = t.view(len(stored), -1)
     return [(name, part.view(shape)) for (name, shape), part in zip(stored, parts, strict=True)]
 

@@ -46,6 +46,7 @@ def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
         "glm4",
         "granite 4",
         "qwen3 moe",
+        "qwen2 moe",
     ],
 )
 def test_every_subset_of_saved_in_other_families(case, dtype, grad_dtype):

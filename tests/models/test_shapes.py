@@ -11,7 +11,7 @@ from tiny import Tiny, empty_saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trireme.kernels import ops
-from trireme.models import attention, costs, experts, linear, mlp, model, norm, shapes
+from trireme.models import attention, costs, experts, linear, mlp, model, norm, shapes, shared
 from trireme.models.config import parse_config
 from trireme.storage.layout import pack
 
@@ -55,6 +55,9 @@ DIALECTS = {
     "granite": SMALL | dict(model_type="granite", residual_multiplier=0.5),
     "starcoder2": SMALL | dict(model_type="starcoder2", hidden_act="gelu_pytorch_tanh"),
     "olmo2": SMALL | dict(model_type="olmo2"),
+    "qwen2 moe": MIXTURE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=160),
+    "mixtral": MIXTURE | dict(model_type="mixtral"),
+    "olmoe": MIXTURE | dict(model_type="olmoe", num_key_value_heads=4, head_dim=16),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -167,6 +170,7 @@ def _bare_experts():
     number = lambda n: torch.empty(n, dtype=torch.int32)
     return dict(
         Rule=ops.Rule,
+        Order=ops.Order,
         route_fwd=lambda logits, rule: (torch.empty(len(logits), rule.k), number((len(logits), rule.k))),
         route_bwd=lambda _, logits, *__: torch.empty_like(logits),
         sort_pairs=lambda experts, count: ops.Order(
@@ -219,7 +223,7 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward) -> None:
     tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()})
     x, dy, out, dx = (torch.zeros(TOKENS, cfg.width) for _ in range(4))
     rows, saved = tiny.rows([TOKENS]), empty_saved(cfg, TOKENS, torch.float32, keep)
-    for module in (attention, experts, linear, mlp, norm):
+    for module in (attention, experts, linear, mlp, norm, shared):
         monkeypatch.setattr(module, "ops", BARE)
     with forward:
         model.forward(cfg, u, tiny.w[u], x, rows, saved, out)

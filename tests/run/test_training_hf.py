@@ -35,6 +35,10 @@ FAMILIES = {
     "qwen2": SMALL | dict(tie_word_embeddings=True),
     "qwen3": SMALL | dict(tie_word_embeddings=True, head_dim=8),
     "qwen3_moe": SMALL | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True),
+    "qwen2_moe": SMALL | dict(
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24),
+    "mixtral": SMALL | dict(num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": SMALL | dict(num_experts=6, num_experts_per_tok=3, intermediate_size=16),
     "phi3": SMALL | dict(sliding_window=8),
     "smollm3": SMALL | dict(no_rope_layer_interval=2),
     "granite": SMALL | dict(
@@ -117,7 +121,19 @@ def test_fifty_steps_in_fp32(family):
 
 # Gemma's doubled norms make more of every rounding: 3.2 % off at the worst of 50 steps of this size. A rounding that
 # sends a token to another expert is no small change.
-OTHERS = ("smollm3", "starcoder2", "olmo2", "exaone4", "seed_oss", "granitemoehybrid", "gemma3_text", "qwen3_moe")
+OTHERS = (
+    "smollm3",
+    "starcoder2",
+    "olmo2",
+    "exaone4",
+    "seed_oss",
+    "granitemoehybrid",
+    "gemma3_text",
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "olmoe",
+)
 IN_BF16 = [name for name in FAMILIES if name not in OTHERS]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

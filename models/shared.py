@@ -1,0 +1,62 @@
+"""An expert that every token takes, beside those that are chosen (experts.py).
+
+    out = x + s * ((silu(gate) * up) @ down),  (gate, up) = y @ up,  s = sigmoid(y @ own gate), or 1
+
+Legend: N tokens, D width, S hidden width. Saved: shared_up (N, 2S).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.kernels import ops
+from trireme.models.linear import Linear, add_gradients_, add_product_, linear, linear_backward, trained
+
+
+class Weights(NamedTuple):
+    """Or their gradients: empty where a tensor is frozen."""
+
+    up: Linear  # (D, 2S), gate first
+    down: Linear  # (S, D)
+    gate: Tensor | None  # (1, D)
+
+
+def forward(w: Weights, x: Tensor, y: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
+    """Fills out (N, D), which may be x, given the normalised y."""
+    up = linear(y, w.up, saved.get("shared_up"))
+    act = ops.swiglu_fwd(up)
+    del up  # costs._block_workspace
+    ops.combine(linear(act, w.down), _each(x), 1, _weights(w, y), x, out)
+
+
+def backward(w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Tensor, d_norm_: Tensor) -> None:
+    """Adds the gradient of y to d_norm_ and those of the weights to g, given dy (N, D)."""
+    up = saved["shared_up"] if "shared_up" in saved else linear(y, w.up)
+    s = _weights(w, y)
+    d_up, act, ds = ops.routed_swiglu_bwd(linear_backward(dy, w.down), up, s, _each(y))
+    del up  # costs._block_workspace
+    add_gradients_(g.down, w.down, act, dy)
+    del act  # costs._block_workspace
+    add_gradients_(g.up, w.up, y, d_up)
+    if w.gate is not None and g.gate is not None:
+        d_gate = (ds * s * (1 - s)).to(y.dtype)
+        if trained(g.gate):
+            add_product_(g.gate, d_gate, y)
+        d_norm_.addmm_(d_gate, w.gate)
+    d_norm_.add_(linear_backward(d_up, w.up))
+
+
+def _weights(w: Weights, y: Tensor) -> Tensor:
+    """(N, 1) fp32."""
+    if w.gate is None:
+        return torch.ones((len(y), 1), device=y.device)
+    return torch.sigmoid(torch.mm(y, w.gate.T).float())
+
+
+def _each(x: Tensor) -> ops.Order:
+    """The order of rows that are not sorted."""
+    rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    return ops.Order(rows, rows, rows[:0])
