@@ -29,3 +29,9 @@ def real() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real checkpoints at {folder}; set TRIREME_REAL")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_shelf(monkeypatch):
+    """Tokens of one test are not for the next, nor for the user of this machine."""
+    monkeypatch.setattr("trireme.engine.run.job.shelf", lambda: None)

@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import jinja2
 import numpy as np
+import tokenizers
 
 from trireme.storage.files import StoreError
 from trireme.storage.untrusted import read_small, seal, unseal
@@ -32,6 +34,7 @@ from trireme.storage.untrusted import read_small, seal, unseal
 _VERSION = 1
 _BLOCK = 1 << 22
 _HEADER = 128  # bytes of a .npy
+KEPT = 20  # a shelf takes at most a twentieth of its drive
 
 
 def digest(path: Path) -> str:
@@ -147,6 +150,55 @@ class TokenWriter:
 def _sync(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Tokens kept for later runs, by key; the longest unused make room."""
+
+    folder: Path  # of this version: another may make other tokens of the same data
+
+    @classmethod
+    def under(cls, folder: Path) -> Shelf:
+        """Raises OSError."""
+        value = hashlib.sha256(f"{tokenizers.__version__} {jinja2.__version__}".encode())
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            value.update(path.read_bytes())
+        (folder / value.hexdigest()[:12]).mkdir(parents=True, exist_ok=True)
+        return cls(folder / value.hexdigest()[:12])
+
+    def find(self, key: str) -> TokenFile | None:
+        place = self.folder / f"tokens-{key}"
+        if made := open_tokens(place):
+            with contextlib.suppress(OSError):
+                os.utime(place)
+        else:
+            shutil.rmtree(place, ignore_errors=True)
+        return made
+
+    def has_room(self, nbytes: int) -> bool:
+        disk = shutil.disk_usage(self.folder)
+        return nbytes <= min(disk.total // KEPT, disk.free // 2)
+
+    def put(self, made: TokenFile) -> None:
+        """Moves a cache of the same drive here. `made` can be read on, whoever removes the files."""
+        place = self.folder / made.path.parent.name
+        with contextlib.suppress(OSError):  # another process was faster
+            made.path.parent.rename(place)
+            os.utime(place)
+        room = shutil.disk_usage(self.folder).total // KEPT
+        for _, size, old in sorted(map(_used, self.folder.parent.glob("*/tokens-*")), reverse=True):
+            room -= size
+            if room < 0 and old != place:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _used(place: Path) -> tuple[float, int, Path]:
+    """(time of the last use, bytes, place)."""
+    try:
+        return place.stat().st_mtime, sum(file.stat().st_size for file in place.iterdir()), place
+    except OSError:  # removed meanwhile
+        return 0.0, 0, place
 
 
 _META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from trireme.engine.data import documents, pack
-from trireme.engine.data.cache import TokenFile
+from trireme.engine.data.cache import Shelf, TokenFile
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.formats import parse_map
 from trireme.engine.data.prepare import Progress, Reading, tokenize
@@ -55,6 +55,7 @@ class DataOptions:
     seed: int = 42
     vocab_size: int | None = None  # of the model
     cache: Path | None = None  # None: temporary
+    shelf: Shelf | None = None  # comes first
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ class Dataset:
         """Of an epoch."""
         return int(self.pieces["length"].sum())
 
-    @property
-    def nbytes(self) -> int:
-        """On disk, each file once."""
+    def nbytes(self, shelf: Shelf | None = None) -> int:
+        """On disk, each file once, without those on the shelf."""
         files = (*self.files, *(self.held_out.files if self.held_out else ()))
-        return sum({file.meta["key"]: file.meta["bytes"] for file in files}.values())
+        ours = [file for file in files if not (shelf and file.path.is_relative_to(shelf.folder))]
+        return sum({file.meta["key"]: file.meta["bytes"] for file in ours}.values())
 
     @property
     def document(self) -> int:
@@ -170,6 +171,7 @@ def load_dataset(
         options.skip_bad,
         options.vocab_size,
         scratch.path if scratch else Path(options.cache or ""),
+        options.shelf,
     )
     given = [spool(sys.stdin.buffer, reading.folder) if text == "-" else parse_data_file(text) for text in sources]
     share, val_given = _parse_val(options.val)

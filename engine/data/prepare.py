@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trireme.engine.data.cache import TokenFile, TokenWriter, cache_key, digest, open_tokens
+from trireme.engine.data.cache import Shelf, TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
 from trireme.engine.data.encode import size
 from trireme.engine.data.examples import Chat, Example, Ids, Text
@@ -15,6 +15,7 @@ from trireme.engine.data.formats import Format, find_format, not_there, rename
 from trireme.engine.data.rows import BadRow, Row
 from trireme.engine.data.sources import DataFile, Reader
 from trireme.models.config import InputError
+from trireme.storage.temporary import Temporary
 from trireme.storage.untrusted import shown
 
 Progress = Callable[[str, int, int], None]  # (file name, bytes read, size)
@@ -32,6 +33,7 @@ class Reading:
     skip_bad: bool
     vocab_size: int | None
     folder: Path  # of the caches
+    shelf: Shelf | None = None
 
     def key(self, source: DataFile) -> str:
         """Of the content and all that decides its tokens."""
@@ -75,13 +77,28 @@ class _Tally:
 def tokenize(source: DataFile, reading: Reading, progress: Progress | None = None) -> TokenFile:
     """From the cache or made now. Raises InputError where rows are bad or tokens not the model's."""
     key = reading.key(source)
-    made = open_tokens(reading.folder / f"tokens-{key}") or _build(source, reading, key, progress)
+    made = open_tokens(reading.folder / f"tokens-{key}") or _shelved(source, reading, key, progress)
+    made = made or _build(source, reading, key, progress)
     if reading.vocab_size is not None and made.meta["max_id"] >= reading.vocab_size:
         raise InputError(
             f"{source.path} has token id {made.meta['max_id']}, the model's vocabulary is {reading.vocab_size}: "
             "the tokenizer does not belong to this model. Name the right one: --tokenizer FOLDER."
         )
     return made
+
+
+def _shelved(source: DataFile, reading: Reading, key: str, progress: Progress | None) -> TokenFile | None:
+    """From the shelf, or made on it; None where there is none, or no room."""
+    if reading.shelf is None:
+        return None
+    if made := reading.shelf.find(key):
+        return made
+    if not reading.shelf.has_room(source.path.stat().st_size):  # a token takes about as many bytes as its text
+        return None
+    with Temporary(".making-", reading.shelf.folder) as folder:
+        made = _build(source, replace(reading, folder=folder), key, progress)
+        reading.shelf.put(made)
+        return made
 
 
 def _build(source: DataFile, reading: Reading, key: str, progress: Progress | None) -> TokenFile:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trireme.engine.amounts import gib
+from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
 from trireme.engine.data.prepare import Progress
@@ -28,6 +29,7 @@ from trireme.engine.run.options import Options
 from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pinned_of
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
 from trireme.engine.tuning.chosen import adapted, chosen, targets
+from trireme.kernels.private import cache_folder
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, Lora, ModelConfig, read_config
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
@@ -228,7 +230,17 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         seed=options.seed,
         vocab_size=cfg.vocab,
         cache=None if options.dry_run or not options.out else Path(options.out) / "tokens",
+        shelf=shelf(),
     )
+
+
+def shelf() -> Shelf | None:
+    """Tokens that all runs of this user share."""
+    folder = cache_folder()
+    try:
+        return Shelf.under(folder / "tokens") if folder else None
+    except OSError:
+        return None
 
 
 def _is_absent(options: Options, folder: Path) -> bool:
@@ -267,7 +279,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
 
 def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset | None) -> Files:
     """What the run has and will have on drives, beside training state."""
-    tokens = data.nbytes if data else 0
+    tokens = data.nbytes(shelf()) if data else 0
     held = [*(file for d in _stores(options) or [out / "store"] for file in version_files(d))]
     held += (out / "best").glob("*.safetensors")
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else tokens)

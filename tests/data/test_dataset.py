@@ -219,7 +219,7 @@ def test_a_share_is_held_out_and_never_trained(tokenizer, tmp_path):
     assert (len(train), len(held)) == (180, 20)
     assert len({*train, *held}) == 200
     assert "20 rows held out" in data.report.lines()[1]
-    assert data.nbytes == load(path, tokenizer).nbytes  # on disk they are one
+    assert data.nbytes() == load(path, tokenizer).nbytes()  # on disk they are one
 
 
 def test_of_a_single_text_the_end_is_held_out_and_never_trained(tokenizer, tmp_path):
