@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
-from trireme.engine.buffers import usage
-from trireme.engine.plan import Plan, Tier
-from trireme.engine.planner.forecast import ENDLESS, Forecast
+from trireme.engine.amounts import compact, count, duration, gib, seconds
+from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
-from trireme.engine.planner.rates import ENDURANCE, TB
-from trireme.engine.planner.whole import PARTS, Clock, Events, Part, Times, evaluation_s, foretold
-from trireme.engine.run.job import Job
+from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
+from trireme.engine.planner.whole import Events, Part, evaluation_s, foretold
+from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every
 from trireme.engine.run.sample import MAX_NEW
 from trireme.engine.schedule import learning_rate
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.models import hf
 
-BINDS = {
-    "compute": "computation",
-    "update": "updates on the GPU",
-    "h2d": "the bus to the GPU",
-    "d2h": "the bus from the GPU",
-    "cpu": "updates on the CPU",
-    "ssd": "the SSD",
-}
-MEMORIES: dict[Tier, str] = {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
-LONG = 5  # seconds of a start worth a line
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
 
@@ -57,11 +43,6 @@ def report(job: Job) -> list[str]:
         changes = forecast.faster(job.data.n_sequences if job.read else ENDLESS, bits_open=job.options.resume is None)
         lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
     return [*lines, *_labelled("because", list(job.because))]
-
-
-def gpu_lines(f: Forecast) -> list[str]:
-    start = [f"start    {start_line(f)}"] if f.pinning_s() >= LONG else []
-    return [f"time     {time_line(f)}", *start]
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:
@@ -155,87 +136,7 @@ def _length_notes(job: Job) -> list[str]:
     return notes
 
 
-# ---------------------------------------------------------------- memory and disk
-
-
-def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
-    """The table of what each memory holds, and its limit. On a CPU the gpu tier is RAM."""
-    names = MEMORIES if on_gpu else {**MEMORIES, "gpu": "RAM"}
-    held, need = f.memory(), usage(f.geo, f.plan)
-
-    def row(name: str, tiers: Mapping[Tier, int]) -> str:
-        columns = dict.fromkeys((names[tier] for tier in tiers), 0)
-        for tier, nbytes in tiers.items():
-            columns[names[tier]] += nbytes
-        return f"           {name:16}{''.join(map(cell, columns.values()))}"
-
-    lines = [f"plan     {'':18}{''.join(f'{name:>10}' for name in dict.fromkeys(names.values()))}"]
-    lines += [row(name, tiers) + _decisions(f.plan, name, names) for name, tiers in held.items()]
-    on_ssd = sum(tiers["ssd"] for tiers in held.values())
-    lines.append(row("total", {"gpu": need["gpu"], "host": need["host"], "ssd": on_ssd}))
-    return [*lines, row("limit", {"gpu": f.limits.gpu, "host": f.limits.host})]
-
-
-def cell(nbytes: int) -> str:
-    """Bytes in ten characters."""
-    if not nbytes:
-        return f"{'–':>10}"
-    if nbytes >= 1000 << 30:
-        return f"{nbytes / 2**30:>6.0f} GiB"
-    return f"{nbytes / 2**30:>6.1f} GiB" if nbytes >= 1000 << 20 else f"{nbytes / 2**20:>6.1f} MiB"
-
-
-def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
-    n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
-    if row == "weights":
-        homes = _counted((u.weights for u in plan.units), names)
-        way = f"{plan.ahead + 1} {units} on their way" if plan.ahead else f"1 {units[:-1]} on its way"
-        return f"   homes of {n} units: {homes}; {way}"
-    if row == "optimizer state":
-        updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
-        where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
-        return f"   homes: {_counted((u.state for u in plan.units), names)}; {plan.adam_bits}-bit moments{where}"
-    if row == "gradients":
-        return f"   consumed under {'the next forward' if plan.mode == 'forward' else 'backward'}"
-    if row == "activations":
-        kept = sum(bool(u.saved) for u in plan.units)
-        return f"   kept of {kept} of {n - 2} {units}, recomputed in the others"
-    return ""
-
-
-def _counted(tiers: Iterable[Tier], names: Mapping[Tier, str]) -> str:
-    found = [names[tier] for tier in tiers]
-    return ", ".join(f"{found.count(name)} {name}" for name in dict.fromkeys(names.values()) if name in found)
-
-
-def disk_line(f: Forecast) -> str:
-    """Bytes on the drives by part, against the room."""
-    part, keep = f.disk_parts(), f.files.keep
-    parts = f"store {gb(part['store'])}, as much again for {count(keep, 'snapshot')}"
-    parts += f", spare files {gb(part['spares'])}" if part["spares"] else ""
-    parts += f", export {gb(part['export'])}"
-    parts += ", as much again for the best" if f.files.best else ""
-    parts += f", tokens {gb(part['tokens'])}" if part["tokens"] else ""
-    parts += f", activations and gradients {gb(part['scratch'])}" if part["scratch"] else ""
-    need, room = f.disk(), f.room
-    if not room:
-        return f"{parts}: {gb(need)}"
-    verdict = "fits" if need <= room else f"short by {gb(need - room)}"
-    return f"{parts}: {gb(need)} of {gb(room)}: {verdict}"
-
-
-# ---------------------------------------------------------------- time
-
-
-def time_line(f: Forecast) -> str:
-    """A step, the run, their limit."""
-    found, step, work = f.step, f.step.step_s, f.work
-    return (
-        f"{seconds(step)} a step ({count(work.sequences, 'sequence')}, {compact(work.tokens)} tokens: "
-        f"{compact(work.tokens / step)} tok/s, {f.tflops:.3g} TFLOP/s); "
-        f"{count(work.steps, 'step')} = {duration(work.steps * step)}; "
-        f"limited by {BINDS[found.bound]} ({seconds(found.busy[found.bound])} of {seconds(step)})"
-    )
+# ---------------------------------------------------------------- the whole run
 
 
 def promise(job: Job, done: int = 0, start: bool = False) -> dict[Part, float]:
@@ -264,25 +165,6 @@ def often(every: Every, done: int, total: int, seconds: float) -> int:
     return sum(every.due(step, total, 0.0) for step in range(done + 1, total + 1))
 
 
-def ready_line(parts: Times) -> str:
-    """Time until the checkpoint, by part."""
-    listed = ", ".join(f"{part} {duration(s)}" for part, s in parts.items() if s >= 0.5)
-    return f"in about {duration(sum(parts.values()))}{f': {listed}' if listed else ''}"
-
-
-def took_line(clock: Clock, promised: Times) -> str:
-    """Time taken and promised, by part."""
-    other = clock.whole - sum(clock.spent.values())
-    parts = [
-        f"{part} {duration(clock.spent[part])}" + (f" of {duration(promised[part])}" if promised else "")
-        for part in PARTS
-        if max(clock.spent[part], promised.get(part, 0.0)) >= 0.5
-    ]
-    parts += [f"other {duration(other)}"] if other >= 0.5 else []
-    whole = f"{duration(clock.whole)}" + (f" of {duration(sum(promised.values()))} promised" if promised else "")
-    return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
-
-
 def eval_line(job: Job) -> str:
     """Number, size and time of evaluations."""
     f, held_out = job.forecast, job.data.held_out
@@ -297,16 +179,9 @@ def eval_line(job: Job) -> str:
     return f"{n:,} x {each}, on {compact(tokens)} of {compact(held_out.tokens)} held-out tokens{why}"
 
 
-def start_line(f: Forecast) -> str:
-    """The start's longest part."""
-    held = usage(f.geo, f.plan)["host"] / 2**30
-    return f"{duration(f.pinning_s())} before the first step, to pin {held:.1f} GiB of RAM for the bus"
-
-
-def wear_line(f: Forecast) -> str:
-    """Bytes read and written; the drives' endurance."""
-    rated = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB)
-    return (
-        f"{gb(f.step.ssd_read)} read and {gb(f.step.ssd_written)} written a step, {gb(f.written)} written "
-        f"in all: {f.written / rated:.1%} of the {gb(rated)} that drives of this size are often rated for"
-    )
+def dry_line(job: Job) -> str:
+    """What a dry run leaves behind."""
+    kept = shelf() if job.read else None
+    if kept and job.data.nbytes(kept) < job.data.nbytes():
+        return f"Dry run: nothing written but tokens, kept for later runs in {kept.folder.parent}."
+    return "Dry run: nothing written."

@@ -21,6 +21,7 @@ from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
 from trireme.engine.planner.host import memory_in_use
+from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.predict import predict
 from trireme.engine.run.command import changes, config_yaml, program
 from trireme.engine.run.job import Job, check_room, prepare
@@ -28,7 +29,7 @@ from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, 
 from trireme.engine.run.options import Options
 from trireme.engine.run.otherwise import adapters_instead, better
 from trireme.engine.run.records import Record
-from trireme.engine.run.report import promise, ready_line, report, took_line
+from trireme.engine.run.report import dry_line, promise, report
 from trireme.engine.run.sample import Sample, prompts, sample
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.settle import check_snapshot
@@ -124,7 +125,7 @@ def _fitting(options: Options, screen: Screen, snapshot: Snapshot | None) -> Job
     elif not options.assume:
         check_room(job)
     if options.dry_run:
-        screen.say("Dry run: nothing written.")
+        screen.say(dry_line(job))
     return job
 
 

@@ -12,12 +12,13 @@ from command import finetune
 from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
+from trireme.engine.planner.lines import cell, disk_line, gpu_lines, memory_lines, time_line, wear_line
 from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.run import demo, train
 from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
-from trireme.engine.run.report import cell, disk_line, gpu_lines, memory_lines, report, time_line, wear_line
+from trireme.engine.run.report import report
 from trireme.engine.run.settle import record_size
 from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope

@@ -9,11 +9,12 @@ from plans import ONE_B, plan
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.rates import assume
 from trireme.engine.planner.whole import Clock, Events, evaluation_s, foretold, token_s, unsaved
 from trireme.engine.run import demo, train
 from trireme.engine.run.options import Every, Options
-from trireme.engine.run.report import often, ready_line, took_line
+from trireme.engine.run.report import often
 
 EXPORT = 10**9
 

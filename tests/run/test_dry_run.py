@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from command import fails
+from command import TRAIN, fails
 
+from trireme.engine.data import prepare
+from trireme.engine.data.cache import Shelf
 from trireme.engine.run import main as finetune
 
 BOX = ["--dry-run", "--assume", "gpu=24GiB,ram=64GiB"]
@@ -99,3 +101,15 @@ def test_a_folder_in_which_the_run_would_be_refused_is_named(here, capsys):
     (here / "out" / "notes").write_text("mine")
     assert finetune.main(["model", "--data", "stories.txt", "--out", "out", "--dry-run"]) == 0
     assert "warning: the run itself would be refused: --out out is not empty (1 entry)" in capsys.readouterr().out
+
+
+def test_a_dry_run_leaves_its_tokens_to_the_run(here, capsys, monkeypatch, tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("cache"), []
+    build = prepare._build
+    monkeypatch.setattr(prepare, "_build", lambda *args: made.append(args[0]) or build(*args))
+    for name in ("job", "report"):
+        monkeypatch.setattr(f"trireme.engine.run.{name}.shelf", lambda: Shelf.under(folder))
+    assert f"Dry run: nothing written but tokens, kept for later runs in {folder}." in said(capsys, *TRAIN, "--dry-run")
+    assert not Path("out").exists()
+    assert ", tokens" not in re.search("^disk .*", said(capsys, *TRAIN), re.MULTILINE)[0]
+    assert len(made) == 1
