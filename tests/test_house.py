@@ -199,7 +199,8 @@ def site(wheel, tmp_path_factory) -> Path:
 
 def from_wheel(site: Path, cwd: Path, code: str, *words: str) -> str:
     """What `code` prints if the wheel's modules come first."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    nowhere = {"XDG_CACHE_HOME": os.devnull}
+    environment = {**os.environ, **nowhere, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
