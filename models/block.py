@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from trireme.kernels import ops
@@ -11,6 +13,7 @@ from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Rows
+from trireme.models.shapes import saved_shapes
 
 
 class Weights(NamedTuple):
@@ -66,11 +69,13 @@ def backward(
 def mlp_forward(
     cfg: ModelConfig, w: mlp.Weights | experts.Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor
 ) -> None:
-    """As mlp.forward, of either kind."""
-    if isinstance(w, experts.Weights):
-        experts.forward(cfg, w, x, saved, out)
-    else:
-        mlp.forward(cfg, w, x, saved, out)
+    """As mlp.forward, of either kind; a long text in tiles of rows, which do not mix."""
+    if len(x) <= cfg.mlp_rows:
+        _tile_forward(cfg, w, x, saved, out)
+        return
+    for rows in _tiles(cfg, x):
+        tile = x[rows]
+        _tile_forward(cfg, w, tile, _of_rows(cfg, saved, rows), tile if out is x else out[rows])
 
 
 def mlp_backward(
@@ -82,7 +87,43 @@ def mlp_backward(
     dy: Tensor,
     dx: Tensor | None = None,
 ) -> Tensor:
-    """As mlp.backward, of either kind."""
+    """As mlp.backward, of either kind, in the tiles of forward."""
+    if len(x) <= cfg.mlp_rows:
+        return _tile_backward(cfg, w, g, x, saved, dy, dx)
+    dx = torch.empty_like(x) if dx is None else dx
+    for rows in _tiles(cfg, x):
+        _tile_backward(cfg, w, g, x[rows], _of_rows(cfg, saved, rows), dy[rows], dx[rows])
+    return dx
+
+
+def _tiles(cfg: ModelConfig, x: Tensor) -> Iterator[slice]:
+    return (slice(a, min(a + cfg.mlp_rows, len(x))) for a in range(0, len(x), cfg.mlp_rows))
+
+
+def _of_rows(cfg: ModelConfig, saved: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """The MLP half's saved tensors of these tokens."""
+    each = {name: shape[0] for name, (shape, _) in saved_shapes(cfg, 1, "mlp").items() if name in saved}
+    return {name: saved[name][k * rows.start : k * rows.stop] for name, k in each.items()}
+
+
+def _tile_forward(
+    cfg: ModelConfig, w: mlp.Weights | experts.Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor
+) -> None:
+    if isinstance(w, experts.Weights):
+        experts.forward(cfg, w, x, saved, out)
+    else:
+        mlp.forward(cfg, w, x, saved, out)
+
+
+def _tile_backward(
+    cfg: ModelConfig,
+    w: mlp.Weights | experts.Weights,
+    g: mlp.Weights | experts.Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    dx: Tensor | None,
+) -> Tensor:
     if isinstance(w, experts.Weights) and isinstance(g, experts.Weights):
         return experts.backward(cfg, w, g, x, saved, dy, dx)
     assert isinstance(w, mlp.Weights)

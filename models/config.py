@@ -91,6 +91,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     experts: Experts | None = None
     wrapper: str = ""  # the model_type around it
+    mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
 
     @property
     def family(self) -> Family:

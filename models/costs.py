@@ -153,24 +153,26 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
 def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) -> int:
     """The fullest moment: a sum of live tensors. Each `del` that it counts on names it."""
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
-    act = tokens * hidden_width(cfg) * itemsize
-    up = tokens * chosen(cfg) * up_width(cfg) * itemsize
+    tile = min(tokens, cfg.mlp_rows)  # block.mlp_forward
+    y, act = (tile * width * itemsize for width in (cfg.width, hidden_width(cfg)))
+    up = tile * chosen(cfg) * up_width(cfg) * itemsize
     row = tokens * 4  # one fp32 a token
     lse = cfg.n_heads * row
     # branch.branch_backward: scaled dy; product, norm, gradient; the other half's product
-    behind = x * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
+    behind = (y if kind == "mlp" else x) * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
     normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # normed q, k
     result = qkv + normed + attn + lse  # attention.Result
     to_qkv = attn + qkv + lse  # attention.backward_to_qkv: dout, dqkv, row sums of dout * out
     activation = 2 * (up + act)  # mlp.backward: activation, argument, their gradients
-    mlp_forward, mlp_backward = [x + up, up + act], [x + activation, x + up + x]  # y; then d_up, y or d_norm
+    mlp_forward, mlp_backward = [y + up, up + act], [y + activation, y + up + y]  # y; then d_up, y or d_norm
     if cfg.experts:
-        routes, wide = _routes_bytes(cfg, tokens, itemsize), chosen(cfg) * x
-        mlp_forward = [routes + x + up, routes + up + act, routes + act + wide]
-        mlp_backward = [routes + x + activation, routes + x + up + wide, routes + x + wide + x]
-        shared = tokens * cfg.experts.shared * itemsize
-        mlp_forward.append(x + 3 * shared)  # shared.forward: y, shared_up, act
-        mlp_backward.append(routes + 2 * x + max(6 * shared, 2 * shared + x))  # y, d_norm
+        routes, wide = _routes_bytes(cfg, tile, itemsize), chosen(cfg) * y
+        mlp_forward = [routes + y + up, routes + up + act, routes + act + wide]
+        mlp_backward = [routes + y + activation, routes + y + up + wide, routes + y + wide + y]
+        shared = tile * cfg.experts.shared * itemsize
+        mlp_forward.append(y + 3 * shared)  # shared.forward: y, shared_up, act
+        mlp_backward.append(routes + 2 * y + max(6 * shared, 2 * shared + y))  # y, d_norm
+    dresid = x if tile < tokens else 0
     moments = {
         "attention": (
             x + qkv,  # attention._project
@@ -180,7 +182,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
         "mlp": (*mlp_forward, *mlp_backward),
         "block": (
             *(x + moment for moment in mlp_forward),  # resid
-            *(result + x + moment for moment in mlp_backward),  # block.backward: resid
+            *(result + x + dresid + moment for moment in mlp_backward),  # block.backward: resid
             result + x + to_qkv,  # block.backward: dresid
             x + qkv + x,
             x + x + x,

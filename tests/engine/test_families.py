@@ -33,7 +33,16 @@ def trained(cfg, plan, lanes):
     ["phi3 window, longrope within", "smollm3", "granite", "olmo3", "ministral3 tied, window", "glm4", "qwen3 moe"],
 )
 def test_placement_never_changes_the_numbers(case, halves):
-    cfg = config(case)
+    check_placement(config(case), halves)
+
+
+def test_no_plan_changes_the_tiles_of_a_long_text():
+    """An MLP in tiles of 7 of 24 tokens: in half blocks and whole ones, saved or not, the same bits."""
+    check_placement(replace(config("llama biases"), mlp_rows=7), halves=True)
+    check_placement(replace(config("gpt2"), mlp_rows=7), halves=False)
+
+
+def check_placement(cfg, halves):
     alone, weights = trained(cfg, gpu_plan(cfg, dtype="BF16"), InlineLanes())
     units = []
     plan = gpu_plan(cfg, halves=halves, dtype="BF16", window=1)

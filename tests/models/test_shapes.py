@@ -246,6 +246,22 @@ def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
 
 
 @UNITS
+@pytest.mark.parametrize("name", SMALL_MODELS | DIALECTS)
+def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch):
+    cfg = replace(parse_config((SMALL_MODELS | DIALECTS)[name]), halves=halves)
+    bounds = {}
+    for tile in (TOKENS, 16, 15):
+        tiled, forward, backward = replace(cfg, mlp_rows=tile), Watch(), Watch()
+        _watched(tiled, u, monkeypatch, (), forward, backward)
+        bounds[tile] = costs.workspace_bytes(tiled, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
+        assert 0.65 * bounds[tile] < max(forward.peak, backward.peak) <= bounds[tile]
+    if shapes.kind(cfg, u) == "mlp":
+        assert bounds[16] < 0.3 * bounds[TOKENS]
+    elif shapes.kind(cfg, u) == "attention":
+        assert bounds[16] == bounds[TOKENS]
+
+
+@UNITS
 @pytest.mark.parametrize("name", DIALECTS)
 def test_workspace_is_enough_for_every_family(name, halves, u, monkeypatch):
     cfg, forward, backward = replace(parse_config(DIALECTS[name]), halves=halves), Watch(), Watch()

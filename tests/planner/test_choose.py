@@ -269,3 +269,14 @@ def test_405b_on_24_gib(ram):
     assert fits(Geometry.of(LLAMA_405B, plan), plan, m.limits)
     with pytest.raises(DoesNotFit, match="of GPU memory"):
         simple_plan(LLAMA_405B, m.limits, replace(wanted, halves=False))
+
+
+def test_a_text_of_131072_tokens_fits_beside_24_gib():
+    """LLaMA-3-8B: its MLP is computed in tiles."""
+    cfg = ModelConfig("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1 << 17, 1e-5, False, rope=Rope(5e5))
+    limits, wanted = Limits(22 << 30, 160 << 30), Wanted(((1 << 17, 1),), document=1 << 17)
+    plan = simple_plan(cfg, limits, wanted)
+    assert plan.tokens == 1 << 17
+    assert {unit.x for unit in plan.units[1:-1]} == {"host"}
+    with pytest.raises(DoesNotFit, match="GPU"):
+        simple_plan(replace(cfg, mlp_rows=1 << 17), limits, wanted)
