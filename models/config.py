@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.models.families.experts import Experts, parse_experts
+from trireme.models.families.extend import extended
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import Names, within
 from trireme.models.families.rope import Rope, parse_ropes
@@ -161,8 +162,13 @@ def default_number(name: str) -> Any:
     return json.loads(json.dumps(defaults.get(key)))
 
 
-def read_config(folder: str | Path) -> ModelConfig:
+def read_config(folder: str | Path, rope_factor: float | None = None) -> ModelConfig:
     """ModelConfig of the checkpoint in `folder`. Raises InputError where config.json is missing or malformed."""
+    return parse_config(read_raw(folder, rope_factor), str(Path(folder) / "config.json"))
+
+
+def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, Any]:
+    """As read_config, decoded alone; of a context so many times as long."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(read_small(path, LARGEST, links=True).decode())
@@ -174,7 +180,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise InputError(f"{path} is not JSON ({e}). Download it again.") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path} holds a {type(raw).__name__}, expected an object.")
-    return parse_config(raw, str(path))
+    return extended(raw, rope_factor, str(path)) if rope_factor else raw
 
 
 def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections import defaultdict
@@ -31,7 +32,7 @@ from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
 from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.kernels.private import cache_folder
 from trireme.models import hf, shapes
-from trireme.models.config import InputError, Lora, ModelConfig, read_config
+from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.companions import CONTENT, beside
 from trireme.storage.files import Say, existing, to_stderr
@@ -143,6 +144,8 @@ def prepare(
     codec, seq_len = _codec(options, folder) if options.data else None, length(options, cfg)
     if codec and (options.tokenizer or options.chat_template):
         source = replace(source, companions=_trained_with(options, folder, codec))
+    if options.rope_factor:
+        source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
     device, limits, assumed = place(options)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned)
     planner.refuse_early()
@@ -167,7 +170,9 @@ def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
 
 def what_is_trained(options: Options) -> ModelConfig:
     """The model, and what of it is trained. Raises InputError."""
-    cfg = find_model(options.shape) if options.shape else read_config(options.model)
+    if options.rope_factor and options.shape:
+        raise InputError("--rope-factor changes a config.json, which --shape has not. Leave it out.")
+    cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
     details = options.lora_alpha is not None or bool(options.lora_targets)
     if (options.freeze or options.train) and (options.adapter or options.lora is not None):
         raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one or the other out.")
@@ -199,10 +204,18 @@ def _trained_with(options: Options, folder: Path, codec: Codec | None) -> dict[s
     return beside(folder, other, codec.facts.chosen if codec else None)
 
 
+def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:
+    """The output's config.json, with --rope-factor."""
+    if cfg.lora and not options.merge:
+        raise InputError("--rope-factor: an adapter has no config.json to say it in. Add --merge, and use OUT/merged.")
+    return json.dumps(read_raw(folder, options.rope_factor), indent=2).encode()
+
+
 def length(options: Options, cfg: ModelConfig) -> int:
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
-        raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
+        longer = f", or extend them: --rope-factor {-(-seq_len // cfg.max_positions)}" if cfg.rope else ""
+        raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it{longer}.")
     return seq_len
 
 

@@ -149,6 +149,9 @@ class Options:
     long: str | None = _option(
         DATA, "what happens to longer rows [text: split, else cut]", choices=("cut", "drop", "split", "error")
     )
+    rope_factor: float | None = _option(
+        DATA, "extend the context so many times, by YaRN; into OUT's config.json", parse=number(1), metavar="X"
+    )
     no_pack: bool = _option(DATA, "one row a sequence", False, parse=bool)
     skip_bad: bool = _option(DATA, "drop and count rows that cannot be read, instead of stopping", False, parse=bool)
     show_example: int = _option(

@@ -63,7 +63,7 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
     kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
     if kind == "su" or kind == "yarn" and "short_factor" in inner.raw:
         kind = "longrope"  # its first names
-    kinds = ("yarn",) if family.query_beta else KINDS
+    kinds = ("yarn",) if family.query_beta else ("default", "longrope") if family.longrope else KINDS
     if kind not in kinds:
         raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
     if not family.query_beta:

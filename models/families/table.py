@@ -52,6 +52,7 @@ class Family:
     rotary: bool = True
     partial: float = 0.0  # default of partial_rotary_factor; 0: not read
     pairs: bool = False  # rope turns neighbouring features, not halves
+    longrope: bool = False  # what scales positions is longrope, and nothing else
     query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
     theta: float = 10000.0
     local_theta: float | None = None  # of layers with a window; None: theta
@@ -129,7 +130,7 @@ FAMILIES = {
     ),
     "phi3": Family(
         "Phi-3, 3.5 and 4 (text)",
-        names=names.PACKED, partial=1.0, max_positions=4096, eps=1e-5, windows="all", window=None,
+        names=names.PACKED, partial=1.0, longrope=True, max_positions=4096, eps=1e-5, windows="all", window=None,
     ),
     "smollm3": Family(
         "SmolLM3",

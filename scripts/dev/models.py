@@ -26,7 +26,8 @@ for byte, and a line says so:
 {wrappers}
 
 Rope, in the spellings of transformers 4 and 5: {kinds}. With `longrope` the run's `--seq-len` says which factors
-are used, the short ones up to `original_max_position_embeddings`.
+are used, the short ones up to `original_max_position_embeddings`. `--rope-factor X` extends a context X times by YaRN,
+in training and in the result's `config.json`.
 
 Refused, with one line that names the key: soft-capped scores and logits (Gemma 2), other activations, quantized
 weights, parallel attention and MLP, heads for other tasks; of mixtures of experts those with dense layers among them.

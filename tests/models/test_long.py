@@ -1,14 +1,24 @@
 """Long texts: the MLP half in tiles of rows, and contexts that are extended."""
 
+import json
 from dataclasses import replace
 from itertools import chain, combinations
 
 import pytest
 import torch
 from blocks import block_gradients
-from tiny import CASES, Tiny, oracle, relative, shifted_labels
+from safetensors.torch import load_file
+from tiny import CASES, LLAMA, YARN, Tiny, oracle, relative, shifted_labels
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from trireme.engine.run import demo
+from trireme.engine.run.job import prepare
+from trireme.engine.run.options import Options
+from trireme.engine.run.train import finetune
 from trireme.models import shapes
+from trireme.models.config import InputError, parse_config, read_config
+from trireme.models.families.extend import extended
+from trireme.models.rows import rope_tables
 
 TILED = ["gpt2", "llama biases", "qwen3", "granite", "gemma3", "qwen3 moe", "qwen2 moe"]
 
@@ -44,3 +54,78 @@ def test_every_subset_of_saved_in_tiles(case, dtype, grad_dtype):
         assert torch.equal(out, out2), keep
         assert torch.equal(dx, dx2), keep
         assert all(torch.equal(g, grads2[name]) for name, g in grads.items()), keep
+
+
+# ---------------------------------------------------------------- --rope-factor
+
+OLD = LLAMA | dict(model_type="llama", rope_theta=5e5)  # the spelling of transformers 4
+NEW = LLAMA | dict(model_type="qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6))
+PART = LLAMA | dict(model_type="glm4", head_dim=8, partial_rotary_factor=0.5, rope_scaling=None, pad_token_id=None)
+
+
+@pytest.mark.parametrize("raw", [OLD, NEW, PART])
+def test_an_extended_context_is_yarn(raw):
+    """As read by us and by transformers: the same positions, tables equal to the bit."""
+    longer = extended(raw, 2.5, "config.json")
+    cfg = parse_config(longer)
+    assert (cfg.max_positions, cfg.rope.kind, cfg.rope.factor, cfg.rope.original_positions) == (160, "yarn", 2.5, 64)
+    before = parse_config(raw)
+    kept = dict(kind="default", factor=1.0, original_positions=0, attention_factor=1.0)
+    assert replace(cfg, max_positions=64, rope=replace(cfg.rope, **kept)) == before
+    config = AutoConfig.for_model(**longer)
+    assert config.max_position_embeddings == 160
+    model = AutoModelForCausalLM.from_config(config)
+    cos, sin = model.base_model.rotary_emb(torch.zeros(1), torch.arange(160)[None])
+    table = rope_tables(cfg, 160, "cpu").rope
+    half = cos.shape[2] // 2
+    assert torch.equal(table.cos, cos[0, :, :half])
+    assert torch.equal(table.sin, sin[0, :, :half])
+
+
+def test_an_extended_context_inside_a_wrapper():
+    text = OLD | dict(model_type="mistral")
+    longer = extended(dict(model_type="mistral3", text_config=text), 2.0, "config.json")
+    assert parse_config(longer).max_positions == 128
+    assert parse_config(longer).rope.kind == "yarn"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (dict(model_type="gpt2", vocab_size=9, n_embd=8, n_layer=1, n_head=1), "learned"),
+        (OLD | dict(rope_scaling=YARN), 'scaled already, by "yarn"'),
+        (OLD | dict(model_type="gemma3_text"), "two kinds"),
+        (OLD | dict(model_type="olmo3", rope_parameters=dict(full_attention=YARN)), "two kinds"),
+        (OLD | dict(rope_scaling="yarn"), "rope_scaling"),
+        (OLD | dict(model_type="phi3"), "longrope"),
+    ],
+)
+def test_positions_that_cannot_be_extended(raw, words):
+    with pytest.raises(InputError, match=words) as e:
+        extended(raw, 2.0, "config.json")
+    assert "\n" not in str(e.value)
+
+
+def test_a_run_beyond_the_context(tmp_path):
+    """config.json of the output says the new one, and transformers opens it with our logits at that length."""
+    demo.make_text(tmp_path / "stories.txt", 20, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    config = json.loads((tmp_path / "model/config.json").read_text()) | dict(max_position_embeddings=64)
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    options = Options(
+        model=str(tmp_path / "model"), data=(str(tmp_path / "stories.txt"),), out=str(tmp_path / "out"), seq_len=128,
+        batch_size=2, max_steps=2, lr=1e-2, device="cpu", rope_factor=2.0,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="64 positions.*--rope-factor 2"):
+        prepare(replace(options, rope_factor=None))
+    with pytest.raises(InputError, match="--merge"):
+        prepare(replace(options, lora=2))
+    finetune(options)
+    cfg = read_config(tmp_path / "out")
+    assert cfg == read_config(tmp_path / "model", 2.0)
+    assert (cfg.max_positions, cfg.rope.kind) == (128, "yarn")
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    ids = torch.randint(1, cfg.vocab, (128,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reopened(ids[None]).logits[0]
+    assert relative(Tiny(cfg, load_file(tmp_path / "out/model.safetensors")).logits(ids, [128]), expected) < 1e-5

@@ -1,0 +1,42 @@
+"""A longer context: config.json with YaRN over the positions that a model has. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trireme.models.families.keys import InputError, Keys
+from trireme.models.families.table import FAMILIES, WRAPPERS
+
+
+def extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
+    """The same config.json, decoded, with `factor` times the positions, in its own spelling.
+
+    Raises InputError where positions are learned, scaled already, or of two kinds.
+    """
+    model_type = raw.get("model_type")
+    if model_type in WRAPPERS and isinstance(raw.get("text_config"), dict):
+        text = {"model_type": WRAPPERS[model_type].texts[0]} | raw["text_config"]
+        return raw | {"text_config": extended(text, factor, f"{where}: text_config")}
+    if model_type not in FAMILIES:
+        return raw  # refused by parse_config
+    keys, family = Keys(raw, where), FAMILIES[model_type]
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    params = raw.get(name) or {}
+    if not isinstance(params, dict):
+        raise keys.error(name, "an object or null")
+    kind = params.get("rope_type", params.get("type", "default"))
+    if not family.rotary:
+        said = "are learned"
+    elif family.local_theta is not None or any(isinstance(value, dict) for value in params.values()):
+        said = "are of two kinds"
+    elif family.longrope:
+        said = "are scaled by longrope alone"
+    else:
+        said = "" if kind == "default" else f'are scaled already, by "{kind}"'
+    if said:
+        raise InputError(f"{where}: the positions of this {model_type} {said}. Leave --rope-factor out.")
+    positions = keys.count(family.spelled["max_positions"], family.max_positions)
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": positions}
+    params = {key: value for key, value in params.items() if key != "type"}
+    spelled = {"rope_parameters": params | yarn} if "rope_parameters" in raw else {"rope_scaling": yarn}
+    return raw | spelled | {family.spelled["max_positions"]: int(positions * factor)}
