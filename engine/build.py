@@ -22,7 +22,7 @@ from trireme.engine.updates import AdamW
 from trireme.engine.weights import UnitStream
 from trireme.models import costs
 from trireme.models.config import ModelConfig
-from trireme.models.rows import Tables, make_rows
+from trireme.models.rows import Load, Tables, make_rows
 
 
 def build(
@@ -74,12 +74,18 @@ class MicroBatch(Protocol):
     def lengths(self) -> Sequence[int]: ...  # of documents
 
 
-def inputs(cfg: ModelConfig, micro_batch: MicroBatch, tables: Tables, device: torch.device | str) -> Inputs:
-    """On the device; `tables` from rope_tables."""
+def inputs(
+    cfg: ModelConfig,
+    micro_batch: MicroBatch,
+    tables: Tables,
+    device: torch.device | str,
+    load: Load | None = None,
+) -> Inputs:
+    """On the device; `tables` from rope_tables, in training `load` from make_load."""
     labels = torch.from_numpy(micro_batch.labels).long()
     loss_rows = torch.nonzero(labels >= 0)[:, 0]
     tensors = (torch.from_numpy(micro_batch.ids).long(), labels, loss_rows)
     ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in tensors)
-    packed = Packed(ids, labels, loss_rows, make_rows(micro_batch.lengths, tables, device))
+    packed = Packed(ids, labels, loss_rows, make_rows(micro_batch.lengths, tables, device, load))
     pairs = costs.layer_pairs(cfg, micro_batch.lengths)
     return Inputs(len(labels), len(loss_rows), pairs, packed)

@@ -36,7 +36,7 @@ def forward(
     """Fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     resid = saved.get("resid", out)
     attention.forward(cfg, layer, w.attention, x, rows, saved, resid, attend)
-    mlp_forward(cfg, w.mlp, resid, saved, out)
+    mlp_forward(cfg, layer, w.mlp, resid, rows, saved, out)
 
 
 def backward(
@@ -58,7 +58,7 @@ def backward(
     else:
         result = recall()
         resid, product = attention.residual(cfg, w.attention, x, result.out, product)
-    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, saved, dy)
+    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
     del resid  # costs._block_workspace
     result = result or recall()
     dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result, dresid, rows, product)
@@ -67,15 +67,21 @@ def backward(
 
 
 def mlp_forward(
-    cfg: ModelConfig, w: mlp.Weights | experts.Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor
+    cfg: ModelConfig,
+    layer: int,
+    w: mlp.Weights | experts.Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
 ) -> None:
     """As mlp.forward, of either kind; a long text in tiles of rows, which do not mix."""
     if len(x) <= cfg.mlp_rows:
-        _tile_forward(cfg, w, x, saved, out)
+        _tile_forward(cfg, layer, w, x, rows, saved, out)
         return
-    for rows in _tiles(cfg, x):
-        tile = x[rows]
-        _tile_forward(cfg, w, tile, _of_rows(cfg, saved, rows), tile if out is x else out[rows])
+    for part in _tiles(cfg, x):
+        tile = x[part]
+        _tile_forward(cfg, layer, w, tile, rows, _of_rows(cfg, saved, part), tile if out is x else out[part])
 
 
 def mlp_backward(
@@ -83,16 +89,17 @@ def mlp_backward(
     w: mlp.Weights | experts.Weights,
     g: mlp.Weights | experts.Weights,
     x: Tensor,
+    rows: Rows,
     saved: dict[str, Tensor],
     dy: Tensor,
     dx: Tensor | None = None,
 ) -> Tensor:
     """As mlp.backward, of either kind, in the tiles of forward."""
     if len(x) <= cfg.mlp_rows:
-        return _tile_backward(cfg, w, g, x, saved, dy, dx)
+        return _tile_backward(cfg, w, g, x, rows, saved, dy, dx)
     dx = torch.empty_like(x) if dx is None else dx
-    for rows in _tiles(cfg, x):
-        _tile_backward(cfg, w, g, x[rows], _of_rows(cfg, saved, rows), dy[rows], dx[rows])
+    for part in _tiles(cfg, x):
+        _tile_backward(cfg, w, g, x[part], rows, _of_rows(cfg, saved, part), dy[part], dx[part])
     return dx
 
 
@@ -107,10 +114,16 @@ def _of_rows(cfg: ModelConfig, saved: dict[str, Tensor], rows: slice) -> dict[st
 
 
 def _tile_forward(
-    cfg: ModelConfig, w: mlp.Weights | experts.Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor
+    cfg: ModelConfig,
+    layer: int,
+    w: mlp.Weights | experts.Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
 ) -> None:
     if isinstance(w, experts.Weights):
-        experts.forward(cfg, w, x, saved, out)
+        experts.forward(cfg, layer, w, x, rows, saved, out)
     else:
         mlp.forward(cfg, w, x, saved, out)
 
@@ -120,12 +133,13 @@ def _tile_backward(
     w: mlp.Weights | experts.Weights,
     g: mlp.Weights | experts.Weights,
     x: Tensor,
+    rows: Rows,
     saved: dict[str, Tensor],
     dy: Tensor,
     dx: Tensor | None,
 ) -> Tensor:
     if isinstance(w, experts.Weights) and isinstance(g, experts.Weights):
-        return experts.backward(cfg, w, g, x, saved, dy, dx)
+        return experts.backward(cfg, w, g, x, rows, saved, dy, dx)
     assert isinstance(w, mlp.Weights)
     assert isinstance(g, mlp.Weights)
     return mlp.backward(cfg, w, g, x, saved, dy, dx)

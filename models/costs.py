@@ -171,6 +171,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
         mlp_backward = [routes + y + activation, routes + y + up + wide, routes + y + wide + y]
         shared = tile * cfg.experts.shared * itemsize
         mlp_forward.append(y + 3 * shared)  # shared.forward: y, shared_up, act
+        mlp_forward.append(y + routes + tile * 8 * cfg.experts.count)  # rows.Load.add: y, softmax in fp32
         mlp_backward.append(routes + 2 * y + max(6 * shared, 2 * shared + y))  # y, d_norm
     dresid = x if tile < tokens else 0
     moments = {
@@ -196,7 +197,9 @@ def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     """experts.Routes with the gradients of logits and weights, and what sorting takes."""
     assert cfg.experts is not None
     own = cfg.experts
-    return tokens * (2 * own.count * itemsize + own.chosen * (20 + own.count // 16 + 1)) + 8 * own.count
+    logits = 2 * itemsize * own.count  # and their gradient
+    sorting = own.chosen * (20 + own.count // 16 + 1)
+    return tokens * (logits + sorting) + 8 * own.count
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:

@@ -21,6 +21,7 @@ from trireme.models import shared
 from trireme.models.config import ModelConfig
 from trireme.models.linear import add_product_, trained
 from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.rows import Rows
 
 
 class Weights(NamedTuple):
@@ -48,7 +49,9 @@ def rule(cfg: ModelConfig) -> ops.Rule:
     return ops.Rule(cfg.experts.chosen, cfg.experts.renormalise)
 
 
-def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
+def forward(
+    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, rows: Rows, saved: dict[str, Tensor], out: Tensor
+) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`."""
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
@@ -56,14 +59,16 @@ def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], o
         shared.forward(w.shared, x, y, saved, out)
         residual = out
     found = route(cfg, w, y)
+    if rows.load is not None:
+        rows.load.add(layer, found.order, found.logits)
     k = rule(cfg).k
     gate_up = ops.grouped_mm(y, w.up, found.order, k, saved.get("gate_up"))
     del y  # costs._block_workspace
     act = ops.swiglu_fwd(gate_up)
     del gate_up  # costs._block_workspace
-    rows = ops.grouped_mm(act, w.down, found.order)
+    ranked = ops.grouped_mm(act, w.down, found.order)
     del act  # costs._block_workspace
-    ops.combine(rows, found.order, k, found.weights, residual, out)
+    ops.combine(ranked, found.order, k, found.weights, residual, out)
 
 
 def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
@@ -78,6 +83,7 @@ def backward(
     w: Weights,
     g: Weights,
     x: Tensor,
+    rows: Rows,
     saved: dict[str, Tensor],
     dy: Tensor,
     dx: Tensor | None = None,
@@ -99,7 +105,8 @@ def backward(
     del d_gate_up  # costs._block_workspace
     d_norm = ops.combine(d_rows, order, k)
     del d_rows  # costs._block_workspace
-    d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg))
+    balance = None if rows.load is None else rows.load.balance()
+    d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance)
     if trained(g.router):
         add_product_(g.router, d_logits, y)
     d_norm.addmm_(d_logits, w.router)

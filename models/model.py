@@ -41,7 +41,7 @@ def forward(
     elif isinstance(w, attention.Weights):
         attention.forward(cfg, layer, w, x, rows, saved, out, attend)
     else:
-        block.mlp_forward(cfg, w, x, saved, out)
+        block.mlp_forward(cfg, layer, w, x, rows, saved, out)
 
 
 def backward(
@@ -64,7 +64,7 @@ def backward(
     else:
         assert not isinstance(w, block.Weights | attention.Weights)
         assert not isinstance(g, block.Weights | attention.Weights)
-        block.mlp_backward(cfg, w, g, x, saved, dy, dx)
+        block.mlp_backward(cfg, w, g, x, rows, saved, dy, dx)
 
 
 def gradients(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
@@ -111,9 +111,11 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
 def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | experts.Weights:
     names = cfg.names
     if cfg.experts:
-        matrices = (views[f"{names.experts}.{what}"].mT for what in (shapes.GATE_UP, shapes.DOWN))
+        all_up, all_down = (views[f"{names.experts}.{what}"].mT for what in (shapes.GATE_UP, shapes.DOWN))
         beside = _shared_weights(cfg, views) if cfg.experts.shared else None
-        return experts.Weights(_norm(cfg, names.norm2, views), views[f"{names.router}.weight"], *matrices, beside)
+        return experts.Weights(
+            _norm(cfg, names.norm2, views), views[f"{names.router}.weight"], all_up, all_down, beside
+        )
     up, down = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated:

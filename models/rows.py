@@ -28,11 +28,50 @@ class Tables(NamedTuple):
     query: Table | None = None  # of queries, if different: scaled by position
 
 
+class Load(NamedTuple):
+    """Tokens of each expert over a step, and a loss that evens them out (Fedus et al. 2022, arXiv:2101.03961).
+
+    weight * E * <f, P>: f the chosen, P the softmax of the logits, means over layers and tokens of the step.
+    """
+
+    counts: Tensor  # (layers, E) int64
+    scores: Tensor  # (layers, E) fp32, sums of the softmax where there is a weight
+    rows: int  # layers times tokens of the step
+    weight: float  # 0: no loss
+
+    def add(self, layer: int, order: ops.Order, logits: Tensor) -> None:
+        """A micro-batch in forward; logits (N, E)."""
+        self.counts[layer] += order.starts[1:] - order.starts[:-1]
+        if self.weight:
+            self.scores[layer] += torch.softmax(logits.float(), -1).sum(0)
+
+    def balance(self) -> Tensor | None:
+        """(E,) fp32, the gradient of the loss by a token's softmax, when forward is over."""
+        if not self.weight:
+            return None
+        return self.counts.sum(0).float() * (self.weight * self.counts.shape[1] / self.rows**2)
+
+    def loss(self) -> float:
+        """Without the weight: k where the load is even."""
+        chosen, scores = (t.double().sum(0) / self.rows for t in (self.counts, self.scores))
+        return float(self.counts.shape[1] * (chosen @ scores))
+
+
+def make_load(cfg: ModelConfig, tokens: int, weight: float, device: torch.device | str) -> Load | None:
+    """Of a step of so many tokens; None without experts."""
+    if cfg.experts is None:
+        return None
+    shape = (cfg.n_layers, cfg.experts.count)
+    counts, scores = torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
+    return Load(counts, scores, cfg.n_layers * tokens, weight)
+
+
 class Rows(NamedTuple):
     """N packed tokens."""
 
     docs: ops.Docs
     tables: Tables
+    load: Load | None = None  # of a step in training
 
     def of(self, cfg: ModelConfig, layer: int) -> tuple[Table | None, Table | None]:
         """A layer's tables of queries and keys; None without rope."""
@@ -43,9 +82,9 @@ class Rows(NamedTuple):
         return query or table, table
 
 
-def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
+def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str, load: Load | None = None) -> Rows:
     """Rows of documents of these lengths."""
-    return Rows(ops.make_docs(lengths, device), tables)
+    return Rows(ops.make_docs(lengths, device), tables, load)
 
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:

@@ -174,6 +174,8 @@ def what_is_trained(options: Options) -> ModelConfig:
         raise InputError("--rope-factor changes a config.json, which --shape has not. Leave it out.")
     cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
     details = options.lora_alpha is not None or bool(options.lora_targets)
+    if options.router_aux and cfg.experts is None:
+        raise InputError("--router-aux: the model has no experts. Leave it out.")
     if (options.freeze or options.train) and (options.adapter or options.lora is not None):
         raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one or the other out.")
     if options.adapter:
@@ -264,10 +266,8 @@ def _is_absent(options: Options, folder: Path) -> bool:
 
 def outlined(cfg: ModelConfig, folder: Path) -> Source:
     """A checkpoint of this config in bf16, without files."""
-    groups = [group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u)]
-    return Source(
-        folder, (), {name: SourceTensor("BF16", shape, "", 0) for group in groups for name, shape in group}, {}
-    )
+    tensors = {name: SourceTensor("BF16", shape, "", 0) for name, shape in shapes.stored_tensors(cfg).items()}
+    return Source(folder, (), tensors, {})
 
 
 def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:

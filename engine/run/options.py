@@ -274,6 +274,9 @@ class Options:
     freeze: tuple[str, ...] = _option(
         TRAINING, "leave these tensors as they are: '*embed*'", (), parse=listed(str), metavar="GLOB[,GLOB]"
     )
+    router_aux: float = _option(
+        TRAINING, "weight of a loss that evens out the load of experts; 0: none", 0.0, parse=number(0), metavar="X"
+    )
     adapter: str | None = _option(TRAINING, "go on training this adapter, a folder of peft's format", metavar="DIR")
     merge: bool = _option(TRAINING, "with adapters: write OUT/merged too, the model with them added", False, parse=bool)
     max_grad_norm: float = _option(

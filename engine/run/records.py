@@ -32,6 +32,9 @@ COLUMNS = [
     "ssd_read_gbs",
     "ssd_written_tb",
     "bound",
+    "expert_share",
+    "experts_idle",
+    "router_aux",
 ]
 DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be NaN or infinite
 HUGE = 1e15  # bound of the others

@@ -12,7 +12,7 @@ from trireme.engine.run.options import Every
 from trireme.engine.run.sample import MAX_NEW
 from trireme.engine.schedule import learning_rate
 from trireme.engine.tuning.chosen import trained_lines
-from trireme.models import hf
+from trireme.models import hf, shapes
 
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
@@ -21,6 +21,7 @@ def report(job: Job) -> list[str]:
     forecast, on_gpu = job.forecast, job.device.type == "cuda"
     lines = [
         model_line(job),
+        *_expert_lines(job),
         *_labelled("", _carried_notes(job)),
         *data_lines(job),
         method_line(job),
@@ -64,6 +65,19 @@ def model_line(job: Job) -> str:
         f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, "
         f"{files}, {gib(job.source.nbytes)}; {cfg.n_layers} layers; {head}{given if job.read else ''}"
     )
+
+
+def _expert_lines(job: Job) -> list[str]:
+    own, cfg = job.cfg.experts, job.cfg
+    if own is None:
+        return []
+    idle = cfg.n_layers * (own.count - own.chosen) * 3 * own.width * cfg.width
+    frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(0)}{cfg.names.router}.weight", ())])
+    given, aux = job.options.router_aux, f"config.json has {own.aux:g}, --router-aux decides"
+    return [
+        f"experts  {own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a "
+        f"token; router {'frozen' if frozen else 'trained'}, loss of balance {f'{given:g}' if given else 'off'} ({aux})"
+    ]
 
 
 def _carried_notes(job: Job) -> list[str]:

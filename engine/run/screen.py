@@ -39,6 +39,8 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
     memory = [f"{name} {r[key]:.3g}G" for name, key in (("gpu", "gpu_mem_gib"), ("ram", "ram_gib")) if key in r]
     if memory:
         parts["memory"] = " ".join(memory)
+    if "expert_share" in r:
+        parts["experts"] = f"busiest expert {100 * r['expert_share']:.0f} %, {r['experts_idle']} idle"
     if "bound" in r:
         parts["bound"] = f"bound: {r['bound']}"
     if eta is not None:
@@ -49,7 +51,7 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
 def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
     """Shorter than `width`: the least telling parts go, then the end."""
     parts = {name: shown(part, LINE) for name, part in parts.items()}
-    for name in ("memory", "mfu", "time", "norm", "lr", "bound", "speed"):
+    for name in ("memory", "mfu", "experts", "time", "norm", "lr", "bound", "speed"):
         if len("  ".join(parts.values())) < width:
             break
         parts.pop(name, None)

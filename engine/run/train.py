@@ -39,7 +39,7 @@ from trireme.engine.schedule import learning_rate
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models import costs
 from trireme.models.config import InputError
-from trireme.models.rows import rope_tables
+from trireme.models.rows import Load, make_load, rope_tables
 from trireme.storage.files import replace_synced
 from trireme.storage.store import Store
 
@@ -165,8 +165,8 @@ class Evaluation:
         self.ended = time.monotonic()  # of the last one
         self.tables = rope_tables(live.job.cfg, live.job.seq_len, live.job.device)
 
-    def inputs(self, mb: MicroBatch) -> Inputs:
-        return inputs(self.live.job.cfg, mb, self.tables, self.live.job.device)
+    def inputs(self, mb: MicroBatch, load: Load | None = None) -> Inputs:
+        return inputs(self.live.job.cfg, mb, self.tables, self.live.job.device, load)
 
     def run_if_due(self, final: bool = False) -> None:
         """Evaluates before training, every --eval-every and at the end, unless the run stops."""
@@ -221,6 +221,13 @@ class Evaluation:
             return sample(self.live.engine, job.codec, prompts(job.data.held_out or job.data, count), enough=enough)
 
 
+def load_record(load: Load) -> Record:
+    """The busiest expert's share of its layer's tokens, experts without a token, the loss if it has a weight."""
+    shares = load.counts / load.counts.sum(1, keepdim=True).clamp_min(1)
+    found: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((load.counts == 0).sum())}
+    return found | ({"router_aux": round(load.loss(), 6)} if load.weight else {})
+
+
 class Run:
     """The loop."""
 
@@ -260,14 +267,15 @@ class Run:
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
         with live.clock.at("steps"), live.watched(f"step {done.step + 1}"):
             batch = job.data.step(done.step, o.batch_size, job.micro_rows)
-            micro = [self.evaluation.inputs(mb) for mb in batch]
+            load = make_load(job.cfg, sum(len(mb.ids) for mb in batch), o.router_aux, job.device)
+            micro = [self.evaluation.inputs(mb, load) for mb in batch]
             stats = train_step(live.engine, micro, done.step + 1, rate)
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             self._diverged(stats)
         done.step += 1
         seconds = time.perf_counter() - began
         spans = self._trace() if live.lanes.tracing else []
-        live.log.step(self._record(stats, rate, micro, seconds))
+        live.log.step(self._record(stats, rate, micro, seconds) | (load_record(load) if load else {}))
         if warm:
             self._correct(spans, micro, seconds)
         self.evaluation.run_if_due()  # before a snapshot, which records the best so far

@@ -17,6 +17,7 @@ class Experts:
     renormalise: bool  # weights divided by their sum
     shared: int = 0  # hidden width of one that every token takes; 0: none
     shared_gate: bool = False  # times a sigmoid of the token
+    aux: float = 0.0  # router_aux_loss_coef, in force only where a run asks for it
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class ExpertKeys:
 
 REFUSED = {  # key -> accepted values
     "decoder_sparse_step": (None, 1),
-    "mlp_only_layers": (None, []),
     "router_jitter_noise": (None, 0, 0.0),
     "use_sliding_window": (None, False),
     "moe_latent_size": (None,),
@@ -46,6 +46,8 @@ def parse_experts(keys: Keys, family: ExpertKeys | None) -> Experts | None:
         return None
     for name, accepted in REFUSED.items():
         keys.refuse_unless(name, accepted)
+    if keys.raw.get("mlp_only_layers"):
+        raise keys.error("mlp_only_layers", "none: a dense layer among those of experts is not supported")
     counted = "num_experts" if "num_experts" in keys.raw else "num_local_experts"
     count, chosen = keys.count(counted, family.count), keys.count("num_experts_per_tok", family.chosen)
     if chosen > count:
@@ -53,4 +55,5 @@ def parse_experts(keys: Keys, family: ExpertKeys | None) -> Experts | None:
     renormalise = keys.flag("norm_topk_prob", False) if family.renormalise is None else family.renormalise
     width = keys.count(family.width_key, family.width)
     shared = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
-    return Experts(count, chosen, width, renormalise, shared, shared_gate=bool(shared))
+    aux = 0.0 if keys.raw.get("router_aux_loss_coef") in (None, 0) else keys.number("router_aux_loss_coef")
+    return Experts(count, chosen, width, renormalise, shared, bool(shared), aux)

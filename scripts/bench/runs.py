@@ -88,8 +88,7 @@ def make_model(folder: Path, name: str, text: Path) -> Path:
 
 def _write_weights(path: Path, cfg: ModelConfig) -> None:
     """Matrices repeat one random tile; norms are ones."""
-    groups = [group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u)]
-    tensors, header, end = [item for group in groups for item in group], {}, 0
+    tensors, header, end = list(shapes.stored_tensors(cfg).items()), {}, 0
     for name, shape in tensors:
         nbytes = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + nbytes]}

@@ -187,12 +187,12 @@ class Tiny:
         y = head.final_norm(self.cfg, self.w[-1], self.hidden(ids, rows)[0][-1])[0]
         return y @ model.output_matrix(self.cfg, self.w[0], self.w[-1]).T
 
-    def rows(self, lengths):
-        return make_rows(lengths, rope_tables(self.cfg, max(lengths), "cpu"), "cpu")
+    def rows(self, lengths, load=None):
+        return make_rows(lengths, rope_tables(self.cfg, max(lengths), "cpu"), "cpu", load)
 
-    def train(self, ids, labels, lengths, keep=(), scale=None):
+    def train(self, ids, labels, lengths, keep=(), scale=None, load=None):
         """Losses (N,), with the gradients of their mean over the labels added to self.grads."""
-        cfg, rows, top = self.cfg, self.rows(lengths), self.cfg.n_units - 1
+        cfg, rows, top = self.cfg, self.rows(lengths, load), self.cfg.n_units - 1
         loss_rows = torch.nonzero(labels >= 0)[:, 0]
         xs, saves = self.hidden(ids, rows, keep)
         dy, dx = torch.empty_like(xs[0]), torch.empty_like(xs[0])

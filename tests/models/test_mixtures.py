@@ -1,0 +1,63 @@
+"""Mixtures of experts beyond the tests of every family: the load of experts, the loss that evens it, bad input."""
+
+import pytest
+import torch
+from tiny import CASES, LLAMA, MIXTURE, Tiny, oracle, own_name, relative, shifted_labels
+
+from trireme.models.config import InputError, parse_config
+from trireme.models.rows import make_load
+
+MIXTURES = ["qwen3 moe", "qwen2 moe", "mixtral", "olmoe"]
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_the_loss_of_balance_is_that_of_transformers(case):
+    """Pooled over layers and over both documents of the step; and its gradients."""
+    reference, cfg = oracle(*CASES[case])
+    length, weight = 14, 0.5
+    ids = torch.randint(cfg.vocab, (2 * length,), generator=torch.Generator().manual_seed(1))
+    labels = shifted_labels(ids, [length, length])
+    reference.router_aux_loss_coef = weight
+    found = reference(ids.view(2, length), labels=ids.view(2, length), output_router_logits=True)
+    found.loss.backward()
+    tiny, load = Tiny(cfg, reference.state_dict()), make_load(cfg, 2 * length, weight, "cpu")
+    losses = tiny.train(ids, labels, [length, length], load=load)
+    assert load.loss() == pytest.approx(float(found.aux_loss), rel=1e-5)
+    assert float(losses.sum() / (labels >= 0).sum()) + weight * load.loss() == pytest.approx(
+        float(found.loss), rel=1e-5
+    )
+    plain = Tiny(cfg, reference.state_dict())
+    plain.train(ids, labels, [length, length])
+    for name, p in reference.named_parameters():
+        ours = own_name(cfg, name)
+        assert relative(tiny.grads[ours], p.grad) < 1e-5, name
+        assert cfg.names.router not in ours or relative(plain.grads[ours], p.grad) > 1e-2
+
+
+def test_the_load_counts_a_step_once_whatever_is_recomputed():
+    reference, cfg = oracle(*CASES["qwen3 moe"])
+    ids = torch.arange(20)
+    tiny, load = Tiny(cfg, reference.state_dict()), make_load(cfg, 40, 0.0, "cpu")
+    for _ in range(2):  # micro-batches
+        tiny.train(ids, shifted_labels(ids, [20]), [20], load=load)
+    assert load.counts.sum(1).tolist() == [2 * 20 * cfg.experts.chosen] * cfg.n_layers
+    assert (load.counts % 2 == 0).all()
+    assert make_load(parse_config(LLAMA | dict(model_type="llama")), 40, 0.0, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (dict(num_experts_per_tok=7), '"num_experts_per_tok" is 7, more than the 6 of "num_experts"'),
+        (dict(num_experts=0), '"num_experts" is 0, expected a positive integer'),
+        (dict(decoder_sparse_step=2), '"decoder_sparse_step": 2 is not supported'),
+        (dict(mlp_only_layers=[0]), '"mlp_only_layers" is \\[0\\], expected none'),
+        (dict(use_sliding_window=True), '"use_sliding_window": true is not supported'),
+        (dict(quantization_config=dict(quant_method="gptq")), "quantization_config.*gptq.* is not supported"),
+        (dict(hidden_act="gelu"), "hidden_act"),
+        (dict(router_aux_loss_coef=-1), "router_aux_loss_coef.*expected a positive number"),
+    ],
+)
+def test_what_is_not_supported_is_named(keys, words):
+    with pytest.raises(InputError, match=words):
+        parse_config(dict(model_type="qwen3_moe") | MIXTURE | keys)
