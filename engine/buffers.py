@@ -41,7 +41,7 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
 
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
-    sizes = ((geo.numel[u], geo.base[u].span) for u in range(geo.n_units))
+    sizes = ((geo.numel[u], geo.base_room[u]) for u in range(geo.n_units))
     keys = list(zip(geo.kinds, map(id, plan.units), sizes, strict=True))
     one = dict(zip(keys, range(geo.n_units), strict=True))
     return [(one[key], count) for key, count in Counter(keys).items()]
@@ -85,7 +85,8 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     ways = ("gpu", plan.window, ("host", "ssd")), ("host", plan.host_window, ("ssd",))  # rings and homes behind them
     for tier, window, homes in ways:
         passing = [(u, n) for u, n in units if plan.units[u].base in homes]
-        for kind, (size, count) in _by_class(geo, passing, span).items():
+        room = span if tier == "gpu" else geo.base_room.__getitem__
+        for kind, (size, count) in _by_class(geo, passing, room).items():
             yield Buffer(tier, f"base ring {kind}", size, 1 if kind in ENDS else min(window, count))
 
 

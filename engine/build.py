@@ -12,7 +12,7 @@ from trireme.engine.activations import ActivationSwap
 from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
-from trireme.engine.homes import Homes, Scratch, Store
+from trireme.engine.homes import BaseFiles, Homes, Scratch, Store
 from trireme.engine.lanes import Lanes, Task
 from trireme.engine.memory import Memory, Slot
 from trireme.engine.optimizer import Optimizer
@@ -34,6 +34,7 @@ def build(
     adamw: AdamW | None = None,
     store: Store | None = None,
     scratch: Scratch | None = None,
+    files: BaseFiles | None = None,
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
@@ -46,7 +47,7 @@ def build(
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)
     memory.reserve("gpu", "workspace", workspace(geo, plan))
-    homes = Homes(geo, plan, memory, lanes, store, scratch)
+    homes = Homes(geo, plan, memory, lanes, store, scratch, files)
     weights = UnitStream(geo, plan, homes, lanes)
     swap = ActivationSwap(geo, plan, homes, lanes, scratch, homes.base_bytes)
     gradients = Gradients(geo, plan, homes, lanes, scratch, homes.base_bytes + swap.scratch_bytes)

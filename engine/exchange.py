@@ -19,6 +19,7 @@ from trireme.models.lora import initial
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.files import sync_folder
 from trireme.storage.layout import TensorSpec
+from trireme.storage.untrusted import checksum, summed
 
 Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> elements in pieces
 LOADERS = 4  # tensors read at once
@@ -35,6 +36,7 @@ class Exchange:
         shapes = {name: t.shape for name, t in source.tensors.items()}
         self.stored = hf.sources(cfg, shapes)  # canonical -> source's name
         self.canonical = hf.canonical_names(cfg, shapes)  # source's -> canonical name, None if not trained
+        self.base: dict[str, str] = {}  # checksums of frozen weights as they were loaded, by unit
         self.unit = {t.name: u for u, layout in enumerate(homes.geo.stored) for t in layout.tensors}
 
     def load(self, progress: Progress = silent) -> None:
@@ -42,11 +44,11 @@ class Exchange:
         self._check_tied()
         in_bf16 = {name for name, stored in self.stored.items() if self.source.tensors[stored].dtype == "BF16"}
         fill(self.homes, self._values, in_bf16, progress)
-        fill_base(self.homes, self._values, progress)
+        self.load_base(progress)
 
     def load_base(self, progress: Progress = silent) -> None:
         """Fills homes of frozen weights alone; a snapshot has the rest. Errors as load."""
-        fill_base(self.homes, self._values, progress)
+        self.base = fill_base(self.homes, self._values, progress)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
         """Writes the current checkpoint. Raises StoreError."""
@@ -120,19 +122,21 @@ def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progr
                 progress(homes.layout(Entry("state", u, r)).span)
 
 
-def fill_base(homes: Homes, read: Read, progress: Progress = silent) -> None:
-    """Errors as `fill`."""
+def fill_base(homes: Homes, read: Read, progress: Progress = silent) -> dict[str, str]:
+    """Fills, or only reads, frozen weights. Returns checksums of what was read, by unit. Errors as `fill`."""
     with ThreadPoolExecutor(LOADERS) as pool:
-        for u in range(homes.geo.n_units):
-            _fill_weights(homes, Entry("base", u), read, pool, progress)
+        units = [(u, name) for u, name in enumerate(homes.geo.names) if homes.geo.base[u].tensors]
+        return {name: _fill_weights(homes, Entry("base", u), read, pool, progress) for u, name in units}
 
 
-def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecutor, progress: Progress) -> None:
-    layout = homes.layout(entry)
+def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecutor, progress: Progress) -> str:
+    """The checksum of the values read."""
+    layout, sums = homes.layout(entry), list[str]()
     if layout.tensors:
         with Writer(homes, entry) as buffer:
-            list(pool.map(lambda t: _fill_weight(t, buffer, read), layout.tensors))
+            sums += pool.map(lambda t: _fill_weight(t, buffer, read), layout.tensors)
         progress(layout.span)
+    return checksum(found.encode() for found in sums)
 
 
 def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[str]) -> None:
@@ -185,9 +189,10 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
     return (values[a : a + PIECE] for a in range(0, len(values), PIECE))
 
 
-def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> None:
-    out, at = _numpy(buffer, t), 0
-    for raw in read(t.name, 0, t.numel):
+def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> str:
+    """The checksum of the values read."""
+    out, at, sums = _numpy(buffer, t), 0, list[str]()
+    for raw in summed(read(t.name, 0, t.numel), sums.append):
         values = raw if dtype_of(raw) == t.dtype == "BF16" else convert(raw, dtype_of(raw), "F32")
         exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
         if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:
@@ -196,3 +201,4 @@ def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> None:
             values = split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
         out[at : at + len(values)] = values
         at += len(values)
+    return sums[0]

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from trireme.engine.plan import Plan
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
-from trireme.storage.layout import ITEMSIZE, Layout, pack, rank, round_up, sequential
+from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 Part = Literal["all", "weights", "moments"]  # of an update
 ADAM_BYTES = 28  # RAM traffic of an fp32 AdamW a parameter: gradient, master, moments, weights
@@ -78,6 +78,11 @@ class Geometry:
         return sequential(
             [(name, t.dtype, s) for t in layout.tensors for name, s in shapes.on_disk(self.cfg, t.name, t.shape)]
         )
+
+    @cached_property
+    def base_room(self) -> tuple[int, ...]:
+        """Bytes for each unit's frozen weights as they lie in a checkpoint, read in whole blocks of the drive."""
+        return tuple(layout.span + 2 * ALIGN * len(layout.tensors) for layout in self.base)
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:

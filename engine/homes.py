@@ -54,6 +54,26 @@ class Scratch(Protocol):
     def close(self) -> None: ...
 
 
+class Piece(NamedTuple):
+    """Bytes of a tensor: where a host slot has them, where the layout wants them."""
+
+    first: int
+    offset: int
+    nbytes: int
+
+
+class BaseFiles(Protocol):
+    """Frozen weights in the user's checkpoint."""
+
+    def read(self, u: int, buffer: memoryview) -> Future[None]: ...
+
+    def pieces(self, u: int) -> Sequence[Piece]:
+        """Of unit u, as `read` leaves it."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Entry(NamedTuple):
     """A unit's trained or frozen (`base`) weights, or record `r` of its state."""
 
@@ -83,13 +103,15 @@ class Homes:
         lanes: Lanes,
         store: Store | None = None,
         scratch: Scratch | None = None,
+        files: BaseFiles | None = None,
     ):
+        """`files`: of frozen weights on the SSD; without them, they are copied to the scratch space."""
         self.geo, self.plan, self.memory, self.lanes = geo, plan, memory, lanes
-        self.store, self.scratch = store, scratch
+        self.store, self.scratch, self.files = store, scratch, files
         self.base_offset: dict[int, int] = {}  # in the scratch space
         self.base_bytes = 0
         for u, unit in enumerate(plan.units):
-            if unit.base == "ssd":
+            if unit.base == "ssd" and files is None:
                 self.base_offset[u] = self.base_bytes
                 self.base_bytes += geo.base[u].span
         self._made = {(b.tier, b.key): memory.alloc(b.tier, b.key, b.nbytes, b.count) for b in buffers(geo, plan)}
@@ -145,6 +167,16 @@ class Homes:
         home = self.home(entry)
         return home if home is not None and home.device.type == "cpu" else None
 
+    def in_place(self, entry: Entry) -> bool:
+        """Whether an entry is read from the user's checkpoint, and written nowhere."""
+        return entry.kind == "base" and self.files is not None and self.tier(entry) == "ssd"
+
+    def pieces(self, entry: Entry) -> Sequence[Piece]:
+        """Of an entry in a host slot."""
+        if self.files is not None and self.in_place(entry):
+            return self.files.pieces(entry.u)
+        return (Piece(0, 0, self.layout(entry).span),)
+
     def shards_of(self, entry: Entry, *parts: str) -> list[Stored]:
         """Of an entry, or of these parts of a record (Geometry.state_parts)."""
         if entry.kind != "state":
@@ -183,7 +215,14 @@ class Homes:
     # ------------------------------------------------ traffic in a step
 
     def read_weights(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self._io("ssd_read", "weights", self.label(entry), self.shards_of(entry), buffer, after)
+        files, nbytes = self.files, self.layout(entry).span
+        if files is None or not self.in_place(entry):
+            return self._io("ssd_read", "weights", self.label(entry), self.shards_of(entry), buffer, after)
+
+        def io() -> None:
+            files.read(entry.u, memory_of(buffer, self.geo.base_room[entry.u])).result()
+
+        return self.lanes.run("ssd_read", "weights", self.label(entry), io, after, nbytes=nbytes)
 
     def label(self, entry: Entry) -> str:
         """Label of its tasks."""
@@ -302,6 +341,7 @@ class Reader:
     def read(self, entry: Entry, *parts: str) -> Tensor:
         """The entry's home in RAM, or a copy until the next read, of `parts` at their offsets. Raises StoreError."""
         homes = self.homes
+        assert not homes.in_place(entry)
         buffer = homes.in_ram(entry)
         if buffer is not None:
             return buffer
@@ -329,7 +369,7 @@ class Writer:
         return self.buffer
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None or self.buffer is self.home:
+        if error is not None or self.buffer is self.home or self.homes.in_place(self.entry):
             return
         if self.home is None:
             self.homes.move(self.homes.transfer(self.entry, "write"), self.homes.shards_of(self.entry), self.buffer)

@@ -81,6 +81,8 @@ class Engine:
         self.optimizer.close()
         if self.activations.scratch is not None:
             self.activations.scratch.close()
+        if self.homes.files is not None:
+            self.homes.files.close()
         self.memory.close()
 
     def compute(self, kind: Kind, u: int, fn: Callable[[], object], after: Sequence[Task], flops: float = 0) -> Task:

@@ -135,7 +135,8 @@ class WeightStream:
 
     def _copy_up(self, u: int, target: Tensor, ready: tuple[Task, ...]) -> Task:
         """Copies unit u from home to `target`, from the SSD through a host slot."""
-        name, nbytes = self.homes.label(Entry(self.kind, u)), self.layouts[u].span
+        entry, nbytes = Entry(self.kind, u), self.layouts[u].span
+        name, pieces = self.homes.label(entry), self.homes.pieces(entry)
         slot = None
         if self._tier(u) == "host":
             source, come = self.buffers[u], self._ready(u)
@@ -148,7 +149,8 @@ class WeightStream:
             come = (self._read(u, source, (*slot.ready, *self._ready(u))),)
 
         def copy() -> None:
-            target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+            for first, offset, n in pieces:
+                target[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
 
         task = self.lanes.run("h2d", "weights", name, copy, (*ready, *come), nbytes=nbytes)
         if slot is not None:

@@ -53,10 +53,10 @@ def address_of(buffer: Buffer) -> int:
 class File:
     """A file and its descriptor. `direct` (O_DIRECT) needs offset, size, address in multiples of 4,096."""
 
-    def __init__(self, path: AnyPath, direct: bool, size: int | None = None):
+    def __init__(self, path: AnyPath, direct: bool, size: int | None = None, write: bool = True):
         """With `size`, creates the file and allocates its blocks. Raises StoreError."""
         self.path, self.direct = os.fspath(path), direct
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         try:
             self.fd = _open(self.path, flags | (os.O_CREAT | os.O_EXCL if size is not None else 0))
         except OSError as e:

@@ -67,6 +67,7 @@ class Files:
 
     export: int = 0  # the written checkpoint; 0: weights in the compute dtype
     merged: int = 0  # the written model with its adapters in it
+    copied: str = "they have to be there"  # why frozen weights on the SSD are copied; "": read from the checkpoint
     best: bool = False  # kept for a while beside the next or the last
     tokens: int = 0  # the tokenized data
     held: int = 0  # of these and the state, what the run has already
@@ -135,6 +136,10 @@ class Forecast:
         """Bytes of frozen weights."""
         return sum(layout.span for layout in self.geo.base)
 
+    @property
+    def frozen_on_ssd(self) -> int:
+        return sum(self.geo.base[u].span for u, unit in enumerate(self.plan.units) if unit.base == "ssd")
+
     def stored(self) -> int:
         """Bytes of a snapshot: weights and optimizer state."""
         geo = self.geo
@@ -151,7 +156,7 @@ class Forecast:
             "export": export + files.merged,
             "best": export * files.best,
             "tokens": files.tokens,
-            "frozen": sum(self.geo.base[u].span for u, unit in enumerate(self.plan.units) if unit.base == "ssd"),
+            "frozen": self.frozen_on_ssd * bool(files.copied),
             "scratch": sum(scratch(self.geo, self.plan)),
         }
 

@@ -81,6 +81,8 @@ def disk_line(f: Forecast) -> str:
     parts += f", export {gb(part['export'])}"
     parts += ", as much again for the best" if f.files.best else ""
     parts += f", tokens {gb(part['tokens'])}" if part["tokens"] else ""
+    if f.frozen_on_ssd and f.files.copied:
+        parts += f", a copy of the frozen weights {gb(part['frozen'])} ({f.files.copied})"
     parts += f", activations and gradients {gb(part['scratch'])}" if part["scratch"] else ""
     need, room = f.disk(), f.room
     if not room:

@@ -29,6 +29,7 @@ from trireme.engine.planner.sizes import find_model
 from trireme.engine.run.options import Options
 from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pinned_of
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
+from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.kernels.private import cache_folder
 from trireme.models import hf, shapes
@@ -155,6 +156,8 @@ def prepare(
     limits, stores = planner.limits_for(work.sequences), _stores(options) or [out]
     machine = assumed or this_machine(device, planner.dtype, limits, stores)
     plan, because, machine = planner.find(work, files, limits, machine, stores)
+    if not (assumed or _is_absent(options, folder)):
+        files = replace(files, copied=why_copied(cfg, plan.dtype, source, stored, stores))
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
 
@@ -298,7 +301,8 @@ def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: 
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else tokens)
     export = 4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes
     merged = source.nbytes * options.merge
-    return Files(export, merged, data is not None and data.held_out is not None, tokens, taken, options.keep)
+    best = data is not None and data.held_out is not None
+    return Files(export, merged, best=best, tokens=tokens, held=taken, keep=options.keep)
 
 
 def _stores(options: Options) -> list[Path]:
@@ -310,7 +314,7 @@ def check_room(job: Job) -> None:
     part = job.forecast.disk_parts()
     wanted = [(job.out, part["export"] + part["best"], "--out")]
     if job.plan.uses("ssd"):
-        each = (part["store"] + part["spares"] + part["scratch"]) // len(job.store_dirs)
+        each = (part["store"] + part["spares"] + part["scratch"] + part["frozen"]) // len(job.store_dirs)
         wanted += [(d, each, "--store") for d in job.store_dirs]
     by_drive: dict[int, list[tuple[Path, int, str]]] = defaultdict(list)
     for folder, need, option in wanted:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trireme.engine.amounts import gib
+from trireme.engine.amounts import gb, gib
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, replace_folder
 from trireme.engine.lanes import WRITES, RealLanes
@@ -27,6 +27,7 @@ from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import LOGS, has_begun, tidy
 from trireme.engine.step import Engine
 from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
+from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
 from trireme.engine.updates import AdamW
 from trireme.engine.watchdog import leave, patience, watched
 from trireme.kernels import host_adamw
@@ -116,6 +117,8 @@ class Live:
         self.lanes = RealLanes(job.device)
         self.clock, self.promised = Clock(), dict[Part, float]()
         self._engine: Engine | None = None
+        self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
+        self._stamps = stamps(job.source)
 
     @property
     def engine(self) -> Engine:
@@ -136,7 +139,22 @@ class Live:
             self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
-            fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked)
+            self._loaded(fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked))
+
+    def _loaded(self, base: dict[str, str]) -> None:
+        """Raises InputError where frozen weights are not those that the run began with."""
+        for unit, found in base.items():
+            if self.base.get(unit, found) != found:
+                raise InputError(
+                    f"--resume {self.job.out}: the frozen weights of {unit} in {self.job.options.model} are not those "
+                    "that the run began with. Restore the checkpoint."
+                )
+        self.base = base
+
+    def _check_base(self, copied: bool = False) -> None:
+        """Raises StoreError where frozen weights that steps read, or that are to be `copied`, have changed."""
+        if self.engine.homes.files is not None or (copied and self.base):
+            check_unchanged(self.job.source, self._stamps)
 
     def move(self, job: Job) -> None:
         """Takes over the plan of `job`, through a snapshot: memory holds no second state."""
@@ -144,7 +162,7 @@ class Live:
         self.give_back()
         self.job = job
         self._engine = make_engine(job, self.lanes, self.store, self.screen)
-        fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)
+        self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
 
     def settle(self) -> None:
         """Applies all updates; drains lanes."""
@@ -169,6 +187,7 @@ class Live:
         if self.is_saved:
             return
         self.settle()
+        self._check_base()
         homes, done = self.engine.homes, self.progress
         with self.clock.at("snapshots"), self.screen.working("saving", homes.nbytes(everything=False)) as more:
             homes.save_to_store(more)
@@ -180,6 +199,7 @@ class Live:
             "best": [done.best, done.best_step],
             "written": self.written,
             "eval_rows": done.eval_rows,
+            "base": self.base,
             "log": self.log.sync(done.step, done.evaluated),
         }
         self.store.commit(done.step, says)
@@ -190,6 +210,7 @@ class Live:
 
     def export(self, best: bool = False) -> None:
         """Writes OUT or, if `best`, replaces OUT/best; reads it back."""
+        self._check_base(copied=self.job.cfg.lora is None)
         job, homes = self.job, self.engine.homes
         best_folder, base = job.out / "best", str(Path(job.options.model or "").resolve())
         nbytes = 2 * job.source.nbytes  # written and read back
@@ -211,6 +232,7 @@ class Live:
             return
         save_adapter(job.out, cfg, homes, base)
         if job.options.merge:
+            self._check_base(copied=True)
             with self.screen.working("merging the adapters", 2 * job.source.nbytes) as more:
                 merge_adapter(job.out, cfg, job.source, job.out / "merged", more)
 
@@ -251,13 +273,25 @@ def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen) -> Eng
     o = job.options
     adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
     hold_to(job.limits, job.device)
-    e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store)
+    e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store, files=_base_files(job, store, screen))
     if e.memory.refused:
         screen.warn(
             f"CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
             f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
         )
     return e
+
+
+def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None:
+    """Frozen weights on the SSD, in the user's checkpoint; None where they are copied."""
+    if job.files.copied or not job.forecast.frozen_on_ssd:
+        return None
+    layouts = {u: job.forecast.geo.base[u] for u, unit in enumerate(job.plan.units) if unit.base == "ssd"}
+    try:
+        return CheckpointBase(layouts, job.source, job.stored, store.devices[0])
+    except StoreError as error:
+        screen.warn(f"{error}; so frozen weights are copied, {gb(job.forecast.frozen_on_ssd)}")
+        return None
 
 
 def fill_engine(
@@ -268,24 +302,27 @@ def fill_engine(
     resumed: bool,
     asked: Sequence[int] = (),
     everything: bool = True,
-) -> None:
-    """Loads the snapshot if `resumed`, else the checkpoint. Raises as Live.load.
+) -> dict[str, str]:
+    """Loads the snapshot if `resumed`, else the checkpoint. Returns Exchange.base. Raises as Live.load.
 
     Without `everything`, homes on the SSD are not read.
     """
     e.claim_scratch(store.devices)
+    adapter = None if resumed else job.adapter
+    exchange = Exchange(job.cfg, job.source, e.homes, adapter.values if adapter else None)
     if resumed:
         _load_snapshot(e, store, screen, asked, everything)
         if e.homes.frozen_bytes:
             with _loading(screen, "loading what is frozen", e.homes.frozen_bytes, asked) as more:
-                Exchange(job.cfg, job.source, e.homes).load_base(more)
-        return
+                exchange.load_base(more)
+        return exchange.base
     for shard in e.homes.shards():
         store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
     if job.plan.homes_on_ssd:
         store.reserve()
     with _loading(screen, "loading", e.homes.nbytes() + e.homes.frozen_bytes, asked) as more:
-        Exchange(job.cfg, job.source, e.homes, job.adapter.values if job.adapter else None).load(more)
+        exchange.load(more)
+    return exchange.base
 
 
 def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:

@@ -83,6 +83,7 @@ SNAPSHOT = {
     "written": int,
     "eval_rows": {int, type(None)},  # None or missing: all
     "best": ({float, type(None)}, {int, type(None)}),
+    "base": dict,  # checksums of frozen weights, by unit
     "log": (int, {int, type(None)}, int, int),
     "cut": {
         **dict.fromkeys(("tokens", "n_micro", "record", "adam_bits", "batch_size", "rows"), int),
@@ -96,7 +97,7 @@ SNAPSHOT = {
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError where a snapshot is not of this version's form."""
-    wrong = complaint({"eval_rows": None, **said}, SNAPSHOT)
+    wrong = complaint({"eval_rows": None, "base": {}, **said}, SNAPSHOT)
     if not wrong:
         try:
             pinned = Pinned.read(said["cut"])

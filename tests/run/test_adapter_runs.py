@@ -15,6 +15,7 @@ from trireme.engine.run import train
 from trireme.engine.run.job import prepare
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
+from trireme.storage.files import StoreError
 
 TENSORS = "adapter_model.safetensors"
 
@@ -50,6 +51,7 @@ def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, wh
     moved, real = [], train.train_step
 
     def counted(e, micro, number, rate):
+        assert e.homes.files is not None, "the base is copied"
         before = [e.lanes.moved[lane] for lane in WRITES]
         stats = real(e, micro, number, rate)
         weights = sum(e.geo.x_bytes(mb.tokens) for mb in micro) * (e.geo.n_units - 2)  # x of blocks is swapped there
@@ -80,6 +82,38 @@ def test_a_run_moves_its_base_when_resumed(checkpoint, whole, far, monkeypatch):
     there.save(checkpoint / "there.json")
     finetune(replace(run, resume=run.out, plan=str(checkpoint / "there.json")))
     same(checkpoint / "moved", whole)
+
+
+def changed(checkpoint: Path) -> None:
+    """Another value in a frozen tensor, the header as it was."""
+    path = checkpoint / "checkpoint/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-6] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", ["near", "far"])
+def test_a_base_that_changed_is_refused(checkpoint, whole, far, place, monkeypatch):
+    run = adapters(checkpoint, f"changed-{place}", **({"plan": far} if place == "far" else {}))
+    stopped(run, 3, monkeypatch)
+    changed(checkpoint)
+    with pytest.raises(InputError, match="the frozen weights of .* are not those that the run began with. Restore"):
+        finetune(replace(run, resume=run.out))
+    changed(checkpoint)
+    real = train.train_step
+
+    def meanwhile(e, micro, number, rate):
+        if number == 5:
+            changed(checkpoint)
+        return real(e, micro, number, rate)
+
+    if place == "far":  # it is read in every step
+        with monkeypatch.context() as m, pytest.raises(StoreError, match="was changed while the run trained"):
+            m.setattr(train, "train_step", meanwhile)
+            finetune(replace(run, resume=run.out))
+        changed(checkpoint)
+    finetune(replace(run, resume=run.out))
+    same(checkpoint / f"changed-{place}", whole)
 
 
 def test_peft_opens_it_and_merged_it_computes_the_same(checkpoint, whole):
@@ -127,7 +161,7 @@ def test_what_is_trained_cannot_change(checkpoint, monkeypatch):
 def test_a_refusal_offers_adapters_that_fit(checkpoint, capsys):
     small = replace(options(checkpoint, checkpoint / "small", "gpu"), dry_run=True, gpu_memory=4 << 20)
     with pytest.raises(DoesNotFit, match=r"--gpu-memory by .* Or train adapters, which fit: --lora 16\.$"):
-        finetune(replace(small, ram=4 << 20))
+        finetune(replace(small, ram=6 << 20))
     with pytest.raises(DoesNotFit) as refused:
         finetune(replace(small, ram=1 << 20))
     assert "--lora" not in str(refused.value)

@@ -1,0 +1,115 @@
+"""Frozen weights read from the user's own checkpoint: where they lie, whether that will do, whether it is as it was."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+from trireme.engine.homes import Piece
+from trireme.models import shapes
+from trireme.models.config import ModelConfig
+from trireme.storage.aio import File, together
+from trireme.storage.checkpoint import Source
+from trireme.storage.devices import Device
+from trireme.storage.files import StoreError, existing
+from trireme.storage.layout import ALIGN, Layout, round_up
+
+Stamps = dict[Path, tuple[int, int, int]]  # file -> its number, bytes and time of change
+
+
+class Extent(NamedTuple):
+    """Whole blocks of a file, and their first byte in a host slot."""
+
+    file: str
+    offset: int
+    nbytes: int
+    first: int
+
+
+class Way(NamedTuple):
+    """How a unit's frozen weights come from the checkpoint."""
+
+    extents: tuple[Extent, ...]
+    pieces: tuple[Piece, ...]
+
+
+def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> Way:
+    """The extents of a unit's tensors, neighbours as one, and the tensors within. `stored`: their names in `source`."""
+    found = [(source.tensors[stored[t.name]], t) for t in layout.tensors]
+    extents: list[Extent] = []
+    pieces: list[Piece] = []
+    for there, t in sorted(found, key=lambda pair: (pair[0].file, pair[0].offset)):
+        begin, end = there.offset // ALIGN * ALIGN, round_up(there.offset + t.nbytes)
+        last = extents[-1] if extents else Extent("", 0, 0, 0)
+        if last.file == there.file and begin <= last.offset + last.nbytes:
+            extents[-1] = last._replace(nbytes=max(last.nbytes, end - last.offset))
+        else:
+            extents.append(Extent(there.file, begin, end - begin, last.first + last.nbytes))
+        pieces.append(Piece(extents[-1].first + there.offset - extents[-1].offset, t.offset, t.nbytes))
+    return Way(tuple(extents), tuple(pieces))
+
+
+class CheckpointBase:
+    """homes.BaseFiles of a checkpoint, read by the requests of the drive that it lies on."""
+
+    def __init__(self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], device: Device):
+        """`layouts`: of units at home on the SSD. Raises StoreError where a file does not open as the drive's own."""
+        self.device, self.sizes = device, {name: (source.folder / name).stat().st_size for name in source.files}
+        self.ways = {u: way(layout, source, stored) for u, layout in layouts.items()}
+        self.files: dict[str, File] = {}
+        try:
+            for name in {extent.file for found in self.ways.values() for extent in found.extents}:
+                self.files[name] = File(source.folder / name, device.direct, write=False)
+        except StoreError:
+            self.close()
+            raise
+
+    def read(self, u: int, buffer: memoryview) -> Future[None]:
+        requests = []
+        for file, offset, nbytes, first in self.ways[u].extents:
+            need = min(nbytes, self.sizes[file] - offset)  # the last block of a file may end early
+            view = buffer[first : first + nbytes]
+            requests.append(self.device.io.read(self.files[file], offset, view, need))
+        return together(requests)
+
+    def pieces(self, u: int) -> Sequence[Piece]:
+        return self.ways[u].pieces
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+
+def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str, str], stores: Sequence[Path]) -> str:
+    """Why frozen weights cannot be read where they lie; "" where they can. `stores`: folders that the run writes."""
+    frozen = [name for u in range(cfg.n_units) for group in shapes.frozen_groups(cfg, u) for name, _ in group]
+    if any(name not in stored for name in frozen):
+        return "they are stored in other shapes"
+    other = {source.tensors[stored[name]].dtype for name in frozen} - {dtype}
+    if other:
+        return f"they are {', '.join(sorted(other))}, and computed with in {dtype}"
+    if len(stores) > 1:
+        return f"{len(stores)} drives read faster than one"
+    drives = {(source.folder / name).stat().st_dev for name in source.files}
+    if drives != {existing(stores[0]).stat().st_dev}:
+        return f"{source.folder} is on another drive than {stores[0]}"
+    return ""
+
+
+# ---------------------------------------------------------------- a base that changes
+
+
+def stamps(source: Source) -> Stamps:
+    """What tells whether files have changed since."""
+    found = {source.folder / name: (source.folder / name).stat() for name in source.files}
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+
+
+def check_unchanged(source: Source, before: Stamps) -> None:
+    """Raises StoreError where a file of the checkpoint is not as it was."""
+    for path, stamp in stamps(source).items():
+        if stamp != before[path]:
+            raise StoreError(errno.ESTALE, "was changed while the run trained on top of it; restore it", str(path))

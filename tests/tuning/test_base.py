@@ -1,0 +1,127 @@
+"""Frozen weights read from the user's checkpoint: the same bytes wherever they lie; changes are noticed."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import LIMITS, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import CASES, oracle
+
+from trireme.engine.build import build
+from trireme.engine.exchange import Exchange
+from trireme.engine.geometry import Geometry
+from trireme.engine.lanes import RealLanes
+from trireme.engine.plan import UnitPlan
+from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps, way, why_copied
+from trireme.engine.tuning.chosen import adapted, chosen
+from trireme.models import hf
+from trireme.models.config import Lora
+from trireme.storage.aio import arena
+from trireme.storage.checkpoint import Source, SourceTensor, open_source
+from trireme.storage.devices import open_device
+from trireme.storage.files import StoreError
+from trireme.storage.layout import ALIGN, pack
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory):
+    found = open_device(tmp_path_factory.mktemp("drive"), nbytes=0)
+    yield found
+    found.io.close()
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 5000), st.booleans()), min_size=1, max_size=6)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SIZES, st.randoms())
+def test_every_tensor_comes_from_its_place(device, drawn, random):
+    """Any gaps, any order, two files: whole blocks are read, no more than there is room for."""
+    folder, ends, tensors, content = device.path, {"a": 0, "b": 0}, {}, {}
+    for i, (numel, gap, second) in enumerate(drawn):
+        file = "b" if second else "a"
+        tensors[f"t{i}"] = SourceTensor("F32", (numel,), file, ends[file] + gap)
+        ends[file] += gap + 4 * numel
+    for file, nbytes in ends.items():
+        content[file] = np.random.default_rng(random.getrandbits(30)).bytes(nbytes)
+        (folder / file).write_bytes(content[file])
+    names = random.sample(sorted(tensors), len(tensors))
+    stored = {name: name for name in names}
+    layout = pack([[(name, tensors[name].shape)] for name in names], "F32")
+    source = Source(folder, tuple(f for f in ends if ends[f]), tensors, {})
+    extents, pieces = way(layout, source, stored)
+    room = layout.span + 2 * ALIGN * len(names)
+    assert all((e.offset | e.nbytes | e.first) % ALIGN == 0 and e.first + e.nbytes <= room for e in extents)
+    buffer, out = arena(room), bytearray(layout.span)
+    base = CheckpointBase({0: layout}, source, stored, device)
+    base.read(0, buffer).result()
+    base.close()
+    for first, offset, nbytes in base.pieces(0):
+        out[offset : offset + nbytes] = buffer[first : first + nbytes]
+    for t in layout.tensors:
+        there = tensors[t.name]
+        assert out[t.offset : t.offset + t.nbytes] == content[there.file][there.offset : there.offset + t.nbytes]
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
+    """Slots that are let go of are poisoned: only what was read and copied is there."""
+    reference, cfg = oracle(*CASES[case])
+    reference.save_pretrained(tmp_path, max_shard_size="30KB")
+    cfg, source = (
+        adapted(cfg, Lora(2, 4.0, ("c_fc",) if case == "gpt2" else ("q_proj", "down_proj"))),
+        open_source(tmp_path),
+    )
+    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    found = []
+    for tier, in_place in (("gpu", False), ("ssd", False), ("ssd", True)):
+        plan = gpu_plan(cfg, units=(UnitPlan("host", "host", base=tier),) * cfg.n_units, record=700, window=1)
+        layouts = dict(enumerate(Geometry.of(cfg, plan).base))
+        files = CheckpointBase(layouts, source, stored, device) if in_place else None
+        lanes = RealLanes("cpu", extra=("poison",))
+        places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
+        e = build(cfg, plan, LIMITS, lanes, **places, poison=True, pinned=False)
+        assert (e.homes.base_bytes > 0) == (tier == "ssd" and not in_place)
+        exchange = Exchange(cfg, source, e.homes)
+        exchange.load()
+        seen = train(e, batches(cfg, 3, 2, 24))
+        found.append((seen, exchange.base, {name: t.tolist() for name, t in final_weights(e).items()}))
+        lanes.close()
+        e.close()
+    assert len(source.files) > 2
+    assert found[0] == found[1] == found[2]
+
+
+def model(folder: Path, dtype=torch.float32):
+    reference, cfg = oracle(*CASES["llama"])
+    reference.to(dtype).save_pretrained(folder)
+    source = open_source(folder)
+    return cfg, source, hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+
+
+def test_where_it_has_to_be_copied(tmp_path):
+    cfg, source, stored = model(tmp_path)
+    some = chosen(cfg, ("*embed*",), ())
+    why = lambda cfg=some, dtype="F32", stores=(tmp_path / "store",): why_copied(cfg, dtype, source, stored, stores)
+    assert why() == ""
+    assert why(dtype="BF16") == "they are F32, and computed with in BF16"
+    assert why(stores=(tmp_path / "a", tmp_path / "b")) == "2 drives read faster than one"
+    assert why(cfg=replace(cfg, frozen=())) == ""
+    if os.stat("/dev/shm").st_dev != tmp_path.stat().st_dev:
+        assert why(stores=(Path("/dev/shm"),)) == f"{tmp_path} is on another drive than /dev/shm"
+
+
+def test_a_file_that_changes_is_noticed(tmp_path):
+    _, source, _ = model(tmp_path)
+    before, path = stamps(source), tmp_path / "model.safetensors"
+    check_unchanged(source, before)
+    content = path.read_bytes()
+    path.write_bytes(content)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(StoreError, match="was changed while the run trained on top of it"):
+        check_unchanged(source, before)
