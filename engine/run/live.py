@@ -16,8 +16,8 @@ from trireme.engine.amounts import gb, gib
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, replace_folder
 from trireme.engine.lanes import WRITES, RealLanes
+from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.planner.host import hold_to
-from trireme.engine.planner.whole import Clock, Part
 from trireme.engine.run.command import kept
 from trireme.engine.run.job import Job
 from trireme.engine.run.log import RunLog
@@ -44,8 +44,8 @@ Snapshot = dict[str, Any]  # settle.SNAPSHOT
 
 
 def new_store(job: Job, screen: Screen) -> Store:
-    """Raises StoreError."""
-    trial = min(TRIAL, 4 * job.parameters)
+    """Its drives are measured where steps use them. Raises StoreError."""
+    trial = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd")
     return Store.create(job.store_dirs, job.options.keep, job.source.companions, trial, screen.warn)
 
 
@@ -105,7 +105,7 @@ class Progress:
 
 
 class Live:
-    def __init__(self, job: Job, store: Store, snapshot: Snapshot | None, screen: Screen):
+    def __init__(self, job: Job, store: Store, snapshot: Snapshot | None, screen: Screen, clock: Clock | None = None):
         """`snapshot`: of a resumed run. Raises InputError, StoreError."""
         self.job, self.store, self.screen = job, store, screen
         self.resumed = snapshot is not None
@@ -115,7 +115,7 @@ class Live:
         since = Mark(*snapshot["log"]) if snapshot else None
         self.log = RunLog(job.out, job.options, job.total_steps, screen, since, job.work.evaluations)
         self.lanes = RealLanes(job.device)
-        self.clock, self.promised = Clock(), dict[Part, float]()
+        self.clock, self.promised = clock or Clock(), dict[Part, float]()
         self._engine: Engine | None = None
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
         self._stamps = stamps(job.source)
@@ -135,7 +135,7 @@ class Live:
 
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between pieces once `asked` is not empty.
         """
-        with self.clock.at("start"):
+        with self.clock.at("load"):
             self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
@@ -161,8 +161,9 @@ class Live:
         self.save()
         self.give_back()
         self.job = job
-        self._engine = make_engine(job, self.lanes, self.store, self.screen)
-        self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
+        with self.clock.at("load"):
+            self._engine = make_engine(job, self.lanes, self.store, self.screen)
+            self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
 
     def settle(self) -> None:
         """Applies all updates; drains lanes."""

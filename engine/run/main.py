@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
@@ -27,12 +28,12 @@ LONGEST = 2000  # characters
 
 def command() -> int:
     open_streams()
-    return main(sys.argv[1:])
+    return main(sys.argv[1:], process_began())
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
-    options, screen = Options(), Screen()
+def main(argv: Sequence[str], began: float | None = None) -> int:
+    """Returns the exit code. `began`: time.monotonic() at the command's start, if not now."""
+    options, screen, clock = Options(), Screen(), Clock(began=began)
 
     def fail(message: str, code: int) -> int:
         screen.urgent(f"error: {shown(' '.join(message.split()), LONGEST)}")
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         options = parse(argv)
-        return run(options, screen)
+        return run(options, screen, clock)
     except (InputError, CheckpointError) as error:
         return fail(str(error), 2)
     except DoesNotFit as error:
@@ -89,7 +90,7 @@ def give_up_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def run(options: Options, screen: Screen) -> int:
+def run(options: Options, screen: Screen, clock: Clock) -> int:
     """Returns 0, or 130 if interrupted and saved."""
     # spinning threads of torch: steps ten times slower on a busy CPU
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -102,9 +103,10 @@ def run(options: Options, screen: Screen) -> int:
         # late: torch takes seconds
         from trireme.engine.run import demo, train
 
+        clock.spent["imports"] += clock.whole
         try:
             with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
-                train.finetune(given, screen)
+                train.finetune(given, screen, clock)
         except train.Interrupted:
             return 130
     return 0

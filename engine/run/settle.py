@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.choose import choose
+from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import Machine
@@ -233,6 +234,7 @@ class Planner:
     on_cuda: bool
     limits: Limits
     pinned: Pinned | None
+    clock: Clock = field(default_factory=Clock, compare=False)
 
     @cached_property
     def given(self) -> Plan | None:
@@ -317,7 +319,8 @@ class Planner:
         if not self.on_cuda:
             return Settled(first, (), machine)
         if first.uses("ssd") and not o.assume:
-            machine = with_drives(machine, stores)
+            with self.clock.at("probe"):  # anew for a resumed run: drives change
+                machine = with_drives(machine, stores, anew=self.pinned is not None)
         begun = self.pinned.plan if self.pinned else None
         if begun and (begun.mode != first.mode or not begun.runs_on_cuda):
             begun = None
