@@ -78,12 +78,7 @@ class Job:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter to begin with."""
-        return (
-            read_adapter(Path(self.options.adapter), replace(self.cfg, lora=None, frozen=()))
-            if self.options.adapter
-            else None
-        )
+        return _given(self.options, self.cfg)
 
     @property
     def trained_parameters(self) -> int:
@@ -142,6 +137,10 @@ def prepare(
     with clock.at("headers"):
         pinned = None if kept is None else pinned_of(options, kept)
         cfg = what_is_trained(options)
+        if (adapter := _given(options, cfg)) and Path(adapter.base).name != folder.resolve().name:
+            say(
+                f"--adapter {options.adapter} was made for {adapter.base or 'a model without a name'}, not for {folder}"
+            )
         source = outlined(cfg, folder) if _is_absent(options, folder) else open_source(folder, say)
         if pinned:
             check_model(options, pinned, cfg, source)
@@ -169,6 +168,11 @@ def prepare(
         files = replace(files, copied=why_copied(cfg, plan.dtype, source, stored, stores))
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
+
+
+def _given(options: Options, cfg: ModelConfig) -> Adapter | None:
+    """The adapter that --adapter names. Raises InputError."""
+    return read_adapter(Path(options.adapter), replace(cfg, lora=None, frozen=())) if options.adapter else None
 
 
 def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:

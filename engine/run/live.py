@@ -18,7 +18,7 @@ from trireme.engine.exchange import Exchange, replace_folder
 from trireme.engine.lanes import WRITES, RealLanes
 from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.planner.host import hold_to
-from trireme.engine.run.command import kept
+from trireme.engine.run.command import kept, program
 from trireme.engine.run.job import Job
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
@@ -26,8 +26,9 @@ from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import LOGS, has_begun, tidy
 from trireme.engine.step import Engine
-from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
+from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
+from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.updates import AdamW
 from trireme.engine.watchdog import leave, patience, watched
 from trireme.kernels import host_adamw
@@ -262,7 +263,8 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     return [
         f"output   {out}/: {', '.join([CONFIG, WEIGHTS, *logs])}",
         f"check    reopened: an adapter of rank {found.lora.rank}, {len(found.source.tensors):,} tensors",
-        f"next     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {str(out)!r})",
+        f"next     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {str(out)!r}), or "
+        f"{program()} merge {out} --out DIR",
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
-from trireme.engine.run.command import parse
+from trireme.engine.run.command import parse, parse_merge
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
 from trireme.engine.run.signals import stop_signals
@@ -40,6 +40,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         return code
 
     try:
+        if argv[:1] == ["merge"]:
+            return merge(argv[1:], screen)
         options = parse(argv)
         return run(options, screen, clock)
     except (InputError, CheckpointError) as error:
@@ -109,4 +111,19 @@ def run(options: Options, screen: Screen, clock: Clock) -> int:
                 train.finetune(given, screen, clock)
         except train.Interrupted:
             return 130
+    return 0
+
+
+def merge(argv: Sequence[str], screen: Screen) -> int:
+    """`trireme merge ADAPTER --out DIR`. Raises InputError, CheckpointError, StoreError."""
+    given = parse_merge(argv)
+
+    def leave(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with stop_signals(leave, lambda: screen.urgent("left at once")):
+        from trireme.engine.tuning.merge import merge_folder  # late, as above
+
+        merge_folder(Path(given.adapter), given.model, Path(given.out), screen.warn, screen.working)
+    screen.say(f"output   {given.out}/: the model with its adapter, read back")
     return 0
