@@ -19,7 +19,7 @@ from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import Machine
-from trireme.engine.planner.rule import Wanted, shortage, simple_plan
+from trireme.engine.planner.rule import Wanted, cuts, shortage, simple_plan
 from trireme.engine.run.options import Options
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig, default_number, numbers
@@ -164,7 +164,7 @@ def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Sour
 
 def misfit(plan: Plan, cfg: ModelConfig) -> str:
     """Why a plan does not suit the model; "" where it does."""
-    if len(plan.units) != plan.cut(cfg).n_units:
+    if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.parallel:
         return "the plan is for another model"
     geo = Geometry.of(cfg, plan)
     for u, unit in enumerate(plan.units):
@@ -274,7 +274,7 @@ class Planner:
         if not self._one_memory:
             return self.limits
         wanted, room, refused = self.wanted(sequences), self.limits.both, []
-        for halves in (False, True) if wanted.halves is None else (wanted.halves,):
+        for halves in cuts(self.cfg, wanted):
             need = self._lacking(replace(wanted, halves=halves))
             if need is None:
                 return self.limits
