@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes, Scratch
-from trireme.engine.lanes import Lanes, Task
+from trireme.engine.lanes import HOPS, Lanes, Task, numbered
 from trireme.engine.memory import OnGpu, Ring, memory_of, views
 from trireme.engine.plan import TIERS, Plan, Tier
 
@@ -35,8 +35,9 @@ class ActivationSwap:
     ):
         self.geo, self.plan, self.lanes, self.scratch = geo, plan, lanes, scratch
         self.names = {(u, tier): unit.names(tier) for u, unit in enumerate(plan.units) for tier in TIERS}
-        self.rings = {what: homes.ring("gpu", f"{what} ring") for what in ("x", "dx")}
-        self.swap_rings = {tier: homes.ring("gpu", f"swap ring {tier}") for tier in ("host", "ssd")}
+        self.rings = {what: homes.gpu_rings(f"{what} ring") for what in ("x", "dx")}
+        self.swap_rings = {tier: homes.gpu_rings(f"swap ring {tier}") for tier in ("host", "ssd")}
+        self.hop_in, self.hop_out = HOPS if plan.gpus > 1 else ("h2d", "d2h")
         self.host_ring = homes.ring("host", "swap ring ssd")
         self.fixed: dict[Activation, Tensor] = {}  # on the GPU, outside rings
         self.host: dict[Activation, Tensor] = {}
@@ -51,7 +52,8 @@ class ActivationSwap:
         on_gpu, in_ram = iter(homes.many("gpu", "x")), iter(homes.many("host", "x"))
         for u in range(1, self.geo.n_units):
             name = self.geo.names[u]
-            gpu, host = iter(homes.many("gpu", f"saved {name}")), iter(homes.many("host", f"saved {name}"))
+            own = self.plan.units[u].gpu
+            gpu, host = iter(homes.many("gpu", f"saved {name}", own)), iter(homes.many("host", f"saved {name}"))
             for b in range(self.plan.n_micro):
                 for activation in (Activation(u, b, "x", self.plan.units[u].x), *self.saved(u, b)):
                     if activation.tier == "gpu":
@@ -96,8 +98,17 @@ class ActivationSwap:
         what = activation.tier if activation.what == "saved" else activation.what
         return f"{self.geo.names[activation.u]} {what} {activation.b}"
 
-    def _ring(self, activation: Activation) -> Ring:
-        return self.swap_rings[activation.tier] if activation.what == "saved" else self.rings[activation.what]
+    def _ring(self, activation: Activation, gpu: int) -> Ring:
+        rings = self.swap_rings[activation.tier] if activation.what == "saved" else self.rings[activation.what]
+        return rings[gpu]
+
+    def _writer(self, activation: Activation) -> int:
+        """The GPU that fills it; of `x` that of the unit before."""
+        return self.plan.units[activation.u - (activation.what == "x")].gpu
+
+    def _reader(self, activation: Activation) -> int:
+        """The GPU that uses it; of `dx` that of the unit before."""
+        return self.plan.units[activation.u - (activation.what == "dx")].gpu
 
     # ------------------------------------------------ on the GPU and out
 
@@ -106,7 +117,7 @@ class ActivationSwap:
         if activation in self.fixed:
             here = OnGpu(self.fixed[activation], ())
         else:
-            slot = self._ring(activation).acquire(self._label(activation))
+            slot = self._ring(activation, self._writer(activation)).acquire(self._label(activation))
             here = OnGpu(slot.buffer, slot.ready, slot)
         self.here[activation] = here
         return here
@@ -128,7 +139,8 @@ class ActivationSwap:
         def out() -> None:
             target[:nbytes].copy_(here.buffer[:nbytes], non_blocking=True)
 
-        task = self.lanes.run("d2h", "activations", label, out, (*here.ready, *before), nbytes=nbytes)
+        lane = numbered("d2h" if activation.what == "saved" else self.hop_out, self._writer(activation))
+        task = self.lanes.run(lane, "activations", label, out, (*here.ready, *before), nbytes=nbytes)
         here.ready = (*here.ready, task)
         if slot is not None:
             task = self._write(activation, target, nbytes, (task, *self._last(waits)))
@@ -140,15 +152,15 @@ class ActivationSwap:
 
     # ------------------------------------------------ back
 
-    def prefetch(self, activations: Iterable[Activation], tokens: int) -> None:
+    def prefetch(self, activations: Iterable[Activation], tokens: int, lane: str = "h2d") -> None:
         """Starts spans on their way back, unless on the GPU."""
         for activation in activations:
             if activation not in self.here:
-                self._fetch(activation, self._nbytes(activation, tokens))
+                self._fetch(activation, self._nbytes(activation, tokens), numbered(lane, self._reader(activation)))
 
-    def _fetch(self, activation: Activation, nbytes: int) -> None:
+    def _fetch(self, activation: Activation, nbytes: int, lane: str) -> None:
         waits, label = _waiting_place(activation), self._label(activation)
-        gpu = self._ring(activation).acquire(label)
+        gpu = self._ring(activation, self._reader(activation)).acquire(label)
         slot, come = None, (self.away[waits],)
         if activation.tier == "ssd":
             slot = self.host_ring.acquire(label)
@@ -159,7 +171,7 @@ class ActivationSwap:
         def back() -> None:
             gpu.buffer[:nbytes].copy_(source[:nbytes], non_blocking=True)
 
-        task = self.lanes.run("h2d", "activations", label, back, (*gpu.ready, *come), nbytes=nbytes)
+        task = self.lanes.run(lane, "activations", label, back, (*gpu.ready, *come), nbytes=nbytes)
         if slot is not None:
             slot.ring.release(slot, (task,))
         self.away[waits] = task  # orders the copy's next writer after this read

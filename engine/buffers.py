@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
@@ -20,12 +20,13 @@ Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind 
 
 @dataclass(frozen=True)
 class Buffer:
-    """`count` equal buffers of `nbytes`, asked for by `key`."""
+    """`count` equal buffers of `nbytes`, asked for by `key`; `gpu`: of the gpu tier."""
 
     tier: Tier
     key: str
     nbytes: int
     count: int = 1
+    gpu: int = 0
 
 
 def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
@@ -34,10 +35,20 @@ def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
 
 
 def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
-    made = (
-        make(geo, plan, units) for make in (_weight_buffers, _base_buffers, _optimizer_buffers, _activation_buffers)
-    )
-    return [b for some in made for b in some if b.count and b.nbytes]
+    """Each GPU's, as if its units were all, and those of RAM."""
+    made = _made(geo, plan, units)
+    if plan.gpus == 1:
+        return made
+    made = [b for b in made if b.tier != "gpu"]
+    for gpu in sorted({unit.gpu for unit in plan.units}):
+        own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
+        made += [replace(b, gpu=gpu) for b in _made(geo, plan, own) if b.tier == "gpu"]
+    return made
+
+
+def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
+    makers = (_weight_buffers, _base_buffers, _optimizer_buffers, _activation_buffers)
+    return [b for make in makers for b in make(geo, plan, units) if b.count and b.nbytes]
 
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
@@ -101,8 +112,8 @@ def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
 def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     wide = geo.gradients if plan.n_micro > 1 else geo.weights
     tied = geo.cfg.tied  # then the head adds to the embedding's gradient too
-    yield Buffer("gpu", "gradient", max(wide[u].span for u, _ in units if u >= tied))
-    yield Buffer("gpu", "gradient embed", wide[0].span if tied else 0)
+    yield Buffer("gpu", "gradient", max((wide[u].span for u, _ in units if u >= tied), default=0))
+    yield Buffer("gpu", "gradient embed", max((wide[u].span for u, _ in units if u < tied), default=0))
     for u, alike in units:
         if plan.units[u].state == "gpu":
             yield Buffer("gpu", f"gradient out {geo.names[u]}", geo.weights[u].span, alike)
@@ -142,7 +153,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
     for u, alike in inner:
         homes[plan.units[u].x] += alike
     yield Buffer("gpu", "x", x, n * homes["gpu"])
-    if homes["host"] or homes["ssd"]:
+    if homes["host"] or homes["ssd"] or plan.gpus > 1:
         yield Buffer("gpu", "x ring", x, plan.swap_slots + (plan.swap_slots if away else n))
         yield Buffer("host", "x", x, n * homes["host"])
     yield Buffer("gpu", "dx ring", x, 2 * plan.swap_slots if away else n + 1)
@@ -152,26 +163,30 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
         yield Buffer("gpu", f"saved {geo.names[u]}", gpu, n * alike)
         yield Buffer("host", f"saved {geo.names[u]}", host, n * alike)
     for tier in ("host", "ssd"):
-        yield Buffer("gpu", f"swap ring {tier}", max(spans[tier]), plan.swap_slots)
+        yield Buffer("gpu", f"swap ring {tier}", max(spans[tier], default=0), plan.swap_slots)
     if homes["ssd"] or any(spans["ssd"]):
         yield Buffer("host", "swap ring ssd", max(x, *spans["ssd"]), 2 * plan.swap_slots)
 
 
-def workspace(geo: Geometry, plan: Plan) -> int:
-    """GPU bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
+def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
+    """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.n_micro > 1 else ITEMSIZE[plan.dtype]
-    each = {geo.kinds[u]: u for u in range(geo.n_units)}.values()  # by kind
-    temporaries = max(costs.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each)
+    each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.units[u].gpu == gpu}.values()  # by kind
+    needs = [costs.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each]
+    temporaries = max(needs, default=0)
     inputs = plan.tokens * plan.n_micro * 48
     return round_up(int(temporaries * 1.02)) + inputs
 
 
 def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
-    """Bytes of gpu and host: buffers and workspace."""
-    total = {"gpu": workspace(geo, plan), "host": 0}
+    """Bytes of the fullest GPU and of host: buffers and workspace."""
+    on_gpu, host = [workspace(geo, plan, gpu) for gpu in range(plan.gpus)], 0
     for b in _buffers(geo, plan, _alike(geo, plan)):
-        total[b.tier] += b.nbytes * b.count
-    return total
+        if b.tier == "gpu":
+            on_gpu[b.gpu] += b.nbytes * b.count
+        else:
+            host += b.nbytes * b.count
+    return {"gpu": max(on_gpu), "host": host}
 
 
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:

@@ -21,7 +21,7 @@ from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
 from trireme.engine.weights import UnitStream
 from trireme.models import costs
-from trireme.models.config import ModelConfig
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Load, Tables, make_rows
 
 
@@ -42,11 +42,16 @@ def build(
 
     `poison`: NaN in released slots (tests). `pinned`: register RAM with CUDA, for copies several times faster.
     """
-    geo = Geometry.of(cfg, plan)
-    memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned)
+    if plan.gpus > 1 and cfg.experts is not None:
+        raise InputError("plan: a mixture of experts is trained on one GPU: its load is counted over all layers")
+    if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
+        raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
+    geo, others = Geometry.of(cfg, plan), lanes.devices[1:]
+    memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned, others=others)
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)
-    memory.reserve("gpu", "workspace", workspace(geo, plan))
+    for gpu in range(plan.gpus):
+        memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
     homes = Homes(geo, plan, memory, lanes, store, scratch, files)
     weights = UnitStream(geo, plan, homes, lanes)
     swap = ActivationSwap(geo, plan, homes, lanes, scratch, homes.base_bytes)
@@ -83,10 +88,24 @@ def inputs(
     load: Load | None = None,
 ) -> Inputs:
     """On the device; `tables` from rope_tables, in training `load` from make_load."""
+    return inputs_on(cfg, micro_batch, [(tables, device)], load)
+
+
+def inputs_on(
+    cfg: ModelConfig,
+    micro_batch: MicroBatch,
+    places: Sequence[tuple[Tables, torch.device | str]],
+    load: Load | None = None,
+) -> Inputs:
+    """On several GPUs."""
+    pairs, trained = costs.layer_pairs(cfg, micro_batch.lengths), int((micro_batch.labels >= 0).sum())
+    packed = tuple(_packed(micro_batch, tables, device, load) for tables, device in places)
+    return Inputs(len(micro_batch.labels), trained, pairs, packed)
+
+
+def _packed(micro_batch: MicroBatch, tables: Tables, device: torch.device | str, load: Load | None) -> Packed:
     labels = torch.from_numpy(micro_batch.labels).long()
     loss_rows = torch.nonzero(labels >= 0)[:, 0]
     tensors = (torch.from_numpy(micro_batch.ids).long(), labels, loss_rows)
     ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in tensors)
-    packed = Packed(ids, labels, loss_rows, make_rows(micro_batch.lengths, tables, device, load))
-    pairs = costs.layer_pairs(cfg, micro_batch.lengths)
-    return Inputs(len(labels), len(loss_rows), pairs, packed)
+    return Packed(ids, labels, loss_rows, make_rows(micro_batch.lengths, tables, device, load))

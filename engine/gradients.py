@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.engine.geometry import Geometry, Stretch
 from trireme.engine.homes import Homes, Scratch
-from trireme.engine.lanes import Lanes, Task
+from trireme.engine.lanes import Lanes, Task, numbered
 from trireme.engine.memory import Slot, flat, memory_of, views
 from trireme.engine.plan import Plan
 from trireme.kernels import ops
@@ -38,8 +38,8 @@ class Gradients:
         """`scratch`: for gradients on the SSD, from byte `first` on."""
         self.geo, self.plan, self.homes, self.lanes, self.scratch = geo, plan, homes, lanes, scratch
         self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # of the accumulators
-        self.accumulator, self.tied = homes.ring("gpu", "gradient"), homes.ring("gpu", "gradient embed")
-        self.out = homes.ring("gpu", "gradient out")  # rounded
+        self.accumulators, self.tied = homes.gpu_rings("gradient"), homes.gpu_rings("gradient embed")
+        self.out = homes.gpu_rings("gradient out")  # rounded
         self.landings, self.back = homes.rings("host", "gradient"), homes.ring("host", "gradient ring")
         self.holding: dict[int, Slot] = {}  # accumulators in use
         self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM or None, its arrival
@@ -52,21 +52,23 @@ class Gradients:
                 self.offset[u] = first + self.scratch_bytes
                 self.scratch_bytes += geo.weights[u].span
         if not lanes.simulated:
-            self.sums = torch.zeros(geo.first_stretch[-1], dtype=torch.float32, device=lanes.device)
+            sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in lanes.devices)
+            self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
 
     def get(self, u: int) -> Gradient:
         """Unit u's accumulator, zero at first."""
         if not self.geo.numel[u]:
             return Gradient({}, ())
         if u not in self.holding:
-            ring = self.tied if u == 0 and self.geo.cfg.tied else self.accumulator
-            slot = ring.acquire(self.geo.names[u])
+            rings, gpu = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators, self.plan.units[u].gpu
+            slot = rings[gpu].acquire(self.geo.names[u])
             nbytes = self.wide[u].span
 
             def zero() -> None:
                 slot.buffer[:nbytes].zero_()
 
-            task = self.lanes.run("compute", "zero", self.geo.names[u], zero, slot.ready, nbytes=nbytes)
+            lane = numbered("compute", gpu)
+            task = self.lanes.run(lane, "zero", self.geo.names[u], zero, slot.ready, nbytes=nbytes)
             self.holding[u] = slot
             slot.ready = (task,)
         slot = self.holding[u]
@@ -84,7 +86,7 @@ class Gradients:
         else:
             host = self.landings[self.geo.size_class(u)].acquire(name)
             for piece in self.geo.pieces(u, self.plan.piece):
-                out = self.out.acquire(name)
+                out = self.out[self.plan.units[u].gpu].acquire(name)
                 task = self._round(u, piece, accumulator, out.buffer, (after, *out.ready))
                 landed = self._land(u, piece, out, host, task)
                 out.ring.release(out, (landed,))
@@ -96,15 +98,18 @@ class Gradients:
     def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor, after: Sequence[Task]) -> Task:
         """Rounds a piece and sums its squares by stretch."""
         first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_stretch[u]
+        gpu = self.plan.units[u].gpu
 
         def finish() -> None:
             wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, first + n)
             narrow = flat(out, self.geo.dtype, n)
             for start, stop, i in piece:
-                self.sums[place + i] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[0]
+                self.sums[gpu][place + i] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[
+                    0
+                ]
 
         nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
-        return self.lanes.run("compute", "finish", self.geo.names[u], finish, after, nbytes=nbytes)
+        return self.lanes.run(numbered("compute", gpu), "finish", self.geo.names[u], finish, after, nbytes=nbytes)
 
     def _land(self, u: int, piece: Sequence[Stretch], out: Slot, host: Slot, rounded: Task) -> Task:
         """Copies a rounded piece to RAM."""
@@ -114,7 +119,8 @@ class Gradients:
         def land() -> None:
             host.buffer[first : first + nbytes].copy_(out.buffer[:nbytes], non_blocking=True)
 
-        return self.lanes.run("d2h", "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
+        lane = numbered("d2h", self.plan.units[u].gpu)
+        return self.lanes.run(lane, "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
 
     def _spill(self, u: int, host: Slot, landed: Task) -> Task:
         """Writes unit u's gradient to the SSD, frees its slot."""
@@ -146,9 +152,12 @@ class Gradients:
         slot.ready = (self.read[u],)
         return slot, a * size - first
 
-    def norm(self) -> Tensor:
-        """A step's global norm, fp64 on the device."""
-        return self.sums.double().sum().sqrt()
+    def norm(self, gpu: int, others: Sequence[Tensor]) -> Tensor:
+        """A step's global norm, fp64 on a GPU; `others`: sums of the others, in RAM."""
+        sums = self.sums[gpu]
+        for other in others:
+            sums = sums + other.to(sums.device)  # each zero elsewhere: one GPU's to the bit
+        return sums.double().sum().sqrt()
 
     def discard(self) -> None:
         """Drops waiting gradients: the step is skipped."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trireme.engine.buffers import ENDS, buffers
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes import READS, Kind, Lanes, Task
+from trireme.engine.lanes import READS, Kind, Lanes, Task, numbered
 from trireme.engine.memory import NOTHING, Memory, Ring, memory_of
 from trireme.engine.plan import Plan, Tier
 from trireme.models.shapes import HALVES
@@ -114,31 +114,37 @@ class Homes:
             if unit.base == "ssd" and files is None:
                 self.base_offset[u] = self.base_bytes
                 self.base_bytes += geo.base[u].span
-        self._made = {(b.tier, b.key): memory.alloc(b.tier, b.key, b.nbytes, b.count) for b in buffers(geo, plan)}
-        names, units = geo.names, plan.units
-        self.weights = [self.one(unit.weights, f"weights {name}") for name, unit in zip(names, units, strict=True)]
-        self.base = [self.one(unit.base, f"base {name}") for name, unit in zip(names, units, strict=True)]
-        self.resident = [self.one("gpu", f"weights {name}") for name in names]
-        self.state = [self._split_records(u, self.one(units[u].state, f"state {name}")) for u, name in enumerate(names)]
-        self.gradients = [self.one("gpu", f"gradient out {name}") for name in names]
+        self._made = {
+            (b.tier, b.key, b.gpu): memory.alloc(b.tier, b.key, b.nbytes, b.count, b.gpu) for b in buffers(geo, plan)
+        }
+        units = range(geo.n_units)
+        self.weights = [self.of(u, plan.units[u].weights, "weights") for u in units]
+        self.base = [self.of(u, plan.units[u].base, "base") for u in units]
+        self.resident = [self.of(u, "gpu", "weights") for u in units]
+        self.state = [self._split_records(u, self.of(u, plan.units[u].state, "state")) for u in units]
+        self.gradients = [self.of(u, "gpu", "gradient out") for u in units]
 
-    def one(self, tier: Tier, key: str) -> Tensor:
-        """Buffer `key`; empty if absent or simulated."""
-        return self._made.get((tier, key), [NOTHING])[0]
+    def of(self, u: int, tier: Tier, what: str) -> Tensor:
+        """Unit u's buffer; empty if absent or simulated."""
+        return next(iter(self.many(tier, f"{what} {self.geo.names[u]}", self.plan.units[u].gpu)), NOTHING)
 
-    def many(self, tier: Tier, key: str) -> list[Tensor]:
-        """The equal buffers `key`."""
-        return self._made.get((tier, key), [])
+    def many(self, tier: Tier, key: str, gpu: int = 0) -> list[Tensor]:
+        """The equal buffers `key` in RAM or of a GPU."""
+        return self._made.get((tier, key, gpu if tier == "gpu" else 0), [])
 
-    def ring(self, tier: Tier, key: str) -> Ring:
+    def ring(self, tier: Tier, key: str, gpu: int = 0) -> Ring:
         """A new ring over buffers `key`."""
-        ring = Ring(f"{tier} {key}", self.many(tier, key), self.memory.poison)
+        ring = Ring(f"{numbered(tier, gpu)} {key}", self.many(tier, key, gpu), self.memory.poison)
         self.memory.rings.append(ring)
         return ring
 
-    def rings(self, tier: Tier, prefix: str) -> dict[str, Ring]:
+    def gpu_rings(self, key: str) -> list[Ring]:
+        """A ring of each GPU."""
+        return [self.ring("gpu", key, gpu) for gpu in range(self.plan.gpus)]
+
+    def rings(self, tier: Tier, prefix: str, gpu: int = 0) -> dict[str, Ring]:
         """Rings by size class."""
-        return {kind: self.ring(tier, f"{prefix} {kind}") for kind in ("block", *HALVES, *ENDS)}
+        return {kind: self.ring(tier, f"{prefix} {kind}", gpu) for kind in ("block", *HALVES, *ENDS)}
 
     def _split_records(self, u: int, buffer: Tensor) -> list[Tensor]:
         records, start = [], 0
@@ -379,4 +385,4 @@ class Writer:
 
 def staging(homes: Homes, entry: Entry) -> Tensor:
     """The host buffer for entries away from RAM."""
-    return homes.one("host", "staging")[: homes.layout(entry).span]
+    return next(iter(homes.many("host", "staging")), NOTHING)[: homes.layout(entry).span]

@@ -6,7 +6,8 @@ A task waits only for tasks handed over before it, and lanes are first in, first
 - `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; ordered by events or futures;
 - `SimulatedLanes` (planner/simulate.py): times alone; start = max(lane free, inputs ready), end = start + seconds.
 
-`compute` is the calling thread with its CUDA stream.
+With one GPU `compute` is the calling thread with its CUDA stream. Several GPUs have lanes of their own, threads all:
+`compute`, `compute1`, ... On the CPU they are pretended.
 """
 
 from __future__ import annotations
@@ -27,6 +28,34 @@ import torch
 # What a step waits for; optimizer records, which would hold it up in the same queue.
 READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
 LANES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer on the GPU
+HOPS = ("hop_in", "hop_out")  # activations between GPUs, which would wait behind weights
+ON_GPU = ("compute", "h2d", "d2h", "update", *HOPS)
+
+
+def numbered(name: str, gpu: int) -> str:
+    """A GPU's lane or tier."""
+    return f"{name}{gpu}" if gpu else name
+
+
+def kind_of(lane: str) -> str:
+    """A lane's name without its GPU."""
+    return lane.rstrip("0123456789")
+
+
+def gpu_of(lane: str) -> int:
+    return int(lane[len(kind_of(lane)) :] or 0)
+
+
+def plain(lane: str) -> str:
+    """A lane's kind; of a hop, the way on the bus that it takes."""
+    return {"hop_in": "h2d", "hop_out": "d2h"}.get(kind_of(lane), kind_of(lane))
+
+
+def lanes_of(gpus: int) -> tuple[str, ...]:
+    if gpus == 1:
+        return LANES
+    return (*LANES, *HOPS, *(numbered(lane, gpu) for gpu in range(1, gpus) for lane in ON_GPU))
+
 
 Kind = Literal[
     "forward", "backward", "loss", "zero", "finish", "statistics",  # computation
@@ -112,7 +141,12 @@ class Span:
 
 class Lanes(Protocol):
     simulated: bool
-    device: torch.device
+    devices: Sequence[torch.device]  # GPUs; on the CPU pretended
+
+    @property
+    def device(self) -> torch.device:
+        """GPU 0."""
+        ...
 
     def run(
         self,
@@ -137,14 +171,22 @@ class InlineLanes:
 
     simulated = False
 
-    def __init__(self, device: torch.device | str = "cpu"):
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, device: torch.device | str = "cpu", gpus: int = 1):
+        """`gpus`: `device` and those behind it."""
+        first = torch.device(device)
+        if first.type == "cuda" and first.index is None:
+            first = torch.device("cuda", torch.cuda.current_device())
+        self.devices: Sequence[torch.device] = [first] + [
+            torch.device("cuda", first.index + gpu) if first.type == "cuda" else first for gpu in range(1, gpus)
+        ]
         self.tasks: list[RealTask] = []
         self.tracing = False
         self.moved: Counter[str] = Counter()  # bytes by lane
         self.zero = time.perf_counter()
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices[0]
 
     def run(
         self,
@@ -210,32 +252,42 @@ SWITCH = 5e-4  # seconds between GIL switches; the usual 5e-3 is a whole copy or
 
 
 class RealLanes(InlineLanes):
-    """A thread per lane; on CUDA streams for `h2d`, `d2h`, `update`; `compute`: the caller's.
+    """A thread per lane, on CUDA with a stream where it is a GPU's; one GPU's `compute`: the caller's.
 
     SWITCH is the interpreter's switch interval until `close`.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = ()):
-        super().__init__(device)
+    def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1):
+        super().__init__(device, gpus)
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH)
         self.error: BaseException | None = None
         self.at: dict[str, RealTask] = {}  # by lane: its task, waiting or begun
         self.over: Counter[str] = Counter()  # by lane: tasks executed, on streams issued
-        cuda = self.device.type == "cuda"
-        self.streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h", "update")} if cuda else {}
-        if cuda:
-            self.streams["compute"] = torch.cuda.current_stream(self.device)
-            self.origin = torch.cuda.Event(enable_timing=True)
-            self.origin.record(self.streams["compute"])
-            self.origin.synchronize()
-            self.zero = time.perf_counter()
-        self.queues: dict[str, queue.SimpleQueue[Any]] = {name: queue.SimpleQueue() for name in (*LANES[1:], *extra)}
+        self.streams: dict[str, torch.cuda.Stream] = {}
+        self.origins: list[tuple[torch.cuda.Event, float]] = []  # by GPU: an event, its time
+        if self.device.type == "cuda":
+            for gpu in range(gpus):
+                self._open(gpu)
+            self.zero = self.origins[0][1]
+        names = (*lanes_of(gpus)[gpus == 1 :], *extra)
+        self.queues: dict[str, queue.SimpleQueue[Any]] = {name: queue.SimpleQueue() for name in names}
         self.threads = []
         for name in self.queues:
             thread = threading.Thread(target=self._serve, args=(name,), name=f"lane-{name}", daemon=True)
             thread.start()
             self.threads.append(thread)
+
+    def _open(self, gpu: int) -> None:
+        """Makes its streams; `compute` shares the caller's, which brings inputs."""
+        device = self.devices[gpu]
+        for name in ("h2d", "d2h", "update", *(HOPS if len(self.devices) > 1 else ())):
+            self.streams[numbered(name, gpu)] = torch.cuda.Stream(device)
+        stream = self.streams[numbered("compute", gpu)] = torch.cuda.current_stream(device)
+        origin = torch.cuda.Event(enable_timing=True)
+        origin.record(stream)
+        origin.synchronize()
+        self.origins.append((origin, time.perf_counter()))
 
     def run(
         self,
@@ -250,7 +302,7 @@ class RealLanes(InlineLanes):
         if self.error is not None:
             raise self.error
         task = self._noted(RealTask(lane, kind, of, nbytes, flops))
-        if lane == "compute":
+        if lane == "compute" and len(self.devices) == 1:
             self._execute(task, fn, after, self.streams.get(lane))
             if task.error is not None:
                 raise task.error
@@ -270,7 +322,7 @@ class RealLanes(InlineLanes):
         stream = self.streams.get(lane)
         try:
             if stream is not None:
-                torch.cuda.set_device(self.device)
+                torch.cuda.set_device(self.devices[gpu_of(lane)])
                 torch.cuda.set_stream(stream)
         except BaseException as error:  # kept for the lane's tasks
             self.error = self.error or error
@@ -293,8 +345,9 @@ class RealLanes(InlineLanes):
                 task.ended.synchronize()
         if self.error is not None:
             raise self.error
-        if "compute" in self.streams:
-            self.streams["compute"].synchronize()
+        for lane, stream in self.streams.items():
+            if kind_of(lane) == "compute":
+                stream.synchronize()
 
     def _sentinel(self, lane: str) -> RealTask:
         task = RealTask(lane, "other", "drain")
@@ -307,7 +360,7 @@ class RealLanes(InlineLanes):
             waiting.put(None)
         for thread in self.threads:
             thread.join()
-        if "compute" in self.streams:
+        if self.origins:
             for stream in self.streams.values():
                 stream.synchronize()
         sys.setswitchinterval(self._interval)
@@ -315,8 +368,9 @@ class RealLanes(InlineLanes):
     def trace(self) -> list[Span]:
         for t in self.tasks:
             if t.began is not None and t.ended is not None:
-                t.start = self.origin.elapsed_time(t.began) / 1e3
-                t.end = self.origin.elapsed_time(t.ended) / 1e3
+                origin, at = self.origins[gpu_of(t.lane)]
+                t.start = origin.elapsed_time(t.began) / 1e3 + (at - self.zero)
+                t.end = origin.elapsed_time(t.ended) / 1e3 + (at - self.zero)
         return super().trace()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.amounts import gib
-from trireme.engine.lanes import Task
+from trireme.engine.lanes import Task, numbered
 from trireme.engine.plan import DoesNotFit
 from trireme.storage.layout import Layout, round_up
 
@@ -112,7 +113,7 @@ class Ring:
 
 @dataclass(eq=False)
 class Memory:
-    """Named buffers under limits in bytes. On the CPU both tiers are RAM.
+    """Named buffers under limits in bytes, of each GPU and of RAM. On the CPU both tiers are RAM.
 
     `simulated`: counts alone. `poison`: called with released slots.
     """
@@ -124,41 +125,45 @@ class Memory:
     poison: Poison | None = None
     pinned: bool = True  # register host memory; False after a refusal
     refused: int = 0  # bytes not registered
-    table: list[tuple[str, str, int, int]] = field(default_factory=list)  # tier, name, bytes each, count
+    others: Sequence[torch.device] = ()  # GPUs behind `device`
+    table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU
     rings: list[Ring] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
-    def used(self, tier: str) -> int:
-        """Bytes taken in "gpu" or "host"."""
-        return sum(each * count for t, _, each, count in self.table if t == tier)
+    def used(self, tier: str, gpu: int | None = None) -> int:
+        """Bytes taken in "host", or in "gpu" of one or of the fullest."""
+        taken = Counter(dict.fromkeys(range(1 + len(self.others)), 0))
+        for t, _, each, count, g in self.table:
+            taken[g] += each * count * (t == tier)
+        return taken[gpu] if gpu is not None else max(taken.values())
 
-    def reserve(self, tier: str, name: str, nbytes: int, count: int = 1) -> None:
+    def reserve(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> None:
         """Counts buffers against the tier's limit. Raises DoesNotFit."""
         if nbytes * count == 0:
             return
         limit = self.gpu_limit if tier == "gpu" else self.ram_limit
-        total = self.used(tier) + nbytes * count
+        total = self.used(tier, gpu) + nbytes * count
         if total > limit:
             option, where = ("--gpu-memory", "GPU memory") if tier == "gpu" else ("--ram", "RAM")
             raise DoesNotFit(
-                f"{name} needs {gib(nbytes * count)} of {where}, {gib(limit - self.used(tier))} of the limit of "
+                f"{name} needs {gib(nbytes * count)} of {where}, {gib(limit - self.used(tier, gpu))} of the limit of "
                 f"{gib(limit)} is left. Raise {option} or lower --seq-len or --micro-batch."
             )
-        self.table.append((tier, name, nbytes, count))
+        self.table.append((tier, name, nbytes, count, gpu))
 
-    def alloc(self, tier: str, name: str, nbytes: int, count: int = 1) -> list[Tensor]:
+    def alloc(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> list[Tensor]:
         """Page-aligned uint8 buffers of `nbytes`, rounded up to 4,096. Raises DoesNotFit."""
         nbytes = round_up(nbytes)
-        self.reserve(tier, name, nbytes, count)
+        self.reserve(tier, name, nbytes, count, gpu)
         if self.simulated or nbytes == 0:
             return [NOTHING] * count
-        on_gpu = tier == "gpu" and self.device.type == "cuda"
-        slab = self._gpu_slab(nbytes * count) if on_gpu else self._host_slab(nbytes * count, pin=tier == "host")
+        cuda = tier == "gpu" and self.device.type == "cuda"
+        slab = self._gpu_slab(nbytes * count, gpu) if cuda else self._host_slab(nbytes * count, pin=tier == "host")
         return list(slab.split(nbytes))
 
-    def _gpu_slab(self, nbytes: int) -> Tensor:
-        slab = torch.empty(nbytes + 4096, dtype=torch.uint8, device=self.device)
+    def _gpu_slab(self, nbytes: int, gpu: int) -> Tensor:
+        slab = torch.empty(nbytes + 4096, dtype=torch.uint8, device=(self.device, *self.others)[gpu])
         skip = -slab.data_ptr() % 4096
         return slab[skip : skip + nbytes]
 
@@ -182,8 +187,8 @@ class Memory:
 
     def describe(self) -> list[str]:
         lines = [f"{'tier':5} {'buffer':32} {'count':>6} {'each':>11} {'total':>11}"]
-        for tier, name, each, count in self.table:
-            lines.append(f"{tier:5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
+        for tier, name, each, count, gpu in self.table:
+            lines.append(f"{numbered(tier, gpu):5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
         for tier, limit in (("gpu", self.gpu_limit), ("host", self.ram_limit)):
             lines.append(f"{tier:5} {'total (limit)':32} {'':6} {gib(self.used(tier)):>11} {gib(limit):>11}")
         return lines

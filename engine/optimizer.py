@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Lanes, Task
+from trireme.engine.lanes import Lanes, Task, numbered
 from trireme.engine.updates import AdamW, CpuUpdates, Kernels, OnGpuUpdates, StreamedUpdates
 from trireme.engine.weights import WeightStream
 
@@ -40,7 +42,12 @@ class Optimizer:
         self.streamed = StreamedUpdates(self.kernels, homes, weights, lanes)
         self.on_cpu = CpuUpdates(self.kernels, homes, weights, gradients, lanes)
         if not lanes.simulated:
-            self.stats = torch.zeros(3, dtype=torch.float64, device=lanes.device)
+            self.stats = torch.zeros(3, dtype=torch.float64, device=lanes.devices[self._home])
+
+    @property
+    def _home(self) -> int:
+        """The GPU of the losses."""
+        return self.plan.units[self.geo.head].gpu
 
     # ------------------------------------------------ a step
 
@@ -61,25 +68,36 @@ class Optimizer:
     def conclude(self, losses: list[Tensor], trained: int) -> StepStats:
         """Waits for backward; returns its statistics, sets the updates' clip factor."""
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
+        home, others = self._home, [gpu for gpu in range(self.plan.gpus) if gpu != self._home]
+        sums = [self._on(gpu, "sums of squares", partial(self._sums_of, gpu)) for gpu in others]
 
         def conclude() -> Tensor:
-            norm = self.gradients.norm()
+            norm = self.gradients.norm(home, [task.wait() for task in sums])
             self.stats[0] = sum((part.double().sum() for part in losses), self.stats.new_zeros(())) / trained
             self.stats[1] = norm
             self.stats[2] = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit else 1.0
             if clipped:
-                clip.on_device.copy_(self.stats[2:])
+                clip.on_device[home].copy_(self.stats[2:])
             return self.stats.to("cpu")
 
-        task = self.lanes.run("compute", "statistics", "", conclude)
+        task = self.lanes.run(numbered("compute", home), "statistics", "", conclude, sums)
         if clipped:
-            clip.known = (task,)
+            clip.known = (task, *(self._on(gpu, "clip", partial(self._set_clip, gpu, task), (task,)) for gpu in others))
         if self.lanes.simulated:
             return StepStats(0.0, 0.0, 1.0)
         loss, norm, factor = task.wait().tolist()
         if clipped:
             clip.set_in_ram(factor)
         return StepStats(loss, norm, factor)
+
+    def _on(self, gpu: int, of: str, fn: Callable[[], object], after: Sequence[Task] = ()) -> Task:
+        return self.lanes.run(numbered("compute", gpu), "other", of, fn, after)
+
+    def _sums_of(self, gpu: int) -> Tensor:
+        return self.gradients.sums[gpu].to("cpu")
+
+    def _set_clip(self, gpu: int, statistics: Task) -> None:
+        self.kernels.clip.on_device[gpu].fill_(float(statistics.wait()[2]))
 
     # ------------------------------------------------ updates
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,7 @@ Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST = 1 << 48
+MOST_GPUS = 64
 COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots")
 
 
@@ -57,6 +59,7 @@ class UnitPlan:
     x: Tier = "gpu"  # input
     saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier); others are recomputed
     base: Tier = "gpu"  # of frozen weights
+    gpu: int = 0  # that computes with it
 
     def names(self, tier: Tier) -> tuple[str, ...]:
         return tuple(name for name, t in self.saved if t == tier)
@@ -118,8 +121,24 @@ class Plan:
             raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
         if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
+        self._check_gpus()
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
+
+    def _check_gpus(self) -> None:
+        if any(not 0 <= self.units[u].gpu < MOST_GPUS for u in self.distinct()):
+            raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
+        if self.gpus == 1:
+            return
+        if self.between != "host" or any(unit.x == "gpu" for unit in self.units[1:]):
+            raise InputError("plan: with several GPUs inputs of units go through RAM: between host, x host or ssd")
+        inner = self.units[1:-1]
+        if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
+            raise InputError("plan: both halves of a block are on one GPU")
+
+    @cached_property
+    def gpus(self) -> int:
+        return 1 + max((self.units[u].gpu for u in self.distinct()), default=0)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with this plan's units."""
@@ -127,7 +146,7 @@ class Plan:
 
     @property
     def ahead(self) -> int:
-        """Units prefetched beside the one in use; half blocks have two rings."""
+        """Units of a GPU prefetched beside the one in use; half blocks have two rings."""
         return self.window * (2 if self.halves else 1) - 1
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:

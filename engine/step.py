@@ -6,7 +6,7 @@ functions given to `run` touch data: a simulation runs the same code.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,7 +18,7 @@ from trireme.engine.activations import Activation, ActivationSwap
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradient, Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Kind, Lanes, Task
+from trireme.engine.lanes import Kind, Lanes, Task, numbered
 from trireme.engine.memory import Memory, OnGpu, flat
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan
@@ -46,12 +46,17 @@ class Inputs:
     tokens: int  # N
     trained: int  # M
     pairs: int  # (query, key) pairs in a layer's attention
-    packed: Packed | None = None
+    packed: tuple[Packed, ...] = ()  # on each GPU
 
     @property
     def on_device(self) -> Packed:
-        assert self.packed is not None, "a simulation has no tensors"
-        return self.packed
+        """On the only GPU."""
+        assert len(self.packed) == 1, "a simulation has no tensors, several GPUs have theirs"
+        return self.packed[0]
+
+    def on(self, gpu: int) -> Packed:
+        assert self.packed, "a simulation has no tensors"
+        return self.packed[gpu]
 
 
 @dataclass
@@ -86,7 +91,10 @@ class Engine:
         self.memory.close()
 
     def compute(self, kind: Kind, u: int, fn: Callable[[], object], after: Sequence[Task], flops: float = 0) -> Task:
-        return self.lanes.run("compute", kind, self.geo.names[u], fn, after, flops=flops)
+        return self.lanes.run(numbered("compute", self.gpu(u)), kind, self.geo.names[u], fn, after, flops=flops)
+
+    def gpu(self, u: int) -> int:
+        return self.plan.units[u].gpu
 
 
 Item = TypeVar("Item")
@@ -101,6 +109,18 @@ def look_ahead(items: Iterable[Item], reach: int, start: Callable[[Item], object
         if len(coming) > reach:
             yield coming.popleft()
     yield from coming
+
+
+def units_ahead(e: Engine, units: Sequence[int], most: int, start: Callable[[int], object]) -> Iterator[int]:
+    """Yields the units, each started when its GPU has a slot: with one GPU, and at most, `most` before its turn."""
+    started, ahead = 0, Counter[int]()
+    for i, u in enumerate(units):
+        while started < len(units) and started <= i + most and ahead[e.gpu(units[started])] <= e.plan.ahead:
+            ahead[e.gpu(units[started])] += 1
+            start(units[started])
+            started += 1
+        yield u
+        ahead[e.gpu(u)] -= 1
 
 
 @dataclass
@@ -133,7 +153,7 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> Step
     trained = sum(mb.trained for mb in batch)
     route = _forward(e, batch, train=True)
     e.optimizer.begin(step, lr)
-    losses = _head(e, route, 1 / trained)
+    losses, _ = _head(e, route, 1 / trained)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
     e.optimizer.read_ahead()
@@ -142,7 +162,10 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> Step
 
 def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
     """Each micro-batch's losses (N,), zero without a label. Runs updates that are due."""
-    return _head(e, _forward(e, batch, train=False), None)
+    losses, done = _head(e, _forward(e, batch, train=False), None)
+    if e.plan.gpus > 1 and not e.lanes.simulated:
+        done.wait()  # a thread of its own appends them
+    return losses
 
 
 # ---------------------------------------------------------------- forward
@@ -156,8 +179,7 @@ def forward_units(e: Engine) -> Iterator[int]:
         e.optimizer.run_ahead()
         e.weights.prefetch(u)
 
-    reach = min(e.plan.ahead, e.geo.head - 1)  # the ends share a slot: the head waits for the embedding
-    return look_ahead(range(e.geo.n_units), reach, start)
+    return units_ahead(e, range(e.geo.n_units), e.geo.head - 1, start)  # the ends share a slot: the head waits
 
 
 def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
@@ -187,14 +209,15 @@ def _outputs(
     def fetch(place: tuple[int, int]) -> None:
         u, b = place
         if u > 0:  # the embedding's input is token ids
-            e.activations.prefetch([of(u, b)], batch[b].tokens)
+            e.activations.prefetch([of(u, b)], batch[b].tokens, e.activations.hop_in)
 
     return [look_ahead(product(units, range(len(batch))), min(e.plan.swap_slots, len(batch)) - 1, fetch)]
 
 
 def _forward_embedding(e: Engine, w: Weights, mb: Inputs, out: OnGpu) -> Task:
     def forward() -> None:
-        head.embed_forward(_weights(e, 0, w), mb.on_device.ids, mb.on_device.rows, _rows(e, out, mb))
+        ids, rows = mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows
+        head.embed_forward(_weights(e, 0, w), ids, rows, _rows(e, out, mb))
 
     return e.compute("forward", 0, forward, (*w.ready, *out.ready))
 
@@ -205,7 +228,7 @@ def _forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu
     spans = {saved: swap.open(saved) for saved in swap.saved(u, b)} if train else {}
 
     def forward() -> None:
-        saved, rows = swap.tensors(spans, mb.tokens), mb.on_device.rows
+        saved, rows = swap.tensors(spans, mb.tokens), mb.on(e.gpu(u)).rows
         model.forward(e.cfg, u, _weights(e, u, w), _rows(e, x, mb), rows, saved, _rows(e, out, mb))
 
     ready = _ready(w, x, out, *spans.values())
@@ -220,8 +243,8 @@ def _forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu
 # ---------------------------------------------------------------- the head
 
 
-def _head(e: Engine, route: Route, scale: float | None) -> list[Tensor]:
-    """Each micro-batch's losses; unless `scale` is None also the head's gradients of scale * their sum."""
+def _head(e: Engine, route: Route, scale: float | None) -> tuple[list[Tensor], Task]:
+    """Each micro-batch's losses, the last task; unless `scale` is None the head's gradients of scale * their sum."""
     read = (e.geo.head, 0) if e.cfg.tied else (e.geo.head,)  # units that the loss reads
     w = {v: e.weights.get(v) for v in read}
     g = {v: e.gradients.get(v) for v in read} if scale is not None else {}
@@ -232,7 +255,7 @@ def _head(e: Engine, route: Route, scale: float | None) -> list[Tensor]:
         e.weights.release(v, done)
     if g:
         e.optimizer.finish(e.geo.head, done)
-    return losses
+    return losses, done
 
 
 def _loss(
@@ -255,7 +278,7 @@ def _loss(
         grads = {v: model.gradients(e.cfg, v, gradient.tensors) for v, gradient in g.items()}
         w_out = model.output_matrix(e.cfg, tops.get(0), tops[u])
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
-        labels, rows, out = mb.on_device.labels, mb.on_device.loss_rows, _rows(e, dx, mb) if dx else None
+        labels, rows, out = mb.on(e.gpu(u)).labels, mb.on(e.gpu(u)).loss_rows, _rows(e, dx, mb) if dx else None
         given = (tops[u], w_out, _rows(e, x, mb), labels, rows)
         losses.append(head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out))
 
@@ -282,7 +305,7 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
 
     saved = look_ahead(product((*blocks, 0), range(len(batch))), e.plan.swap_slots - 1, fetch)
     fetched = (saved, *_outputs(e, batch, swap.dx, (e.geo.head, *blocks)))
-    route = Route(batch, look_ahead(blocks, e.plan.ahead, e.weights.prefetch), fetched)
+    route = Route(batch, units_ahead(e, blocks, e.geo.n_units, e.weights.prefetch), fetched)
     for u in route.units:
         w, gradient = e.weights.get(u), e.gradients.get(u)
         for b, mb in route.micro_batches():
@@ -300,7 +323,8 @@ def _backward_block(e: Engine, u: int, b: int, w: Weights, gradient: Gradient, m
     dx = swap.open(target)
 
     def backward() -> None:
-        saved, g, rows = swap.tensors(spans, mb.tokens), model.gradients(e.cfg, u, gradient.tensors), mb.on_device.rows
+        saved, g = swap.tensors(spans, mb.tokens), model.gradients(e.cfg, u, gradient.tensors)
+        rows = mb.on(e.gpu(u)).rows
         tensors = (_rows(e, x, mb), saved, _rows(e, dy, mb), rows, _rows(e, dx, mb))
         model.backward(e.cfg, u, _weights(e, u, w), g, *tensors)
 
@@ -323,7 +347,7 @@ def _backward_embedding(e: Engine, route: Route) -> None:
 
         def backward(mb: Inputs = mb, dy: OnGpu = dy) -> None:
             g = model.gradients(e.cfg, 0, gradient.tensors)
-            head.embed_backward(g, _rows(e, dy, mb), mb.on_device.ids, mb.on_device.rows)
+            head.embed_backward(g, _rows(e, dy, mb), mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows)
 
         done = e.compute("backward", 0, backward, (*gradient.ready, *dy.ready))
         e.activations.release(above, done)

@@ -17,7 +17,7 @@ from torch import Tensor
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Geometry, Part
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Kind, Lanes, Task
+from trireme.engine.lanes import Kind, Lanes, Task, numbered
 from trireme.engine.memory import OnGpu, Slot, flat, views
 from trireme.engine.plan import Plan
 from trireme.engine.weights import WeightStream
@@ -47,7 +47,7 @@ class Clip:
     def __init__(self, lanes: Lanes):
         self.known: tuple[Task, ...] = ()  # sets it; clipped updates come after
         if not lanes.simulated:
-            self.on_device = torch.ones(1, dtype=torch.float32, device=lanes.device)
+            self.on_device = [torch.ones(1, dtype=torch.float32, device=device) for device in lanes.devices]
             self.in_ram = torch.ones(1, dtype=torch.float32)
 
     def set_in_ram(self, factor: float) -> None:
@@ -77,7 +77,7 @@ class Kernels:
             return _nothing
         narrow = {32: self.workers.adamw_, 16: self.workers.adamw16_, 8: self.workers.adamw8_}
         kernel: Callable[..., None] = ops.adamw_ if on_cuda else narrow[self.plan.adam_bits]
-        clip = self.clip.on_device if on_cuda else self.clip.in_ram
+        clip = self.clip.on_device[self.plan.units[u].gpu] if on_cuda else self.clip.in_ram
 
         def adamw(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
             moments = [state[name] for name in ("m", "m_floor", "v", "v_floor") if name in state]
@@ -113,8 +113,8 @@ class OnGpuUpdates:
                 layout = self.geo.state_layout(b - a)
                 adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad, dtype, b)[a:])
 
-        nbytes = GPU_BYTES * self.geo.numel[u]
-        task = self.lanes.run("compute", "adamw", self.geo.names[u], update, (landed,), nbytes=nbytes)
+        nbytes, lane = GPU_BYTES * self.geo.numel[u], numbered("compute", self.plan.units[u].gpu)
+        task = self.lanes.run(lane, "adamw", self.geo.names[u], update, (landed,), nbytes=nbytes)
         self.weights.publish(u, task)
 
 
@@ -124,7 +124,7 @@ class StreamedUpdates:
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.lanes = homes, weights, lanes
-        self.ring = homes.ring("gpu", "stream ring")
+        self.rings = homes.gpu_rings("stream ring")
         self.written: dict[tuple[int, int], Task] = {}
 
     def hand_over(self, u: int, landing: Slot, landed: Task) -> None:
@@ -138,8 +138,8 @@ class StreamedUpdates:
     def _record(self, u: int, r: int, a: int, b: int, held: OnGpu, landing: Slot, landed: Task) -> tuple[Task, Task]:
         """(copy to the GPU, update); queues the copy back too."""
         dtype, layout, home = self.geo.dtype, self.geo.state_layout(b - a), self.homes.state[u][r]
-        of, adamw = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True)
-        slot = self.ring.acquire(of)
+        of, adamw, gpu = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True), self.plan.units[u].gpu
+        slot = self.rings[gpu].acquire(of)
 
         def up() -> None:
             slot.buffer[: layout.span].copy_(home, non_blocking=True)
@@ -156,11 +156,11 @@ class StreamedUpdates:
         last = (self.written[u, r],) if (u, r) in self.written else ()
         before = (*slot.ready, landed, *self.kernels.clip.known, *last)
         nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
-        gone = self.lanes.run("h2d", "state", of, up, before, nbytes=nbytes)
+        gone = self.lanes.run(numbered("h2d", gpu), "state", of, up, before, nbytes=nbytes)
         ready = (gone, *held.ready)
-        done = self.lanes.run("update", "adamw", of, update, ready, nbytes=GPU_BYTES * (b - a))
-        back = self.written[u, r] = self.lanes.run("d2h", "state", of, down, (done,), nbytes=layout.span)
-        self.ring.release(slot, (back,))
+        done = self.lanes.run(numbered("update", gpu), "adamw", of, update, ready, nbytes=GPU_BYTES * (b - a))
+        back = self.written[u, r] = self.lanes.run(numbered("d2h", gpu), "state", of, down, (done,), nbytes=layout.span)
+        slot.ring.release(slot, (back,))
         return gone, done
 
 

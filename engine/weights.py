@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes
-from trireme.engine.lanes import Lanes, Task
+from trireme.engine.lanes import Lanes, Task, numbered
 from trireme.engine.memory import OnGpu, Slot, views
 from trireme.engine.plan import Plan, Tier
 
@@ -25,7 +25,8 @@ class WeightStream:
         self.kind, self.geo, self.plan, self.homes, self.lanes = kind, geo, plan, homes, lanes
         self.layouts, self.buffers = (geo.weights, homes.weights) if kind == "weights" else (geo.base, homes.base)
         ring = "weight ring" if kind == "weights" else "base ring"
-        self.gpu_rings, self.host_rings = homes.rings("gpu", ring), homes.rings("host", ring)
+        self.gpu_rings = [homes.rings("gpu", ring, gpu) for gpu in range(plan.gpus)]
+        self.host_rings = homes.rings("host", ring)
         self.updated: dict[int, Task] = {}
         self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
         self.stale = {u for u in range(geo.n_units) if self._resident(u)}  # resident copies to refresh
@@ -43,7 +44,7 @@ class WeightStream:
                 held.ready = (self._copy_up(u, held.buffer, ()),)
                 self.stale.discard(u)
         else:
-            slot = self.gpu_rings[self.geo.size_class(u)].acquire(self.geo.names[u])
+            slot = self.gpu_rings[self._gpu(u)][self.geo.size_class(u)].acquire(self.geo.names[u])
             self.held[u] = OnGpu(slot.buffer, (self._copy_up(u, slot.buffer, slot.ready),), slot)
 
     def get(self, u: int) -> OnGpu:
@@ -67,13 +68,16 @@ class WeightStream:
             return u == 0 and self.geo.cfg.tied
         if not self._streams(u):
             return True
-        kind = self.geo.size_class(u)
-        later = (v for v in range(u + 1, self.geo.n_units) if self.geo.size_class(v) == kind and self._streams(v))
-        return sum(1 for _ in later) < len(self.gpu_rings[kind].slots)
+        ring = self._gpu(u), self.geo.size_class(u)
+        later = (v for v in range(u + 1, self.geo.n_units) if (self._gpu(v), self.geo.size_class(v)) == ring)
+        return sum(map(self._streams, later)) < len(self.gpu_rings[ring[0]][ring[1]].slots)
 
     def _streams(self, u: int) -> bool:
         """Whether unit u passes through a ring."""
         return self._tier(u) != "gpu" and not self._resident(u) and bool(self.layouts[u].tensors)
+
+    def _gpu(self, u: int) -> int:
+        return self.plan.units[u].gpu
 
     def _tier(self, u: int) -> Tier:
         return self.homes.tier(Entry(self.kind, u))
@@ -116,7 +120,8 @@ class WeightStream:
             home[:nbytes].copy_(held.buffer[:nbytes], non_blocking=True)
 
         held.ready = (done,)
-        self.updated[u] = self.lanes.run("d2h", "weights", self.geo.names[u], down, (done,), nbytes=nbytes)
+        lane = numbered("d2h", self._gpu(u))
+        self.updated[u] = self.lanes.run(lane, "weights", self.geo.names[u], down, (done,), nbytes=nbytes)
 
     def drop(self, u: int) -> None:
         """Releases a unit that came for its update alone."""
@@ -152,7 +157,7 @@ class WeightStream:
             for first, offset, n in pieces:
                 target[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
 
-        task = self.lanes.run("h2d", "weights", name, copy, (*ready, *come), nbytes=nbytes)
+        task = self.lanes.run(numbered("h2d", self._gpu(u)), "weights", name, copy, (*ready, *come), nbytes=nbytes)
         if slot is not None:
             slot.ring.release(slot, (task, *self._ready(u)))
         return task

@@ -7,6 +7,7 @@ launch), 1 to 2 us sooner: each begins with await_previous().
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from trireme.kernels import launch
 
+COMPILING = threading.Lock()  # lanes of several GPUs launch from threads of their own
 TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions with the private launch called below
 
 
@@ -57,7 +59,8 @@ class Kernel:
         form = self.forms.get(key)
         if form is None:
             early = launch.chip(args[0].device).arch >= 90
-            compiled = self.fn[grid](*args, **options, launch_pdl=early)  # Triton's own launch
+            with COMPILING:
+                compiled = self.fn[grid](*args, **options, launch_pdl=early)  # Triton's own launch
             if compiled is not None:  # kept: else it unloads its function
                 self.forms[key] = compiled.run, compiled.function, compiled.packed_metadata, compiled
             return

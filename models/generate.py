@@ -6,7 +6,8 @@ Legend: B prompts, N tokens of a pass, T cached positions; else shapes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,14 +31,15 @@ def generate(
     *,
     eos: frozenset[int] = frozenset(),
     device: torch.device | str = "cpu",
+    places: Sequence[torch.device] = (),
     dtype: torch.dtype = torch.float32,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt: up to max_new tokens, ending with the first of `eos`.
 
-    `units()`, called once a token, yields (u, model.weights) in order, in `dtype` on `device`. A unit's weights must
-    last until the next, a tied embedding's until the end. `enough()`, asked after each token, ends all. Raises
-    InputError where a prompt fills the learned positions.
+    `units()`, called once a token, yields (u, model.weights) in order, in `dtype` on `device`; with several devices on
+    `places[u]`, where its layer's cache is, too. A unit's weights must last until the next, a tied embedding's until
+    the end. `enough()`, asked after each token, ends all. Raises InputError where a prompt fills the learned positions.
     """
     assert max_new >= 1
     assert all(prompts)
@@ -45,15 +47,17 @@ def generate(
         return []
     lengths = [len(p) for p in prompts]
     room = [_room(cfg, n, max_new) for n in lengths]
-    tables = rope_tables(cfg, max(lengths) + max_new, device)
-    cache = _Cache(cfg, len(prompts), max(lengths) + max_new, device, dtype)
+    places = places or [torch.device(device)] * cfg.n_units
+    tables = {place: rope_tables(cfg, max(lengths) + max_new, place) for place in dict.fromkeys(places)}
+    cache = _Cache(cfg, len(prompts), max(lengths) + max_new, places, dtype)
     new: list[list[int]] = [[] for _ in prompts]
     done = lambda i: len(new[i]) == room[i] or bool(new[i]) and new[i][-1] in eos
 
-    ids, rows = [token for p in prompts for token in p], make_rows(lengths, tables, device)
-    single = make_rows([1] * len(prompts), tables, device)
+    ids = [token for p in prompts for token in p]
+    rows = {place: make_rows(lengths, tables[place], place) for place in tables}
+    single = {place: make_rows([1] * len(prompts), tables[place], place) for place in tables}
     while True:
-        logits = _logits(cfg, units, torch.tensor(ids, device=device), rows, cache)
+        logits = _logits(cfg, units, torch.tensor(ids, device=places[0]), rows, cache)
         for i, token in enumerate(logits.argmax(-1).tolist()):
             if not done(i):
                 new[i].append(token)
@@ -62,8 +66,9 @@ def generate(
         # finished prompts repeat their last token in place: the batch keeps its shape
         ids = [tokens[-1] for tokens in new]
         past = [n + len(tokens) - 1 for n, tokens in zip(lengths, new, strict=True)]
-        positions = torch.tensor(past, dtype=torch.int32, device=device)
-        rows = single._replace(docs=single.docs._replace(positions=positions))
+        for place, each in single.items():
+            positions = torch.tensor(past, dtype=torch.int32, device=place)
+            rows[place] = each._replace(docs=each.docs._replace(positions=positions))
 
 
 def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
@@ -86,39 +91,48 @@ def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
     return min(max_new, cfg.max_positions - length)
 
 
-def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Rows, cache: _Cache) -> Tensor:
+def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.device, Rows], cache: _Cache) -> Tensor:
     """(B, V) fp32, after each document's last token."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
-    place = cache.place(rows.docs)
+    into = {place: cache.into(each.docs) for place, each in rows.items()}
     for u, w in units():
-        if u == 0:
-            embed = w
-            head.embed_forward(w, ids, rows, x)
-        elif u < cfg.n_units - 1:
-            model.forward(cfg, u, w, x, rows, {}, out, cache.attention(shapes.layer(cfg, u), place))
-            x, out = out, x
-        else:
-            last = x[rows.docs.cu_seqlens[1:].long() - 1]
-            y = head.final_norm(cfg, w, last)[0]
-            logits = torch.mm(y, model.output_matrix(cfg, embed, w).T).float()
+        at = cache.places[u]
+        if len(rows) > 1 and x.device != at:
+            x, out = x.cpu().to(at), torch.empty_like(out, device=at)  # a copy between GPUs may stall others
+        with torch.cuda.device(at) if len(rows) > 1 else nullcontext():
+            if u == 0:
+                embed = w
+                head.embed_forward(w, ids, rows[at], x)
+            elif u < cfg.n_units - 1:
+                model.forward(cfg, u, w, x, rows[at], {}, out, cache.attention(shapes.layer(cfg, u), into[at]))
+                x, out = out, x
+            else:
+                last = x[rows[at].docs.cu_seqlens[1:].long() - 1]
+                y = head.final_norm(cfg, w, last)[0]
+                logits = torch.mm(y, model.output_matrix(cfg, embed, w).T).float()
     return logits
 
 
 class _Cache:
-    """Keys and values of every layer, (B, T, K, d) each."""
+    """Keys and values of every layer, (B, T, K, d) each, on its unit's device."""
 
     def __init__(
-        self, cfg: ModelConfig, n_prompts: int, positions: int, device: torch.device | str, dtype: torch.dtype
+        self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
     ):
-        shape = (cfg.n_layers, n_prompts, positions, cfg.n_kv_heads, cfg.head_dim)
-        self.dtype = dtype
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # no NaN: masked values are multiplied by 0
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (n_prompts, positions, cfg.n_kv_heads, cfg.head_dim)
+        self.dtype, self.places, self.positions = dtype, places, positions
+        at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
+        self.k, self.v = dict[int, Tensor](), dict[int, Tensor]()
+        for place in dict.fromkeys(at.values()):
+            layers = [layer for layer in at if at[layer] == place]
+            for all_layers in self.k, self.v:  # no NaN: masked values are multiplied by 0
+                made = torch.zeros((len(layers), *shape), dtype=dtype, device=place)
+                all_layers.update(zip(layers, made, strict=True))
 
-    def place(self, docs: ops.Docs) -> Tensor:
+    def into(self, docs: ops.Docs) -> Tensor:
         """(N,): rows of a pass in a layer's cache (B * T, K, d). One document a prompt."""
-        prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(self.k.device)
-        return prompt * self.k.shape[2] + docs.positions
+        prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
+        return prompt * self.positions + docs.positions
 
     def attention(self, layer: int, place: Tensor) -> Attend:
         """Stands in for ops.attention_fwd: first packed prompts, then one token each over the cache."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trireme.engine.lanes import READS, WRITES, Span, busy
+from trireme.engine.lanes import READS, WRITES, Span, busy, kind_of, plain
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import COMPUTATION, Rates
 from trireme.engine.planner.simulate import drive_seconds
@@ -28,9 +28,11 @@ SHARE = 0.05  # of a step that a lane works, from which it counts
 
 def measured(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds of each of TIMED_BY at work; of the drive, with requests in flight."""
-    found, end = defaultdict[str, float](float, busy(spans)), 0.0
+    found, end = defaultdict[str, float](float), 0.0
+    for lane, seconds in busy(spans).items():
+        found[plain(lane)] += seconds
     for span in spans:
-        if span.lane == "compute":
+        if kind_of(span.lane) == "compute":
             found[span.kind] += span.end - span.start
     for span in sorted((s for s in spans if s.lane in READS + WRITES), key=lambda s: s.start):
         found["ssd"] += max(0.0, span.end - max(end, span.start))
@@ -56,7 +58,7 @@ def until_its_end(spans: Sequence[Span]) -> list[Span]:
 
     The rest is the drain: last updates, and reads for the next step.
     """
-    end, done = max((s.end for s in spans if s.lane == "compute"), default=float("inf")), []
+    end, done = max((s.end for s in spans if kind_of(s.lane) == "compute"), default=float("inf")), []
     for span in spans:
         if span.end <= end:
             done.append(span)
@@ -76,7 +78,7 @@ def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: f
     here, there = defaultdict[str, float](float), defaultdict[str, float](float)
     for moved, traced in ((here, spans), (there, found.spans)):
         for span in traced:
-            moved[span.lane] += span.nbytes
+            moved[plain(span.lane)] += span.nbytes
     for kind in ("h2d", "d2h", "cpu"):
         said[kind] *= here[kind] / there[kind] if there[kind] else 0.0
     read, written = (sum(here[lane] for lane in way) for way in (READS, WRITES))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
-from trireme.engine.lanes import Kind, Span, Task
+from trireme.engine.lanes import Kind, Span, Task, gpu_of, plain
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds
@@ -22,6 +23,7 @@ PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3}  # bytes copied for eac
 KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 2, "statistics": 10}  # others: 1
 LOSS_KERNELS = 12, 6  # and for each chunk of logits
 FEW = 8  # micro-batches simulated apart, at least
+APART = 4  # of each of several GPUs
 PIECES = 16  # of the largest gradient, `roughly`
 HALF = 450  # tokens of a document at half of attention's best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
 STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extrapolation
@@ -29,7 +31,10 @@ STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extra
 
 @dataclass(frozen=True)
 class Prediction:
-    """A steady state's step. `busy`: seconds of compute, h2d, d2h, ssd, cpu, update; `bound`: the busiest."""
+    """A steady state's step. `bound`: the busiest lane.
+
+    `busy`: seconds of compute, h2d, d2h, ssd, cpu, update; of several GPUs the most.
+    """
 
     step_s: float
     busy: dict[str, float]
@@ -76,8 +81,10 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
     cfg = plan.cut(cfg)
-    k = together(batch.n_micro) if roughly or plan.between == "gpu" else 1
-    lanes = SimulatedLanes(durations(cfg, plan, rates, batch, k), rates)
+    k = together(batch.n_micro, plan.gpus) if roughly or plan.between == "gpu" else 1
+    if plan.gpus > 1:
+        rates = replace(rates, host=plan.gpus * rates.host)  # one interpreter launches for all
+    lanes = SimulatedLanes(durations(cfg, plan, rates, batch, k), rates, plan.gpus)
     if k > 1:
         plan = replace(plan, tokens=k * plan.tokens, n_micro=batch.n_micro // k)
         batch = replace(batch, tokens=k * batch.tokens, n_micro=batch.n_micro // k)
@@ -120,18 +127,22 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def together(n_micro: int) -> int:
-    """The largest divisor of `n_micro` that leaves FEW groups."""
-    return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= FEW))
+def together(n_micro: int, gpus: int = 1) -> int:
+    """The largest divisor of `n_micro` that leaves FEW groups, and each GPU some: fewer would fake idle GPUs."""
+    few = max(FEW, APART * gpus) if gpus > 1 else FEW
+    return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= few))
 
 
 def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) -> Prediction:
     busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
+    working = defaultdict[tuple[str, int], float](float)  # seconds by lane and GPU
     for t in lanes.tasks:
         if t.lane in DRIVE:
             moved[DRIVE[t.lane]] += int(t.nbytes)
         else:
-            busy[t.lane] += t.end - t.start
+            working[plain(t.lane), gpu_of(t.lane)] += t.end - t.start
+    for (lane, _), at_work in working.items():
+        busy[lane] = max(busy[lane], at_work)
     busy["ssd"] = drive_seconds(moved["ssd_read"], moved["ssd_write"], lanes.rates)  # spans include waits for the drive
     bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
@@ -148,8 +159,8 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
 
     def duration(task: Task) -> float:
-        if task.lane in speed:
-            return latency + task.nbytes / speed[task.lane]
+        if (lane := plain(task.lane)) in speed:
+            return latency + task.nbytes / speed[lane]
         if (task.kind, task.of) in known:
             return k * known[task.kind, task.of]
         kernels, passed = KERNELS.get(task.kind, 1), passes.get(task.kind, 1.0)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.lanes import LANES, READS, WRITES, Kind, Span, Task
+from trireme.engine.lanes import HOPS, READS, WRITES, Kind, Span, Task, gpu_of, kind_of, lanes_of, numbered
 from trireme.engine.planner.rates import Rates
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lane -> its rate
+BUS = ("h2d", "d2h", *HOPS)
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
@@ -43,13 +44,18 @@ class SimulatedLanes:
 
     simulated = True
 
-    def __init__(self, duration: Callable[[Task], float], rates: Rates):
-        self.duration, self.rates, self.device = duration, rates, torch.device("cpu")
+    def __init__(self, duration: Callable[[Task], float], rates: Rates, gpus: int = 1):
+        self.duration, self.rates = duration, rates
+        self.devices: Sequence[torch.device] = [torch.device("cpu")] * gpus
         self.tasks: list[Noted] = []  # of a step, in program order
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each lane
-        self.free = dict.fromkeys(LANES, 0.0)
+        self.free = dict.fromkeys(lanes_of(gpus), 0.0)
         self.drive = Intervals()
         self.waited = 0.0  # end of the last statistics
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices[0]
 
     def run(
         self,
@@ -112,7 +118,7 @@ class SimulatedLanes:
         n = len(self.tasks)
         turn = next(i for i, task in enumerate(self.tasks) if task.kind in TURN)
         end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].kind == "statistics")
-        up, down = _slowness((self.tasks[:turn] + self.tasks[end:], self.tasks[turn:end]), self.rates)
+        up, down = _slowness((self.tasks[:turn] + self.tasks[end:], self.tasks[turn:end]), self.rates, self.free)
         places = pairwise(sorted({0, turn, end, n}))
         return [(a, b, down if turn <= a < end else up) for a, b in places]
 
@@ -156,16 +162,16 @@ class Intervals:
 # ---------------------------------------------------------------- slow-down
 
 
-def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates) -> list[dict[str, float]]:
+def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates, lanes: Iterable[str]) -> list[dict[str, float]]:
     """For each pass, the slow-down of each lane by others."""
-    moved = [dict.fromkeys(LANES, 0.0) for _ in halves]
+    moved = [dict.fromkeys(lanes, 0.0) for _ in halves]
     for half, tasks in zip(moved, halves, strict=True):
         for task in tasks:
             half[task.lane] += task.nbytes
     read, written = (sum(half[lane] for half in moved for lane in way) for way in (READS, WRITES))
     alone = drive_seconds(read, written, replace(rates, mixed=1.0)) or 1.0
     both = dict.fromkeys(DRIVE, drive_seconds(read, written, rates) / alone or 1.0)
-    return [dict.fromkeys(LANES, 1.0) | _sharing(half, rates) | both for half in moved]
+    return [dict.fromkeys(half, 1.0) | _sharing(half, rates) | both for half in moved]
 
 
 def drive_seconds(read: float, written: float, rates: Rates) -> float:
@@ -177,12 +183,19 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """The slow-down of the bus and the CPU, from a pass's bytes of each lane."""
-    beside = sum(moved[lane] for lane in ("h2d", "d2h", *DRIVE))
+    """The slow-down of buses and the CPU, from a pass's bytes of each lane. On a GPU's bus hops go first."""
+    beside = sum(moved[lane] for lane in moved if kind_of(lane) in BUS or lane in DRIVE)
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
-    lost = dict.fromkeys(("h2d", "d2h"), (1 / rates.duplex - 1) * min(moved["h2d"], moved["d2h"]))
-    lost["h2d"] += (1 / rates.reading - 1) * min(moved["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
-    return {way: 1 + lost[way] / moved[way] if moved[way] else 1.0 for way in lost} | {"cpu": crowd}
+    slow = {"cpu": crowd}
+    for gpu in {gpu_of(lane) for lane in moved}:
+        ways = {way: (numbered(way, gpu), numbered(hop, gpu)) for way, hop in (("h2d", "hop_in"), ("d2h", "hop_out"))}
+        total = {way: sum(moved.get(lane, 0.0) for lane in lanes) for way, lanes in ways.items()}
+        lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
+        lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
+        for way, (lane, hop) in ways.items():
+            slow[hop] = 1.0
+            slow[lane] = 1 + (lost[way] + moved.get(hop, 0.0)) / moved[lane] if moved[lane] else 1.0
+    return slow
 
 
 def lane_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 from trireme.engine.buffers import workspace
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
+from trireme.engine.lanes import numbered
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.step import Engine, forward_units
@@ -21,7 +22,6 @@ from trireme.models.generate import generate, needs
 LEAD = 8  # tokens of a prompt from running text
 FIRST = 100  # sequences searched for prompts
 MAX_NEW = 48  # tokens after a prompt
-LONGEST = 60.0  # seconds for samples: each token is a pass over all weights
 NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
 
 
@@ -71,9 +71,9 @@ def sample(
     if not all(given):
         return none
     eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset()
-    device, dtype = e.memory.device, DTYPE[e.plan.dtype]
+    places, dtype = [e.lanes.devices[e.gpu(u)] for u in range(e.cfg.n_units)], DTYPE[e.plan.dtype]
     try:
-        out = generate(e.cfg, lambda: _one_pass(e), given, max_new, eos=eos, device=device, dtype=dtype, enough=enough)
+        out = generate(e.cfg, lambda: _one_pass(e), given, max_new, eos=eos, places=places, dtype=dtype, enough=enough)
     except torch.OutOfMemoryError:
         _let_go(e)
         return none
@@ -85,9 +85,12 @@ def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
     """Units in order, with prefetched weights."""
     for u in forward_units(e):
         held = e.weights.get(u)
-        e.lanes.run("compute", "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
+        lane = numbered("compute", e.gpu(u))
+        arrived = e.lanes.run(lane, "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
+        if e.plan.gpus > 1:
+            arrived.wait()  # another thread's lane
         yield u, model.weights(e.cfg, u, e.weights.tensors(u, held))
-        done = e.lanes.run("compute", "other", f"read {e.geo.names[u]}", lambda: None)
+        done = e.lanes.run(lane, "other", f"read {e.geo.names[u]}", lambda: None)
         e.weights.release_in_forward(u, done, train=False)
     if e.cfg.tied:
         e.weights.release(0, done)
@@ -96,5 +99,7 @@ def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
 def _let_go(e: Engine) -> None:
     """Releases a broken-off pass's units."""
     on_their_way = [task for held in e.weights.held for task in held.ready]
-    done = e.lanes.run("compute", "other", "break off the sample", lambda: None, on_their_way)
+    for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
+        done = e.lanes.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, on_their_way)
+        on_their_way = [done]
     e.weights.release_all(done)

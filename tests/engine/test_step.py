@@ -21,14 +21,15 @@ from engines import (
     final_weights,
     gpu_plan,
     make,
+    relayed,
     train,
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.build import build, inputs
+from trireme.engine.build import build, inputs, inputs_on
 from trireme.engine.homes import Entry, Reader
-from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes
+from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, lanes_of
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
@@ -195,7 +196,9 @@ def plans(draw):
 
     mode = draw(st.sampled_from(("forward", "backward")))
     bits = draw(st.sampled_from((32, 16, 8)))
-    return model, gpu_plan(
+    gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
+    plan = gpu_plan(
         cfg,
         halves=halves,
         units=tuple(unit(u) for u in range(cfg.n_units)),
@@ -214,23 +217,25 @@ def plans(draw):
         between=draw(st.sampled_from(("gpu", "host"))),
         gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
     )
+    return model, relayed(plan, dealt, cfg.tied)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.integers(0, 99), st.booleans(), PLACES)
 def test_any_plan_with_any_delays(drawn, seed, jitter, between):
     model, plan = drawn
-    lanes = JitterLanes(seed, 0.001) if jitter else RealLanes("cpu", extra=("poison",))
+    gpus = plan.gpus
+    lanes = JitterLanes(seed, 0.001, gpus) if jitter else RealLanes("cpu", extra=("poison",), gpus=gpus)
     check(plan, lanes, model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.sets(st.sampled_from(("compute", *BESIDE))), PLACES)
+@given(plans(), st.sets(st.sampled_from((*lanes_of(4), "poison"))), PLACES)
 def test_any_plan_with_any_lanes_late(drawn, late, between):
     model, plan = drawn
-    if "compute" in late:  # generate works beside the lanes, and reads its weights at once
+    if "compute" in late and plan.gpus == 1:  # generate works beside the lanes, and reads its weights at once
         between = [[name for name in names if name != "sample"] for names in between]
-    check(plan, LateLanes(late), model, 0.0 if plan.mode == "backward" else 1.0, between)
+    check(plan, LateLanes(late, plan.gpus), model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -239,9 +244,9 @@ def test_any_plan_with_any_lanes_late(drawn, late, between):
 def test_what_is_simulated_is_what_runs(drawn, evaluations):
     """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
     model, plan = drawn
-    cfg, real = MODELS[model], RealLanes("cpu")
+    cfg, real = MODELS[model], RealLanes("cpu", gpus=plan.gpus)
     drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
-    simulated = SimulatedLanes(lambda task: 1.0, drive)
+    simulated = SimulatedLanes(lambda task: 1.0, drive, plan.gpus)
     adamw = AdamW(max_grad_norm=0.0 if plan.mode == "backward" else 1.0)
     runs, thought = make(cfg, plan, real, adamw, poison=False), build(cfg, plan, LIMITS, simulated, adamw=adamw)
     tables, tasks = (
@@ -250,7 +255,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations):
     )
     real.tracing = True
     for i, step in enumerate(batches(cfg, 3, plan.n_micro, 24), 1):
-        micro = [inputs(runs.cfg, mb, tables, "cpu") for mb in step]
+        micro = [inputs_on(runs.cfg, mb, [(tables, "cpu")] * plan.gpus) for mb in step]
         real.trace()
         simulated.begin()
         for e, batch in ((runs, micro), (thought, [_without_tensors(mb) for mb in micro])):
@@ -265,7 +270,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations):
 
 
 def _without_tensors(mb: Inputs) -> Inputs:
-    return replace(mb, packed=None)
+    return replace(mb, packed=())
 
 
 def handed_over(plan) -> list[tuple[str, str, str]]:

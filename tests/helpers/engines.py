@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from trireme.engine import geometry
-from trireme.engine.build import build, inputs
+from trireme.engine.build import build, inputs_on
 from trireme.engine.exchange import fetch, fill, fill_base
 from trireme.engine.homes import Reader
-from trireme.engine.lanes import LANES, InlineLanes, RealLanes, RealTask, execute
+from trireme.engine.lanes import LANES, InlineLanes, RealLanes, RealTask, execute, lanes_of
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
@@ -90,11 +90,25 @@ def _done() -> Future:
 BESIDE = (*LANES[1:], "poison")  # all lanes but compute
 
 
+def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False) -> Plan:
+    """The plan with its units dealt: `gpus`, in turn, of the embedding, each block and the head."""
+    step = 2 if plan.halves else 1  # units of a block
+    n = len(plan.units)
+    blocks = [0, *(1 + (u - 1) // step for u in range(1, n - 1)), 1 + (n - 2) // step]
+    dealt = [gpus[b % len(gpus)] for b in blocks]
+    dealt[-1] = dealt[0] if tied else dealt[-1]
+    if not any(dealt):
+        return plan
+    away = {"gpu": "host", "host": "host", "ssd": "ssd"}
+    units = (replace(unit, gpu=gpu, x=away[unit.x]) for unit, gpu in zip(plan.units, dealt, strict=True))
+    return replace(plan, units=tuple(units), between="host")
+
+
 class JitterLanes(RealLanes):
     """Real lanes that start every task after a random delay."""
 
-    def __init__(self, seed: int, most: float = 0.002):
-        super().__init__("cpu", extra=("poison",))
+    def __init__(self, seed: int, most: float = 0.002, gpus: int = 1):
+        super().__init__("cpu", extra=("poison",), gpus=gpus)
         self.random, self.most = np.random.default_rng(seed), most
 
     def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
@@ -125,15 +139,15 @@ class LateLanes(InlineLanes):
     compute lane is the caller's thread as on a CPU, or where it is late, what a GPU does that has much in its queue.
     """
 
-    def __init__(self, late: Collection[str]):
-        super().__init__("cpu")
-        self.late, self.queues = late, {lane: deque() for lane in ("compute", *BESIDE)}
+    def __init__(self, late: Collection[str], gpus: int = 1):
+        super().__init__("cpu", gpus)
+        self.late, self.queues = late, {lane: deque() for lane in (*lanes_of(gpus), "poison")}
 
     def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
         task = LateTask(lane, kind, of, nbytes, flops)
         task.lanes = self
         self.queues[lane].append((task, fn, tuple(after)))
-        if lane == "compute" and lane not in self.late:
+        if lane == "compute" and lane not in self.late and len(self.devices) == 1:
             self.reach(task)
         self._go_on()
         return task
@@ -224,9 +238,8 @@ class Words:
 def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None):
     """(loss, gradient norm) of each step; all updates applied at the end. `between(i, micro)` is called after i steps
     with the first step's micro-batches on the device."""
-    device = e.memory.device
-    tables = rope_tables(e.cfg, 64, device)
-    made = [[inputs(e.cfg, mb, tables, device) for mb in step] for step in steps]
+    places = [(rope_tables(e.cfg, 64, device), device) for device in e.lanes.devices]
+    made = [[inputs_on(e.cfg, mb, places) for mb in step] for step in steps]
     seen = []
     for i, micro in enumerate(made):
         between(i, made[0])

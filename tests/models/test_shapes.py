@@ -58,7 +58,6 @@ DIALECTS = {
     "qwen2 moe": MIXTURE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=160),
     "mixtral": MIXTURE | dict(model_type="mixtral"),
     "olmoe": MIXTURE | dict(model_type="olmoe", num_key_value_heads=4, head_dim=16),
-    "gpt_neox": SMALL | dict(model_type="gpt_neox"),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -153,7 +152,7 @@ def _bare_ops():
         geglu_fwd=glu,
         swiglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
         geglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
-        gelu_bias_fwd=lambda h, *_: new(h),
+        gelu_bias_fwd=lambda h, _: new(h),
         gelu_bias_bwd=lambda dy, h, *_: (new(h), new(h)),
         bias_bwd_=lambda *_: None,
         attention_fwd=lambda q, *_, out=None: (

@@ -207,7 +207,7 @@ def test_very_many_micro_batches_pass_some_as_one(homes, off, monkeypatch):
     batch = Batch(by_rule.tokens, 2048, by_rule.n_micro)
     assert (together(48), together(15), together(17)) == (6, 1, 1)
     found = predict(SEVEN_B, by_rule, m.rates, batch)
-    monkeypatch.setattr("trireme.engine.planner.predict.together", lambda n: 1)
+    monkeypatch.setattr("trireme.engine.planner.predict.together", lambda n, gpus: 1)
     exact = predict(SEVEN_B, by_rule, m.rates, batch)
     assert found.step_s == pytest.approx(exact.step_s, rel=off)
     assert found.busy["compute"] == pytest.approx(exact.busy["compute"], rel=0.01)

@@ -1,0 +1,142 @@
+"""Several GPUs, on the CPU pretended: units dealt to them, the bits of one."""
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import LLAMA, LateLanes, batches, final_weights, fork, gpu_plan, make, relayed, train
+
+from trireme.engine.buffers import usage
+from trireme.engine.geometry import Geometry
+from trireme.engine.lanes import ON_GPU, InlineLanes, RealLanes, gpu_of, kind_of, lanes_of
+from trireme.engine.memory import Memory
+from trireme.engine.plan import TIERS, UnitPlan
+from trireme.engine.step import evaluate
+from trireme.models.config import InputError
+
+DEEP = replace(LLAMA, n_layers=6)
+DEALS = {"two": (0, 1), "three": (2, 0, 1), "runs": (0, 0, 1, 1), "one of two": (1,), "ends": (1, 0, 0, 0, 0, 0, 0, 1)}
+
+
+@pytest.fixture(scope="module")
+def in_one_memory():
+    def run(tied):
+        e = make(replace(DEEP, tied=tied), gpu_plan(DEEP, dtype="BF16", n_micro=3))
+        return train(e, batches(DEEP, 3, 3, 24)), final_weights(e)
+
+    return {tied: run(tied) for tied in (False, True)}
+
+
+def check(plan, lanes, expected, tied=False):
+    e = make(replace(DEEP, tied=tied), plan, lanes)
+    losses, weights = expected[tied]
+    assert train(e, batches(DEEP, 3, 3, 24)) == losses
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
+    assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
+    lanes.close()
+    e.close()
+
+
+@pytest.mark.parametrize("deal", DEALS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tier", TIERS)
+def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, tier):
+    unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),))
+    plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
+    plan = relayed(plan, DEALS[deal], tied)
+    check(plan, RealLanes("cpu", extra=("poison",), gpus=plan.gpus), in_one_memory, tied)
+
+
+@pytest.mark.parametrize("late", lanes_of(2))
+def test_any_lane_of_any_gpu_may_be_late(in_one_memory, late):
+    units = (UnitPlan("host", "host", "gpu"), UnitPlan(x="host", saved=(("qkv", "gpu"),)), UnitPlan("ssd", "ssd")) * 3
+    plan = relayed(gpu_plan(DEEP, units=units[:8], dtype="BF16", n_micro=3, record=700), (0, 1))
+    check(plan, LateLanes({late}, 2), in_one_memory)
+
+
+class Guarded(InlineLanes):
+    """While a task of a GPU runs, the memory of the others gives no access; in a task of RAM that of all."""
+
+    def __init__(self, gpus):
+        super().__init__("cpu", gpus)
+        self.maps, self.libc = [], ctypes.CDLL(None, use_errno=True)  # (GPU, address, bytes)
+
+    def guard(self, own):
+        for gpu, address, nbytes in self.maps:
+            access = mmap.PROT_READ | mmap.PROT_WRITE if own in (gpu, "all") else 0
+            assert self.libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access) == 0
+
+    def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
+        def guarded():
+            self.guard(gpu_of(lane) if kind_of(lane) in ON_GPU else None)
+            try:
+                return fn()
+            finally:
+                self.guard("all")
+
+        return super().run(lane, kind, of, guarded, after, nbytes, flops)
+
+
+def guarded_run(monkeypatch, swapped) -> int:
+    """Exit code of a child that trains with each GPU's memory guarded; `swapped`: two units' weights on wrong GPUs."""
+    lanes, alloc = Guarded(2), Memory.alloc
+
+    def noted(memory, tier, name, nbytes, count=1, gpu=0):
+        made = alloc(memory, tier, name, nbytes, count, gpu)
+        if tier == "gpu" and nbytes:
+            lanes.maps.append((gpu, made[0].data_ptr(), sum(map(len, made))))
+        return made
+
+    monkeypatch.setattr(Memory, "alloc", noted)
+    pid = fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        faulthandler.disable()  # silent where it is to be caught
+        units = (
+            UnitPlan("host", "host", "gpu", x="host"),
+            UnitPlan(x="host", saved=(("qkv", "gpu"),)),
+            UnitPlan("ssd", "ssd"),
+        )
+        plan = relayed(gpu_plan(DEEP, units=(units * 3)[:8], dtype="BF16", record=700), (0, 1))
+        e = make(DEEP, plan, lanes, poison=False)
+        if swapped:
+            e.homes.weights[1], e.homes.weights[4] = e.homes.weights[4], e.homes.weights[1]
+        train(e, batches(DEEP, 2, 2, 24), between=lambda i, micro: evaluate(e, micro))
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def test_no_task_touches_another_gpus_memory(monkeypatch):
+    assert guarded_run(monkeypatch, swapped=False) == 0
+
+
+def test_the_guard_finds_a_unit_on_a_wrong_gpu(monkeypatch):
+    assert guarded_run(monkeypatch, swapped=True) == -signal.SIGSEGV
+
+
+def test_what_the_engine_cannot_deal_is_refused():
+    plan = relayed(gpu_plan(DEEP), (0, 1))
+    with pytest.raises(InputError, match="share a matrix"):
+        make(
+            replace(DEEP, tied=True),
+            replace(plan, units=(replace(plan.units[0], gpu=1), *plan.units[1:-1], replace(plan.units[-1], gpu=0))),
+        )
+
+
+def test_each_gpu_has_the_memory_of_its_units_and_the_fullest_counts():
+    kept = UnitPlan(x="host", saved=(("qkv", "gpu"),))
+    plan = gpu_plan(DEEP, units=(kept,) * 8, between="host", dtype="BF16")
+    two, one = relayed(plan, (0, 1)), usage(Geometry.of(DEEP, plan), plan)
+    e = make(DEEP, two, InlineLanes(gpus=2))
+    each = [e.memory.used("gpu", gpu) for gpu in range(2)]
+    assert usage(e.geo, two)["gpu"] == max(each) == e.memory.used("gpu")
+    assert max(each) < one["gpu"] < sum(each)  # rings and workspace are on both
+    e.close()
