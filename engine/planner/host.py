@@ -9,11 +9,14 @@ from pathlib import Path
 
 import torch
 
-from trireme.engine.plan import Limits
+from trireme.engine.amounts import gib
+from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.rates import CODE, RAM_SHARE
 from trireme.models.config import InputError
 from trireme.storage.files import existing
+from trireme.storage.layout import round_up
 
+TEMPORARIES = 256 << 20  # RAM of plain torch in a step, and of libraries
 GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 
 
@@ -69,13 +72,16 @@ def _meminfo(key: str) -> int:
 
 
 def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None) -> Limits:
-    """Bytes that the plan may use: given limits, else free memory, less a reserve. Raises InputError.
+    """Bytes that the plan may use: given limits, else free memory, less a reserve. Raises InputError, DoesNotFit.
 
-    `gpu_memory` includes the driver's context. On the CPU the gpu tier is half of RAM, unless given.
+    `gpu_memory` includes the driver's context, `ram` the process. On the CPU the gpu tier is half of RAM; with both
+    given, they are the tiers themselves.
     """
-    host = ram if ram is not None else int(available_ram() * RAM_SHARE)
+    if device.type != "cuda" and gpu_memory is not None:
+        return Limits(gpu_memory, int(available_ram() * RAM_SHARE) if ram is None else ram)
     if device.type != "cuda":
-        return Limits(host // 2, host - host // 2) if gpu_memory is None else Limits(gpu_memory, host)
+        host = _beside_the_process(ram, TEMPORARIES)
+        return Limits(host // 2, host - host // 2)
     torch.zeros(1, device=device)  # makes the context
     free, total = torch.cuda.mem_get_info(device)
     context = min(total - free, 1 << 30)
@@ -84,7 +90,23 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None)
         raise InputError(
             f"--gpu-memory: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB."
         )
-    return Limits(limit - GPU_RESERVE, max(0, host - CODE))
+    return Limits(limit - GPU_RESERVE, _beside_the_process(ram, CODE))
+
+
+def _beside_the_process(ram: int | None, later: int) -> int:
+    """Bytes of RAM for the plan: of the limit, what the process neither holds nor takes `later`. Raises DoesNotFit."""
+    if ram is None:
+        return max(0, int(available_ram() * RAM_SHARE) - later)
+    taken = resident() + later
+    if ram <= taken:
+        raise DoesNotFit(f"--ram {gib(ram)}: Python and its libraries alone take {gib(taken)} of RAM. Raise it.")
+    return ram - taken
+
+
+def resident() -> int:
+    """Bytes of RAM that this process holds, rounded up so that plans repeat."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round_up(pages * os.sysconf("SC_PAGE_SIZE"), 64 << 20)
 
 
 def hold_to(limits: Limits, device: torch.device) -> None:

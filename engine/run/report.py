@@ -123,10 +123,15 @@ def _trained_lines(job: Job) -> list[str]:
 
 
 def _memory_notes(job: Job) -> list[str]:
-    given = job.limits.both if job.device.type == "cpu" else job.limits.host  # on a CPU both tiers are RAM
-    if job.options.assume or given <= (free := available_ram()):
+    o, one_memory = job.options, job.device.type == "cpu"  # on a CPU both tiers are RAM
+    given, notes = job.limits.both if one_memory else job.limits.host, []
+    if o.assume:
         return []
-    return [f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free"]
+    if o.ram and not (one_memory and o.gpu_memory):
+        notes.append(f"of --ram {gib(o.ram)}, {gib(o.ram - given)} are Python's and its libraries'")
+    if given > (free := available_ram()):
+        notes.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
+    return notes
 
 
 def steps_line(job: Job) -> str:

@@ -36,7 +36,7 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
         parts["time"] = f"{r['step_time_s']:.3g} s"
     if "mfu" in r:
         parts["mfu"] = f"mfu {100 * r['mfu']:.0f} %"
-    memory = [f"{name} {r[key]:.3g}G" for name, key in (("gpu", "gpu_mem_gib"), ("ram", "ram_gib")) if key in r]
+    memory = [f"{name} {r[key]:.3g} GiB" for name, key in (("gpu", "gpu_mem_gib"), ("ram", "ram_gib")) if key in r]
     if memory:
         parts["memory"] = " ".join(memory)
     if "expert_share" in r:

@@ -23,6 +23,7 @@ from command import TRAIN, fails, finetune, on_screen, set_config, tree, write
 from safetensors.numpy import load_file, save_file
 from script_files import ROOT
 
+from trireme.engine.planner import host
 from trireme.engine.run import job, train
 from trireme.engine.run.command import parse
 
@@ -261,7 +262,8 @@ def test_a_step_has_no_more_sequences_than_the_data(here, capsys):
 
 
 @pytest.mark.parametrize("limits", [["--ram", "12MiB"], ["--ram", "1GiB", "--gpu-memory", "12MiB"]])
-def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits):
+def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits, monkeypatch):
+    monkeypatch.setattr(host, "_beside_the_process", lambda ram, later: ram)
     write("many.jsonl", '{"text": "a story of sailors"}\n' * 20_000)
     argv = ["model", "--data", "many.jsonl", "--out", "out", "--seq-len", "64", "--no-pack", "--dry-run", *limits]
     assert "--batch-size" in fails(capsys, here, *argv, "--batch-size", "20000", code=3)

@@ -237,7 +237,7 @@ def test_the_line():
     parts = progress(FULL, 2292, 110040.0)
     assert one_line(parts) == (
         "step    7/2292  loss 2.1871  lr 1.4e-07  grad_norm 3.1  11.7k tok/s (115 trained)  48.1 s  mfu 29 %  "
-        "gpu 21.1G ram 115G  bound: ssd_write  eta 30h34m"
+        "gpu 21.1 GiB ram 115 GiB  bound: ssd_write  eta 30h34m"
     )
     assert one_line(parts, 100) == (
         "step    7/2292  loss 2.1871  lr 1.4e-07  11.7k tok/s (115 trained)  bound: ssd_write  eta 30h34m"
