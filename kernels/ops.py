@@ -51,6 +51,8 @@ gelu_bias_bwd = _op(reference.gelu_bias_bwd, "gelu")
 bias_bwd_ = _op(reference.bias_bwd_, "gelu")
 attention_fwd = _op(reference.attention_fwd, "attention.attention")
 attention_bwd = _op(reference.attention_bwd, "attention.attention")
+sinks_fwd_ = _op(reference.sinks_fwd_, "attention.sinks")
+sinks_bwd_ = _op(reference.sinks_bwd_, "attention.sinks")
 embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
@@ -59,6 +61,7 @@ route_bwd = _op(experts.route_bwd, "experts.routing")
 sort_pairs = _op(experts.sort_pairs, "experts.order")
 grouped_mm = _op(experts.grouped_mm, "experts.products")
 grouped_add_ = _op(experts.grouped_add_, "experts.products")
+clamped_swiglu_fwd = _op(experts.clamped_swiglu_fwd, "experts.rows")
 combine = _op(experts.combine, "experts.rows")
 routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
 grad_finish = _op(reference.grad_finish, "adamw")
@@ -72,6 +75,7 @@ __all__ = [
     "attention_bwd",
     "attention_fwd",
     "bias_bwd_",
+    "clamped_swiglu_fwd",
     "combine",
     "embedding_bwd_",
     "embedding_fwd",
@@ -96,6 +100,8 @@ __all__ = [
     "route_bwd",
     "route_fwd",
     "routed_swiglu_bwd",
+    "sinks_bwd_",
+    "sinks_fwd_",
     "sort_pairs",
     "split_master",
     "swiglu_bwd",

@@ -281,6 +281,19 @@ def attention_bwd(
         start += length
 
 
+def sinks_fwd_(out_: Tensor, lse_: Tensor, sinks: Tensor) -> None:
+    """Adds a score to each head's softmax, sinks (H,), in place: to lse_ (H, N) fp32, and from out_ (N, H, d)."""
+    total = torch.logaddexp(lse_, _up(sinks)[:, None].to(lse_.dtype))
+    out_.copy_(_up(out_) * torch.exp(lse_ - total).T[..., None])
+    lse_.copy_(total)
+
+
+def sinks_bwd_(dsinks_: Tensor, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """dsinks_ (H,) is added to, given the gradient of `out` (N, H, d) after sinks_fwd_, and lse (H, N) after it."""
+    share = torch.exp(_up(sinks)[:, None] - lse)
+    _add_(dsinks_, -(share * (_up(dout) * _up(out)).sum(-1).T).sum(1))
+
+
 # ---------------------------------------------------------------- the two ends
 
 

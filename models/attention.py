@@ -17,7 +17,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.branch import add_branch, add_product, branch_backward, copies
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, linear, linear_backward, or_scratch
+from trireme.models.linear import Linear, add_gradients_, linear, linear_backward, or_scratch, trained
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Rows, Table
 
@@ -34,6 +34,7 @@ class Weights(NamedTuple):
     post: Norm | None = None
     q_norm: Norm | None = None  # (d,), or (H d,) over all heads
     k_norm: Norm | None = None
+    sinks: Tensor | None = None  # (H,)
 
 
 class _Heads(NamedTuple):
@@ -69,7 +70,7 @@ def forward(
     """
     copy = out if copies(w.norm, w.post) else None
     qkv = _project(cfg, layer, w, x, rows, saved.get("qkv"), copy)
-    attn_out, lse = _attend(cfg, layer, _heads(cfg, layer, w, qkv, rows), rows, saved.get("attn_out"), attend)
+    attn_out, lse = _attend(cfg, layer, w, _heads(cfg, layer, w, qkv, rows), rows, saved.get("attn_out"), attend)
     if "lse" in saved:
         saved["lse"].copy_(lse)
     del qkv, lse  # costs._block_workspace
@@ -100,7 +101,7 @@ def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str,
     heads = _heads(cfg, layer, w, qkv, rows)
     if "attn_out" in saved and "lse" in saved:
         return Result(qkv, heads, saved["attn_out"], saved["lse"])
-    return Result(qkv, heads, *_attend(cfg, layer, heads, rows))
+    return Result(qkv, heads, *_attend(cfg, layer, w, heads, rows))
 
 
 def residual(
@@ -131,6 +132,8 @@ def backward_to_qkv(
     add_gradients_(g.o, w.o, result.out, dy)
     q, k, v, q_rstd, k_rstd = result.heads
     dout, out = linear_backward(dy, w.o).view(q.shape), result.out.view(q.shape)
+    if w.sinks is not None and g.sinks is not None and trained(g.sinks):
+        ops.sinks_bwd_(g.sinks, dout, out, result.lse, w.sinks)
     dqkv = torch.empty_like(result.qkv)
     dq, dk, dv = _split(cfg, dqkv)
     scale, window = cfg.layer_scale(layer), cfg.layer_window(layer)
@@ -193,6 +196,7 @@ def _head_norm_backward_(d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | N
 def _attend(
     cfg: ModelConfig,
     layer: int,
+    w: Weights,
     heads: _Heads,
     rows: Rows,
     out: Tensor | None = None,
@@ -201,6 +205,8 @@ def _attend(
     q, k, v = heads[:3]
     out = None if out is None else out.view(q.shape)
     out, lse = attend(q, k, v, rows.docs, cfg.layer_scale(layer), cfg.layer_window(layer), out)
+    if w.sinks is not None:
+        ops.sinks_fwd_(out, lse, w.sinks)
     return out.view(q.shape[0], -1), lse
 
 

@@ -11,6 +11,8 @@ from math import prod
 
 from trireme.models.config import ModelConfig
 from trireme.models.shapes import (
+    DOWN,
+    GATE_UP,
     chosen,
     is_frozen,
     kind,
@@ -79,6 +81,16 @@ def _trained_params(cfg: ModelConfig, u: int) -> int:
     return sum(used(shape) for group in groups for _, shape in group)
 
 
+def _expert_bias_params(cfg: ModelConfig, u: int) -> int:
+    """Elements that a token is multiplied with for the gradients of experts' biases."""
+    if cfg.experts is None or not cfg.experts.bias:
+        return 0
+    trained = {name.rsplit(".", 1)[1] for part in trained_parts(cfg, u) for group in part for name, _ in group}
+    down = cfg.experts.count * cfg.width
+    up = chosen(cfg) * up_width(cfg)
+    return down * (1 + (f"{DOWN}_bias" in trained)) + up * (f"{GATE_UP}_bias" in trained)
+
+
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     """Forward of a unit. For the head, `tokens` are the labels."""
     what = kind(cfg, u)
@@ -100,6 +112,7 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
         return (1 if frozen else 2) * forward_flops(cfg, u, tokens, pairs)
     attention = attention_flops(cfg, pairs) if what != "mlp" else 0
     products = sum(_linear_params(cfg, what).values()) + _trained_params(cfg, u) + 2 * _adapter_params(cfg, u)
+    products += _expert_bias_params(cfg, u) if what != "attention" else 0
     return 2 * tokens * products + attention * 5 // 2
 
 
@@ -198,6 +211,7 @@ def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     assert cfg.experts is not None
     own = cfg.experts
     logits = 2 * itemsize * own.count  # and their gradient
+    logits += own.bias * (2 * itemsize * own.count + own.chosen * (itemsize + 8))  # experts._bias_gradients_
     sorting = own.chosen * (20 + own.count // 16 + 1)
     return tokens * (logits + sorting) + 8 * own.count
 

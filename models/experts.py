@@ -19,7 +19,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models import shared
 from trireme.models.config import ModelConfig
-from trireme.models.linear import add_product_, trained
+from trireme.models.linear import Linear, add_gradients_, add_product_, linear, trained
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Rows
 
@@ -28,10 +28,12 @@ class Weights(NamedTuple):
     """The half's weights, or their gradients: empty where a tensor is frozen."""
 
     norm: Norm | None
-    router: Tensor  # (E, D)
-    up: Tensor  # (E, D, 2I), gate first: a transposed view
+    router: Linear  # (D, E)
+    up: Tensor  # (E, D, 2I), gate first or, with a limit, interleaved; perhaps a transposed view
     down: Tensor  # (E, I, D), likewise
     shared: shared.Weights | None = None
+    up_bias: Tensor | None = None  # (E, 2I)
+    down_bias: Tensor | None = None  # (E, D)
 
 
 class Routes(NamedTuple):
@@ -62,20 +64,25 @@ def forward(
     if rows.load is not None:
         rows.load.add(layer, found.order, found.logits)
     k = rule(cfg).k
-    gate_up = ops.grouped_mm(y, w.up, found.order, k, saved.get("gate_up"))
+    gate_up = ops.grouped_mm(y, w.up, found.order, k, saved.get("gate_up"), w.up_bias)
     del y  # costs._block_workspace
-    act = ops.swiglu_fwd(gate_up)
+    limit = _limit(cfg)
+    act = ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
     del gate_up  # costs._block_workspace
-    ranked = ops.grouped_mm(act, w.down, found.order)
+    ranked = ops.grouped_mm(act, w.down, found.order, bias=w.down_bias)
     del act  # costs._block_workspace
     ops.combine(ranked, found.order, k, found.weights, residual, out)
 
 
 def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
     """Of normalised tokens y (N, D). Never saved: made again in backward."""
-    logits = torch.mm(y, w.router.T)
+    logits = linear(y, w.router)
     weights, experts = ops.route_fwd(logits, rule(cfg))
-    return Routes(logits, weights, experts, ops.sort_pairs(experts, len(w.router)))
+    return Routes(logits, weights, experts, ops.sort_pairs(experts, logits.shape[1]))
+
+
+def _limit(cfg: ModelConfig) -> float:
+    return cfg.experts.limit if cfg.experts else 0.0
 
 
 def backward(
@@ -92,25 +99,38 @@ def backward(
     y, stats = norm(x, w.norm, cfg.eps)
     found = route(cfg, w, y)
     order, k = found.order, rule(cfg).k
-    gate_up = saved["gate_up"] if "gate_up" in saved else ops.grouped_mm(y, w.up, order, k)
+    gate_up = saved["gate_up"] if "gate_up" in saved else ops.grouped_mm(y, w.up, order, k, bias=w.up_bias)
     d_act = ops.grouped_mm(dy, w.down.mT, order, k)
-    d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, found.weights, order)
+    d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, found.weights, order, _limit(cfg))
     del gate_up, d_act  # costs._block_workspace
     if trained(g.down):
         ops.grouped_add_(g.down, act, dy, order, 0, k)
     del act  # costs._block_workspace
     if trained(g.up):
         ops.grouped_add_(g.up, y, d_gate_up, order, k)
+    _bias_gradients_(w, g, found, d_weights, d_gate_up, dy)
     d_rows = ops.grouped_mm(d_gate_up, w.up.mT, order)
     del d_gate_up  # costs._block_workspace
     d_norm = ops.combine(d_rows, order, k)
     del d_rows  # costs._block_workspace
     balance = None if rows.load is None else rows.load.balance()
     d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance)
-    if trained(g.router):
-        add_product_(g.router, d_logits, y)
-    d_norm.addmm_(d_logits, w.router)
+    add_gradients_(g.router, w.router, y, d_logits)
+    d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
         shared.backward(w.shared, g.shared, y, saved, dy, d_norm)
     del y  # costs._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
+
+
+def _bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, d_gate_up: Tensor, dy: Tensor) -> None:
+    """Adds the biases' gradients to g, and what the bias behind `down` does to that of the weights."""
+    if w.up_bias is not None and g.up_bias is not None and trained(g.up_bias):
+        ones = d_gate_up.new_ones((len(d_gate_up), 1))
+        ops.grouped_add_(g.up_bias[:, None], ones, d_gate_up, found.order)
+    if w.down_bias is not None:
+        chosen = found.experts.long()
+        d_weights_ += torch.mm(dy, w.down_bias.T).float().gather(1, chosen)
+        if g.down_bias is not None and trained(g.down_bias):
+            by_expert = torch.zeros_like(found.logits).scatter_(1, chosen, found.weights.to(dy.dtype))
+            add_product_(g.down_bias, by_expert, dy)

@@ -104,7 +104,8 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
                 embed = w
                 head.embed_forward(w, ids, rows[at], x)
             elif u < cfg.n_units - 1:
-                model.forward(cfg, u, w, x, rows[at], {}, out, cache.attention(shapes.layer(cfg, u), into[at]))
+                attend = cache.attention(shapes.layer(cfg, u), into[at], sinks=bool(cfg.names.sinks))
+                model.forward(cfg, u, w, x, rows[at], {}, out, attend)
                 x, out = out, x
             else:
                 last = x[rows[at].docs.cu_seqlens[1:].long() - 1]
@@ -134,8 +135,11 @@ class _Cache:
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
         return prompt * self.positions + docs.positions
 
-    def attention(self, layer: int, place: Tensor) -> Attend:
-        """Stands in for ops.attention_fwd: first packed prompts, then one token each over the cache."""
+    def attention(self, layer: int, place: Tensor, sinks: bool) -> Attend:
+        """Stands in for ops.attention_fwd: first packed prompts, then one token each over the cache.
+
+        Without a backward, only sinks need the sums of the softmax.
+        """
         k_all, v_all = self.k[layer], self.v[layer]
         n_prompts, length = k_all.shape[:2]
 
@@ -150,6 +154,13 @@ class _Cache:
             seen = (distance >= 0) & (distance < (window or length))
             query, keys, values = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
             y = scaled_dot_product_attention(query, keys, values, seen[:, None, None], scale=scale, enable_gqa=True)
-            return y.transpose(1, 2)[:, 0], q.new_empty(0)  # lse serves backward alone
+            return y.transpose(1, 2)[:, 0], _lse(q, k_all, seen, scale) if sinks else q.new_empty(0)
 
         return attend
+
+
+def _lse(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """(H, B) fp32 of one query each, q (B, H, d), over keys (B, T, K, d) where seen (B, T)."""
+    query = q.unflatten(1, (k.shape[2], -1)).float()
+    scores = torch.einsum("bkgd,btkd->kgbt", query, k.float()) * scale
+    return torch.logsumexp(scores.masked_fill(~seen, float("-inf")), -1).flatten(0, 1)

@@ -14,7 +14,7 @@ from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
 from trireme.models.head import EmbedWeights, HeadWeights
-from trireme.models.linear import Linear, fuse
+from trireme.models.linear import Linear, fuse, trained
 from trireme.models.lora import Adapters
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows
@@ -103,24 +103,32 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
     norm, post, q_norm, k_norm = (
         _norm(cfg, name, views) for name in (names.norm1, names.post1, names.q_norm, names.k_norm)
     )
-    return attention.Weights(
-        norm, _linear(cfg, names.qkv, views), _linear(cfg, (names.o,), views), post, q_norm, k_norm
-    )
+    qkv, o = _linear(cfg, names.qkv, views), _linear(cfg, (names.o,), views)
+    return attention.Weights(norm, qkv, o, post, q_norm, k_norm, views.get(names.sinks))
 
 
 def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | experts.Weights:
     names = cfg.names
     if cfg.experts:
-        all_up, all_down = (views[f"{names.experts}.{what}"].mT for what in (shapes.GATE_UP, shapes.DOWN))
+        norm, router = _norm(cfg, names.norm2, views), _linear(cfg, (names.router,), views)
         beside = _shared_weights(cfg, views) if cfg.experts.shared else None
-        return experts.Weights(
-            _norm(cfg, names.norm2, views), views[f"{names.router}.weight"], all_up, all_down, beside
-        )
-    up, down = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
+        up, up_bias = _stack(cfg, f"{names.experts}.{shapes.GATE_UP}", views)
+        down, down_bias = _stack(cfg, f"{names.experts}.{shapes.DOWN}", views)
+        return experts.Weights(norm, router, up, down, beside, up_bias, down_bias)
+    first, second = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated:
-        return mlp.Weights(norm, up, down, post)
-    return mlp.Weights(norm, up._replace(bias=None), down, post, gelu_bias=up.bias)
+        return mlp.Weights(norm, first, second, post)
+    return mlp.Weights(norm, first._replace(bias=None), second, post, gelu_bias=first.bias)
+
+
+def _stack(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """(matrices (E, in, out), biases (E, out)) of a layer's experts."""
+    assert cfg.experts is not None
+    matrices, bias = views[name], views.get(f"{name}_bias")
+    if bias is not None and trained(bias):
+        bias = bias.view(cfg.experts.count, -1)
+    return matrices.mT if cfg.names.each else matrices, bias
 
 
 def _shared_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> shared.Weights:

@@ -73,7 +73,9 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
 
 def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
     """A tensor as a checkpoint has it: itself, or a layer's experts one by one, in the same order."""
-    if len(shape) < 3:
+    if cfg.experts and len(shape) == 1 and name.endswith((f".{GATE_UP}_bias", f".{DOWN}_bias")):
+        return [(name, (cfg.experts.count, shape[0] // cfg.experts.count))]
+    if len(shape) < 3 or not cfg.names.each:
         return [(name, shape)]
     prefix, what = name.rsplit(".", 1)
     each = cfg.names.each[2:] if what == DOWN else cfg.names.each[:2]
@@ -183,6 +185,8 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
         wide = cfg.family.qk_norm == "width"
         widths = (cfg.q_width, cfg.kv_width) if wide else (cfg.head_dim, cfg.head_dim)
         groups += [[(f"{n}.weight", (d,))] for n, d in zip((names.q_norm, names.k_norm), widths, strict=True)]
+    if names.sinks:
+        groups.append([(names.sinks, (cfg.n_heads,))])
     if cfg.qkv_bias:
         groups.append(_bias(names.qkv, rows))
     if cfg.o_bias:
@@ -206,11 +210,16 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
 def _expert_groups(cfg: ModelConfig) -> list[Group]:
     names, own, D = cfg.names, cfg.experts, cfg.width
     assert own is not None
+    stored = lambda rows, columns: (own.count, *((rows, columns) if names.each else (columns, rows)))
     groups: list[Group] = [
-        [(f"{names.experts}.{GATE_UP}", (own.count, 2 * own.width, D))],
-        [(f"{names.experts}.{DOWN}", (own.count, D, own.width))],
+        [(f"{names.experts}.{GATE_UP}", stored(2 * own.width, D))],
+        [(f"{names.experts}.{DOWN}", stored(D, own.width))],
         [(f"{names.router}.weight", (own.count, D))],
     ]
+    if own.bias:  # flat: vectors have no weight decay
+        groups.append([(f"{names.experts}.{GATE_UP}_bias", (own.count * 2 * own.width,))])
+        groups.append([(f"{names.experts}.{DOWN}_bias", (own.count * D,))])
+        groups.append([(f"{names.router}.bias", (own.count,))])
     if own.shared:
         groups += [_matrix(cfg, names.up, (own.shared, own.shared), D), _matrix(cfg, (names.down,), (D,), own.shared)]
     if own.shared_gate:

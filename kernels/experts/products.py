@@ -49,6 +49,7 @@ def _grouped_mm(
     p_y,
     p_pair,
     p_starts,
+    p_bias,
     E: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -81,6 +82,8 @@ def _grouped_mm(
         b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
         p_x += BLOCK_A
         p_w += BLOCK_A * w_a
+    if p_bias is not None:
+        b_y += tl.load(p_bias + i_e.to(tl.int64) * B + o_b, o_b < B, 0.0).to(tl.float32)[None, :]
     p_y += o_row.to(tl.int64)[:, None] * B + o_b[None, :]
     tl.store(p_y, b_y.to(p_y.dtype.element_ty), m_row & m_b)
 
@@ -127,20 +130,23 @@ def _grouped_add(
     tl.store(p_dw, b_sum.to(p_dw.dtype.element_ty), mask)
 
 
-def grouped_mm(x: Tensor, w: Tensor, order: Order, k: int = 0, out: Tensor | None = None) -> Tensor:
+def grouped_mm(
+    x: Tensor, w: Tensor, order: Order, k: int = 0, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """As reference.grouped_mm: x contiguous, w (E, A, B) or a view of (E, B, A), contiguous."""
     (P,), (E, A, B) = order.pair.shape, w.shape
     assert x.shape == (P // k if k else P, A)
     assert x.is_contiguous()
     assert w.stride() in ((A * B, B, 1), (A * B, 1, A))
     assert w.dtype == x.dtype
+    assert bias is None or (bias.shape == (E, B) and bias.is_contiguous())
     y = torch.empty((P, B), dtype=x.dtype, device=x.device) if out is None else out
     assert y.shape == (P, B)
     assert y.is_contiguous()
     t = launch.grouped_mm(x.device, x.dtype)
     tiles = P // t.rows + min(E, P)  # no sizes of groups need more
     _grouped_mm[(tiles * cdiv(B, t.b),)](
-        x, w, y, order.pair, order.starts, E, A, B, *w.stride()[1:], k, t.rows, t.a, t.b, power2(E),
+        x, w, y, order.pair, order.starts, bias, E, A, B, *w.stride()[1:], k, t.rows, t.a, t.b, power2(E),
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return y

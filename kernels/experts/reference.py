@@ -105,14 +105,17 @@ def sort_pairs(experts: Tensor, n_experts: int) -> Order:
 # ---------------------------------------------------------------- products
 
 
-def grouped_mm(x: Tensor, w: Tensor, order: Order, k: int = 0, out: Tensor | None = None) -> Tensor:
-    """y (P, B), or `out` filled: each sorted row of x (P, A) times its expert's matrix of w (E, A, B).
+def grouped_mm(
+    x: Tensor, w: Tensor, order: Order, k: int = 0, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """y (P, B), or `out` filled: each sorted row of x (P, A) times its expert's matrix of w (E, A, B), plus its bias.
 
-    With k > 0 x is (N, A), and a sorted row is that of its token. w may be a transposed view.
+    With k > 0 x is (N, A), and a sorted row is that of its token. w may be a transposed view; bias (E, B).
     """
     y = torch.empty((len(order.pair), w.shape[2]), dtype=x.dtype, device=x.device) if out is None else out
     for e, rows in _groups(order):
-        torch.mm(_rows(x, order, rows, k), w[e], out=y[rows])
+        part = _rows(x, order, rows, k)
+        torch.mm(part, w[e], out=y[rows]) if bias is None else torch.addmm(bias[e], part, w[e], out=y[rows])
     return y
 
 
@@ -162,19 +165,42 @@ def combine(
     return total if out is None else out.copy_(total)
 
 
-def routed_swiglu_bwd(d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+ALPHA = 1.702  # of the clamped SwiGLU
+
+
+def clamped_swiglu_fwd(gate_up: Tensor, limit: float) -> Tensor:
+    """(up + 1) gate sigmoid(1.702 gate), gate and up (N, 2F) interleaved; gate at most `limit`, up within +-limit."""
+    value, _, _, up = _glu(gate_up, limit)
+    return (value * up).to(gate_up.dtype)
+
+
+def _glu(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(activation of the gate, its slope, slope of up, what multiplies the activation)."""
+    if not limit:
+        gate, up = _up(gate_up).chunk(2, -1)
+        s = torch.sigmoid(gate)
+        return gate * s, s * (1 + gate * (1 - s)), torch.ones_like(up), up
+    gate, up = _up(gate_up)[..., ::2], _up(gate_up)[..., 1::2]
+    low = gate.clamp(max=limit)
+    s = torch.sigmoid(ALPHA * low)
+    slope = torch.where(gate <= limit, s * (1 + ALPHA * low * (1 - s)), 0.0)
+    return low * s, slope, (up.abs() <= limit).to(up.dtype), up.clamp(-limit, limit) + 1
+
+
+def routed_swiglu_bwd(
+    d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order, limit: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of weight * (silu(gate) * up) by sorted row, given the gradient d_act (P, I) of the product.
 
     gate_up (P, 2I), weights (N, k) fp32. Returns (d_gate_up (P, 2I), weight * silu(gate) * up (P, I), dweights (N, k)
     fp32). With d_act = dy[token] @ down.T the last is the gradient <dy, act @ down> of a weight (Guo et al., SonicMoE,
-    arXiv:2512.14080): the rows that the weights multiply are not needed.
+    arXiv:2512.14080): the rows that the weights multiply are not needed. With `limit`: of clamped_swiglu_fwd.
     """
-    gate, up = _up(gate_up).chunk(2, -1)
-    s = torch.sigmoid(gate)
-    value, slope = gate * s, s * (1 + gate * (1 - s))
+    value, slope, passes, up = _glu(gate_up, limit)
     d, pair = _up(d_act), order.pair.long()
     w = weights.flatten()[pair][:, None]
-    d_gate_up = torch.cat((w * d * up * slope, w * d * value), -1)
+    both = w * d * up * slope, w * d * value * passes
+    d_gate_up = torch.stack(both, -1).flatten(1) if limit else torch.cat(both, -1)
     dweights = torch.empty_like(weights.flatten())
     dweights[pair] = (d * value * up).sum(-1)
     return d_gate_up.to(gate_up.dtype), (w * value * up).to(d_act.dtype), dweights.view(weights.shape)

@@ -1,4 +1,4 @@
-"""What becomes of sorted rows: summed into their tokens, and SwiGLU's backward with the gradient of the weights.
+"""What becomes of sorted rows: gated units (SwiGLU's backward with the gradient of the weights), sums into tokens.
 
     out = residual + sum over slots of weight * row;  d_weight = <d_act, act>, d_act = dy down^T before the weight
 
@@ -40,10 +40,44 @@ def _combine(p_rows, p_row, p_weights, p_residual, p_out, D: tl.constexpr, CHOSE
     tl.store(p_out + i_n * D + o_d, b_sum.to(p_out.dtype.element_ty), m_d)
 
 
+@triton.jit
+def _clamped(b_gate_up, limit, BLOCK: tl.constexpr):
+    """As reference._glu of interleaved values, (2 BLOCK,)."""
+    b_gate, b_up = tl.split(tl.reshape(b_gate_up.to(tl.float32), (BLOCK, 2)))
+    b_low = tl.minimum(b_gate, limit)
+    b_s = tl.sigmoid(1.702 * b_low)
+    b_slope = tl.where(b_gate <= limit, b_s * (1.0 + 1.702 * b_low * (1.0 - b_s)), 0.0)
+    b_passes = ((b_up <= limit) & (b_up >= -limit)).to(tl.float32)
+    return b_low * b_s, b_slope, b_passes, tl.minimum(tl.maximum(b_up, -limit), limit) + 1.0
+
+
+@launcher
+@triton.jit
+def _clamped_swiglu_fwd(p_gate_up, p_y, limit, F: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
+    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    i_row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    first = (tl.program_id(0) % BLOCKS) * BLOCK
+    o_i = 2 * first + tl.arange(0, 2 * BLOCK)
+    b_value, _, _, b_up = _clamped(tl.load(p_gate_up + i_row * 2 * F + o_i, o_i < 2 * F, 0.0), limit, BLOCK)
+    o_f = first + tl.arange(0, BLOCK)
+    tl.store(p_y + i_row * F + o_f, (b_value * b_up).to(p_y.dtype.element_ty), o_f < F)
+
+
 @launcher
 @triton.jit
 def _routed_swiglu_bwd(
-    p_d_act, p_gate_up, p_weights, p_pair, p_d_gate_up, p_act, p_dweights, I: tl.constexpr, BLOCK: tl.constexpr
+    p_d_act,
+    p_gate_up,
+    p_weights,
+    p_pair,
+    p_d_gate_up,
+    p_act,
+    p_dweights,
+    limit,
+    I: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     await_previous()
     i_row = tl.program_id(0).to(tl.int64)
@@ -54,16 +88,24 @@ def _routed_swiglu_bwd(
     for i in range(0, I, BLOCK):
         o_i = i + tl.arange(0, BLOCK)
         m_i = o_i < I
-        o = i_row * 2 * I + o_i
-        b_gate = tl.load(p_gate_up + o, m_i, 0.0).to(tl.float32)
-        b_up = tl.load(p_gate_up + o + I, m_i, 0.0).to(tl.float32)
         b_d = tl.load(p_d_act + i_row * I + o_i, m_i, 0.0).to(tl.float32)
-        b_value, b_slope = silu(b_gate)
+        if CLAMPED:
+            o = i_row * 2 * I + 2 * i + tl.arange(0, 2 * BLOCK)
+            m_o = 2 * i + tl.arange(0, 2 * BLOCK) < 2 * I
+            b_value, b_slope, b_passes, b_up = _clamped(tl.load(p_gate_up + o, m_o, 0.0), limit, BLOCK)
+        else:
+            o = i_row * 2 * I + o_i
+            b_up = tl.load(p_gate_up + o + I, m_i, 0.0).to(tl.float32)
+            b_value, b_slope = silu(tl.load(p_gate_up + o, m_i, 0.0).to(tl.float32))
         b_act = b_value * b_up
         b_dot += b_d * b_act
         b_d *= weight
-        tl.store(p_d_gate_up + o, (b_d * b_up * b_slope).to(dtype), m_i)
-        tl.store(p_d_gate_up + o + I, (b_d * b_value).to(dtype), m_i)
+        if CLAMPED:
+            b_both = tl.join(b_d * b_up * b_slope, b_d * b_value * b_passes)
+            tl.store(p_d_gate_up + o, tl.reshape(b_both, (2 * BLOCK,)).to(dtype), m_o)
+        else:
+            tl.store(p_d_gate_up + o, (b_d * b_up * b_slope).to(dtype), m_i)
+            tl.store(p_d_gate_up + o + I, (b_d * b_value).to(dtype), m_i)
         tl.store(p_act + i_row * I + o_i, (weight * b_act).to(dtype), m_i)
     tl.store(p_dweights + i_pair, tl.sum(b_dot, 0))
 
@@ -91,7 +133,19 @@ def combine(
     return out
 
 
-def routed_swiglu_bwd(d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+def clamped_swiglu_fwd(gate_up: Tensor, limit: float) -> Tensor:
+    """As reference.clamped_swiglu_fwd, contiguous."""
+    N, F = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    y = torch.empty((N, F), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(BLOCK, power2(F))
+    _clamped_swiglu_fwd[(N * cdiv(F, block),)](gate_up, y, float(limit), F, block, num_warps=4)
+    return y
+
+
+def routed_swiglu_bwd(
+    d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order, limit: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.routed_swiglu_bwd, all contiguous."""
     P, I = d_act.shape
     assert gate_up.shape == (P, 2 * I)
@@ -100,5 +154,7 @@ def routed_swiglu_bwd(d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Or
     assert all(t.is_contiguous() for t in (d_act, gate_up, weights))
     d_gate_up, act, dweights = torch.empty_like(gate_up), torch.empty_like(d_act), torch.empty_like(weights)
     block = min(BLOCK, power2(I))
-    _routed_swiglu_bwd[(P,)](d_act, gate_up, weights, order.pair, d_gate_up, act, dweights, I, block, num_warps=4)
+    _routed_swiglu_bwd[(P,)](
+        d_act, gate_up, weights, order.pair, d_gate_up, act, dweights, float(limit), I, limit > 0, block, num_warps=4
+    )
     return d_gate_up, act, dweights

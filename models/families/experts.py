@@ -17,6 +17,8 @@ class Experts:
     renormalise: bool  # weights divided by their sum
     shared: int = 0  # hidden width of one that every token takes; 0: none
     shared_gate: bool = False  # times a sigmoid of the token
+    limit: float = 0.0  # of a clamped SwiGLU over interleaved gate and up; 0: a plain one
+    bias: bool = False  # of router and experts
     aux: float = 0.0  # router_aux_loss_coef, in force only where a run asks for it
 
 
@@ -30,6 +32,8 @@ class ExpertKeys:
     width_key: str = "moe_intermediate_size"
     renormalise: bool | None = None  # None: norm_topk_prob
     shared: int = 0  # shared_expert_intermediate_size, with a gate; 0: none
+    limit: float = 0.0  # swiglu_limit; 0: none
+    bias: bool = False
 
 
 REFUSED = {  # key -> accepted values
@@ -37,6 +41,7 @@ REFUSED = {  # key -> accepted values
     "router_jitter_noise": (None, 0, 0.0),
     "use_sliding_window": (None, False),
     "moe_latent_size": (None,),
+    "swiglu_alpha": (None, 1.702),
 }
 
 
@@ -56,4 +61,5 @@ def parse_experts(keys: Keys, family: ExpertKeys | None) -> Experts | None:
     width = keys.count(family.width_key, family.width)
     shared = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
     aux = 0.0 if keys.raw.get("router_aux_loss_coef") in (None, 0) else keys.number("router_aux_loss_coef")
-    return Experts(count, chosen, width, renormalise, shared, bool(shared), aux)
+    limit = keys.number("swiglu_limit", family.limit) if family.limit else 0.0
+    return Experts(count, chosen, width, renormalise, shared, bool(shared), limit, family.bias, aux)

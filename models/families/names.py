@@ -29,7 +29,8 @@ class Names:
     router: str = ""
     experts: str = ""  # in the engine .gate_up_proj (E, 2I, D) and .down_proj (E, D, I)
     shared_gate: str = ""
-    each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # on disk behind experts.N
+    each: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # on disk behind experts.N; (): (in, out), as above
+    sinks: str = ""
     in_out: bool = False  # stored (in, out), not (out, in)
 
     def prefix(self, layer: int) -> str:
@@ -69,6 +70,7 @@ SHARED = replace(
     down="mlp.shared_expert.down_proj",
     shared_gate="mlp.shared_expert_gate",
 )
+FUSED = replace(SPLIT, router="mlp.router", experts="mlp.experts", each=(), sinks="self_attn.sinks")
 SPARSE = replace(SPLIT, router="block_sparse_moe.gate", experts="block_sparse_moe.experts", each=("w1", "w3", "w2"))
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")

@@ -123,6 +123,12 @@ FAMILIES = {
         names=names.SPARSE, kv_heads=8, max_positions=131072, eps=1e-5, theta=1e6, windows="all", window=None,
         experts=ExpertKeys(8, 2, 14336, "intermediate_size", renormalise=True),
     ),
+    "gpt_oss": Family(
+        "gpt-oss 20b and 120b (in bf16)",
+        names=names.FUSED, kv_heads=8, head_dim=64, max_positions=131072, eps=1e-5, theta=150000.0, windows="pattern",
+        window=128, period=2, qkv_bias=("attention_bias", True), o_bias=("attention_bias", True),
+        experts=ExpertKeys(128, 4, 2880, "intermediate_size", renormalise=True, limit=7.0, bias=True),
+    ),
     "olmoe": Family(
         "OLMoE",
         names=names.MIXTURE, max_positions=4096, eps=1e-5, qk_norm="width", qkv_bias=BIAS, o_bias=BIAS,

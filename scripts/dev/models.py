@@ -63,6 +63,8 @@ def special(family: Family) -> list[str]:
         "embedding times the root of the width": family.embed_root,
         "biases": bool(family.qkv_bias),
         "a mixture of experts in place of the MLP": family.experts is not None,
+        "attention sinks": bool(n.sinks),
+        "a clamped SwiGLU": family.experts is not None and family.experts.limit > 0,
     }
     return [words for words, holds in said.items() if holds]
 

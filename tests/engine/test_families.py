@@ -30,7 +30,16 @@ def trained(cfg, plan, lanes):
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize(
     "case",
-    ["phi3 window, longrope within", "smollm3", "granite", "olmo3", "ministral3 tied, window", "glm4", "qwen3 moe"],
+    [
+        "phi3 window, longrope within",
+        "smollm3",
+        "granite",
+        "olmo3",
+        "ministral3 tied, window",
+        "glm4",
+        "qwen3 moe",
+        "gpt oss",
+    ],
 )
 def test_placement_never_changes_the_numbers(case, halves):
     check_placement(config(case), halves)

@@ -47,6 +47,14 @@ DENSE = PLAIN | dict(
 MIXTURE = LLAMA | dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, pad_token_id=None
 )
+OSS = MIXTURE | dict(
+    num_local_experts=6,
+    sliding_window=5,
+    swiglu_limit=1.5,
+    head_dim=16,
+    intermediate_size=24,
+    rope_parameters=YARN | dict(truncate=False),
+)
 DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=None)
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 # name -> (model_type, keys of its config)
@@ -126,6 +134,9 @@ CASES = {
     "mixtral": ("mixtral", MIXTURE | dict(num_local_experts=6)),
     "mixtral window, tied": ("mixtral", MIXTURE | dict(
         num_local_experts=4, sliding_window=5, tie_word_embeddings=True)),
+    "gpt oss": ("gpt_oss", OSS),
+    "gpt oss, other limits": ("gpt_oss", OSS | dict(
+        swiglu_limit=0.5, num_experts_per_tok=3, layer_types=["full_attention", "sliding_attention"])),
     "olmoe": ("olmoe", PLAIN | dict(num_experts=6, num_experts_per_tok=3)),
     "qwen3 moe of one expert": ("qwen3_moe", MIXTURE | dict(num_experts=1, num_experts_per_tok=1)),
     "qwen3": ("qwen3", LLAMA),

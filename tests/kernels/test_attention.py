@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICES, check, error, randn, up
+from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, error, randn, up
 
 from trireme.kernels import reference
 from trireme.kernels.attention import attention
+from trireme.kernels.attention import sinks as sinks_
 from trireme.kernels.attention.docs import make_docs
 
 OUT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}
@@ -163,3 +164,22 @@ def test_offsets_beyond_two_to_the_31():
     attention.attention_bwd(dout, *dense, out2, lse2, docs, 0.125, *grads)
     assert torch.equal(out, out2)
     assert all(torch.equal(a, b) for a, b in zip((dq, dk, dv), grads, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "H", "d"), [(70, 3, 64), (130, 2, 24)])
+def test_sinks(device, dtype, N, H, d):
+    torch.manual_seed(0)
+    out, dout = (randn(N, H, d, device=device, dtype=dtype) for _ in range(2))
+    lse, sinks = (randn(*shape, device=device, dtype=torch.float32, scale=2.0) for shape in ((H, N), (H,)))
+    out64, lse64 = out.double(), lse.double()
+    reference.sinks_fwd_(out64, lse64, sinks.double())
+    sinks_.sinks_fwd_(out, lse, sinks)
+    check(out, out64, ONE_ROUNDING[dtype])
+    check(lse, lse64, FP32_SUM)
+    dsinks = torch.ones(H, device=device)
+    dsinks64 = dsinks.double()
+    sinks_.sinks_bwd_(dsinks, dout, out, lse, sinks)
+    reference.sinks_bwd_(dsinks64, *up(dout, out, lse, sinks))
+    check(dsinks, dsinks64, FP32_SUM)

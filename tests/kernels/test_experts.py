@@ -111,6 +111,9 @@ def test_grouped_products(device, dtype, load, N, E, k, A, B):
     bound = ONE_ROUNDING[dtype]
     for w in (stored, turned):
         check(products.grouped_mm(by_token, w, order, k), reference.grouped_mm(*up(by_token, w), order, k), bound)
+        bias = randn(E, B, device=device, dtype=dtype)
+        biased = products.grouped_mm(sorted_rows, w, order, bias=bias)
+        check(biased, reference.grouped_mm(*up(sorted_rows, w), order, bias=bias.double()), bound)
         check(products.grouped_mm(sorted_rows, w, order), reference.grouped_mm(*up(sorted_rows, w), order), bound)
     dy, dy_token = randn(N * k, B, device=device, dtype=dtype), randn(N, B, device=device, dtype=dtype)
     for a, b, k_a, k_b in ((by_token, dy, k, 0), (sorted_rows, dy_token, 0, k)):
@@ -144,6 +147,25 @@ def test_rows(device, dtype, load, N, E, k, D):
     theirs = reference.routed_swiglu_bwd(*up(d_act, gate_up, weights), order)
     for mine, exact in zip(ours, theirs, strict=True):
         check(mine, exact, FP32_SUM if mine is ours[2] else ONE_ROUNDING[dtype])
+    act = rows.clamped_swiglu_fwd(gate_up, 0.75)
+    check(act, reference.clamped_swiglu_fwd(gate_up.double(), 0.75), ONE_ROUNDING[dtype])
+    ours = rows.routed_swiglu_bwd(d_act, gate_up, weights, order, 0.75)
+    theirs = reference.routed_swiglu_bwd(*up(d_act, gate_up, weights), order, 0.75)
+    for mine, exact in zip(ours, theirs, strict=True):
+        check(mine, exact, FP32_SUM if mine is ours[2] else ONE_ROUNDING[dtype])
+
+
+def test_clamped_swiglu_is_autograds():
+    gate_up = (torch.randn(9, 12, dtype=torch.float64) * 3).requires_grad_()
+    gate, value = gate_up[:, ::2].clamp(max=2.0), gate_up[:, 1::2].clamp(-2.0, 2.0)
+    y = (value + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(reference.clamped_swiglu_fwd(gate_up.detach(), 2.0), y.detach())
+    dy, order = torch.randn_like(y), reference.sort_pairs(torch.zeros(9, 1, dtype=torch.int32), 1)
+    (3 * y * dy).sum().backward()
+    ours = reference.routed_swiglu_bwd(dy, gate_up.detach(), torch.full((9, 1), 3.0, dtype=torch.float64), order, 2.0)[
+        0
+    ]
+    torch.testing.assert_close(ours, gate_up.grad)
 
 
 @pytest.mark.parametrize("load", LOADS)

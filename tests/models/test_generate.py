@@ -51,6 +51,7 @@ def oracle_generate(model, prompts, max_new, eos=None):
         "llama biases",
         "llama 3.1 rope",
         "mistral window",
+        "gpt oss",
         "qwen2 window above",
         "qwen3",
         "granite",

@@ -47,6 +47,7 @@ def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
         "granite 4",
         "qwen3 moe",
         "qwen2 moe",
+        "gpt oss",
     ],
 )
 def test_every_subset_of_saved_in_other_families(case, dtype, grad_dtype):

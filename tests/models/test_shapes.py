@@ -57,6 +57,7 @@ DIALECTS = {
     "olmo2": SMALL | dict(model_type="olmo2"),
     "qwen2 moe": MIXTURE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=160),
     "mixtral": MIXTURE | dict(model_type="mixtral"),
+    "gpt oss": MIXTURE | dict(model_type="gpt_oss", intermediate_size=48),
     "olmoe": MIXTURE | dict(model_type="olmoe", num_key_value_heads=4, head_dim=16),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
@@ -171,17 +172,23 @@ def _bare_experts():
     return dict(
         Rule=ops.Rule,
         Order=ops.Order,
-        route_fwd=lambda logits, rule: (torch.empty(len(logits), rule.k), number((len(logits), rule.k))),
+        route_fwd=lambda logits, rule: (
+            torch.empty(len(logits), rule.k),
+            torch.zeros((len(logits), rule.k), dtype=torch.int32),
+        ),
+        sinks_fwd_=lambda *_: None,
+        sinks_bwd_=lambda *_: None,
+        clamped_swiglu_fwd=lambda gate_up, _: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
         route_bwd=lambda _, logits, *__: torch.empty_like(logits),
         sort_pairs=lambda experts, count: ops.Order(
             number(experts.numel()), number(experts.numel()), number(count + 1)
         ),
-        grouped_mm=lambda x, w, order, k=0, out=None: torch.mm(rows(x, order), w[0], out=out),
+        grouped_mm=lambda x, w, order, k=0, out=None, bias=None: torch.mm(rows(x, order), w[0], out=out),
         grouped_add_=lambda dw, a, b, order, *_: dw[0].addmm_(rows(a, order).T, rows(b, order)),
         combine=lambda rows, _, k, weights=None, residual=None, out=None: (
             rows.new_empty(len(rows) // k, rows.shape[1]) if out is None else out
         ),
-        routed_swiglu_bwd=lambda d, gate_up, w, _: (
+        routed_swiglu_bwd=lambda d, gate_up, w, *_: (
             torch.empty_like(gate_up),
             torch.empty_like(d),
             torch.empty_like(w),

@@ -38,6 +38,9 @@ FAMILIES = {
     "qwen2_moe": SMALL | dict(
         num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24),
     "mixtral": SMALL | dict(num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": SMALL | dict(
+        num_local_experts=4, num_experts_per_tok=2, intermediate_size=16, head_dim=8, sliding_window=8,
+        rope_parameters=YARN | dict(rope_theta=10000.0)),
     "olmoe": SMALL | dict(num_experts=6, num_experts_per_tok=3, intermediate_size=16),
     "phi3": SMALL | dict(sliding_window=8),
     "smollm3": SMALL | dict(no_rope_layer_interval=2),
@@ -64,9 +67,10 @@ def rates():
 def with_transformers(model, steps, device):
     """(losses, gradient norms) of a plain loop: per-document rows, AdamW without decay on vectors, clipping at 1."""
     model.to(device).eval()  # no dropout
+    named = list(model.named_parameters())
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for n, p in named if p.dim() > 1 and not n.endswith("bias")], "weight_decay": 0.1},
+        {"params": [p for n, p in named if p.dim() == 1 or n.endswith("bias")], "weight_decay": 0.0},
     ]
     adamw, seen = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8), []
     for batch, rate in zip(steps, rates(), strict=True):
@@ -132,6 +136,7 @@ OTHERS = (
     "qwen3_moe",
     "qwen2_moe",
     "mixtral",
+    "gpt_oss",
     "olmoe",
 )
 IN_BF16 = [name for name in FAMILIES if name not in OTHERS]
