@@ -103,4 +103,5 @@ def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:
     """Targets of adapters: those given, or every linear layer of the blocks."""
     if given and not (len(given) == 1 and given[0] in ALL):
         return tuple(given)
-    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in linear_layers(cfg)))
+    words = 1 if cfg.experts is None else 2  # peft takes a plain gate_proj for that of all experts
+    return tuple(dict.fromkeys(".".join(name.split(".")[-words:]) for name in linear_layers(cfg)))
