@@ -196,7 +196,7 @@ def plans(draw):
 
     mode = draw(st.sampled_from(("forward", "backward")))
     bits = draw(st.sampled_from((32, 16, 8)))
-    gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    gpus = draw(st.sampled_from((1, 1, 2, 3, 4))) if cfg.experts is None else 1
     dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
     plan = gpu_plan(
         cfg,
