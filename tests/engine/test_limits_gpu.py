@@ -1,13 +1,14 @@
 """On a GPU: whatever the model and the limits, a run is refused beforehand or stays within them."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from engines import Batch
 
 from trireme.engine.build import build, inputs
-from trireme.engine.exchange import fill
+from trireme.engine.exchange import fill, fill_base
 from trireme.engine.lanes import RealLanes
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.choose import choose
@@ -15,7 +16,8 @@ from trireme.engine.planner.host import GPU_RESERVE
 from trireme.engine.planner.rates import DRIVES, GPUS, machine
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.step import train_step
-from trireme.models.config import ModelConfig, Rope
+from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models.families.experts import Experts
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
 from trireme.storage.store import Store
@@ -25,7 +27,10 @@ MIB = 1 << 20
 
 
 def draw(seed: int):
-    """(model, limits, tokens of a row, rows of a step, bits of a moment, clip) of a random run."""
+    """(model, limits, tokens of a row, rows of a step, bits of a moment, clip) of a random run.
+
+    From 24 on models have experts, from 32 on adapters.
+    """
     r = random.Random(seed)
     d = r.choice((64, 80, 128))
     heads = r.choice((4, 8, 12))
@@ -33,10 +38,17 @@ def draw(seed: int):
     cfg = ModelConfig("llama", r.randrange(500, 60_000), d * heads, r.randrange(2, 14), heads, kv, d,
                       8 * r.randrange(40, 500), 4096, 1e-5, r.random() < 0.3, rope=Rope(1e4))  # fmt: skip
     limits = Limits(int(MIB * 2 ** r.uniform(7.5, 12)), int(MIB * 2 ** r.uniform(6, 12)))
+    if 24 <= seed < 32:
+        shared = r.choice((0, 8 * r.randrange(8, 200)))
+        own = Experts(r.choice((5, 16, 60)), r.choice((1, 2, 5)), 8 * r.randrange(4, 40), True, shared, shared > 0)
+        cfg = replace(cfg, model_type="qwen2_moe" if shared else "qwen3_moe", n_layers=r.randrange(1, 5), experts=own)
+    elif seed >= 32:
+        targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        cfg = replace(cfg, lora=Lora(r.choice((4, 16, 128)), 16.0, targets), frozen=("*",))
     return cfg, limits, 64 * r.randrange(1, 33), r.randrange(1, 13), r.choice((32, 32, 16, 8)), r.choice((0.0, 1.0))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_refused_or_within_the_limits(seed, tmp_path):
     cfg, limits, seq, rows, bits, clip = draw(seed)
     rates = machine(GPUS["rtx4090"], 64 << 30, DRIVES["gen4"]).rates
@@ -56,7 +68,9 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         for shard in e.homes.shards():
             store.add(shard.name, shard.layout)
         e.claim_scratch(store.devices)
-        fill(e.homes, lambda name, a, b: [0.02 * torch.randn(b - a).numpy()])
+        values = lambda name, a, b: [0.02 * torch.randn(b - a).numpy()]
+        fill(e.homes, values)
+        fill_base(e.homes, values)
         tables = rope_tables(cfg, seq, "cuda")
         per = plan.tokens // seq
         for step in (1, 2):

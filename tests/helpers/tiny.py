@@ -160,11 +160,12 @@ def oracle(model_type: str, keys: dict):
 class Tiny:
     """All units of a model in memory, each one flat buffer, with gradients of the same order."""
 
-    def __init__(self, cfg: ModelConfig, state: dict[str, torch.Tensor], dtype="F32", grad_dtype=None):
-        self.cfg, self.dtype = cfg, DTYPE[dtype]
+    def __init__(self, cfg: ModelConfig, state: dict[str, torch.Tensor], dtype="F32", grad_dtype=None, device="cpu"):
+        self.cfg, self.dtype, self.device = cfg, DTYPE[dtype], device
         units = range(cfg.n_units)
         trained = [[group for part in shapes.trained_parts(cfg, u) for group in part] for u in units]
-        memory = lambda groups, dtype: views(layout := pack(groups, dtype), torch.zeros(layout.span, dtype=torch.uint8))
+        zeros = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        memory = lambda groups, dtype: views(layout := pack(groups, dtype), zeros(layout.span))
         self.views = [memory(trained[u], dtype) | memory(shapes.frozen_groups(cfg, u), dtype) for u in units]
         self.grad_views = [memory(trained[u], grad_dtype or dtype) for u in units]
         self.w = [model.weights(cfg, u, self.views[u]) for u in units]
@@ -184,10 +185,10 @@ class Tiny:
     def hidden(self, ids, rows, keep=()):
         """Block inputs x[0..n_layers] and each block's saved tensors."""
         cfg, n = self.cfg, len(ids)
-        xs, saves = [torch.empty(n, cfg.width, dtype=self.dtype)], []
+        xs, saves = [torch.empty(n, cfg.width, dtype=self.dtype, device=self.device)], []
         head.embed_forward(self.w[0], ids, rows, xs[0])
         for layer in range(cfg.n_layers):
-            saves.append(empty_saved(cfg, n, self.dtype, keep))
+            saves.append(empty_saved(cfg, n, self.dtype, keep, self.device))
             xs.append(torch.empty_like(xs[0]))
             model.forward(cfg, layer + 1, self.w[layer + 1], xs[layer], rows, saves[-1], xs[-1])
         return xs, saves
@@ -199,7 +200,7 @@ class Tiny:
         return y @ model.output_matrix(self.cfg, self.w[0], self.w[-1]).T
 
     def rows(self, lengths, load=None):
-        return make_rows(lengths, rope_tables(self.cfg, max(lengths), "cpu"), "cpu", load)
+        return make_rows(lengths, rope_tables(self.cfg, max(lengths), self.device), self.device, load)
 
     def train(self, ids, labels, lengths, keep=(), scale=None, load=None):
         """Losses (N,), with the gradients of their mean over the labels added to self.grads."""
@@ -230,10 +231,10 @@ def apart(cfg, name, t):
     return [(name, part.view(shape)) for (name, shape), part in zip(stored, parts, strict=True)]
 
 
-def empty_saved(cfg, tokens, dtype, keep):
+def empty_saved(cfg, tokens, dtype, keep, device="cpu"):
     """Uninitialised memory for the names in `keep`, filled with NaN."""
     return {
-        name: torch.full(shape, float("nan"), dtype=torch.float32 if kind == "F32" else dtype)
+        name: torch.full(shape, float("nan"), dtype=torch.float32 if kind == "F32" else dtype, device=device)
         for name, (shape, kind) in shapes.saved_shapes(cfg, tokens).items()
         if name in keep
     }
