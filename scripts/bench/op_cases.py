@@ -1,4 +1,4 @@
-"""The cases of ops.py: every op in LLaMA-3-8B and LLaMA-2-13B blocks."""
+"""The cases of ops.py: every op in LLaMA-3-8B and LLaMA-2-13B blocks, and in mixtures of experts."""
 
 from __future__ import annotations
 
@@ -149,4 +149,67 @@ def dense_peers(a: Attention) -> tuple[op_peers.Peers, op_peers.Peers]:
     return op_peers.dense_attention(a.q, a.k, a.v, a.dout, len(a.docs.lengths), a.scale)
 
 
-GROUPS = {"norms": norms, "activations": activations, "ends": ends, "loss": loss, "attention": attention}
+class Mixture(NamedTuple):
+    """Experts, chosen ones, width, hidden width of each."""
+
+    E: int
+    k: int
+    D: int
+    I: int
+
+
+MIXTURES = {
+    "Qwen3-30B": Mixture(128, 8, 2048, 768),
+    "gpt-oss-20b": Mixture(32, 4, 2880, 2880),
+    "gpt-oss-120b": Mixture(128, 4, 2880, 2880),
+    "Mixtral": Mixture(8, 2, 4096, 14336),
+}
+
+
+def experts() -> Iterator[Case]:
+    """Of 32,768 tokens, which choose as random logits do."""
+    for name, (E, k, D, I) in MIXTURES.items():
+        N, rule = 32768, ops.Rule(k)
+        P, logits = N * k, randn(N, E)
+        weights, chosen = ops.route_fwd(logits, rule)
+        order = ops.sort_pairs(chosen, E)
+        if name == "Qwen3-30B":
+            yield from routing(name, logits, weights, chosen, rule)
+            yield from sorted_rows(name, order, weights, D, I)
+        x, d_gate_up, act = randn(N, D), randn(P, 2 * I), randn(P, I)
+        up, down = (randn(E, 2 * I, D) * D**-0.5).mT, (randn(E, D, I) * I**-0.5).mT
+        products = (("up", x, up, k), ("down", act, down, 0), ("d_act", x, down.mT, k), ("d_rows", d_gate_up, up.mT, 0))
+        for label, a, w, by_token in products:
+            peers = partial(op_peers.grouped_product, a, w, order, by_token)
+            args, flops = (a, w, order, by_token), 2 * P * w.shape[1] * w.shape[2]
+            yield Case(f"{name} {label}", "grouped_mm", args, flops, flops=True, peers=peers)
+        for label, w, a, b, k_a, k_b in (("up", up, x, d_gate_up, k, 0), ("down", down, act, x, 0, k)):
+            dw = torch.zeros_like(w, dtype=torch.float32)
+            peers = partial(op_peers.grouped_gradient, a, b, order, k_a, k_b)
+            args, flops = (dw, a, b, order, k_a, k_b), 2 * P * w.shape[1] * w.shape[2]
+            yield Case(f"{name} {label}", "grouped_add_", args, flops, flops=True, peers=peers)
+
+
+def routing(name: str, logits: Tensor, weights: Tensor, chosen: Tensor, rule: ops.Rule) -> Iterator[Case]:
+    (N, E), P = logits.shape, chosen.numel()
+    yield Case(name, "route_fwd", (logits, rule), 2 * N * E + 8 * P)
+    yield Case(name, "route_bwd", (torch.randn_like(weights), logits, chosen, rule), 4 * N * E + 8 * P)
+    yield Case(name, "sort_pairs", (chosen, E), 12 * P)
+
+
+def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int) -> Iterator[Case]:
+    (N, k), P = weights.shape, weights.numel()
+    rows, d_act, gate_up = randn(P, D), randn(P, I), randn(P, 2 * I)
+    yield Case(f"{name} forward", "combine", (rows, order, k, weights, randn(N, D)), 2 * D * (P + 2 * N))
+    yield Case(f"{name} backward", "combine", (rows, order, k), 2 * D * (P + N))
+    yield Case(name, "routed_swiglu_bwd", (d_act, gate_up, weights, order), 12 * P * I)
+
+
+GROUPS = {
+    "norms": norms,
+    "activations": activations,
+    "ends": ends,
+    "loss": loss,
+    "attention": attention,
+    "experts": experts,
+}

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trireme.kernels import reference
+from trireme.kernels import ops
 
 Peers = dict[str, tuple[Callable, float]]
 
@@ -23,9 +23,9 @@ def compiled(op: str, args: tuple, kwargs: dict) -> Peers:
     if op == "attention_bwd":
         dout, q, k, v, _, _, docs, scale, *_ = args
         return {"FlexAttention": (flex_attention(q, k, v, docs, scale, dout)[1], 1.0)}
-    if op in ("adamw_", "embedding_bwd_", "linear_cross_entropy"):  # host loops
+    if op in ("adamw_", "embedding_bwd_", "linear_cross_entropy", "grouped_mm", "grouped_add_"):  # host loops
         return {}
-    plain = getattr(reference, op)
+    plain = getattr(ops, op).__wrapped__
     if op == "grad_finish" and len(args) == 1:  # in any order
         plain = lambda x: x.float().square().sum()
     plain = torch.compile(plain, dynamic=False)
@@ -173,3 +173,29 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, docs, scale: float, dout: Te
     if dout is None:
         return partial(call, *leaves), None
     return None, partial(torch.autograd.grad, out, leaves, dout.transpose(0, 1)[None], retain_graph=True)
+
+
+# ---------------------------------------------------------------- experts
+
+
+def grouped_product(x: Tensor, w: Tensor, order: ops.Order, k: int) -> Peers:
+    """torch's grouped product of rows that lie sorted, behind the gather of rows by token; one matrix for all rows."""
+    tokens, ends = order.pair // max(k, 1), order.starts[1:].clone()
+    rows = x[tokens] if k else x
+    found: Peers = {
+        "grouped": (lambda: torch._grouped_mm(rows, w, offs=ends), 1.0),
+        "one matrix": (lambda: torch.mm(rows, w[0]), 1.0),
+    }
+    if k:
+        found["with gather"] = (lambda: torch._grouped_mm(x.index_select(0, tokens), w, offs=ends), 1.0)
+    return found
+
+
+def grouped_gradient(a: Tensor, b: Tensor, order: ops.Order, k_a: int, k_b: int) -> Peers:
+    """torch's, in bf16 and not added to a sum, of rows that lie sorted; one matrix for all rows."""
+    ends = order.starts[1:].clone()
+    a, b = (x[order.pair // k] if k else x for x, k in ((a, k_a), (b, k_b)))
+    return {
+        "grouped": (lambda: torch._grouped_mm(a.T, b, offs=ends), 1.0),
+        "one matrix": (lambda: torch.mm(a.T, b), 1.0),
+    }

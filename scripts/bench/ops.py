@@ -25,10 +25,10 @@ import op_peers
 import torch
 import triton
 from block_parts import product_rate
-from op_cases import DEVICE, GROUPS, PACKED, Case, attention_inputs, randn
+from op_cases import BF16, DEVICE, GROUPS, PACKED, Case, attention_inputs, randn
 from triton.testing import do_bench
 
-from trireme.kernels import launch, ops, reference
+from trireme.kernels import launch, ops
 from trireme.kernels.attention import attention as attention_module
 from trireme.kernels.launcher import Fixed, Kernel
 
@@ -75,14 +75,19 @@ def copied(flush: str, n: int = 1 << 28) -> float:
     return 2 * n / seconds(lambda: y.copy_(x), flush=flusher(flush, lambda: y2.copy_(x2)))
 
 
+COMPARED = (BF16, torch.float32, torch.int32)  # not a split master's low halves
+
+
 def error(case: Case) -> float:
     """The largest relative error of results and written arguments."""
     found = []
-    for module in (ops, reference):
+    op = getattr(ops, case.op)
+    for run in (op, op.__wrapped__):
         copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
-        results = getattr(module, case.op)(*copies, **case.kwargs)
+        results = run(*copies, **case.kwargs)
         results = results if isinstance(results, tuple) else (results,)
-        found.append([t for t in (*results, *copies) if torch.is_tensor(t) and t.is_floating_point()])
+        tensors = [t for t in (*results, *copies) if torch.is_tensor(t)]
+        found.append([t.float() if t.dtype == torch.int32 else t for t in tensors if t.dtype in COMPARED])
         del copies, results
     norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))
     return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))
