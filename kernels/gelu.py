@@ -1,7 +1,8 @@
-"""GELU in its tanh form (Hendrycks & Gimpel 2016; GPT-2) after a bias, and the gradient of a bias.
+"""GELU (Hendrycks & Gimpel 2016), by tanh as in GPT-2 or exact, after a bias, and the gradient of a bias.
 
     gelu(x) = x * s,  s = sigmoid(2 k (x + c x^3))       (1 + tanh(u)) / 2 = sigmoid(2 u)
     gelu'(x) = s + x * s * (1 - s) * 2 k (1 + 3 c x^2)
+    exact: s = (1 + erf(x / sqrt(2))) / 2,  gelu'(x) = s + x * exp(-x^2 / 2) / sqrt(2 pi)
 
 Legend: N tokens, F hidden width.
 """
@@ -28,9 +29,23 @@ def gelu_tanh(x):
     return x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
 
 
+@triton.jit
+def gelu_erf(x):
+    """As gelu_tanh, exact."""
+    s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+    return x * s, s + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+
+
+@triton.jit
+def _gelu(x, EXACT: tl.constexpr):
+    return gelu_erf(x) if EXACT else gelu_tanh(x)
+
+
 @launcher
 @triton.jit(do_not_specialize=["N"])
-def _gelu_bias_fwd(p_h, p_bias, p_y, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gelu_bias_fwd(
+    p_h, p_bias, p_y, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr
+):
     await_previous()
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     i_row = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -39,13 +54,23 @@ def _gelu_bias_fwd(p_h, p_bias, p_y, N, F: tl.constexpr, ROWS: tl.constexpr, COL
     o = i_row[:, None] * F + o_f[None, :]
     b_bias = tl.load(p_bias + o_f, o_f < F, 0.0).to(tl.float32)[None, :]
     b_x = tl.load(p_h + o, mask, 0.0).to(tl.float32) + b_bias
-    tl.store(p_y + o, gelu_tanh(b_x)[0].to(p_y.dtype.element_ty), mask)
+    tl.store(p_y + o, _gelu(b_x, EXACT)[0].to(p_y.dtype.element_ty), mask)
 
 
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _gelu_bias_bwd(
-    p_dy, p_h, p_bias, p_dh, p_y, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    p_dy,
+    p_h,
+    p_bias,
+    p_dh,
+    p_y,
+    p_parts,
+    N,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     await_previous()
     o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -56,7 +81,7 @@ def _gelu_bias_bwd(
         i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i_row < N)[:, None] & (o_f < F)[None, :]
         o = i_row[:, None] * F + o_f[None, :]
-        b_value, b_slope = gelu_tanh(tl.load(p_h + o, mask, 0.0).to(tl.float32) + b_bias)
+        b_value, b_slope = _gelu(tl.load(p_h + o, mask, 0.0).to(tl.float32) + b_bias, EXACT)
         b_dh = tl.load(p_dy + o, mask, 0.0).to(tl.float32) * b_slope
         b_sum += b_dh
         tl.store(p_dh + o, b_dh.to(p_dh.dtype.element_ty), mask)
@@ -78,18 +103,18 @@ def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
     tl.store(p_parts + i_part * F + o_f, tl.sum(b_sum, 0), o_f < F)
 
 
-def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
+def gelu_bias_fwd(h: Tensor, bias: Tensor, exact: bool = False) -> Tensor:
     """As reference.gelu_bias_fwd, contiguous."""
     N, F = h.shape
     assert h.is_contiguous()
     assert bias.shape == (F,)
     y = torch.empty_like(h)
     grid = (cdiv(N, FWD_ROWS) * cdiv(F, FWD_COLUMNS),)
-    _gelu_bias_fwd[grid](h, bias, y, N, F, FWD_ROWS, FWD_COLUMNS, num_warps=4)
+    _gelu_bias_fwd[grid](h, bias, y, N, F, FWD_ROWS, FWD_COLUMNS, exact, num_warps=4)
     return y
 
 
-def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
+def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
     """As reference.gelu_bias_bwd, contiguous."""
     N, F = h.shape
     assert dy.shape == h.shape
@@ -99,7 +124,7 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[
     dh, y = torch.empty_like(h), torch.empty_like(h)
     grid = _column_grid(h, ROWS)
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=h.device)
-    _gelu_bias_bwd[grid](dy, h, bias, dh, y, parts, N, F, ROWS, COLUMNS, num_warps=4)
+    _gelu_bias_bwd[grid](dy, h, bias, dh, y, parts, N, F, ROWS, COLUMNS, exact, num_warps=4)
     add_rows(dbias_, parts)
     return dh, y
 

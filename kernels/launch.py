@@ -160,7 +160,6 @@ def grouped_mm(device: torch.device, dtype: torch.dtype) -> Grouped:
 
 def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
     """Tile (a, b) of a matrix's gradient, from so many rows at a time."""
-    arch = chip(device).arch
-    if arch == 0 or dtype == torch.float32:
+    if chip(device).arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
-    return Grouped(64, 128, 128, 8, 3) if arch >= 90 else Grouped(32, 128, 128, 8, 3)
+    return Grouped(64, 128, 128, 8, 3)

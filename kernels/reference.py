@@ -164,6 +164,11 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * dt
 
 
+def _gelu_erf(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = 0.5 * (1 + torch.erf(x * 0.5**0.5))
+    return x * s, s + x * torch.exp(-0.5 * x * x) * (_GELU_K / 2)
+
+
 def _glu_fwd(act: Activation, gate_up: Tensor) -> Tensor:
     gate, up = _up(gate_up).chunk(2, -1)
     return (act(gate)[0] * up).to(gate_up.dtype)
@@ -197,14 +202,14 @@ def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return _glu_bwd(_gelu_tanh, dy, gate_up)
 
 
-def gelu_bias_fwd(h: Tensor, bias: Tensor) -> Tensor:
-    """gelu_tanh(h + bias), for h (N, F), bias (F,)."""
-    return _gelu_tanh(_up(h) + _up(bias))[0].to(h.dtype)
+def gelu_bias_fwd(h: Tensor, bias: Tensor, exact: bool = False) -> Tensor:
+    """gelu(h + bias), by tanh unless `exact`, for h (N, F), bias (F,)."""
+    return (_gelu_erf if exact else _gelu_tanh)(_up(h) + _up(bias))[0].to(h.dtype)
 
 
-def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor) -> tuple[Tensor, Tensor]:
+def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
     """(dh (N, F), act (N, F)); adds the sum of dh over rows, in fp32, to dbias_ (F,)."""
-    value, slope = _gelu_tanh(_up(h) + _up(bias))
+    value, slope = (_gelu_erf if exact else _gelu_tanh)(_up(h) + _up(bias))
     dh = _up(dy) * slope
     _add_(dbias_, dh.sum(0))
     return dh.to(h.dtype), value.to(h.dtype)

@@ -212,19 +212,22 @@ def _attend(
 
 def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
     """Views: q (N, H, d), k and v (N, K, d)."""
+    if cfg.names.by_head:
+        return list(qkv.view(qkv.shape[0], cfg.n_heads, 3, cfg.head_dim).unbind(2))
     heads = qkv.view(qkv.shape[0], -1, cfg.head_dim)
     return list(heads.split((cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads), 1))
 
 
 def _rotate_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bool = False) -> None:
-    """Rotates q and k, in one pass if they share a table."""
+    """Rotates q and k, in one pass if they are neighbours and share a table."""
     of_q, of_k = rows.of(cfg, layer)
-    heads = qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads]
-    if of_q is of_k:
+    if of_q is of_k and not cfg.names.by_head:
+        heads = qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads]
         _rope_(heads, of_k, rows, inverse)
     else:
-        _rope_(heads[:, : cfg.n_heads], of_q, rows, inverse)
-        _rope_(heads[:, cfg.n_heads :], of_k, rows, inverse)
+        q, k, _ = _split(cfg, qkv_)
+        _rope_(q, of_q, rows, inverse)
+        _rope_(k, of_k, rows, inverse)
 
 
 def _rope_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:

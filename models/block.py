@@ -1,4 +1,7 @@
-"""A block: attention, then MLP. Saved beside their tensors: resid (N, D), the MLP's input."""
+"""A block: attention, then MLP, or with cfg.parallel both of one input.
+
+Saved beside their tensors: resid (N, D), the MLP's input, where that is not the block's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def forward(
     """Fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     resid = saved.get("resid", out)
     attention.forward(cfg, layer, w.attention, x, rows, saved, resid, attend)
-    mlp_forward(cfg, layer, w.mlp, resid, rows, saved, out)
+    mlp_forward(cfg, layer, w.mlp, x if cfg.parallel else resid, rows, saved, out)
 
 
 def backward(
@@ -53,7 +56,9 @@ def backward(
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     recall = lambda: attention.recall(cfg, layer, w.attention, x, saved, rows)
     result, product = None, saved.get("attn_branch")
-    if "resid" in saved:
+    if cfg.parallel:
+        resid = x
+    elif "resid" in saved:
         resid = saved["resid"]
     else:
         result = recall()
@@ -61,7 +66,8 @@ def backward(
     dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
     del resid  # costs._block_workspace
     result = result or recall()
-    dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result, dresid, rows, product)
+    dbranch = dy if cfg.parallel else dresid
+    dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result, dbranch, rows, product)
     del result, product  # costs._block_workspace
     attention.backward_to_x(cfg, w.attention, g.attention, x, dqkv, dresid, dx)
 

@@ -15,7 +15,7 @@ from trireme.models.families.extend import extended
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import Names, within
 from trireme.models.families.rope import Rope, parse_ropes
-from trireme.models.families.table import FAMILIES, SILU, WRAPPERS, Family
+from trireme.models.families.table import EXACT_GELU, FAMILIES, SILU, WRAPPERS, Family
 from trireme.models.families.windows import sliding_window, unrotated_layers
 from trireme.storage.untrusted import read_small
 
@@ -92,6 +92,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     experts: Experts | None = None
     wrapper: str = ""  # the model_type around it
+    parallel: bool = False  # attention and MLP read one input: no half blocks
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
 
     @property
@@ -115,6 +116,11 @@ class ModelConfig:
     def silu(self) -> bool:
         """SiLU at the gate; otherwise GELU by tanh."""
         return self.family.acts is SILU
+
+    @property
+    def exact_gelu(self) -> bool:
+        """GELU by erf; otherwise by tanh."""
+        return self.family.acts is EXACT_GELU
 
     @property
     def n_units(self) -> int:
@@ -219,6 +225,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         o_bias=flag(family.o_bias),
         mlp_bias=flag(family.mlp_bias),
         qk_norm=bool(family.qk_norm),
+        parallel=family.parallel and keys.flag("use_parallel_residual", True),
         experts=parse_experts(keys, family.experts),
         **_positions(keys, family, head_dim, positions, layers),
         **_scales(keys, family, width),

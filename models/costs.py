@@ -187,6 +187,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
         mlp_forward.append(y + routes + tile * 8 * cfg.experts.count)  # rows.Load.add: y, softmax in fp32
         mlp_backward.append(routes + 2 * y + max(6 * shared, 2 * shared + y))  # y, d_norm
     dresid = x if tile < tokens else 0
+    resid, before = (0, 0) if cfg.parallel else (x, result + x)
     moments = {
         "attention": (
             x + qkv,  # attention._project
@@ -195,8 +196,8 @@ def _block_workspace(cfg: ModelConfig, kind: str, tokens: int, itemsize: int) ->
         ),
         "mlp": (*mlp_forward, *mlp_backward),
         "block": (
-            *(x + moment for moment in mlp_forward),  # resid
-            *(result + x + dresid + moment for moment in mlp_backward),  # block.backward: resid
+            *(resid + moment for moment in mlp_forward),
+            *(before + dresid + moment for moment in mlp_backward),  # block.backward: resid
             result + x + to_qkv,  # block.backward: dresid
             x + qkv + x,
             x + x + x,

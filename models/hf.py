@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.shapes import embedding_name, stored_tensors
+from trireme.models.shapes import output_name, stored_tensors
 
 Shape = tuple[int, ...]
 
+_OUTPUTS = ("lm_head.weight", "embed_out.weight")
 # Stored by older versions.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str | None]:
@@ -47,7 +48,7 @@ def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
     names = canonical_names(cfg, found)
     chosen: dict[str, str] = {}
     for name, target in names.items():
-        if target is not None and (target not in chosen or not name.endswith("lm_head.weight")):
+        if target is not None and (target not in chosen or not name.endswith(_OUTPUTS)):
             chosen[target] = name
     return chosen
 
@@ -61,8 +62,8 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str 
     for full in _in_full(cfg, name):
         if full in wanted:
             return full
-        if full == "lm_head.weight":  # tied, else in `wanted`
-            return embedding_name(cfg)
+        if full in _OUTPUTS:
+            return output_name(cfg)
         if full.startswith(cfg.carried) or full.endswith(_BUFFERS):
             return None
     raise InputError(

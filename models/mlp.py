@@ -31,13 +31,16 @@ class Weights(NamedTuple):
 
 
 def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
-    y, _ = norm(x, w.norm, cfg.eps, copy=out if copies(w.norm, w.post) else None)
+    """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries.
+
+    With cfg.parallel `out` holds what the half adds to; otherwise that is x.
+    """
+    y, _ = norm(x, w.norm, cfg.eps, copy=out if copies(w.norm, w.post) and not cfg.parallel else None)
     up = linear(y, w.up, saved.get(up_name(cfg)))
     del y  # costs._block_workspace
     act = _activation(cfg, up, w)
     del up  # costs._block_workspace
-    add_branch(cfg, x, act, w.down, w.norm, w.post, out, saved.get("mlp_branch"))
+    add_branch(cfg, out if cfg.parallel else x, act, w.down, w.norm, w.post, out, saved.get("mlp_branch"))
 
 
 def backward(
@@ -75,12 +78,12 @@ def _branch_backward(
 
 def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Tensor:
     if w.gelu_bias is not None:
-        return ops.gelu_bias_fwd(up, w.gelu_bias)
+        return ops.gelu_bias_fwd(up, w.gelu_bias, cfg.exact_gelu)
     return ops.swiglu_fwd(up) if cfg.silu else ops.geglu_fwd(up)
 
 
 def _activation_backward(cfg: ModelConfig, d_act: Tensor, up: Tensor, w: Weights, g: Weights) -> tuple[Tensor, Tensor]:
     """(gradient of `up`, activation)."""
     if w.gelu_bias is not None and g.gelu_bias is not None:
-        return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias))
+        return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias), cfg.exact_gelu)
     return ops.swiglu_bwd(d_act, up) if cfg.silu else ops.geglu_bwd(d_act, up)

@@ -265,7 +265,7 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
         found["lse"] = (cfg.n_heads, N), "F32"
         if cfg.names.post1:
             found["attn_branch"] = (N, cfg.width), "compute"
-    if kind == "block":
+    if kind == "block" and not cfg.parallel:
         found["resid"] = (N, cfg.width), "compute"
     if kind != "attention":
         found[up_name(cfg)] = (N * chosen(cfg), up_width(cfg)), "compute"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from trireme.engine.amounts import compact, count, duration, gb, seconds
 from trireme.engine.buffers import usage
 from trireme.engine.plan import Plan, Tier
+from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.rates import ENDURANCE, TB
-from trireme.engine.planner.whole import PARTS, Clock, Times
 
 BINDS = {
     "compute": "computation",
@@ -120,14 +120,13 @@ def ready_line(parts: Times) -> str:
 
 
 def took_line(clock: Clock, promised: Times) -> str:
-    """Time taken and promised, by part."""
-    other = clock.whole - sum(clock.spent.values())
-    parts = [
-        f"{part} {duration(clock.spent[part])}" + (f" of {duration(promised[part])}" if promised else "")
-        for part in PARTS
-        if max(clock.spent[part], promised.get(part, 0.0)) >= 0.5
-    ]
-    parts += [f"other {duration(other)}"] if other >= 0.5 else []
+    """Time taken, by part, and promised where that differs."""
+    parts = []
+    for part in PARTS:
+        took, told = duration(clock.spent[part]), duration(promised.get(part, 0.0))
+        if max(clock.spent[part], promised.get(part, 0.0)) >= 0.5:
+            parts.append(f"{part} {took}" + f" of {told}" * (bool(promised) and told != took))
+    parts += [f"other {duration(clock.other)}"] if clock.other >= 0.5 else []
     whole = f"{duration(clock.whole)}" + (f" of {duration(sum(promised.values()))} promised" if promised else "")
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
 

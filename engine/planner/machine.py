@@ -31,10 +31,10 @@ def this_machine(device: torch.device, dtype: str, limits: Limits, folders: Sequ
     return Machine(name, limits.gpu, limits.host, rates, room, worn, drives, how)
 
 
-def with_drives(machine: Machine, folders: Sequence[str | Path]) -> Machine:
-    """`machine` with measured rates of the drives under `folders`, if they can be tried."""
+def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:
+    """`machine` with rates of the drives under `folders`, measured before or `anew`, if they can be tried."""
     try:
-        tried = [_tried(place) for place in places_of(folders)]
+        tried = [_tried(place, anew) for place in places_of(folders)]
     except OSError:
         return machine
     read, write = (sum(found[name] for found, _ in tried) for name in ("ssd_read", "ssd_write"))
@@ -43,5 +43,5 @@ def with_drives(machine: Machine, folders: Sequence[str | Path]) -> Machine:
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({tried[0][1]})")
 
 
-def _tried(place: Path) -> tuple[dict[str, float], str]:
-    return probe.kept(probe.drive(place), lambda: probe.drive_rates(place))
+def _tried(place: Path, anew: bool) -> tuple[dict[str, float], str]:
+    return probe.kept(probe.drive(place), lambda: probe.drive_rates(place), anew)

@@ -40,24 +40,44 @@ STARTS = 200  # of a kernel in a turn
 TURNS = 6  # the first warms up, the fastest counts
 
 
-def kept(identity: dict[str, Any], measure: Callable[[], dict[str, float]]) -> tuple[dict[str, float], str]:
-    """(rates, measured or kept for this identity; how they are known, in words)."""
-    folder, identity = cache_folder(), identity | {"version": VERSION}
-    name = f"machine-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.json"
-    try:
-        found = json.loads((folder / name).read_text()) if folder else {}
-        if found["identity"] == identity:
-            return {name: float(value) for name, value in found["rates"].items()}, "measured before"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # missing or foreign
+def kept(
+    identity: dict[str, Any], measure: Callable[[], dict[str, float]], anew: bool = False
+) -> tuple[dict[str, float], str]:
+    """(rates, measured or, unless `anew`, kept for this identity; how they are known, in words)."""
+    found = None if anew else remembered(identity)
+    if found is not None:
+        return found, "measured before"
     start = time.monotonic()
     rates = measure()
+    remember(identity, rates)
+    return rates, f"measured, {time.monotonic() - start:.0f} s"
+
+
+def remembered(identity: dict[str, Any]) -> dict[str, float] | None:
+    """What was last remembered for this identity."""
+    folder, identity = cache_folder(), identity | {"version": VERSION}
+    try:
+        found = json.loads((folder / _file(identity)).read_text()) if folder else {}
+        if found["identity"] == identity:
+            return {name: float(value) for name, value in found["rates"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # missing or foreign
+    return None
+
+
+def remember(identity: dict[str, Any], rates: dict[str, float]) -> None:
+    """A folder that cannot be written costs time alone."""
+    folder, identity = cache_folder(), identity | {"version": VERSION}
     if folder:
+        name = _file(identity)
         part = folder / f"{name}.{os.getpid()}"
-        with contextlib.suppress(OSError):  # measured again next time
+        with contextlib.suppress(OSError):
             part.write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
             part.replace(folder / name)
-    return rates, f"measured, {time.monotonic() - start:.0f} s"
+
+
+def _file(identity: dict[str, Any]) -> str:
+    return f"machine-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.json"
 
 
 # ---------------------------------------------------------------- processor and GPU

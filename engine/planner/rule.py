@@ -89,10 +89,15 @@ def furthest(geo: Geometry, limits: Limits, n: int, plan: Callable[[int], Plan])
     return plan(largest(n, lambda k: fits(geo, plan(k), limits)))
 
 
+def cuts(cfg: ModelConfig, wanted: Wanted) -> tuple[bool, ...]:
+    """Whole blocks before half blocks, where the model has any."""
+    return (False, True)[: 1 if cfg.parallel else 2] if wanted.halves is None else (wanted.halves,)
+
+
 def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = Lean()) -> Plan:
     """The rule's plan, with the first of `wanted.sizes` that fits. Raises DoesNotFit with numbers and ways out."""
     refused = []
-    for halves in (False, True) if wanted.halves is None else (wanted.halves,):
+    for halves in cuts(cfg, wanted):
         geo = geometry(replace(cfg, halves=halves), wanted.dtype, wanted.adam_bits)
         plan = _smallest(geo, limits, wanted, lean)
         if fits(geo, plan, limits):

@@ -1,21 +1,25 @@
-"""The parts of a run: seconds foretold and spent."""
+"""Seconds foretold of each part of a run."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any
 
-from trireme.engine.plan import Tier
+import torch
+
+from trireme.engine.plan import Plan, Tier
+from trireme.engine.planner import probe
+from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import KERNELS, unit_seconds
 from trireme.engine.planner.rates import DRIVES
+from trireme.models.config import ModelConfig, numbers
 
-Part = Literal["start", "steps", "evaluations", "samples", "snapshots", "export"]
-PARTS: tuple[Part, ...] = get_args(Part)
-Times = Mapping[Part, float]  # seconds
+NEW = 15.0  # seconds of compilation: a tiny LLaMA on an H200; 46 kernels for sm_90 take a core 9 to 16 s
+KNOWN = 1.0  # with Triton's cache, until measured
 LOSS_FORWARD = 1 / 3  # of the loss's three products
 
 
@@ -27,20 +31,31 @@ class Events:
     held_out: int = 0  # sequences of each
     exports: int = 1  # the result, the best so far
     snapshots: int = 0
-    tokens: int = 0  # sampled
+    samples: int = 0
+    tokens: int = 0  # of each
+    longest: float = math.inf  # seconds of each
 
 
-def foretold(f: Forecast, steps: int, events: Events) -> dict[Part, float]:
-    """Seconds of each part. All but the steps' are floors: bytes and FLOPs over rates."""
+def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[Part, float]:
+    """Seconds of each part but the compilation. All but the steps' are floors: bytes and FLOPs over rates.
+
+    `known`: seconds of one event of a part, in place of a floor.
+    """
     twice = 1 / _write(f) + 1 / _read(f)  # written and read back
-    read = max(f.files.export, f.frozen)
+    each: dict[Part, float] = {
+        "evaluations": evaluation_s(f, events.held_out),
+        "samples": min(events.longest, events.tokens * token_s(f)) if events.samples else 0.0,
+        "snapshots": unsaved(f) / _write(f),
+        "export": f.files.export * twice,
+    }
+    each |= known or {}
     return {
-        "start": read / _read(f) + f.pinning_s(),
+        "load": max(f.files.export, f.frozen) / _read(f) + f.pinning_s(),
         "steps": steps * f.step.step_s,
-        "evaluations": events.evaluations * evaluation_s(f, events.held_out),
-        "samples": events.tokens * token_s(f),
-        "snapshots": events.snapshots * unsaved(f) / _write(f),
-        "export": (events.exports * f.files.export + f.files.merged) * twice,
+        "evaluations": events.evaluations * each["evaluations"],
+        "samples": events.samples * each["samples"],
+        "snapshots": events.snapshots * each["snapshots"],
+        "export": events.exports * each["export"] + f.files.merged * twice,
     }
 
 
@@ -94,23 +109,39 @@ def _homes(f: Forecast) -> Iterator[tuple[Tier, int]]:
         yield unit.base, f.geo.base[u].span
 
 
-class Clock:
-    """Seconds spent in each part, and the `whole`."""
+# ---------------------------------------------------------------- the first step
 
-    def __init__(self, now: Callable[[], float] = time.monotonic):
-        self.now, self.began = now, now()
-        self.spent: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
 
-    @property
-    def whole(self) -> float:
-        return self.now() - self.began
+def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device) -> float:
+    """Seconds of the first step beyond the second; 0 on a CPU.
 
-    @contextmanager
-    def at(self, part: Part) -> Iterator[None]:
-        """Counts the time within, without inner parts."""
-        began, counted = self.now(), sum(self.spent.values())
-        try:
-            yield
-        finally:
-            within = sum(self.spent.values()) - counted
-            self.spent[part] += self.now() - began - within
+    NEW unless this machine has run the model with Triton's present cache.
+    """
+    if device.type != "cuda":
+        return 0.0
+    found = probe.remembered(_forms(cfg, plan, device))
+    return found["seconds"] if found else NEW
+
+
+def note_compilation(cfg: ModelConfig, plan: Plan, device: torch.device, seconds: float) -> None:
+    """Remembers what the next run's first step will take, after one that took `seconds` more than its second."""
+    known = _forms(cfg, plan, device)
+    probe.remember(known, {"seconds": seconds if probe.remembered(known) else min(seconds, KNOWN)})
+
+
+def _forms(cfg: ModelConfig, plan: Plan, device: torch.device) -> dict[str, Any]:
+    """All that kernels' forms depend on, and Triton's cache folder."""
+    return probe.processor(device, plan.dtype) | {
+        "model": {name: value for name, value in numbers(cfg).items() if name != "n_layers"},
+        "micro-batch": plan.tokens,
+        "kernels": _cache_folder(),
+    }
+
+
+def _cache_folder() -> list[Any]:
+    """Triton's version and cache folder; another inode once it was removed."""
+    import triton
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    return [triton.__version__, str(folder), folder.stat().st_ino if folder.exists() else 0]

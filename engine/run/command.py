@@ -132,7 +132,8 @@ def _parser() -> argparse.ArgumentParser:
         prog=program(),
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
-        epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...).",
+        epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). "
+        f"{program()} merge ADAPTER --out DIR adds an adapter to its model.",
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
@@ -307,6 +308,19 @@ def _check_named(options: Options) -> None:
     if options.val or options.epochs:
         flag = "--val" if options.val else "--epochs"
         raise InputError(f"{flag} is about data, and no --data is given. Name it, or leave {flag} out.")
+
+
+def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
+    """adapter, out and model of `merge`. Raises InputError; --help exits."""
+    parser = _Parser(
+        prog=f"{program()} merge",
+        description="Adds an adapter to its model, and writes an ordinary checkpoint.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("adapter", metavar="ADAPTER", help="a folder of peft's format")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write")
+    parser.add_argument("--model", metavar="DIR", default="", help="the checkpoint [the one that ADAPTER names]")
+    return parser.parse_args(argv)
 
 
 # ---------------------------------------------------------------- writing

@@ -21,6 +21,7 @@ from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
 from trireme.engine.data.prepare import Progress
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan
+from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import choose_device, drive_of, memory_limits
 from trireme.engine.planner.machine import this_machine
@@ -77,12 +78,7 @@ class Job:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter to begin with."""
-        return (
-            read_adapter(Path(self.options.adapter), replace(self.cfg, lora=None, frozen=()))
-            if self.options.adapter
-            else None
-        )
+        return _given(self.options, self.cfg)
 
     @property
     def trained_parameters(self) -> int:
@@ -127,39 +123,56 @@ def prepare(
     kept: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     say: Say = to_stderr,
+    clock: Clock | None = None,
 ) -> Job:
     """Reads and checks what the options name, and plans.
 
-    `kept`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file.
+    `kept`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file. `clock` counts
+    the parts.
     Raises InputError, CheckpointError, DoesNotFit.
     """
     assert options.model or options.shape
     assert options.out
-    pinned = None if kept is None else pinned_of(options, kept)
-    folder, out = Path(options.model), Path(options.out)
-    cfg = what_is_trained(options)
-    source = outlined(cfg, folder) if _is_absent(options, folder) else open_source(folder, say)
-    if pinned:
-        check_model(options, pinned, cfg, source)
-    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
-    codec, seq_len = _codec(options, folder) if options.data else None, length(options, cfg)
-    if codec and (options.tokenizer or options.chat_template):
-        source = replace(source, companions=_trained_with(options, folder, codec))
-    if options.rope_factor:
-        source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
-    device, limits, assumed = place(options)
-    planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned)
-    planner.refuse_early()
-    read = _data_options(options, cfg, seq_len)
-    data = load_dataset(options.data, codec, read, progress) if options.data else None
+    clock, folder, out = clock or Clock(), Path(options.model), Path(options.out)
+    with clock.at("headers"):
+        pinned = None if kept is None else pinned_of(options, kept)
+        cfg = what_is_trained(options)
+        if (adapter := _given(options, cfg)) and Path(adapter.base).name != folder.resolve().name:
+            say(
+                f"--adapter {options.adapter} was made for {adapter.base or 'a model without a name'}, not for {folder}"
+            )
+        source = outlined(cfg, folder) if _is_absent(options, folder) else open_source(folder, say)
+        if pinned:
+            check_model(options, pinned, cfg, source)
+        stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+        codec, seq_len = _codec(options, folder) if options.data else None, length(options, cfg)
+        if codec and (options.tokenizer or options.chat_template):
+            source = replace(source, companions=_trained_with(options, folder, codec))
+        if options.rope_factor:
+            source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
+    with clock.at("probe"):
+        device, limits, assumed = place(options)
+    planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned, clock)
+    with clock.at("plan"):
+        planner.refuse_early()
+    with clock.at("tokens"):
+        read = _data_options(options, cfg, seq_len)
+        data = load_dataset(options.data, codec, read, progress) if options.data else None
     work, files = _work(options, data, seq_len), _files(options, cfg, out, source, data)
     limits, stores = planner.limits_for(work.sequences), _stores(options) or [out]
-    machine = assumed or this_machine(device, planner.dtype, limits, stores)
-    plan, because, machine = planner.find(work, files, limits, machine, stores)
+    with clock.at("probe"):
+        machine = assumed or this_machine(device, planner.dtype, limits, stores)
+    with clock.at("plan"):
+        plan, because, machine = planner.find(work, files, limits, machine, stores)
     if not (assumed or _is_absent(options, folder)):
         files = replace(files, copied=why_copied(cfg, plan.dtype, source, stored, stores))
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
+
+
+def _given(options: Options, cfg: ModelConfig) -> Adapter | None:
+    """The adapter that --adapter names. Raises InputError."""
+    return read_adapter(Path(options.adapter), replace(cfg, lora=None, frozen=())) if options.adapter else None
 
 
 def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:

@@ -16,9 +16,9 @@ from trireme.engine.amounts import gb, gib
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, replace_folder
 from trireme.engine.lanes import WRITES, RealLanes
+from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.planner.host import hold_to
-from trireme.engine.planner.whole import Clock, Part
-from trireme.engine.run.command import kept
+from trireme.engine.run.command import kept, program
 from trireme.engine.run.job import Job
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
@@ -26,8 +26,9 @@ from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import LOGS, has_begun, tidy
 from trireme.engine.step import Engine
-from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
+from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
+from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.updates import AdamW
 from trireme.engine.watchdog import leave, patience, watched
 from trireme.kernels import host_adamw
@@ -44,8 +45,8 @@ Snapshot = dict[str, Any]  # settle.SNAPSHOT
 
 
 def new_store(job: Job, screen: Screen) -> Store:
-    """Raises StoreError."""
-    trial = min(TRIAL, 4 * job.parameters)
+    """Its drives are measured where steps use them. Raises StoreError."""
+    trial = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd")
     return Store.create(job.store_dirs, job.options.keep, job.source.companions, trial, screen.warn)
 
 
@@ -105,7 +106,7 @@ class Progress:
 
 
 class Live:
-    def __init__(self, job: Job, store: Store, snapshot: Snapshot | None, screen: Screen):
+    def __init__(self, job: Job, store: Store, snapshot: Snapshot | None, screen: Screen, clock: Clock | None = None):
         """`snapshot`: of a resumed run. Raises InputError, StoreError."""
         self.job, self.store, self.screen = job, store, screen
         self.resumed = snapshot is not None
@@ -115,7 +116,7 @@ class Live:
         since = Mark(*snapshot["log"]) if snapshot else None
         self.log = RunLog(job.out, job.options, job.total_steps, screen, since, job.work.evaluations)
         self.lanes = RealLanes(job.device)
-        self.clock, self.promised = Clock(), dict[Part, float]()
+        self.clock, self.promised = clock or Clock(), dict[Part, float]()
         self._engine: Engine | None = None
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
         self._stamps = stamps(job.source)
@@ -135,7 +136,7 @@ class Live:
 
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between pieces once `asked` is not empty.
         """
-        with self.clock.at("start"):
+        with self.clock.at("load"):
             self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
@@ -161,8 +162,9 @@ class Live:
         self.save()
         self.give_back()
         self.job = job
-        self._engine = make_engine(job, self.lanes, self.store, self.screen)
-        self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
+        with self.clock.at("load"):
+            self._engine = make_engine(job, self.lanes, self.store, self.screen)
+            self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
 
     def settle(self) -> None:
         """Applies all updates; drains lanes."""
@@ -261,7 +263,8 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     return [
         f"output   {out}/: {', '.join([CONFIG, WEIGHTS, *logs])}",
         f"check    reopened: an adapter of rank {found.lora.rank}, {len(found.source.tensors):,} tensors",
-        f"next     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {str(out)!r})",
+        f"next     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {str(out)!r}), or "
+        f"{program()} merge {out} --out DIR",
     ]
 
 

@@ -14,7 +14,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from trireme.engine.plan import DoesNotFit
-from trireme.engine.run.command import parse
+from trireme.engine.planner.clock import Clock, process_began
+from trireme.engine.run.command import parse, parse_merge
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
 from trireme.engine.run.signals import stop_signals
@@ -27,20 +28,22 @@ LONGEST = 2000  # characters
 
 def command() -> int:
     open_streams()
-    return main(sys.argv[1:])
+    return main(sys.argv[1:], process_began())
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
-    options, screen = Options(), Screen()
+def main(argv: Sequence[str], began: float | None = None) -> int:
+    """Returns the exit code. `began`: time.monotonic() at the command's start, if not now."""
+    options, screen, clock = Options(), Screen(), Clock(began=began)
 
     def fail(message: str, code: int) -> int:
         screen.urgent(f"error: {shown(' '.join(message.split()), LONGEST)}")
         return code
 
     try:
+        if argv[:1] == ["merge"]:
+            return merge(argv[1:], screen)
         options = parse(argv)
-        return run(options, screen)
+        return run(options, screen, clock)
     except (InputError, CheckpointError) as error:
         return fail(str(error), 2)
     except DoesNotFit as error:
@@ -89,7 +92,7 @@ def give_up_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def run(options: Options, screen: Screen) -> int:
+def run(options: Options, screen: Screen, clock: Clock) -> int:
     """Returns 0, or 130 if interrupted and saved."""
     # spinning threads of torch: steps ten times slower on a busy CPU
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -102,9 +105,25 @@ def run(options: Options, screen: Screen) -> int:
         # late: torch takes seconds
         from trireme.engine.run import demo, train
 
+        clock.spent["imports"] += clock.whole
         try:
             with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
-                train.finetune(given, screen)
+                train.finetune(given, screen, clock)
         except train.Interrupted:
             return 130
+    return 0
+
+
+def merge(argv: Sequence[str], screen: Screen) -> int:
+    """`trireme merge ADAPTER --out DIR`. Raises InputError, CheckpointError, StoreError."""
+    given = parse_merge(argv)
+
+    def leave(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with stop_signals(leave, lambda: screen.urgent("left at once")):
+        from trireme.engine.tuning.merge import merge_folder  # late, as above
+
+        merge_folder(Path(given.adapter), given.model, Path(given.out), screen.warn, screen.working)
+    screen.say(f"output   {given.out}/: the model with its adapter, read back")
     return 0

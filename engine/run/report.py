@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from trireme.engine.amounts import compact, count, duration, gib, seconds
+from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
-from trireme.engine.planner.whole import Events, Part, evaluation_s, foretold
+from trireme.engine.planner.whole import Events, compile_s, evaluation_s, foretold
 from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every
-from trireme.engine.run.sample import MAX_NEW
+from trireme.engine.run.sample import LONGEST, MAX_NEW
 from trireme.engine.schedule import learning_rate
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.models import hf, shapes
@@ -39,7 +40,7 @@ def report(job: Job) -> list[str]:
         lines.append(f"ssd      {wear_line(forecast)}")
     lines.append(f"disk     {disk_line(forecast)}")
     if on_gpu:
-        lines.append(f"ready    {ready_line(promise(job, start=True))}")
+        lines.append(f"ready    {ready_line(promise(job))}")
     if on_gpu and job.options.dry_run:  # planning each takes seconds
         changes = forecast.faster(job.data.n_sequences if job.read else ENDLESS, bits_open=job.options.resume is None)
         lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
@@ -158,10 +159,13 @@ def _length_notes(job: Job) -> list[str]:
 # ---------------------------------------------------------------- the whole run
 
 
-def promise(job: Job, done: int = 0, start: bool = False) -> dict[Part, float]:
-    """Seconds by part of the run after `done` steps; of `start`, 0 unless asked."""
+def promise(job: Job, done: int = 0, clock: Clock | None = None, step_s: float | None = None) -> dict[Part, float]:
+    """Seconds by part of the run after `done` steps; without a clock, from before its start.
+
+    `clock`: parts that have happened are taken as they were. `step_s`: measured seconds of a step.
+    """
     o, total = job.options, job.total_steps
-    steps_s = (total - done) * job.forecast.step.step_s
+    steps_s = (total - done) * (step_s or job.forecast.step.step_s)
     evaluations, held_out = 0, job.read and job.read.held_out
     if held_out:
         evaluations = often(o.eval_every, done, total, steps_s) + (done == 0)
@@ -171,10 +175,19 @@ def promise(job: Job, done: int = 0, start: bool = False) -> dict[Part, float]:
         held_out=job.eval_rows or (held_out.n_sequences if held_out else 0),
         exports=1 + max(0, evaluations - (done == 0)),  # the result, and the best if each is better
         snapshots=often(o.save_every, done, total, steps_s),
-        tokens=MAX_NEW * (evaluations + 1) if job.codec else 0,
+        samples=evaluations + 1 if job.codec else 0,
+        tokens=MAX_NEW,
+        longest=LONGEST,
     )
-    found = foretold(job.forecast, total - done, events)
-    return found if start else found | {"start": 0.0}
+    found = foretold(job.forecast, total - done, events, known(clock, job.device.type == "cuda"))
+    found["steps"] = steps_s
+    return found | ({"compile": compile_s(job.cfg, job.plan, job.device)} if clock is None else {"load": 0.0})
+
+
+def known(clock: Clock | None, compiles: bool) -> Times:
+    """Seconds of a part's last event; not of its first where kernels were compiled in it."""
+    events: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")
+    return {part: clock.last[part] for part in events if clock.times[part] > compiles} if clock else {}
 
 
 def often(every: Every, done: int, total: int, seconds: float) -> int:

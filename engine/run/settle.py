@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +15,11 @@ from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.choose import choose
+from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import Machine
-from trireme.engine.planner.rule import Wanted, shortage, simple_plan
+from trireme.engine.planner.rule import Wanted, cuts, shortage, simple_plan
 from trireme.engine.run.options import Options
 from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig, default_number, numbers
@@ -163,7 +164,7 @@ def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Sour
 
 def misfit(plan: Plan, cfg: ModelConfig) -> str:
     """Why a plan does not suit the model; "" where it does."""
-    if len(plan.units) != plan.cut(cfg).n_units:
+    if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.parallel:
         return "the plan is for another model"
     geo = Geometry.of(cfg, plan)
     for u, unit in enumerate(plan.units):
@@ -235,6 +236,7 @@ class Planner:
     on_cuda: bool
     limits: Limits
     pinned: Pinned | None
+    clock: Clock = field(default_factory=Clock, compare=False)
 
     @cached_property
     def given(self) -> Plan | None:
@@ -274,7 +276,7 @@ class Planner:
         if not self._one_memory:
             return self.limits
         wanted, room, refused = self.wanted(sequences), self.limits.both, []
-        for halves in (False, True) if wanted.halves is None else (wanted.halves,):
+        for halves in cuts(self.cfg, wanted):
             need = self._lacking(replace(wanted, halves=halves))
             if need is None:
                 return self.limits
@@ -319,7 +321,8 @@ class Planner:
         if not self.on_cuda:
             return Settled(first, (), machine)
         if first.uses("ssd") and not o.assume:
-            machine = with_drives(machine, stores)
+            with self.clock.at("probe"):  # anew for a resumed run: drives change
+                machine = with_drives(machine, stores, anew=self.pinned is not None)
         begun = self.pinned.plan if self.pinned else None
         if begun and (begun.mode != first.mode or not begun.runs_on_cuda):
             begun = None

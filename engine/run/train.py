@@ -19,10 +19,12 @@ from trireme.engine.exchange import bring_back
 from trireme.engine.lanes import READS, Span, write_perfetto
 from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner.clock import DIFFERENT, Clock, Watch
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
 from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.lines import ready_line, took_line
-from trireme.engine.planner.predict import predict
+from trireme.engine.planner.predict import Prediction, predict
+from trireme.engine.planner.whole import note_compilation
 from trireme.engine.run.command import changes, config_yaml, program
 from trireme.engine.run.job import Job, check_room, prepare
 from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, open_snapshot, reopen_adapter
@@ -30,7 +32,7 @@ from trireme.engine.run.options import Options
 from trireme.engine.run.otherwise import adapters_instead, better
 from trireme.engine.run.records import Record
 from trireme.engine.run.report import dry_line, promise, report
-from trireme.engine.run.sample import Sample, prompts, sample
+from trireme.engine.run.sample import LONGEST, Sample, prompts, sample
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.settle import check_snapshot
 from trireme.engine.run.signals import Stop, stop_signals
@@ -44,7 +46,6 @@ from trireme.storage.files import replace_synced
 from trireme.storage.store import Store
 
 BOUND_EVERY = 50  # steps between timings of lanes
-SAMPLING = 60.0  # seconds for samples: each token is a pass over all weights
 
 
 class Interrupted(Exception):
@@ -55,26 +56,27 @@ class Diverged(InputError):
     """Loss or gradient norm is not finite."""
 
 
-def finetune(options: Options, screen: Screen | None = None) -> Live | None:
-    """Returns the run, its engine closed; None of a dry run.
+def finetune(options: Options, screen: Screen | None = None, clock: Clock | None = None) -> Live | None:
+    """Returns the run, its engine closed; None of a dry run. `clock`: that of the command.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted.
     """
-    screen = screen or Screen()
+    screen, clock = screen or Screen(), clock or Clock()
     check_checkpoint(options.model)
     if not options.out:
         raise InputError("no output folder. Name one: Options(out=...), or --out")
     if options.resume:
         with taken(Path(options.out), f"--resume {options.out}: another process is at that run. Wait for its end."):
-            return _resume(options, screen)
+            return _resume(options, screen, clock)
     if options.dry_run:
-        _prepared(options, screen)
+        _prepared(options, screen, clock)
         _warn_of_folder(options, screen)
         return None
     with new_run(options, Interrupted) as run:
-        job = _prepared(options, screen)
-        run.store = new_store(job, screen)
-        return _train(job, run.store, None, screen)
+        job = _prepared(options, screen, clock)
+        with clock.at("load"):
+            run.store = new_store(job, screen)
+        return _train(job, run.store, None, screen, clock)
 
 
 def _warn_of_folder(options: Options, screen: Screen) -> None:
@@ -85,40 +87,43 @@ def _warn_of_folder(options: Options, screen: Screen) -> None:
         screen.warn(f"the run itself would be refused: {error}")
 
 
-def _resume(options: Options, screen: Screen) -> Live | None:
-    store, snapshot = open_snapshot(options, screen)
+def _resume(options: Options, screen: Screen, clock: Clock) -> Live | None:
+    with clock.at("headers"):
+        store, snapshot = open_snapshot(options, screen)
     try:
         if snapshot:
             check_snapshot(options, snapshot)
             for line in changes(options, snapshot["options"]):
                 screen.say(f"changed  {line} at step {snapshot['step']:,}")
-        job = _prepared(options, screen, snapshot)
+        job = _prepared(options, screen, clock, snapshot)
         if options.dry_run:
             return None
         replace_synced(job.out / "config.yaml", config_yaml(options))  # keeps changed options
         store = store or new_store(job, screen)
-        return _train(job, store, snapshot, screen)
+        return _train(job, store, snapshot, screen, clock)
     finally:
         if store is not None:
             store.close()
 
 
-def _prepared(options: Options, screen: Screen, snapshot: Snapshot | None = None) -> Job:
+def _prepared(options: Options, screen: Screen, clock: Clock, snapshot: Snapshot | None = None) -> Job:
     try:
-        return _fitting(options, screen, snapshot)
+        return _fitting(options, screen, clock, snapshot)
     except DoesNotFit as error:
         out = adapters_instead(options)
         raise DoesNotFit(f"{error} {out}" if out else str(error), error.need) from None
 
 
-def _fitting(options: Options, screen: Screen, snapshot: Snapshot | None) -> Job:
+def _fitting(options: Options, screen: Screen, clock: Clock, snapshot: Snapshot | None) -> Job:
     begun = time.monotonic()
     far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)
     try:
-        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn)
+        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock)
     finally:
         screen.clear()
-    for line in report(job):
+    with clock.at("plan"):
+        lines = report(job)
+    for line in lines:
         screen.say(line)
     if snapshot:
         check_continues(job, snapshot)
@@ -129,12 +134,12 @@ def _fitting(options: Options, screen: Screen, snapshot: Snapshot | None) -> Job
     return job
 
 
-def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen) -> Live:
+def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen, clock: Clock) -> Live:
     screen.forgive()
     bring_back(job.out / "best")
-    live = Live(job, store, snapshot, screen)
+    live = Live(job, store, snapshot, screen, clock)
     if job.device.type == "cuda":
-        live.promised = promise(job, live.progress.step, start=True)
+        live.promised = clock.with_spent(promise(job, live.progress.step))
     with closing(live.log), closing(live):
         _load(live)
         Run(live).go()
@@ -215,7 +220,7 @@ class Evaluation:
         job = self.live.job
         if job.codec is None or self.stop.leaving:
             return []
-        end = time.monotonic() + SAMPLING
+        end = time.monotonic() + LONGEST
         enough = lambda: time.monotonic() > end or self.stop.leaving
         with self.live.clock.at("samples"), self.live.watched("samples"):
             return sample(self.live.engine, job.codec, prompts(job.data.held_out or job.data, count), enough=enough)
@@ -241,6 +246,9 @@ class Run:
         self.peak = live.job.machine.rates.matmul  # FLOPs a second, for mfu
         self.bound: str | None = None  # busiest lane of the last traced step
         self.moved = live.lanes.moved.copy()  # bytes by lane at the last step's end
+        self.first_s = 0.0  # seconds of the first step
+        self.watch: Watch | None = None  # after the second step
+        self.differs = False  # steps, for minutes
 
     def go(self) -> None:
         """Raises Interrupted, Diverged, StoreError."""
@@ -263,7 +271,7 @@ class Run:
         done, total = live.progress, job.total_steps
         began = time.perf_counter()
         warm = done.step == self.first + 1
-        live.lanes.tracing = o.trace or warm or done.step % BOUND_EVERY == 0
+        live.lanes.tracing = o.trace or warm or self.differs or done.step % BOUND_EVERY == 0
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
         with live.clock.at("steps"), live.watched(f"step {done.step + 1}"):
             batch = job.data.step(done.step, o.batch_size, job.micro_rows)
@@ -276,8 +284,7 @@ class Run:
         seconds = time.perf_counter() - began
         spans = self._trace() if live.lanes.tracing else []
         live.log.step(self._record(stats, rate, micro, seconds) | (load_record(load) if load else {}))
-        if warm:
-            self._correct(spans, micro, seconds)
+        self._compare(spans, micro, seconds)
         self.evaluation.run_if_due()  # before a snapshot, which records the best so far
         if o.save_every.due(done.step, total, time.monotonic() - self.saved):
             live.save()
@@ -328,27 +335,69 @@ class Run:
             live.screen.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in found.items()))
         return spans
 
-    def _correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
-        """Corrects rates by a traced step; moves to another plan if that pays."""
-        live, job = self.live, self.live.job
+    def _compare(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
+        """Tells the promise again after the second step, and after steps that differed for minutes."""
+        usual = seconds * self.live.job.work.tokens / sum(mb.tokens for mb in micro)  # steps differ in size
+        if self.live.progress.step == self.first + 1:
+            self.first_s = seconds
+        elif self.watch is None:
+            self._warmed_up(spans, micro, seconds)
+        elif self.differs:
+            self.differs = False
+            self._changed(spans, micro, seconds)
+        else:
+            self.differs = self.watch.differs(usual)
+
+    def _warmed_up(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
+        live, job, cuda = self.live, self.live.job, self.live.job.device.type == "cuda"
         left = job.total_steps - live.progress.step
-        found = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
-        rates = corrected(job.machine.rates, found, spans, seconds)
-        live.job = replace(job, machine=replace(job.machine, rates=rates))
+        found = self._correct(spans, micro, seconds)
         then = live.job.forecast.step.step_s  # steps differ in size
-        said = f"predicted {found.step_s:.3g} s a step, " if job.device.type == "cuda" else ""
+        self.watch = Watch(then)
+        said = f"predicted {found.step_s:.3g} s a step, " if cuda else ""
         live.screen.say(
             f"warm-up  {said}measured {seconds:.3g} s; by the times of its tasks "
             f"{then:.3g} s, and {count(left, 'more step')} {duration(left * then)}"
         )
-        after = promise(live.job, live.progress.step)
+        if cuda:
+            beyond = max(0.0, self.first_s - seconds)
+            live.clock.move(beyond, "steps", "compile")
+            note_compilation(job.cfg, job.plan, job.device, beyond)
+        self._tell(left)
+
+    def _changed(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
+        """Drives slow down and recover."""
+        live, before = self.live, self.live.job.machine.rates
+        assert self.watch is not None
+        self._correct(spans, micro, seconds)
+        drives = live.job.machine.rates.ssd_read / before.ssd_read if before.ssd_read else 1.0
+        live.screen.say(
+            f"speed    {self.watch.step_s:.3g} s a step for minutes, {self.watch.before:.3g} s before"
+            + (f"; the SSD has {drives:.2g} times the speed" if not 1 / DIFFERENT < drives < DIFFERENT else "")
+        )
+        self._tell(live.job.total_steps - live.progress.step, self.watch.step_s)
+
+    def _correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> Prediction:
+        """Corrects rates by a traced step; returns what they had predicted."""
+        live, job = self.live, self.live.job
+        found = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
+        rates = corrected(job.machine.rates, found, spans, seconds)
+        live.job = replace(job, machine=replace(job.machine, rates=rates))
+        return found
+
+    def _tell(self, left: int, step_s: float | None = None) -> None:
+        """The promise of `left` steps; moves to another plan if that pays."""
+        live = self.live
+        after = promise(live.job, live.progress.step, live.clock, step_s)
         if not live.promised:  # on a CPU
-            live.promised = {part: live.clock.spent[part] + seconds for part, seconds in after.items()}
+            live.promised = live.clock.with_spent(after)
         live.screen.say(f"ready    {ready_line(after)}")
         if left and (choice := better(live.job, left)):
             live.screen.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))
             live.move(replace(live.job, plan=choice.plan))
             self.saved = time.monotonic()
+            if self.watch:
+                self.watch.begin(choice.found.step_s)
 
     def _finish(self) -> None:
         live, job, done = self.live, self.live.job, self.live.progress
@@ -358,20 +407,22 @@ class Run:
         adapter = job.cfg.lora is not None
         opener = "AutoModelForImageTextToText" if job.cfg.wrapper else "AutoModelForCausalLM"
         base = job.options.model or ""
-        written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, opener)
+        with live.clock.at("check"):
+            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, opener)
         for line in (live.log.summary(), *written):
             live.screen.say(line)
         for prompt, text, ended in self.evaluation.samples(3):
             live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
-        live.screen.say(f"took     {took_line(live.clock, live.promised)}")
         if done.best_step == done.step:
             shutil.rmtree(job.out / "best", ignore_errors=True)  # equals the output
         elif done.best is not None and done.best_step is not None:
             live.screen.say(f"best     {job.out / 'best'}: eval_loss {done.best:.4f} at step {done.best_step}")
-        live.close()
-        live.log.sync(done.step, done.evaluated)
-        live.store.remove()
-        tidy(job.out)
+        with live.clock.at("close"):
+            live.close()
+            live.log.sync(done.step, done.evaluated)
+            live.store.remove()
+            tidy(job.out)
+        live.screen.say(f"took     {took_line(live.clock, live.promised)}")
 
 
 def epoch(live: Live) -> float:

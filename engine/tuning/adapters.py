@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from trireme.engine.exchange import fetch
-from trireme.engine.homes import Homes, Progress, Reader, silent
+from trireme.engine.homes import Homes, Reader
 from trireme.engine.tuning.chosen import adapted
-from trireme.models import hf, shapes
+from trireme.models import shapes
 from trireme.models.config import InputError, Lora, ModelConfig
-from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of, export
+from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
 from trireme.storage.files import StoreError, partial_of, sync_folder, write_synced
 from trireme.storage.headers import encode_header, read_header
 from trireme.storage.layout import sequential
@@ -34,6 +34,7 @@ class Adapter:
 
     lora: Lora
     source: Source
+    base: str  # the model that it was made for: a folder, or a name on the hub
 
     def values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
         return self.source.values(PREFIX + name, first, last)
@@ -98,11 +99,9 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
 
 def read_adapter(folder: Path, cfg: ModelConfig) -> Adapter:
     """Raises InputError on another format, kind or base."""
+    config = read_adapter_config(folder)
     try:
-        config = parse_json(read_small(folder / CONFIG, links=True), str(folder / CONFIG))
         header = read_header(folder / WEIGHTS)
-    except FileNotFoundError:
-        raise InputError(f"{folder} has no {CONFIG}: it is not an adapter of peft.") from None
     except (OSError, ValueError) as error:
         raise InputError(str(error)) from None
     rank, alpha = _numbers(folder, config)
@@ -116,7 +115,23 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> Adapter:
             has, wants = (list(known[name]) if name in known else "missing" for known in (found, expected))
             raise InputError(f"{folder / WEIGHTS}: {name} is {has}, for this model it would be {wants}.")
     tensors = {t.name: SourceTensor(t.dtype, t.shape, WEIGHTS, header.data + t.offset) for t in header.layout.tensors}
-    return Adapter(lora, Source(folder, (WEIGHTS,), tensors, {}))
+    return Adapter(lora, Source(folder, (WEIGHTS,), tensors, {}), base_of(config))
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Raises InputError."""
+    try:
+        return parse_json(read_small(folder / CONFIG, links=True), str(folder / CONFIG))
+    except FileNotFoundError:
+        raise InputError(f"{folder} has no {CONFIG}: it is not an adapter of peft.") from None
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from None
+
+
+def base_of(config: dict[str, Any]) -> str:
+    """The model that an adapter was made for; "" where it does not say."""
+    name = config.get("base_model_name_or_path")
+    return name if isinstance(name, str) and "\0" not in name else ""
 
 
 def _numbers(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
@@ -133,36 +148,3 @@ def _numbers(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
     if not (isinstance(rank, int) and isinstance(alpha, int | float)) or rank < 1 or not math.isfinite(alpha):
         raise InputError(f"{where}: r is {rank!r}, lora_alpha is {alpha!r}; expected numbers.")
     return rank, alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
-
-
-def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
-    """Writes `source` plus the adapter to `out`. Raises InputError, StoreError."""
-    base = replace(cfg, lora=None, frozen=())
-    adapter = read_adapter(folder, base)
-    names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
-
-    def values(stored: str) -> Iterator[np.ndarray] | None:
-        name = names[stored]
-        return merged(cfg, adapter, name, source.values(stored), source.tensors[stored].shape) if name else None
-
-    export(source, out, values, progress)
-
-
-def merged(
-    cfg: ModelConfig, adapter: Adapter, name: str, read: Iterator[np.ndarray], shape: tuple[int, ...]
-) -> Iterator[np.ndarray]:
-    """W + scale * B A in fp32, in pieces; other tensors as read."""
-    module = name.removesuffix(".weight")
-    names = shapes.adapter_names(module)
-    if PREFIX + names[0] not in adapter.source.tensors:
-        yield from (piece if dtype_of(piece) == "BF16" else convert(piece, dtype_of(piece), "F32") for piece in read)
-        return
-    a, b = map(adapter.tensor, names)
-    left, right = (a.T, b.T) if cfg.names.in_out else (b, a)
-    first, columns = 0, shape[1]
-    for piece in read:
-        n = len(piece)
-        rows = slice(first // columns, -(-(first + n) // columns))
-        delta = (left[rows] @ right).flatten()[first - rows.start * columns :][:n] * adapter.lora.scale
-        yield convert(piece, dtype_of(piece), "F32") + delta.numpy()
-        first += n

@@ -31,6 +31,7 @@ class Names:
     shared_gate: str = ""
     each: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # on disk behind experts.N; (): (in, out), as above
     sinks: str = ""
+    by_head: bool = False  # in the packed matrix q, k and v of a head stand together
     in_out: bool = False  # stored (in, out), not (out, in)
 
     def prefix(self, layer: int) -> str:
@@ -74,6 +75,19 @@ FUSED = replace(SPLIT, router="mlp.router", experts="mlp.experts", each=(), sink
 SPARSE = replace(SPLIT, router="block_sparse_moe.gate", experts="block_sparse_moe.experts", each=("w1", "w3", "w2"))
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+NEOX = Names(
+    base="gpt_neox.",
+    embed="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    block="gpt_neox.layers.{}.",
+    norm1="input_layernorm",
+    qkv=("attention.query_key_value",),
+    o="attention.dense",
+    norm2="post_attention_layernorm",
+    up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    by_head=True,
+)
 GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, post1="post_self_attn_layernorm", post2="post_mlp_layernorm")
 PLAIN_MLP = replace(SPLIT, up=("mlp.c_fc",), down="mlp.c_proj")

@@ -10,6 +10,7 @@ from trireme.models.families.experts import ExpertKeys
 from trireme.models.families.names import Names
 
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
+EXACT_GELU = ("gelu",)
 SPELLED = dict(  # field -> key of config.json
     vocab="vocab_size",
     width="hidden_size",
@@ -74,6 +75,7 @@ class Family:
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
+    parallel: bool = False  # reads use_parallel_residual
     by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
 
     @property
@@ -179,6 +181,12 @@ FAMILIES = {
         theta=1e6, local_theta=1e4, vocab=262208, n_heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
         qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6, query_scale=True,
         embed_root=True,
+    ),
+    "gpt_neox": Family(
+        "Pythia, GPT-NeoX-20B",
+        names=names.NEOX, spelled=SPELLED | dict(eps="layer_norm_eps", theta="rotary_emb_base", share="rotary_pct"),
+        layer_norm=True, gated=False, acts=EXACT_GELU, partial=0.25, eps=1e-5, qkv_bias=("attention_bias", True),
+        o_bias=("attention_bias", True), mlp_bias=True, parallel=True,
     ),
     "ministral3": Family(
         "Ministral 3 (text)",

@@ -4,7 +4,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trireme.models.families.rope import KINDS
-from trireme.models.families.table import FAMILIES, SILU, WRAPPERS, Family
+from trireme.models.families.table import EXACT_GELU, FAMILIES, SILU, WRAPPERS, Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TEXT = """# Models that can be trained
@@ -30,7 +30,7 @@ are used, the short ones up to `original_max_position_embeddings`. `--rope-facto
 in training and in the result's `config.json`.
 
 Refused, with one line that names the key: soft-capped scores and logits (Gemma 2), other activations, quantized
-weights, parallel attention and MLP, heads for other tasks; of mixtures of experts those with dense layers among them.
+weights, heads for other tasks; of mixtures of experts those with dense layers among them.
 """
 
 
@@ -39,10 +39,12 @@ def special(family: Family) -> list[str]:
     n = family.names
     said = {
         "LayerNorms with bias": family.layer_norm,
+        "attention and MLP of one input: no half blocks": family.parallel,
         "norms of the branches, none before": not n.norm1,
         "norms before and behind each half": bool(n.norm1 and n.post1),
         "norms multiply by 1 + weight": family.add_one,
-        "GELU between two matrices": not family.gated,
+        "GELU between two matrices": not family.gated and family.acts is not EXACT_GELU,
+        "exact GELU between two matrices": family.acts is EXACT_GELU,
         "GeGLU": family.gated and family.acts is not SILU,
         "learned positions": not family.rotary,
         "rope on a share of each head": bool(family.partial),

@@ -51,6 +51,12 @@ def test_no_plan_changes_the_tiles_of_a_long_text():
     check_placement(replace(config("gpt2"), mlp_rows=7), halves=False)
 
 
+def test_attention_and_mlp_of_one_input():
+    """They are no half blocks; whole ones may lie anywhere, their MLPs in tiles or not."""
+    for rows in (7, 24):
+        check_placement(replace(config("gpt_neox"), mlp_rows=rows), halves=False)
+
+
 def check_placement(cfg, halves):
     alone, weights = trained(cfg, gpu_plan(cfg, dtype="BF16"), InlineLanes())
     units = []

@@ -10,6 +10,8 @@ from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, tr
 from trireme.engine.plan import UnitPlan
 from trireme.engine.updates import AdamW
 from trireme.models import shapes
+from trireme.models.config import Lora
+from trireme.models.families.experts import Experts
 
 pytestmark = pytest.mark.gpu
 CFG = replace(LLAMA, width=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn=96, vocab=128)
@@ -27,15 +29,29 @@ UNITS = {
 }
 
 
+ADAPTED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+OTHERS = {
+    "mixture": replace(CFG, model_type="qwen3_moe", qk_norm=True, experts=Experts(8, 3, 32, True)),
+    "frozen mixture": replace(
+        CFG, model_type="qwen3_moe", qk_norm=True, experts=Experts(8, 3, 32, True), frozen=("*.experts.*", "*embed*")
+    ),
+    "shared expert": replace(
+        CFG, model_type="qwen2_moe", qkv_bias=True, experts=Experts(8, 2, 32, False, shared=48, shared_gate=True)
+    ),
+    "adapters": replace(CFG, lora=Lora(8, 16.0, ADAPTED), frozen=("*",)),
+    "frozen tensors": replace(CFG, tied=True, frozen=("*embed*", "*layers.1.*", "*norm*", "*layers.2.mlp*")),
+}
+
+
 @cache
-def on_the_gpu(n_micro: int, clip: float):
+def on_the_gpu(n_micro: int, clip: float, cfg=CFG):
     e = make(
-        CFG,
-        gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48),
+        cfg,
+        gpu_plan(cfg, dtype="BF16", n_micro=n_micro, tokens=48),
         RealLanes("cuda", extra=("poison",)),
         AdamW(max_grad_norm=clip),
     )
-    return train(e, batches(CFG, 4, n_micro, 48)), final_weights(e)
+    return train(e, batches(cfg, 4, n_micro, 48)), final_weights(e)
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -75,5 +91,26 @@ def test_half_blocks_are_the_same_to_the_bit(tier, n_micro):
     assert train(e, batches(CFG, 4, n_micro, 48)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
+    e.lanes.close()
+    e.close()
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves):
+    cfg = OTHERS[name]
+    plan = gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48, halves=halves, window=1, record=5000, piece=1000)
+    cut, units = plan.cut(cfg), []
+    for u in range(cut.n_units):
+        inner = 0 < u < cut.n_units - 1
+        names = shapes.saved_shapes(cut, 1, shapes.kind(cut, u)) if inner else ()
+        saved = tuple((n, tier) for i, n in enumerate(names) if (u + i) % 3)
+        units.append(UnitPlan(tier, tier, x=tier, saved=saved, base=tier))
+    e = make(cfg, replace(plan, units=tuple(units)), RealLanes("cuda", extra=("poison",)))
+    losses, weights = on_the_gpu(2, 1.0, cfg)
+    assert train(e, batches(cfg, 4, 2, 48)) == losses
+    for tensor, value in final_weights(e).items():
+        assert torch.equal(value, weights[tensor]), tensor
     e.lanes.close()
     e.close()

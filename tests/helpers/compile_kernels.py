@@ -138,7 +138,8 @@ def other_calls():
         h, bias = torch.zeros(N, F, dtype=BF16), torch.zeros(F, dtype=BF16)
         swiglu.swiglu_bwd(swiglu.swiglu_fwd(torch.zeros(N, 2 * F, dtype=BF16)), torch.zeros(N, 2 * F, dtype=BF16))
         swiglu.geglu_bwd(swiglu.geglu_fwd(torch.zeros(N, 2 * F, dtype=BF16)), torch.zeros(N, 2 * F, dtype=BF16))
-        gelu.gelu_bias_bwd(gelu.gelu_bias_fwd(h, bias), h, bias, bias)
+        for exact in (False, True):
+            gelu.gelu_bias_bwd(gelu.gelu_bias_fwd(h, bias, exact), h, bias, bias, exact)
         gelu.bias_bwd_(bias, h)
     ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=BF16)
     y = embedding.embedding_fwd(ids, table)

@@ -16,6 +16,7 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
+LOADS = ["drawn", "one expert has all", "some have none"]
 
 # Relative Frobenius error against fp64 on the same inputs.
 ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.4e-3}  # bf16: 1.9e-3 over many values; few values scatter
@@ -55,3 +56,12 @@ def randn(*shape: int, device: str, dtype: torch.dtype, scale: float = 1.0, outl
 def up(*tensors):
     """fp64 copies: with them reference.py is the oracle."""
     return [None if t is None else t.double() for t in tensors]
+
+
+def choices(load: str, N: int, E: int, k: int, device: str) -> torch.Tensor:
+    """(N, k) int32 ascending: the experts of N tokens; of "one expert has all" every first slot is the same."""
+    torch.manual_seed(N + E)
+    if load == "one expert has all":
+        return torch.arange(E - k, E, device=device, dtype=torch.int32).repeat(N, 1)
+    few = E if load == "drawn" else max(k, E // 3)
+    return torch.rand(N, few, device=device).argsort(1)[:, :k].sort(1).values.int()

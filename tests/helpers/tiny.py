@@ -55,6 +55,8 @@ OSS = MIXTURE | dict(
     intermediate_size=24,
     rope_parameters=YARN | dict(truncate=False),
 )
+NEOX = dict(vocab_size=97, hidden_size=64, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=64)  # fmt: skip
 DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=None)
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 # name -> (model_type, keys of its config)
@@ -123,6 +125,10 @@ CASES = {
         layer_types=TYPES, sliding_window=6, tie_word_embeddings=False, head_dim=16, num_key_value_heads=1,
         rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
                              sliding_attention=dict(rope_type="default", rope_theta=100.0)))),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt_neox in sequence, whole heads": ("gpt_neox", NEOX | dict(use_parallel_residual=False, rotary_pct=1.0)),
+    "gpt_neox tied, without attention's biases": ("gpt_neox", NEOX | dict(
+        tie_word_embeddings=True, attention_bias=False, rotary_emb_base=500)),
     "glm": ("glm", PLAIN | dict(head_dim=16)),
     "glm4": ("glm4", PLAIN | dict(head_dim=16)),
     "glm4 tied, whole heads, no biases": ("glm4", LLAMA | dict(
@@ -226,6 +232,8 @@ def own_name(cfg, name):
 
 def apart(cfg, name, t):
     """(name, view) of a tensor as a checkpoint has it: experts one by one."""
+    if not cfg.experts:  # a vision tower has tensors of any rank
+        return [(name, t)]
     stored = shapes.on_disk(cfg, own_name(cfg, name), tuple(t.shape))
     parts = t.view(len(stored), -1)
     return [(name, part.view(shape)) for (name, shape), part in zip(stored, parts, strict=True)]

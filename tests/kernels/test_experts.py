@@ -2,23 +2,13 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, framed, randn, up
+from kernel_checks import DEVICES, DTYPES, FP32_SUM, LOADS, ONE_ROUNDING, check, choices, framed, randn, up
 
 from trireme.kernels.experts import order as order_
 from trireme.kernels.experts import products, reference, routing, rows
 from trireme.kernels.experts.reference import Rule
 
 RULES = [Rule(2), Rule(3, renormalise=False), Rule(2, sigmoid=True, scale=1.5), Rule(1, False, True, 2.0), Rule(5)]
-LOADS = ["drawn", "one expert has all", "some have none"]
-
-
-def choices(load: str, N: int, E: int, k: int, device: str) -> torch.Tensor:
-    """(N, k) int32 ascending: the experts of N tokens; of "one expert has all" every first slot is the same."""
-    torch.manual_seed(N + E)
-    if load == "one expert has all":
-        return torch.arange(E - k, E, device=device, dtype=torch.int32).repeat(N, 1)
-    few = E if load == "drawn" else max(k, E // 3)
-    return torch.rand(N, few, device=device).argsort(1)[:, :k].sort(1).values.int()
 
 
 def logits_of(N: int, E: int, device: str, dtype: torch.dtype) -> torch.Tensor:

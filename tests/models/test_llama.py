@@ -44,6 +44,7 @@ def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
         "gemma3",
         "ministral3 tied, window",
         "glm4",
+        "gpt_neox",
         "granite 4",
         "qwen3 moe",
         "qwen2 moe",

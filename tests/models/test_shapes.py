@@ -59,6 +59,7 @@ DIALECTS = {
     "mixtral": MIXTURE | dict(model_type="mixtral"),
     "gpt oss": MIXTURE | dict(model_type="gpt_oss", intermediate_size=48),
     "olmoe": MIXTURE | dict(model_type="olmoe", num_key_value_heads=4, head_dim=16),
+    "gpt_neox": SMALL | dict(model_type="gpt_neox"),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -153,7 +154,7 @@ def _bare_ops():
         geglu_fwd=glu,
         swiglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
         geglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
-        gelu_bias_fwd=lambda h, _: new(h),
+        gelu_bias_fwd=lambda h, *_: new(h),
         gelu_bias_bwd=lambda dy, h, *_: (new(h), new(h)),
         bias_bwd_=lambda *_: None,
         attention_fwd=lambda q, *_, out=None: (

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from engines import LLAMA
+from engines import LLAMA, gpu_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import ADAPTED, PARTLY
@@ -17,10 +17,10 @@ from trireme.engine.planner.choose import choose, floors
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.rule import Wanted, cuts, simple_plan
 from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.planner.variants import front, updated_alike
-from trireme.engine.run.settle import record_size
+from trireme.engine.run.settle import misfit, record_size
 from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig, Rope
 
@@ -269,6 +269,24 @@ def test_405b_on_24_gib(ram):
     assert fits(Geometry.of(LLAMA_405B, plan), plan, m.limits)
     with pytest.raises(DoesNotFit, match="of GPU memory"):
         simple_plan(LLAMA_405B, m.limits, replace(wanted, halves=False))
+
+
+def test_a_parallel_block_is_not_cut():
+    cfg = replace(SMALL, parallel=True)
+    assert (cuts(SMALL, WANTED), cuts(cfg, WANTED)) == ((False, True), (False,))
+    narrow = Limits(min(need(SMALL, halves) for halves in (False, True)), 1 << 34)
+    assert simple_plan(SMALL, narrow, WANTED).halves
+    with pytest.raises(DoesNotFit):
+        simple_plan(cfg, narrow, WANTED)
+    assert misfit(gpu_plan(cfg, halves=True), cfg)
+    assert not misfit(gpu_plan(cfg), cfg)
+
+
+def need(cfg, halves):
+    """GPU bytes of the smallest plan."""
+    with pytest.raises(DoesNotFit) as error:
+        simple_plan(cfg, Limits(1, 1 << 34), replace(WANTED, halves=halves))
+    return error.value.need["gpu"]
 
 
 def test_a_text_of_131072_tokens_fits_beside_24_gib():

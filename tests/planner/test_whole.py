@@ -11,7 +11,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.rates import assume
-from trireme.engine.planner.whole import Clock, Events, evaluation_s, foretold, token_s, unsaved
+from trireme.engine.planner.whole import Events, evaluation_s, foretold, token_s, unsaved
 from trireme.engine.run import demo, train
 from trireme.engine.run.options import Every, Options
 from trireme.engine.run.report import often
@@ -38,8 +38,21 @@ def test_parts_are_bytes_over_rates():
     assert found["export"] == pytest.approx(2 * (EXPORT / 7e9 + EXPORT / 5e9))
     assert found["snapshots"] == pytest.approx(3 * RAM.stored() / 5e9)
     assert found["steps"] == pytest.approx(10 * RAM.step.step_s)
-    assert found["start"] == pytest.approx(EXPORT / 7e9 + RAM.pinning_s())
+    assert found["load"] == pytest.approx(EXPORT / 7e9 + RAM.pinning_s())
     assert found["evaluations"] == found["samples"] == 0
+
+
+def test_what_an_event_took_is_believed():
+    events = Events(evaluations=3, held_out=32, samples=4, tokens=48, snapshots=2, exports=2)
+    found = foretold(RAM, 10, events, {"evaluations": 5.0, "samples": 7.0, "snapshots": 11.0})
+    assert (found["evaluations"], found["samples"], found["snapshots"]) == (15.0, 28.0, 22.0)
+    assert found["export"] == foretold(RAM, 10, events)["export"]
+
+
+def test_a_sample_ends_after_its_longest_time():
+    events = Events(samples=3, tokens=48)
+    assert foretold(RAM, 1, events)["samples"] == pytest.approx(3 * 48 * token_s(RAM))
+    assert foretold(RAM, 1, replace(events, longest=0.001))["samples"] == pytest.approx(0.003)
 
 
 def test_a_snapshot_writes_only_what_is_on_no_drive():
@@ -67,7 +80,7 @@ def test_what_is_frozen_is_read_too():
     assert evaluation_s(faster(frozen("ssd"), matmul=1e3, copy=1e3), 32) == pytest.approx(weights / 7e9, rel=0.01)
     few = replace(frozen("ssd"), files=Files(export=10**6, merged=EXPORT))  # adapters, and the model with them
     found = foretold(few, 1, Events(exports=3))
-    assert found["start"] == pytest.approx(weights / 7e9 + few.pinning_s())
+    assert found["load"] == pytest.approx(weights / 7e9 + few.pinning_s())
     assert found["export"] == pytest.approx((EXPORT + 3e6) * (1 / 7e9 + 1 / 5e9))
     assert few.disk_parts()["export"] == EXPORT + 10**6
 
@@ -96,37 +109,8 @@ def test_how_often_by_the_clock():
     assert often(Every(seconds=60.0), 0, 100, 200.0) == 3
 
 
-def test_time_counts_once():
-    now = [0.0]
-    clock = Clock(lambda: now[0])
-
-    def pass_(seconds: float) -> None:
-        now[0] += seconds
-
-    pass_(5)
-    with clock.at("evaluations"):
-        pass_(1)
-        with clock.at("samples"):
-            pass_(10)
-        with clock.at("export"):
-            pass_(20)
-        pass_(2)
-    with pytest.raises(KeyError), clock.at("steps"):
-        pass_(4)
-        raise KeyError
-    assert {part: s for part, s in clock.spent.items() if s} == {
-        "steps": 4,
-        "evaluations": 3,
-        "samples": 10,
-        "export": 20,
-    }
-    assert clock.whole == 42
-    said = "42s of 50s promised: steps 4s of 50s, evaluations 3s of 0s, samples 10s of 0s, export 20s of 0s, other 5s"
-    assert took_line(clock, dict.fromkeys(clock.spent, 0.0) | {"steps": 50.0}) == said
-
-
 def test_the_wait_names_its_parts():
-    assert ready_line({"start": 0.2, "steps": 7200.0, "export": 61.0}) == "in about 2h01m: steps 2h00m, export 1m01s"
+    assert ready_line({"load": 0.2, "steps": 7200.0, "export": 61.0}) == "in about 2h01m: steps 2h00m, export 1m01s"
 
 
 def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, monkeypatch):
@@ -134,12 +118,33 @@ def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, mon
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
     model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
-    promised, spent = [], []
-    look = lambda clock, said: promised.append(said) or spent.append(clock.spent) or took_line(clock, said)
+    promised, spent, whole = [], [], []
+
+    def look(clock, said):
+        promised.append(said)
+        spent.append(clock.spent)
+        whole.append(clock.whole)
+        return took_line(clock, said)
+
     monkeypatch.setattr(train, "took_line", look)
     train.finetune(Options(model=model, data=(text,), out=out, val="0.1", seq_len=64, max_steps=3, device="cpu"))
     lines = capsys.readouterr().out.splitlines()
     kinds = [line.split()[0] for line in lines]
     assert kinds.index("time") < kinds.index("warm-up") < kinds.index("ready") < kinds.index("took")
-    assert all(spent[0][part] > 0 for part in ("start", "steps", "evaluations", "samples", "export"))
+    parts = (
+        "headers",
+        "tokens",
+        "probe",
+        "plan",
+        "load",
+        "steps",
+        "evaluations",
+        "samples",
+        "export",
+        "check",
+        "close",
+    )
+    assert all(spent[0][part] > 0 for part in parts)
     assert spent[0]["snapshots"] == promised[0]["snapshots"] == 0
+    assert promised[0]["load"] == spent[0]["load"], "what has happened is not foretold"
+    assert sum(spent[0].values()) > 0.9 * whole[0], "the parts are the whole"

@@ -1,6 +1,8 @@
 """Runs that train adapters: where the base lies changes nothing, stopped runs go on, the output is peft's."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from safetensors.torch import load_file
 
 from trireme.engine.lanes import WRITES
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
-from trireme.engine.run import train
+from trireme.engine.run import job, train
 from trireme.engine.run.job import prepare
+from trireme.engine.run.main import main
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
 from trireme.storage.files import StoreError
@@ -170,6 +173,63 @@ def test_a_refusal_offers_adapters_that_fit(checkpoint, capsys):
         finetune(box)
     finetune(replace(box, lora=16))
     assert "LoRA, rank 16" in capsys.readouterr().out
+
+
+def test_merged_later_it_is_the_same(checkpoint, whole, capsys):
+    out = checkpoint / "later"
+    assert main(["merge", str(checkpoint / "whole"), "--out", str(out)]) == 0
+    merged = checkpoint / "whole/merged"
+    assert {p.name for p in out.iterdir()} == {p.name for p in merged.iterdir()}
+    assert all(p.read_bytes() == (merged / p.name).read_bytes() for p in out.iterdir())
+    assert "the model with its adapter" in capsys.readouterr().out
+
+
+MERGES = {
+    "no adapter": (["nowhere", "--out", "x"], "nowhere has no adapter_config.json"),
+    "no folder to write": (["whole"], "the following arguments are required: --out"),
+    "a folder with files": (["whole", "--out", "whole"], "--out whole is there already. Name another"),
+    "no such model": (["whole", "--out", "x", "--model", "y"], "--model y is no folder. Name the checkpoint"),
+    "a base that is elsewhere": (["hub", "--out", "x"], "its base, 'someone/model', is no folder here. Name the"),
+    "another base": (["whole", "--out", "x", "--model", "other"], "for this model it would be"),
+    "an unknown option": (["whole", "--out", "x", "--rank", "3"], "unrecognized arguments: --rank 3"),
+}
+
+
+@pytest.mark.parametrize("case", MERGES)
+def test_what_cannot_be_merged_is_said_in_one_line(checkpoint, whole, case, monkeypatch, capsys):
+    monkeypatch.chdir(checkpoint)
+    for name, source in (("hub", "whole"), ("other", "checkpoint")):
+        shutil.copytree(source, name, dirs_exist_ok=True)
+    config = Path("hub/adapter_config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "someone/model"}))
+    config = Path("other/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 99}))
+    argv, words = MERGES[case]
+    before = sorted(Path().rglob("*"))
+    assert main(["merge", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert error.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_merging_without_room_is_refused_before_the_first_step(checkpoint, monkeypatch):
+    run = adapters(checkpoint, "full", merge=True)
+    nbytes = (checkpoint / "checkpoint/model.safetensors").stat().st_size
+    usage = lambda _: shutil._ntuple_diskusage(1 << 40, 1 << 39, nbytes)
+    monkeypatch.setattr(job.shutil, "disk_usage", usage)
+    with pytest.raises(DoesNotFit, match="what the run writes there takes"):
+        finetune(run)
+    assert not Path(run.out).exists()
+    finetune(replace(run, merge=False, max_steps=1))
+
+
+def test_an_adapter_of_another_model_is_said(checkpoint, whole, capsys):
+    shutil.copytree(checkpoint / "checkpoint", checkpoint / "sibling", dirs_exist_ok=True)
+    more = options(checkpoint, checkpoint / "sibling-out", "gpu", adapter=str(checkpoint / "whole"))
+    prepare(replace(more, model=str(checkpoint / "sibling")))
+    assert re.search("--adapter .* was made for .*checkpoint, not for .*sibling", capsys.readouterr().err)
 
 
 BAD = {

@@ -110,10 +110,23 @@ def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
     moved(replace(options(checkpoint, checkpoint / "on-gpu", "host"), **room), monkeypatch, capsys)
 
 
-def test_what_a_run_says_after_two_steps(checkpoint, capsys):
-    train.finetune(replace(options(checkpoint, checkpoint / "said", "gpu"), max_steps=3))
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warm-up")]
+class Unsteady(train.Watch):
+    def differs(self, seconds: float) -> bool:
+        first, self.before, self.step_s = not self.before, self.step_s, 2 * self.step_s
+        return first
+
+
+def test_a_run_tells_its_promise_again_once_its_steps_differ(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(train, "Watch", Unsteady)
+    asked, real = [], train.better
+    monkeypatch.setattr(train, "better", lambda job, left: asked.append(left) or real(job, left))
+    train.finetune(replace(options(checkpoint, checkpoint / "said", "gpu"), max_steps=5))
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("warm-up")]
     assert "measured" in line
-    assert "1 more step " in line
+    assert "3 more steps " in line
     assert "predicted" not in line, "on a CPU"
+    kinds = [line.split()[0] for line in lines]
+    assert [kind for kind in kinds if kind in ("warm-up", "ready", "speed")] == ["warm-up", "ready", "speed", "ready"]
+    assert asked == [3, 1], "another plan is looked for each time"
     assert json.loads((checkpoint / "said" / "config.json").read_text())

@@ -53,6 +53,7 @@ FAMILIES = {
     "seed_oss": SMALL | dict(head_dim=8),
     "ministral3": SMALL | dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0.5)),
     "glm4": SMALL | dict(head_dim=8),
+    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
     "granitemoehybrid": SMALL | dict(
         shared_intermediate_size=48, num_local_experts=0, layer_types=["attention"] * 2, mamba_n_heads=8,
         position_embedding_type="rope", attention_multiplier=0.3, residual_multiplier=0.4),

@@ -16,8 +16,9 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.step import evaluate
-from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, merge_adapter, read_adapter, save_adapter
+from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
 from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.merge import merge_adapter
 from trireme.models.config import InputError, Lora
 from trireme.models.rows import rope_tables
 from trireme.storage.checkpoint import open_source

@@ -1,0 +1,135 @@
+"""Seconds by part, the first step's compilation, and steps that differ for minutes: by a clock of the test's."""
+
+import time
+
+import pytest
+import torch
+from plans import ONE_B, plan
+
+from trireme.engine.plan import UnitPlan
+from trireme.engine.planner import probe, whole
+from trireme.engine.planner.clock import FEWEST, HOUR, WINDOW, Clock, Watch, process_began
+from trireme.engine.planner.lines import took_line
+from trireme.engine.run.report import known
+
+
+class Time:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def time_():
+    return Time()
+
+
+def test_time_counts_once(time_):
+    clock = Clock(time_)
+    time_.pass_(5)
+    with clock.at("evaluations"):
+        time_.pass_(1)
+        with clock.at("samples"):
+            time_.pass_(10)
+        with clock.at("export"):
+            time_.pass_(20)
+        time_.pass_(2)
+    with pytest.raises(KeyError), clock.at("steps"):
+        time_.pass_(4)
+        raise KeyError
+    spent = {"steps": 4, "evaluations": 3, "samples": 10, "export": 20}
+    assert {part: s for part, s in clock.spent.items() if s} == clock.last == spent
+    assert (clock.whole, clock.other) == (42, 5)
+    clock.move(1, "steps", "compile")
+    said = "compile 1s of 0s, steps 3s of 50s, evaluations 3s of 0s, samples 10s, export 20s of 0s, other 5s"
+    promised = dict.fromkeys(clock.spent, 0.0) | {"steps": 50.0, "samples": 10.0}
+    assert took_line(clock, promised) == f"42s of 1m00s promised: {said}"
+
+
+def test_the_promise_of_a_run_has_what_is_spent(time_):
+    clock = Clock(time_)
+    with clock.at("headers"):
+        time_.pass_(3)
+    whole = clock.with_spent({"steps": 9.0, "headers": 0.5})
+    assert {part: s for part, s in whole.items() if s} == {"headers": 3.5, "steps": 9.0}
+
+
+def test_an_event_is_believed_unless_kernels_were_compiled_in_it(time_):
+    clock = Clock(time_)
+    for seconds in (20, 2):
+        assert known(clock, compiles=True) == {}
+        with clock.at("evaluations"):
+            time_.pass_(seconds)
+        assert known(clock, compiles=False) == {"evaluations": seconds}
+    assert known(clock, compiles=True) == {"evaluations": 2}
+    assert known(None, compiles=False) == {}
+
+
+def test_a_command_begins_with_its_process():
+    assert 0 <= time.monotonic() - process_began() < 24 * 3600
+    assert Clock(lambda: 10.0, began=4.0).whole == 6
+
+
+# ---------------------------------------------------------------- compilation
+
+
+def test_compilation_is_foretold_by_what_the_machine_has_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
+    monkeypatch.setattr(probe.torch.cuda, "get_device_name", lambda device: "a GPU")
+    cuda, p = torch.device("cuda"), plan(ONE_B, UnitPlan())
+    folder = [str(tmp_path / "triton"), 1]
+    monkeypatch.setattr(whole, "_cache_folder", lambda: folder)
+    foretold = lambda: whole.compile_s(ONE_B, p, cuda)
+    assert whole.compile_s(ONE_B, p, torch.device("cpu")) == 0
+    assert foretold() == whole.NEW
+    whole.note_compilation(ONE_B, p, cuda, 14.0)
+    assert foretold() == whole.KNOWN, "the next run finds the kernels in Triton's cache"
+    whole.note_compilation(ONE_B, p, cuda, 2.5)
+    assert foretold() == 2.5
+    folder[1] = 2
+    assert foretold() == whole.NEW, "the cache was removed"
+
+
+# ---------------------------------------------------------------- drives that change their mind
+
+
+def steps(watch: Watch, time_: Time, seconds: float, count: int) -> list[int]:
+    """Numbers of the steps after which `watch` noticed a difference."""
+    found = []
+    for i in range(count):
+        time_.pass_(seconds)
+        found += [i] if watch.differs(seconds) else []
+    return found
+
+
+def test_a_slow_drive_is_noticed_after_minutes_and_its_recovery_after_an_hour(time_):
+    watch = Watch(1.0, time_)
+    assert not steps(watch, time_, 1.05, 1000)
+    assert not steps(watch, time_, 2.0, 10), "not yet"
+    (noticed,) = steps(watch, time_, 2.0, 150)
+    assert 2 * noticed <= 2 * WINDOW
+    assert (watch.before, watch.step_s) == (1.0, 2.0)
+    (noticed,) = steps(watch, time_, 1.0, 2 * int(HOUR))
+    assert HOUR - 300 <= noticed <= HOUR, "at most once an hour"
+    assert (watch.before, watch.step_s) == (2.0, 1.0)
+
+
+def test_one_slow_step_is_not_a_slow_drive(time_):
+    watch = Watch(1.0, time_)
+    assert not steps(watch, time_, 1.0, 30) + steps(watch, time_, 80.0, 1) + steps(watch, time_, 1.0, 500)
+
+
+def test_long_steps_are_judged_by_a_few(time_):
+    assert steps(Watch(60.0, time_), time_, 90.0, FEWEST) == [FEWEST - 1]
+
+
+def test_another_plan_is_judged_by_its_own_steps(time_):
+    watch = Watch(1.0, time_)
+    steps(watch, time_, 2.0, 50)
+    watch.begin(0.5)
+    assert not steps(watch, time_, 0.5, 1000)
