@@ -82,7 +82,7 @@ class Geometry:
     @cached_property
     def base_room(self) -> tuple[int, ...]:
         """Bytes for each unit's frozen weights as they lie in a checkpoint, read in whole blocks of the drive."""
-        return tuple(layout.span + 2 * ALIGN * len(layout.tensors) for layout in self.base)
+        return tuple(layout.span + 2 * ALIGN * len(layout.tensors) for layout in self.stored_base)
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:

@@ -85,7 +85,8 @@ class CheckpointBase:
 
 def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str, str], stores: Sequence[Path]) -> str:
     """Why frozen weights cannot be read where they lie; "" where they can. `stores`: folders that the run writes."""
-    frozen = [name for u in range(cfg.n_units) for group in shapes.frozen_groups(cfg, u) for name, _ in group]
+    groups = (group for u in range(cfg.n_units) for group in shapes.frozen_groups(cfg, u))
+    frozen = [there for group in groups for name, shape in group for there, _ in shapes.on_disk(cfg, name, shape)]
     if any(name not in stored for name in frozen):
         return "they are stored in other shapes"
     other = {source.tensors[stored[name]].dtype for name in frozen} - {dtype}

@@ -68,20 +68,18 @@ def test_every_tensor_comes_from_its_place(device, drawn, random):
         assert out[t.offset : t.offset + t.nbytes] == content[there.file][there.offset : there.offset + t.nbytes]
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "qwen3 moe"])
 def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
     """Slots that are let go of are poisoned: only what was read and copied is there."""
     reference, cfg = oracle(*CASES[case])
     reference.save_pretrained(tmp_path, max_shard_size="30KB")
-    cfg, source = (
-        adapted(cfg, Lora(2, 4.0, ("c_fc",) if case == "gpt2" else ("q_proj", "down_proj"))),
-        open_source(tmp_path),
-    )
+    targets = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_fc",), "qwen3 moe": ("q_proj",)}[case]
+    cfg, source = adapted(cfg, Lora(2, 4.0, targets)), open_source(tmp_path)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
     found = []
     for tier, in_place in (("gpu", False), ("ssd", False), ("ssd", True)):
         plan = gpu_plan(cfg, units=(UnitPlan("host", "host", base=tier),) * cfg.n_units, record=700, window=1)
-        layouts = dict(enumerate(Geometry.of(cfg, plan).base))
+        layouts = dict(enumerate(Geometry.of(cfg, plan).stored_base))
         files = CheckpointBase(layouts, source, stored, device) if in_place else None
         lanes = RealLanes("cpu", extra=("poison",))
         places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
@@ -95,6 +93,7 @@ def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
         e.close()
     assert len(source.files) > 2
     assert found[0] == found[1] == found[2]
+    assert why_copied(cfg, "F32", source, stored, [tmp_path]) == ""
 
 
 def model(folder: Path, dtype=torch.float32):
