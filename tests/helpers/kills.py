@@ -44,6 +44,11 @@ PLACES = {
     "host 8": (UnitPlan("host", "host"), dict(adam_bits=8)),
     "gpu 16": (UnitPlan(), dict(adam_bits=16)),
 }
+# Runs that train a part of the model, its frozen rest on the SSD: plan, and the options that say what is trained.
+PARTS = {
+    "adapters": (UnitPlan("host", "host", x="ssd", base="ssd"), {}, ("--lora", "4")),
+    "frozen": (replace(FAR, base="ssd"), dict(gradients="ssd"), ("--freeze", "*embed*,*layers.0.*")),
+}
 TIMED = ("config.yaml", "log.jsonl", "log.csv", "loss.svg")  # files that hold times or paths
 STOP = 5  # the step that a stopped run ends with: after a snapshot and the best checkpoint
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly however many there are
@@ -169,7 +174,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Bench:
-    """A folder with a small model, its data, a plan for each of PLACES, and what their undisturbed runs come to."""
+    """A folder with a small model, its data, a plan for each of PLACES and PARTS, and what undisturbed runs come to."""
 
     folder: Path
     whole: dict[str, Whole]
@@ -182,6 +187,7 @@ class Bench:
             *("--schedule", "constant", "--val", "0.1", "--eval-every", "3", "--save-every", "2", "--device", "cpu"),
             *("--gpu-memory", "64MiB", "--ram", "64MiB", "--show-example", "0"),
             *(("--store", str(store)) if store else ()),
+            *(PARTS[place][2] if place in PARTS else ()),
         ]
 
     def differs(self, place: str, out: Path) -> str:
@@ -201,7 +207,7 @@ def make_bench(folder: Path) -> Bench:
     with mock.patch.multiple(demo, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
         demo.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
     first = prepare(parse(bench.command(None, folder / "planned"))).plan
-    for place, (unit, more) in PLACES.items():
+    for place, (unit, more, *_) in (PLACES | PARTS).items():
         end = replace(unit, saved=())
         units = (end, *(unit,) * (len(first.units) - 2), end)
         replace(first, units=units, record=1 << 12, piece=1 << 12, **more).save(folder / f"{place}.json")
@@ -244,8 +250,8 @@ def trial(bench: Bench, seed: int) -> Trial:
 
     After each kill the same command is given again, and then the one that the answer names.
     """
-    dice = random.Random(seed)
-    made, own_store = Trial(seed, dice.choice(list(PLACES))), dice.random() < 0.5
+    dice, places = random.Random(seed), [*PLACES, *PARTS]
+    made, own_store = Trial(seed, places[seed % len(places)]), dice.random() < 0.5
     shares = [seed * GOLDEN % 1, *(dice.random() for _ in range(dice.randint(0, 2)))]
     whole, folder = bench.whole[made.place], bench.folder / f"trial-{seed}"
     out, store = folder / "out", folder / "store" if own_store else None
