@@ -8,24 +8,37 @@ import torch
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.homes import Entry, Homes, Writer
 from trireme.engine.memory import DTYPE, flat, views
-from trireme.models.config import ModelConfig
+from trireme.engine.tuning.chosen import adapted, targets
+from trireme.models.config import Lora, ModelConfig
+
+
+def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
+    """`cfg`, or with adapters of `rank` on every linear layer."""
+    return adapted(cfg, Lora(rank, 2.0 * rank, targets(cfg, ()))) if rank else cfg
 
 
 def random_homes(homes: Homes) -> None:
     """Random weights straight into their homes, moments zero."""
     tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
-    for u, layout in enumerate(homes.geo.weights):
-        with Writer(homes, Entry("weights", u)) as buffer:
-            values = flat(buffer, homes.geo.dtype, homes.geo.numel[u])
-            for a in range(0, len(values), len(tile)):
-                part = values[a : a + len(tile)]
-                part.copy_(tile[: len(part)])
-            for name, tensor in views(layout, buffer).items():
-                if tensor.dim() == 1:
-                    tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    for u in range(homes.geo.n_units):
+        for entry in (Entry("weights", u), Entry("base", u)):
+            if homes.layout(entry).tensors:
+                _fill(homes, entry, tile)
         for r in range(len(homes.state[u])):
             with Writer(homes, Entry("state", u, r)) as buffer:
                 buffer.zero_()
+
+
+def _fill(homes: Homes, entry: Entry, tile: torch.Tensor) -> None:
+    layout = homes.layout(entry)
+    with Writer(homes, entry) as buffer:
+        values = flat(buffer, homes.geo.dtype, sum(t.numel for t in layout.tensors))
+        for a in range(0, len(values), len(tile)):
+            part = values[a : a + len(tile)]
+            part.copy_(tile[: len(part)])
+        for name, tensor in views(layout, buffer).items():
+            if tensor.dim() == 1:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def make_batch(cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, text: bytes | None) -> list[MicroBatch]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from model_inputs import with_adapters
+
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit
@@ -26,9 +28,8 @@ from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.planner.sizes import MODELS, gpt3
 from trireme.engine.run.settle import record_size
-from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models import costs, shapes
-from trireme.models.config import Lora, ModelConfig
+from trireme.models.config import ModelConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
 SEQ = 1024
@@ -251,8 +252,7 @@ def adapters(rams: tuple[int, ...] = (64, 128), drives: tuple[int, ...] = (1, 2)
     """What LoRA trains on an RTX 4090: rank 16 on all linear layers, by RAM, drives and sequences a step."""
     rows = []
     for model, sequences, ram, count in product(("8B", "33B", "70B"), steps, rams, drives):
-        whole = MODELS[f"llama-{model.lower()}"]
-        cfg = adapted(whole, Lora(16, 32.0, targets(whole, ())))
+        cfg = with_adapters(MODELS[f"llama-{model.lower()}"], 16)
         m = machine(GPUS["rtx4090"], ram * GIB, DRIVE, count)
         wanted = Wanted(sizes_of([k for k in (16, 8, 4, 2, 1) if k <= sequences], sequences, SEQ), document=SEQ)
         f = Forecast(cfg, choose(cfg, m.limits, m.rates, wanted).plan, m, m.limits, Work(SEQ, sequences, 1))

@@ -2,8 +2,9 @@
 
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
-`torch` is transformers with torch's fused AdamW on bf16, `zero-offload` DeepSpeed with fp32 AdamW on the CPU; both use
-Liger if installed. A step is one micro-batch, which moves weights and gradients least, without clipping.
+`torch` is transformers with torch's fused AdamW on bf16, with --lora beside peft's adapters; `zero-offload` DeepSpeed
+with fp32 AdamW on the CPU; both use Liger if installed. A step is one micro-batch, which moves weights and gradients
+least, without clipping.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 from ceilings import forget_peaks
-from model_inputs import make_batch
+from model_inputs import make_batch, with_adapters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.amounts import size
@@ -40,6 +41,8 @@ LINES = (
     ("zero-offload", "llama-1.3b", 32768, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-3b", 32768, GPU, f"{GPU} --ram 60GiB"),
     ("torch", "llama-1.3b", 32768, "", "--ram 60GiB"),
+    ("torch", "llama-8b", 8192, "--lora 16", "--lora 16 --ram 60GiB"),
+    ("torch", "llama-8b", 32768, "--lora 16", "--lora 16 --ram 60GiB"),
 )
 
 
@@ -62,9 +65,16 @@ def transformers_model(cfg, device: torch.device):
     return model.train()
 
 
+def with_peft(model, rank: int):
+    """With adapters on every linear layer of the blocks, fp32 as peft has them."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
 def torch_rival(model):
     """A step: ids [rows, seq] -> loss."""
-    adamw = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True, **ADAMW)
 
     def step(ids: torch.Tensor) -> float:
         loss = model(input_ids=ids, labels=ids).loss
@@ -131,13 +141,14 @@ def timed(a, step, cfg, device: torch.device) -> tuple[list[float], list[float]]
 
 def run_rival(a) -> dict:
     """The fastest of --recompute, up to the first out of memory."""
-    cfg, device = MODELS[a.model], choose_device("auto")
+    cfg, device = with_adapters(MODELS[a.model], a.lora), choose_device("auto")
     if a.gpu_memory:
         torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
     model = transformers_model(cfg, device)
-    step, tried = RIVALS[a.rival](model), []
+    blocks = model.model.layers
+    step, tried = RIVALS[a.rival](with_peft(model, a.lora) if a.lora else model), []
     for share in a.recompute:
-        for k, block in enumerate(model.model.layers):
+        for k, block in enumerate(blocks):
             block.gradient_checkpointing = k < share * cfg.n_layers
         forget_peaks(device)
         try:
@@ -157,7 +168,16 @@ def run_rival(a) -> dict:
     rates = {"tokens_per_s": a.tokens / best["step_s"], "model_tflops": flops / best["step_s"] / 1e12}
     speed = f"{rates['tokens_per_s']:.0f} tokens/s, {rates['model_tflops']:.1f} model TFLOP/s"
     print(f"{a.rival}, {a.model}, {a.tokens} tokens: step {best['step_s']:.3f} s, {speed}")
-    return {"rival": a.rival, "model": a.model, "tokens": a.tokens, "seq": a.seq, **best, **rates, "tried": tried}
+    return {
+        "rival": a.rival,
+        "model": a.model,
+        "lora": a.lora,
+        "tokens": a.tokens,
+        "seq": a.seq,
+        **best,
+        **rates,
+        "tried": tried,
+    }
 
 
 # ---------------------------------------------------------------- table
@@ -177,7 +197,7 @@ def table() -> list[dict]:
     for rival, model, tokens, theirs, ours in LINES:
         other = command("rivals.py", f"{rival} {model} --tokens {tokens} {theirs}")
         own = command("step.py", f"{model} --tokens {tokens} {ours}")
-        rows.append({"line": f"{rival}, {model}, {tokens} tokens", "theirs": other, "ours": own})
+        rows.append({"line": f"{rival}, {model}, {tokens} tokens {theirs}", "theirs": other, "ours": own})
     print("| rival | step | Trireme | times |\n|---|---|---|---|")
     for row in rows:
         step, own = (row[side]["step_s"] if row[side] else math.nan for side in ("theirs", "ours"))
@@ -190,6 +210,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("rival", choices=("table", *RIVALS))
     p.add_argument("model", nargs="?", default="llama-1.3b", choices=[name for name in MODELS if "llama" in name])
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
+    p.add_argument("--lora", type=int, default=0, help="rank of peft's adapters; 0: all is trained")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--gpu-memory", type=size)
     p.add_argument(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from bare_step import bare_step
 from ceilings import against, floors, forget_peaks, held_rates, measure_rates
-from model_inputs import make_batch, random_homes
+from model_inputs import make_batch, random_homes, with_adapters
 
 from trireme.engine.amounts import size
 from trireme.engine.buffers import usage
@@ -170,7 +170,14 @@ def measure(
     text = Path(a.text).read_bytes() if a.text else None
     with engine_of(a, cfg, plan, limits, device) as e:
         run = run_steps(a, e, device, text)
-        result = {"model": a.model, "tokens": a.tokens, "seq": a.seq, "losses": run.losses, "limits": asdict(limits)}
+        result = {
+            "model": a.model,
+            "lora": a.lora,
+            "tokens": a.tokens,
+            "seq": a.seq,
+            "losses": run.losses,
+            "limits": asdict(limits),
+        }
         result |= {"step_s": statistics.median(run.times), "steps_s": run.times, "plan": asdict(plan)}
         if a.bare:
             ends = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}"
@@ -244,14 +251,15 @@ def main(argv: list[str]) -> int:
     a = arguments(argv)
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.bf16 else "F32"
-    cfg = MODELS[a.model]
+    cfg = with_adapters(MODELS[a.model], a.lora)
     limits = memory_limits(device, a.gpu_memory, a.ram)
     at_start = memory_in_use(device)[1]
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
     rates = measure_rates(device, dtype, a.store)
     size_b = shapes.parameters(cfg) / 1e9
-    print(f"{a.model}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
+    what = f", LoRA {a.lora}" if a.lora else ""
+    print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
     plan = make_plan(a, cfg, dtype, limits, rates)
     slower = held_rates(cfg, plan, a.seq, device) if device.type == "cuda" and not a.bare else {}
@@ -268,6 +276,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("model", choices=MODELS)
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     p.add_argument("--seq", type=int, default=1024)
+    p.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers; 0: all is trained")
     p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
     p.add_argument("--gpu-memory", type=size)
     p.add_argument("--ram", type=size)
