@@ -17,7 +17,7 @@ from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.lora import initial
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
-from trireme.storage.files import sync_folder
+from trireme.storage.files import partial_of, sync_folder
 from trireme.storage.layout import TensorSpec
 from trireme.storage.untrusted import checksum, summed
 
@@ -104,6 +104,21 @@ def bring_back(folder: Path) -> None:
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         old.rename(folder)
+
+
+def take_over(folder: Path, out: Path) -> None:
+    """Gives `out` the files of `folder`, one by one: by links where the drive has them."""
+    for path in (p for p in sorted(folder.rglob("*")) if p.is_file()):
+        target = out / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = partial_of(target)
+        part.unlink(missing_ok=True)
+        try:
+            part.hardlink_to(path)
+        except OSError:
+            shutil.copyfile(path, part)
+        part.replace(target)
+        sync_folder(target.parent)
 
 
 # ---------------------------------------------------------------- homes

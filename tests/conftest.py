@@ -31,7 +31,9 @@ def real() -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_shelf(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def no_shelf():
     """Tokens of one test are not for the next, nor for the user of this machine."""
-    monkeypatch.setattr("trireme.engine.run.job.shelf", lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trireme.engine.run.job.shelf", lambda: None)
+        yield

@@ -72,6 +72,7 @@ class Files:
     tokens: int = 0  # the tokenized data
     held: int = 0  # of these and the state, what the run has already
     keep: int = 1
+    apart: int = 0  # checkpoints of single steps
 
 
 class Change(NamedTuple):
@@ -155,6 +156,7 @@ class Forecast:
             "spares": spares(self.geo, self.plan),
             "export": export + files.merged,
             "best": export * files.best,
+            "apart": export * files.apart,
             "tokens": files.tokens,
             "frozen": self.frozen_on_ssd * bool(files.copied),
             "scratch": sum(scratch(self.geo, self.plan)),

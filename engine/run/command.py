@@ -67,7 +67,7 @@ _ELSEWHERE = {
     "--log wandb, which reads its own settings from the environment": "wandb-*",
     "no code of a checkpoint is run; leave it out": "trust-remote-code",
     "the checkpoint's files say it; leave it out": "model-type tokenizer-type special-tokens",
-    "the best checkpoint is kept in OUT/best": "load-best-model-at-end",
+    "--export best does that": "load-best-model-at-end",
     "nothing is uploaded; leave it out": "push-to-hub hub-*",
 }
 
@@ -275,7 +275,12 @@ def parse(argv: Sequence[str]) -> Options:
         given = {**_from_yaml(run / "config.yaml"), **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
         given = {**_from_yaml(Path(given["config"])), **given}
-    options = Options(**given)
+    return checked(Options(**given))
+
+
+def checked(options: Options) -> Options:
+    """What belongs together; the output's folder by default, and paths as text. Raises InputError."""
+    options = replace(options, **{f.name: _as_text(getattr(options, f.name), f.default == ()) for f in fields(Options)})
     if options.demo:
         own = [_flag(name) for name in ("model", "data", "val", "resume") if getattr(options, name)]
         if own:
@@ -285,6 +290,9 @@ def parse(argv: Sequence[str]) -> Options:
     unknown = set(options.log) - {"tensorboard", "wandb", "trace"}
     if unknown:
         raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace.")
+    if (options.export == "best" or options.patience) and not options.val and options.data:
+        flag = f"--patience {options.patience}" if options.patience else "--export best"
+        raise InputError(f"{flag} goes by the loss on held-out data. Give --val.")
     stores = {os.path.realpath(folder) for folder in options.store}
     if len(stores) < len(options.store):
         raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
@@ -292,6 +300,15 @@ def parse(argv: Sequence[str]) -> Options:
     if os.path.realpath(out) in stores and not options.resume:
         raise InputError(f"--store {','.join(options.store)} is --out itself. Name another folder, or leave it out.")
     return replace(options, out=out)
+
+
+def _as_text(value: Any, several: bool) -> Any:
+    """A value that Python gave: paths as text, one value where several are meant."""
+    if several and isinstance(value, (str, os.PathLike)):
+        value = (value,)
+    if isinstance(value, (list, tuple)):
+        return tuple(_as_text(v, False) for v in value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _check_named(options: Options) -> None:

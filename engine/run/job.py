@@ -158,7 +158,8 @@ def prepare(
     with clock.at("tokens"):
         read = _data_options(options, cfg, seq_len)
         data = load_dataset(options.data, codec, read, progress) if options.data else None
-    work, files = _work(options, data, seq_len), _files(options, cfg, out, source, data)
+    work = _work(options, data, seq_len)
+    files = _files(options, cfg, out, source, data, work)
     limits, stores = planner.limits_for(work.sequences), _stores(options) or [out]
     with clock.at("probe"):
         machine = assumed or this_machine(device, planner.dtype, limits, stores)
@@ -306,16 +307,17 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
     return replace(work, evaluations=evaluations, held_out=min(read, data.held_out.tokens))
 
 
-def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset | None) -> Files:
+def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset | None, work: Work) -> Files:
     """What the run has and will have on drives, beside training state."""
     tokens = data.nbytes(shelf()) if data else 0
     held = [*(file for d in _stores(options) or [out / "store"] for file in version_files(d))]
-    held += (out / "best").glob("*.safetensors")
+    held += [file for kind in ("best", "step-*") for file in out.glob(f"{kind}/*.safetensors")]
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else tokens)
     export = 4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes
     merged = source.nbytes * options.merge
     best = data is not None and data.held_out is not None
-    return Files(export, merged, best=best, tokens=tokens, held=taken, keep=options.keep)
+    apart = options.export_every.count(work.steps)
+    return Files(export, merged, best=best, tokens=tokens, held=taken, keep=options.keep, apart=apart)
 
 
 def _stores(options: Options) -> list[Path]:
@@ -325,7 +327,7 @@ def _stores(options: Options) -> list[Path]:
 def check_room(job: Job) -> None:
     """Raises DoesNotFit where a drive has no room for what the run must write; snapshots are not counted."""
     part = job.forecast.disk_parts()
-    wanted = [(job.out, part["export"] + part["best"], "--out")]
+    wanted = [(job.out, part["export"] + part["best"] + part["apart"], "--out")]
     if job.plan.uses("ssd"):
         each = (part["store"] + part["spares"] + part["scratch"] + part["frozen"]) // len(job.store_dirs)
         wanted += [(d, each, "--store") for d in job.store_dirs]

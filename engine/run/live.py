@@ -14,13 +14,13 @@ import torch
 
 from trireme.engine.amounts import gb, gib
 from trireme.engine.build import build
-from trireme.engine.exchange import Exchange, replace_folder
+from trireme.engine.exchange import Exchange, replace_folder, take_over
 from trireme.engine.lanes import WRITES, RealLanes
 from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.planner.host import hold_to
 from trireme.engine.run.command import kept, program
 from trireme.engine.run.job import Job
-from trireme.engine.run.log import RunLog
+from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
@@ -96,17 +96,26 @@ class Progress:
     best_step: int | None = None  # None: before the first step
     evaluated: int | None = None  # last evaluated step
     written: int = 0  # bytes to the SSD, by earlier processes
+    worse: int = 0  # evaluations since the best
     eval_rows: int | None = None  # rows an evaluation reads; None: all
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Progress:
         best, best_step = snapshot["best"]
         evaluated, rows = Mark(*snapshot["log"]).evaluated, snapshot.get("eval_rows") or None
-        return cls(snapshot["step"], best, best_step, evaluated, snapshot["written"], rows)
+        return cls(snapshot["step"], best, best_step, evaluated, snapshot["written"], snapshot.get("worse", 0), rows)
 
 
 class Live:
-    def __init__(self, job: Job, store: Store, snapshot: Snapshot | None, screen: Screen, clock: Clock | None = None):
+    def __init__(
+        self,
+        job: Job,
+        store: Store,
+        snapshot: Snapshot | None,
+        screen: Screen,
+        clock: Clock | None = None,
+        trackers: Sequence[Tracker] = (),
+    ):
         """`snapshot`: of a resumed run. Raises InputError, StoreError."""
         self.job, self.store, self.screen = job, store, screen
         self.resumed = snapshot is not None
@@ -114,7 +123,7 @@ class Live:
         if job.options.eval_tokens or not snapshot:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         since = Mark(*snapshot["log"]) if snapshot else None
-        self.log = RunLog(job.out, job.options, job.total_steps, screen, since, job.work.evaluations)
+        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers)
         self.lanes = RealLanes(job.device)
         self.clock, self.promised = clock or Clock(), dict[Part, float]()
         self._engine: Engine | None = None
@@ -199,6 +208,7 @@ class Live:
             "cut": self.job.pinned.json(),
             "data": self.job.data.fingerprint,
             "best": [done.best, done.best_step],
+            "worse": done.worse,
             "written": self.written,
             "eval_rows": done.eval_rows,
             "base": self.base,
@@ -210,29 +220,39 @@ class Live:
         snapshots = self.store.snapshots
         return f"Last snapshot: step {snapshots[-1].step}" if snapshots else "There is no snapshot yet"
 
-    def export(self, best: bool = False) -> None:
-        """Writes OUT or, if `best`, replaces OUT/best; reads it back."""
+    def export(self, folder: Path | None = None) -> None:
+        """Writes OUT, or replaces `folder`; reads it back."""
         self._check_base(copied=self.job.cfg.lora is None)
         job, homes = self.job, self.engine.homes
-        best_folder, base = job.out / "best", str(Path(job.options.model or "").resolve())
         nbytes = 2 * job.source.nbytes  # written and read back
         if job.cfg.lora is not None:
             with self.clock.at("export"):
-                self._export_adapter(job.cfg, base, best_folder if best else None)
+                self._export_adapter(job.cfg, folder)
             return
         exchange = Exchange(job.cfg, job.source, homes)
         with self.clock.at("export"), self.screen.working("writing the checkpoint", nbytes) as more:
-            if best:
-                exchange.replace(best_folder, more)
+            if folder is not None:
+                exchange.replace(folder, more)
             else:
                 exchange.save(job.out, more)
 
-    def _export_adapter(self, cfg: ModelConfig, base: str, best: Path | None) -> None:
-        job, homes = self.job, self.engine.homes
-        if best is not None:
-            replace_folder(best, lambda folder: save_adapter(folder, cfg, homes, base))
+    def _export_adapter(self, cfg: ModelConfig, folder: Path | None) -> None:
+        job, homes, base = self.job, self.engine.homes, str(Path(self.job.options.model or "").resolve())
+        if folder is not None:
+            replace_folder(folder, lambda new: save_adapter(new, cfg, homes, base))
             return
         save_adapter(job.out, cfg, homes, base)
+        self._merge(cfg)
+
+    def export_best(self) -> None:
+        """OUT becomes what OUT/best is, which stays."""
+        with self.clock.at("export"):
+            take_over(self.job.out / "best", self.job.out)
+            if self.job.cfg.lora is not None:
+                self._merge(self.job.cfg)
+
+    def _merge(self, cfg: ModelConfig) -> None:
+        job = self.job
         if job.options.merge:
             self._check_base(copied=True)
             with self.screen.working("merging the adapters", 2 * job.source.nbytes) as more:

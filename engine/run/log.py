@@ -10,7 +10,8 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,22 +40,48 @@ def _tensorboard(out: Path, _: Options) -> Tracker:
 
 
 def _wandb(out: Path, options: Options) -> Tracker:
+    """A resumed run goes on in its own W&B run, known by its id in OUT/wandb."""
     import wandb
 
-    run = wandb.init(project="trireme", name=out.name, dir=str(out), config=asdict(options))
+    held = out / "wandb" / "run-id"
+    known = held.read_text().strip() if options.resume and held.is_file() else None
+    resumed = {"id": known, "resume": "allow"} if known else {}
+    run = wandb.init(project="trireme", name=out.name, dir=str(out), config=asdict(options), **resumed)
+    held.parent.mkdir(exist_ok=True)
+    held.write_text(run.id)
     return lambda record: run.log(record, step=record["step"]), run.finish
 
 
-def _trackers(out: Path, options: Options) -> list[Tracker]:
-    """Raises InputError where a tracker is not installed."""
-    made = []
-    for name, start in (("tensorboard", _tensorboard), ("wandb", _wandb)):
-        if name in options.log:
+@contextmanager
+def trackers(options: Options, screen: Screen) -> Iterator[list[Tracker]]:
+    """Those of --log, begun before anything else takes time. Raises InputError where one cannot be."""
+    begun: list[Tracker] = []
+    try:
+        for name, begin in (("tensorboard", _tensorboard), ("wandb", _wandb)):
+            if name in options.log:
+                begun.append(_begun(name, begin, options))
+        yield begun
+    finally:
+        for _, close in begun:
             try:
-                made.append(start(out, options))
-            except ImportError:
-                raise InputError(f"--log {name}: it is not installed. pip install {name}, or leave it out.") from None
-    return made
+                close()
+            except Exception as error:
+                _warn_of_tracker(screen, error)
+
+
+def _begun(name: str, begin: Callable[[Path, Options], Tracker], options: Options) -> Tracker:
+    try:
+        return begin(Path(options.out), options)
+    except ImportError:
+        raise InputError(f"--log {name}: it is not installed. pip install {name}, or leave it out.") from None
+    except Exception as error:
+        key = "Log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "Mend that"
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise InputError(f"--log {name}: {why}. {key}, or leave it out.") from None
+
+
+def _warn_of_tracker(screen: Screen, error: Exception) -> None:
+    screen.warn(f"a tracker of --log has failed and is left out from here on ({error!r})")
 
 
 @dataclass
@@ -108,19 +135,19 @@ class RunLog:
     def __init__(
         self,
         out: Path,
-        options: Options,
         total_steps: int,
         screen: Screen,
         since: Mark | None = None,
         evaluations: int = 0,
+        trackers: Sequence[Tracker] = (),
     ):
         """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: of the whole run.
 
-        Raises InputError, StoreError.
+        Raises StoreError.
         """
         self._out, self._total, self._evaluations = out, total_steps, evaluations
-        self._trackers = _trackers(out, options)
-        self._totals, self._losses, self._evals = Totals(), Curve(), Curve()
+        self._trackers = list(trackers)
+        self.totals, self._losses, self._evals = Totals(), Curve(), Curve()
         path = out / "log.jsonl"
         whole = since is None or is_whole(path, since)
         self._jsonl = Appender(path, read_until(path, since) if since else ())
@@ -140,7 +167,7 @@ class RunLog:
             yield as_csv(record)
 
     def _count(self, record: Record) -> None:
-        self._totals.add(record)
+        self.totals.add(record)
         for curve, key in ((self._losses, "loss"), (self._evals, "eval_loss")):
             if key in record:
                 curve.add(record["step"], record[key])
@@ -154,8 +181,8 @@ class RunLog:
 
     def eval(self, record: Record) -> None:
         """An evaluation's `step` (0 before training), `eval_loss`, `epoch`, perhaps `sample`, a text."""
-        best = self._totals.best[0] if self._totals.best else math.inf
-        self._add({key: value for key, value in record.items() if key != "sample"})
+        best = self.totals.best[0] if self.totals.best else math.inf
+        self._add(record)
         self._evaluated += record.get("eval_time_s", 0.0)
         loss = record["eval_loss"]
         note = "(before training)" if record["step"] == 0 else "(best)" if loss < best else f"(best {best:.4f})"
@@ -166,7 +193,7 @@ class RunLog:
     def summary(self) -> str:
         """Draws loss.svg; returns the run's last line."""
         self.draw()
-        return self._totals.line()
+        return self.totals.line()
 
     def sync(self, step: int, evaluated: int | None) -> Mark:
         """Makes the log durable; returns its Mark."""
@@ -189,11 +216,6 @@ class RunLog:
         self.draw()
         for file in (self._jsonl, self._csv):
             file.close()
-        for _, close in self._trackers:
-            try:
-                close()
-            except Exception as error:
-                self._warn_of_tracker(error)
 
     def _add(self, record: Record) -> None:
         self._count(record)
@@ -205,10 +227,7 @@ class RunLog:
                 tracker[0](record)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self._warn_of_tracker(error)
-
-    def _warn_of_tracker(self, error: Exception) -> None:
-        self._screen.warn(f"a tracker of --log has failed and is left out from here on ({error!r})")
+                _warn_of_tracker(self._screen, error)
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
@@ -217,7 +236,7 @@ class RunLog:
 
     def _eta(self, record: Record) -> float | None:
         """Seconds to go, evaluations included."""
-        left, t = self._total - record["step"], self._totals
+        left, t = self._total - record["step"], self.totals
         evaluations = t.evaluating / t.evaluations * max(0, self._evaluations - t.evaluations) if t.evaluations else 0.0
         if len(self._ends) > 1:
             return evaluations + left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

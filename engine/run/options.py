@@ -184,6 +184,17 @@ class Options:
     eval_tokens: int | None = _option(
         OUTPUT, "tokens of --val an evaluation reads [a tenth of the run's time in all]", parse=whole, metavar="N"
     )
+    export: str = _option(OUTPUT, "what becomes the output, by the loss on --val", "last", choices=("last", "best"))
+    export_every: Every = _option(
+        OUTPUT, "beside the output: OUT/step-N, complete as it is", Every(), parse=every, metavar="WHEN"
+    )
+    patience: int | None = _option(
+        OUTPUT,
+        "stop after N evaluations that are no better [never]",
+        parse=whole,
+        metavar="N",
+        also="early-stopping-patience",
+    )
     keep: int = _option(OUTPUT, "snapshots kept", 1, parse=whole, metavar="N", also="save-total-limit")
     log: tuple[str, ...] = _option(
         OUTPUT,

@@ -27,6 +27,7 @@ COLUMNS = [
     "mfu",
     "step_time_s",
     "eval_time_s",
+    "wall_time",  # seconds since 1970
     "gpu_mem_gib",
     "ram_gib",
     "ssd_read_gbs",

@@ -8,9 +8,9 @@ from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, foretold
+from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every
-from trireme.engine.run.sample import LONGEST, MAX_NEW
 from trireme.engine.schedule import learning_rate
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.models import hf, shapes
@@ -173,7 +173,9 @@ def promise(job: Job, done: int = 0, clock: Clock | None = None, step_s: float |
     events = Events(
         evaluations=evaluations,
         held_out=job.eval_rows or (held_out.n_sequences if held_out else 0),
-        exports=1 + max(0, evaluations - (done == 0)),  # the result, and the best if each is better
+        exports=1
+        + max(0, evaluations - (done == 0))
+        + often(o.export_every, done, total, steps_s),  # the result, and the best if each is better
         snapshots=often(o.save_every, done, total, steps_s),
         samples=evaluations + 1 if job.codec else 0,
         tokens=MAX_NEW,

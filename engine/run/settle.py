@@ -82,6 +82,7 @@ SNAPSHOT = {
     "options": dict,
     "data": str,
     "written": int,
+    "worse": int,
     "eval_rows": {int, type(None)},  # None or missing: all
     "best": ({float, type(None)}, {int, type(None)}),
     "base": dict,  # checksums of frozen weights, by unit
@@ -98,7 +99,7 @@ SNAPSHOT = {
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError where a snapshot is not of this version's form."""
-    wrong = complaint({"eval_rows": None, "base": {}, **said}, SNAPSHOT)
+    wrong = complaint({"eval_rows": None, "worse": 0, "base": {}, **said}, SNAPSHOT)
     if not wrong:
         try:
             pinned = Pinned.read(said["cut"])

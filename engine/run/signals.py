@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -46,7 +47,13 @@ class Stop:
 
 @contextmanager
 def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> Iterator[None]:
-    """The first signal calls first(number); a second that is no hang-up calls second() and exits."""
+    """The first signal calls first(number); a second that is no hang-up calls second() and exits.
+
+    Signals belong to the main thread: in another nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     asked: list[int] = []
 

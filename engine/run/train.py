@@ -7,14 +7,11 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from trireme.engine.amounts import count, duration
-from trireme.engine.build import inputs
-from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.exchange import bring_back
 from trireme.engine.lanes import READS, Span, write_perfetto
 from trireme.engine.optimizer import StepStats
@@ -25,23 +22,24 @@ from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.predict import Prediction, predict
 from trireme.engine.planner.whole import note_compilation
-from trireme.engine.run.command import changes, config_yaml, program
+from trireme.engine.run.command import changes, checked, config_yaml, program
+from trireme.engine.run.evaluation import Evaluation, epoch, load_record
 from trireme.engine.run.job import Job, check_room, prepare
 from trireme.engine.run.live import Live, Snapshot, check_continues, new_store, open_snapshot, reopen_adapter
+from trireme.engine.run.log import Tracker, trackers
 from trireme.engine.run.options import Options
 from trireme.engine.run.otherwise import adapters_instead, better
 from trireme.engine.run.records import Record
 from trireme.engine.run.report import dry_line, promise, report
-from trireme.engine.run.sample import LONGEST, Sample, prompts, sample
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.settle import check_snapshot
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.verify import check_checkpoint, check_free, new_run, reopen, taken, tidy
 from trireme.engine.schedule import learning_rate
-from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.step import Inputs, train_step
 from trireme.models import costs
 from trireme.models.config import InputError
-from trireme.models.rows import Load, make_load, rope_tables
+from trireme.models.rows import make_load
 from trireme.storage.files import replace_synced
 from trireme.storage.store import Store
 
@@ -61,10 +59,8 @@ def finetune(options: Options, screen: Screen | None = None, clock: Clock | None
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError, Interrupted.
     """
-    screen, clock = screen or Screen(), clock or Clock()
+    screen, clock, options = screen or Screen(), clock or Clock(), checked(options)
     check_checkpoint(options.model)
-    if not options.out:
-        raise InputError("no output folder. Name one: Options(out=...), or --out")
     if options.resume:
         with taken(Path(options.out), f"--resume {options.out}: another process is at that run. Wait for its end."):
             return _resume(options, screen, clock)
@@ -72,11 +68,11 @@ def finetune(options: Options, screen: Screen | None = None, clock: Clock | None
         _prepared(options, screen, clock)
         _warn_of_folder(options, screen)
         return None
-    with new_run(options, Interrupted) as run:
+    with new_run(options, Interrupted) as run, trackers(options, screen) as told:
         job = _prepared(options, screen, clock)
         with clock.at("load"):
             run.store = new_store(job, screen)
-        return _train(job, run.store, None, screen, clock)
+        return _train(job, run.store, None, screen, clock, told)
 
 
 def _warn_of_folder(options: Options, screen: Screen) -> None:
@@ -95,12 +91,14 @@ def _resume(options: Options, screen: Screen, clock: Clock) -> Live | None:
             check_snapshot(options, snapshot)
             for line in changes(options, snapshot["options"]):
                 screen.say(f"changed  {line} at step {snapshot['step']:,}")
-        job = _prepared(options, screen, clock, snapshot)
         if options.dry_run:
+            _prepared(options, screen, clock, snapshot)
             return None
-        replace_synced(job.out / "config.yaml", config_yaml(options))  # keeps changed options
-        store = store or new_store(job, screen)
-        return _train(job, store, snapshot, screen, clock)
+        with trackers(options, screen) as told:
+            job = _prepared(options, screen, clock, snapshot)
+            replace_synced(job.out / "config.yaml", config_yaml(options))  # keeps changed options
+            store = store or new_store(job, screen)
+            return _train(job, store, snapshot, screen, clock, told)
     finally:
         if store is not None:
             store.close()
@@ -134,10 +132,12 @@ def _fitting(options: Options, screen: Screen, clock: Clock, snapshot: Snapshot 
     return job
 
 
-def _train(job: Job, store: Store, snapshot: Snapshot | None, screen: Screen, clock: Clock) -> Live:
+def _train(
+    job: Job, store: Store, snapshot: Snapshot | None, screen: Screen, clock: Clock, told: Sequence[Tracker]
+) -> Live:
     screen.forgive()
     bring_back(job.out / "best")
-    live = Live(job, store, snapshot, screen, clock)
+    live = Live(job, store, snapshot, screen, clock, told)
     if job.device.type == "cuda":
         live.promised = clock.with_spent(promise(job, live.progress.step))
     with closing(live.log), closing(live):
@@ -162,77 +162,6 @@ def _load(live: Live) -> None:
         live.screen.say(f"resumed at step {live.progress.step}")
 
 
-class Evaluation:
-    """Loss on the held-out data, a sample, the best checkpoint in OUT/best."""
-
-    def __init__(self, live: Live, stop: Stop):
-        self.live, self.stop = live, stop
-        self.ended = time.monotonic()  # of the last one
-        self.tables = rope_tables(live.job.cfg, live.job.seq_len, live.job.device)
-
-    def inputs(self, mb: MicroBatch, load: Load | None = None) -> Inputs:
-        return inputs(self.live.job.cfg, mb, self.tables, self.live.job.device, load)
-
-    def run_if_due(self, final: bool = False) -> None:
-        """Evaluates before training, every --eval-every and at the end, unless the run stops."""
-        job, done = self.live.job, self.live.progress
-        seconds = time.monotonic() - self.ended
-        due = final or done.step == 0 or job.options.eval_every.due(done.step, job.total_steps, seconds)
-        if due and job.data.held_out and done.evaluated != done.step and not self.stop.leaving:
-            self._run(job.data.held_out)
-
-    def _run(self, held_out: Dataset) -> None:
-        """A request to stop discards the result: a resumed run evaluates anew."""
-        live, done = self.live, self.live.progress
-        began = time.monotonic()
-        with live.clock.at("evaluations"), live.watched("evaluation"):
-            loss = self._loss(held_out)
-        samples = self.samples(1)
-        if self.stop.leaving:
-            return
-        record: Record = {"step": done.step, "epoch": epoch(live), "eval_loss": loss}
-        record["eval_time_s"] = round(time.monotonic() - began, 3)
-        live.log.eval(record | ({"sample": samples[0].text} if samples else {}))
-        if done.best is None or loss < done.best:
-            done.best, done.best_step = loss, done.step or None
-            if done.step:
-                live.settle()
-                live.export(best=True)
-        self.ended, done.evaluated = time.monotonic(), done.step
-
-    def _loss(self, held_out: Dataset) -> float:
-        """Mean over labels."""
-        live, job, total, count = self.live, self.live.job, 0.0, 0
-        rows = live.progress.eval_rows
-        batches = held_out.batches(job.micro_rows, rows)
-        tokens = held_out.tokens if rows is None else held_out.tokens * rows // held_out.n_sequences
-        with live.screen.working("evaluating", tokens, "tokens") as more:
-            while (group := list(islice(batches, job.plan.n_micro))) and not self.stop.leaving:
-                micro = [self.inputs(mb) for mb in group]
-                losses = [each.double().sum() for each in evaluate(live.engine, micro)]
-                total += float(sum(losses[1:], losses[0]))
-                count += sum(mb.trained for mb in micro)
-                more(sum(mb.tokens for mb in micro))
-        return total / max(1, count)
-
-    def samples(self, count: int) -> list[Sample]:
-        """Greedy continuations of `count` documents' beginnings, held-out if any."""
-        job = self.live.job
-        if job.codec is None or self.stop.leaving:
-            return []
-        end = time.monotonic() + LONGEST
-        enough = lambda: time.monotonic() > end or self.stop.leaving
-        with self.live.clock.at("samples"), self.live.watched("samples"):
-            return sample(self.live.engine, job.codec, prompts(job.data.held_out or job.data, count), enough=enough)
-
-
-def load_record(load: Load) -> Record:
-    """The busiest expert's share of its layer's tokens, experts without a token, the loss if it has a weight."""
-    shares = load.counts / load.counts.sum(1, keepdim=True).clamp_min(1)
-    found: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((load.counts == 0).sum())}
-    return found | ({"router_aux": round(load.loss(), 6)} if load.weight else {})
-
-
 class Run:
     """The loop."""
 
@@ -242,7 +171,7 @@ class Run:
         self.evaluation = Evaluation(live, self.stop)
         self.first = live.progress.step  # this process's first step
         self.stop.begins(self.first)
-        self.saved = time.monotonic()
+        self.saved = self.exported = time.monotonic()
         self.peak = live.job.machine.rates.matmul  # FLOPs a second, for mfu
         self.bound: str | None = None  # busiest lane of the last traced step
         self.moved = live.lanes.moved.copy()  # bytes by lane at the last step's end
@@ -256,7 +185,7 @@ class Run:
         with stop_signals(self.stop.ask, self.stop.insist):
             self.evaluation.run_if_due()
             self.stop.begins(done.step + 1)
-            while done.step < self.stop.last:
+            while done.step < self.stop.last and not self.evaluation.is_enough:
                 self._step()
                 self.stop.begins(done.step + 1)
             if self.stop.leaving:
@@ -286,6 +215,10 @@ class Run:
         live.log.step(self._record(stats, rate, micro, seconds) | (load_record(load) if load else {}))
         self._compare(spans, micro, seconds)
         self.evaluation.run_if_due()  # before a snapshot, which records the best so far
+        if o.export_every.due(done.step, total, time.monotonic() - self.exported):
+            live.settle()
+            live.export(job.out / f"step-{done.step}")
+            self.exported = time.monotonic()
         if o.save_every.due(done.step, total, time.monotonic() - self.saved):
             live.save()
             self.saved = time.monotonic()
@@ -307,6 +240,7 @@ class Run:
             "trained_tokens_per_second": round(trained / seconds, 1),
             "mfu": round(flops / seconds / self.peak, 4),
             "step_time_s": round(seconds, 4),
+            "wall_time": round(time.time(), 3),
             "ram_gib": round(ram, 3),
             "ssd_read_gbs": round(read / seconds / 1e9, 3),
             "ssd_written_tb": round(live.written / 1e12, 6),
@@ -401,9 +335,16 @@ class Run:
 
     def _finish(self) -> None:
         live, job, done = self.live, self.live.job, self.live.progress
+        if done.step < job.total_steps:
+            worse = count(done.worse, "evaluation")
+            live.screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} no better than the best")
         live.settle()
         self.evaluation.run_if_due(final=True)
-        live.export()
+        best = job.options.export == "best" and done.best_step not in (None, done.step)
+        if best:
+            live.export_best()
+        else:
+            live.export()
         adapter = job.cfg.lora is not None
         opener = "AutoModelForImageTextToText" if job.cfg.wrapper else "AutoModelForCausalLM"
         base = job.options.model or ""
@@ -411,20 +352,26 @@ class Run:
             written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, opener)
         for line in (live.log.summary(), *written):
             live.screen.say(line)
-        for prompt, text, ended in self.evaluation.samples(3):
+        for prompt, text, ended in self.evaluation.samples(0 if best else 3):  # the engine has the last weights
             live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
-        if done.best_step == done.step:
-            shutil.rmtree(job.out / "best", ignore_errors=True)  # equals the output
-        elif done.best is not None and done.best_step is not None:
-            live.screen.say(f"best     {job.out / 'best'}: eval_loss {done.best:.4f} at step {done.best_step}")
+        for line in self._about_best(best):
+            live.screen.say(line)
         with live.clock.at("close"):
             live.close()
             live.log.sync(done.step, done.evaluated)
             live.store.remove()
+            if best or done.best_step == done.step:
+                shutil.rmtree(job.out / "best", ignore_errors=True)  # equals the output
             tidy(job.out)
         live.screen.say(f"took     {took_line(live.clock, live.promised)}")
 
-
-def epoch(live: Live) -> float:
-    """Passes over the data so far."""
-    return round(live.progress.step / live.job.data.steps_per_epoch(live.job.options.batch_size), 4)
+    def _about_best(self, exported: bool) -> list[str]:
+        """Where the best weights are, if they are not the last."""
+        done, o = self.live.progress, self.live.job.options
+        if done.best is None or done.best_step == done.step:
+            return []
+        if done.best_step is None:
+            what = "no evaluation was better than before training; the output is the last weights"
+            return [f"best     {what}"] if o.export == "best" or o.patience else []
+        which = "the output" if exported else f"{self.live.job.out / 'best'}, to be the output by --export best"
+        return [f"best     {which}: eval_loss {done.best:.4f} at step {done.best_step}"]

@@ -22,6 +22,9 @@ def main() -> int:
     import torch
     from kills import KINDS, PARTS, PLACES, flip, make_bench, trial
 
+    from trireme.engine.run import job
+
+    job.shelf = lambda: None  # tokens in each run's own folder, to be flipped
     torch.set_num_threads(1)  # a forked child has no others
     work = Path(given.work or tempfile.mkdtemp(prefix="trireme-kills-"))
     work.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, lanes_of
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
-from trireme.engine.run.sample import sample
+from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import shapes

@@ -29,7 +29,7 @@ from command import finetune
 from engines import fork
 
 from trireme.engine.plan import UnitPlan
-from trireme.engine.run import demo, train
+from trireme.engine.run import demo, evaluation, train
 from trireme.engine.run.command import parse
 from trireme.engine.run.job import prepare
 from trireme.storage.aio import IO
@@ -92,7 +92,7 @@ def _command(argv: list[str], inside: str, before: int, stop: int, note: mmap.mm
         for fd in (1, 2):
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-        train.SAMPLING = 0.0  # a sample is one token
+        evaluation.LONGEST = 0.0  # a sample is one token
         _watch(inside, before, note)
         if stop:
             _stop_in_step(stop)

@@ -211,7 +211,7 @@ def log(folder: Path) -> Target:
     def read(content: bytes) -> None:
         (folder / "log.jsonl").write_bytes(content)
         has_begun(folder)
-        log = RunLog(folder, Options(out=str(folder)), 9, Screen(io.StringIO()), since)
+        log = RunLog(folder, 9, Screen(io.StringIO()), since)
         log.step(step | {"step": 4})
         log.eval({"step": 4, "eval_loss": 2.5})
         log.summary()

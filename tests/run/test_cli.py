@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 from script_files import ROOT
 
 from trireme.engine.planner import host
-from trireme.engine.run import job, train
+from trireme.engine.run import evaluation, job
 from trireme.engine.run.command import parse
 
 
@@ -273,13 +273,13 @@ def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits
 @pytest.mark.parametrize("given", [(), ("--eval-tokens", "70")])
 def test_an_evaluation_reads_a_share_of_the_held_out_data_and_says_so(here, capsys, monkeypatch, given):
     """The same whole rows each time."""
-    read, real = [], train.evaluate
+    read, real = [], evaluation.evaluate
 
     def evaluate(e, micro):
         read.append([(mb.tokens, mb.trained, mb.pairs) for mb in micro])
         return real(e, micro)
 
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     argv = ["--batch-size", "2", "--val", "0.5", "--eval-every", "2", "--schedule", "constant", *given]
     assert finetune.main([*TRAIN[:-1], "4", *argv]) == 0
     said = capsys.readouterr().out

@@ -25,7 +25,7 @@ from trireme.engine.lanes import LANES, RealLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction
-from trireme.engine.run import live, train
+from trireme.engine.run import evaluation, live, train
 from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
@@ -86,7 +86,7 @@ def child(given: Options, faults: Faults, plan_after) -> int:
     try:
         signal.alarm(WATCH)
         faults.install()
-        train.SAMPLING = 0.0  # a sample is one token
+        evaluation.LONGEST = 0.0  # a sample is one token
         train.better = lambda job, steps: Choice(plan_after, Prediction(1.0, {}, "cpu", 0, 0), ())
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             train.finetune(given)

@@ -15,8 +15,7 @@ from hostile import LAUGHS
 from script_files import script
 
 from trireme.engine.amounts import size
-from trireme.engine.run import train
-from trireme.engine.run.command import _ELSEWHERE, changes, config_yaml, kept, latest_run, parse
+from trireme.engine.run.command import _ELSEWHERE, changes, checked, config_yaml, kept, latest_run, parse
 from trireme.engine.run.options import Every, Options, every
 from trireme.models.config import InputError
 
@@ -49,7 +48,7 @@ def test_help_is_one_page_of_few_options():
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
     flags = [line for line in done.stdout.splitlines() if line.startswith("  --")]
     assert 20 < len(flags) < 55
-    assert len(done.stdout.splitlines()) < 72
+    assert len(done.stdout.splitlines()) < 76
     for f in dataclasses.fields(Options):
         assert "--" + f.name.replace("_", "-") in done.stdout
 
@@ -385,6 +384,10 @@ def test_the_command_calls_itself_as_it_was_called(name, monkeypatch, capsys):
     assert re.fullmatch(r"trireme \d+\.\d+\S*\n", capsys.readouterr().out)
 
 
-def test_from_python_the_folder_is_asked_for():
-    with pytest.raises(InputError, match="no output folder"):
-        train.finetune(Options(model=".", data=("x",)))
+def test_from_python_paths_one_file_and_no_folder_are_understood(tmp_path):
+    given = checked(Options(model=tmp_path / "model", data=tmp_path / "a.txt", store=[tmp_path], log="trace"))
+    assert (given.model, given.data) == (str(tmp_path / "model"), (str(tmp_path / "a.txt"),))
+    assert (given.store, given.log, given.out) == ((str(tmp_path),), ("trace",), "runs/model")
+    assert checked(given) == given
+    with pytest.raises(InputError, match="no data given"):
+        checked(Options(model="model"))

@@ -12,7 +12,7 @@ from runs import STEPS, child, ended, losses, options, stopped
 
 from trireme.engine.homes import READ_AHEAD, Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
-from trireme.engine.run import job, live, train
+from trireme.engine.run import evaluation, job, live, train
 from trireme.engine.run.job import prepare
 from trireme.engine.run.live import Progress
 from trireme.engine.run.options import Options, every
@@ -25,8 +25,8 @@ from trireme.storage.files import StoreError
 def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsys):
     """Asked to stop in step 3, or in the evaluation after it."""
     run = options(checkpoint, checkpoint / where.replace(" ", "-"), "gpu", val="0.1", eval_every=every("3"))
-    at = {"in a step": (train, "train_step", 3), "in an evaluation": (train.Evaluation, "_run", 2)}
-    of, name, due = at.get(where, (train.Evaluation, "_run", 1))
+    at = {"in a step": (train, "train_step", 3), "in an evaluation": (evaluation.Evaluation, "_run", 2)}
+    of, name, due = at.get(where, (evaluation.Evaluation, "_run", 1))
     real, made = getattr(of, name), []
 
     def asked(*args):
@@ -61,8 +61,8 @@ def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
 
     out, made = checkpoint / f"best-{stop}", []
     of, name = {
-        "before an evaluation": (train.Evaluation, "run_if_due"),
-        "in an evaluation": (train.Evaluation, "_run"),
+        "before an evaluation": (evaluation.Evaluation, "run_if_due"),
+        "in an evaluation": (evaluation.Evaluation, "_run"),
     }.get(stop, (train.Live, "save"))
     real = getattr(of, name)
 
@@ -109,8 +109,10 @@ def test_a_resumed_run_evaluates_on_what_it_has_evaluated_on(checkpoint, monkeyp
     stopped(run, 2, monkeypatch)
     made = prepare(replace(run, max_steps=200))
     assert made.eval_rows is None
-    read, real = [], train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda e, micro: read.append(sum(m.tokens for m in micro)) or real(e, micro))
+    read, real = [], evaluation.evaluate
+    monkeypatch.setattr(
+        evaluation, "evaluate", lambda e, micro: read.append(sum(m.tokens for m in micro)) or real(e, micro)
+    )
     stopped(replace(run, resume=run.out, max_steps=200), 41, monkeypatch)
     assert 0 < sum(read) <= prepare(run).work.held_out + run.seq_len < made.work.held_out
     before = {"step": 4, "best": [1.0, 2], "log": [4, 4, 99, 7], "written": 0}

@@ -3,10 +3,13 @@
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from trireme.engine.run.options import Options
 from trireme.engine.run.signals import stop_signals
+from trireme.engine.run.train import finetune
 
 PROGRAM = """
 import os, signal, sys
@@ -52,3 +55,12 @@ def test_afterwards_all_is_as_before():
     with stop_signals(str, str):
         assert signal.getsignal(INT) is not before
     assert signal.getsignal(INT) is before
+
+
+def test_from_python_in_any_thread(here):
+    """Signals belong to the main thread; the run is what is returned."""
+    given = Options(model="model", data="stories.txt", out="out", seq_len=64, max_steps=2)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(finetune, given).result()
+    assert (run.progress.step, run.log.totals.steps) == (2, 2)
+    assert (here / "out" / "model.safetensors").exists()

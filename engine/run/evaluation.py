@@ -1,0 +1,198 @@
+"""Evaluation: loss on the held-out data, samples through the engine's weight stream, the best so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trireme.engine.buffers import workspace
+from trireme.engine.build import inputs
+from trireme.engine.data.codec import Codec
+from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.lanes import numbered
+from trireme.engine.memory import DTYPE
+from trireme.engine.planner.rule import largest
+from trireme.engine.run.live import Live
+from trireme.engine.run.records import Record
+from trireme.engine.run.signals import Stop
+from trireme.engine.step import Engine, Inputs, evaluate, forward_units
+from trireme.models import model
+from trireme.models.generate import generate, needs
+from trireme.models.rows import Load, rope_tables
+
+LEAD = 8  # tokens of a prompt from running text
+FIRST = 100  # sequences searched for prompts
+MAX_NEW = 48  # tokens after a prompt
+LONGEST = 60.0  # seconds for samples: each token is a pass over all weights
+NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
+
+
+class Sample(NamedTuple):
+    """A fitted prompt, its continuation, whether the model ended it."""
+
+    prompt: str
+    text: str
+    ended: bool
+
+
+def prompts(data: Dataset, count: int) -> list[list[int]]:
+    """Up to `count` different prompts (token ids): a document's tokens before the first trained one, LEAD at least."""
+    found: list[list[int]] = []
+    for mb in islice(data.batches(1), FIRST):
+        for ids, labels in zip(*(np.split(a, np.cumsum(mb.lengths)[:-1]) for a in (mb.ids, mb.labels)), strict=True):
+            trained = np.flatnonzero(labels >= 0)
+            prompt = ids[: max(LEAD, int(trained[0]) + 1)].tolist() if len(trained) else []
+            if prompt and prompt not in found:
+                found.append(prompt)
+            if len(found) == count:
+                return found
+    return found
+
+
+def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[list[int]]:
+    """The prompts' ends, as long as memory, a step's free workspace included, allows."""
+    room = e.memory.gpu_limit - e.memory.used("gpu") + workspace(e.geo, e.plan)
+    most = max(map(len, given), default=0)
+    most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None else most
+    itemsize = DTYPE[e.plan.dtype].itemsize
+    length = largest(most, lambda n: needs(e.cfg, len(given), n, max_new, itemsize) <= room)
+    return [prompt[max(0, len(prompt) - length) :] for prompt in given]
+
+
+def sample(
+    e: Engine,
+    codec: Codec,
+    given: list[list[int]],
+    max_new: int = MAX_NEW,
+    enough: Callable[[], bool] = lambda: False,
+) -> list[Sample]:
+    """Greedy continuations of prompts, fitted. Applies due updates. Ends once `enough()`. Out of memory: NO_ROOM."""
+    given = fitted(e, given, max_new)
+    shown = [codec.decode(ids) for ids in given]
+    none = [Sample(prompt, NO_ROOM, True) for prompt in shown]
+    if not all(given):
+        return none
+    eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset()
+    places, dtype = [e.lanes.devices[e.gpu(u)] for u in range(e.cfg.n_units)], DTYPE[e.plan.dtype]
+    try:
+        out = generate(e.cfg, lambda: _one_pass(e), given, max_new, eos=eos, places=places, dtype=dtype, enough=enough)
+    except torch.OutOfMemoryError:
+        _let_go(e)
+        return none
+    ended = [bool(ids) and ids[-1] in eos for ids in out]
+    return [Sample(*each) for each in zip(shown, map(codec.decode, out), ended, strict=True)]
+
+
+def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
+    """Units in order, with prefetched weights."""
+    for u in forward_units(e):
+        held = e.weights.get(u)
+        lane = numbered("compute", e.gpu(u))
+        arrived = e.lanes.run(lane, "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
+        if e.plan.gpus > 1:
+            arrived.wait()  # another thread's lane
+        yield u, model.weights(e.cfg, u, e.weights.tensors(u, held))
+        done = e.lanes.run(lane, "other", f"read {e.geo.names[u]}", lambda: None)
+        e.weights.release_in_forward(u, done, train=False)
+    if e.cfg.tied:
+        e.weights.release(0, done)
+
+
+def _let_go(e: Engine) -> None:
+    """Releases a broken-off pass's units."""
+    on_their_way = [task for held in e.weights.held for task in held.ready]
+    for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
+        done = e.lanes.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, on_their_way)
+        on_their_way = [done]
+    e.weights.release_all(done)
+
+
+# ---------------------------------------------------------------- evaluations
+
+
+class Evaluation:
+    """Loss on the held-out data, a sample, the best checkpoint in OUT/best."""
+
+    def __init__(self, live: Live, stop: Stop):
+        self.live, self.stop = live, stop
+        self.ended = time.monotonic()  # of the last one
+        self.tables = rope_tables(live.job.cfg, live.job.seq_len, live.job.device)
+
+    def inputs(self, mb: MicroBatch, load: Load | None = None) -> Inputs:
+        return inputs(self.live.job.cfg, mb, self.tables, self.live.job.device, load)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether --patience has come to its end."""
+        patience = self.live.job.options.patience
+        return patience is not None and self.live.progress.worse >= patience
+
+    def run_if_due(self, final: bool = False) -> None:
+        """Evaluates before training, every --eval-every and at the end, unless the run stops."""
+        job, done = self.live.job, self.live.progress
+        seconds = time.monotonic() - self.ended
+        due = final or done.step == 0 or job.options.eval_every.due(done.step, job.total_steps, seconds)
+        if due and job.data.held_out and done.evaluated != done.step and not self.stop.leaving:
+            self._run(job.data.held_out)
+
+    def _run(self, held_out: Dataset) -> None:
+        """A request to stop discards the result: a resumed run evaluates anew."""
+        live, done = self.live, self.live.progress
+        began = time.monotonic()
+        with live.clock.at("evaluations"), live.watched("evaluation"):
+            loss = self._loss(held_out)
+        samples = self.samples(1)
+        if self.stop.leaving:
+            return
+        record: Record = {"step": done.step, "epoch": epoch(live), "eval_loss": loss}
+        record |= {"eval_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
+        live.log.eval(record | ({"sample": samples[0].text} if samples else {}))
+        done.worse += 1
+        if done.best is None or loss < done.best:
+            done.best, done.best_step, done.worse = loss, done.step or None, 0
+            if done.step:
+                live.settle()
+                live.export(live.job.out / "best")
+        self.ended, done.evaluated = time.monotonic(), done.step
+
+    def _loss(self, held_out: Dataset) -> float:
+        """Mean over labels."""
+        live, job, total, count = self.live, self.live.job, 0.0, 0
+        rows = live.progress.eval_rows
+        batches = held_out.batches(job.micro_rows, rows)
+        tokens = held_out.tokens if rows is None else held_out.tokens * rows // held_out.n_sequences
+        with live.screen.working("evaluating", tokens, "tokens") as more:
+            while (group := list(islice(batches, job.plan.n_micro))) and not self.stop.leaving:
+                micro = [self.inputs(mb) for mb in group]
+                losses = [each.double().sum() for each in evaluate(live.engine, micro)]
+                total += float(sum(losses[1:], losses[0]))
+                count += sum(mb.trained for mb in micro)
+                more(sum(mb.tokens for mb in micro))
+        return total / max(1, count)
+
+    def samples(self, count: int) -> list[Sample]:
+        """Greedy continuations of `count` documents' beginnings, held-out if any."""
+        job = self.live.job
+        if job.codec is None or not count or self.stop.leaving:
+            return []
+        end = time.monotonic() + LONGEST
+        enough = lambda: time.monotonic() > end or self.stop.leaving
+        with self.live.clock.at("samples"), self.live.watched("samples"):
+            return sample(self.live.engine, job.codec, prompts(job.data.held_out or job.data, count), enough=enough)
+
+
+def epoch(live: Live) -> float:
+    """Passes over the data so far."""
+    return round(live.progress.step / live.job.data.steps_per_epoch(live.job.options.batch_size), 4)
+
+
+def load_record(load: Load) -> Record:
+    """The busiest expert's share of its layer's tokens, experts without a token, the loss if it has a weight."""
+    shares = load.counts / load.counts.sum(1, keepdim=True).clamp_min(1)
+    found: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((load.counts == 0).sum())}
+    return found | ({"router_aux": round(load.loss(), 6)} if load.weight else {})

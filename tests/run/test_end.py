@@ -1,0 +1,119 @@
+"""The end of a run: the last weights or the best, earlier where nothing gets better, with checkpoints on the way."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command import TRAIN, fails
+from safetensors.numpy import load_file
+
+from trireme.engine.run import evaluation
+from trireme.engine.run import main as finetune
+from trireme.engine.run.verify import reopen
+from trireme.storage.checkpoint import open_source
+
+EVALUATED = [*TRAIN[:-1], "6", "--val", "0.2", "--eval-every", "1", "--save-every", "2"]
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Evaluations find these losses, by step."""
+    found = {0: 9.0, 1: 5.0, 2: 3.0, 3: 4.0, 4: 5.0, 5: 6.0, 6: 7.0}
+    loss = lambda self, _: found[self.live.progress.step]
+    monkeypatch.setattr(evaluation.Evaluation, "_loss", loss)
+    return found
+
+
+def said(capsys, *argv: str, code: int = 0) -> str:
+    assert finetune.main([*argv]) == code
+    return capsys.readouterr().out
+
+
+def weights(folder: str) -> dict:
+    return {name: value.tobytes() for name, value in load_file(Path(folder, "model.safetensors")).items()}
+
+
+def at_step_two(capsys) -> dict:
+    """The weights that a run of the same schedule had after step 2."""
+    said(capsys, *EVALUATED, "--out", "two", "--export-every", "2")
+    return weights("two/step-2")
+
+
+def test_the_best_is_exported(here, losses, capsys):
+    two = at_step_two(capsys)
+    report = said(capsys, *EVALUATED, "--export", "best")
+    assert weights("out") == two != weights("two")
+    assert "best     the output: eval_loss 3.0000 at step 2" in report
+    assert "\nsample " not in report
+    assert not Path("out/best").exists()
+    reopen(open_source("model"), Path("out"))
+
+
+def test_the_last_is_exported_and_the_best_kept(here, losses, capsys):
+    report = said(capsys, *EVALUATED, "--export-every", "2")
+    assert "best     out/best, to be the output by --export best: eval_loss 3.0000 at step 2" in report
+    assert weights("out/best") == weights("out/step-2") != weights("out") == weights("out/step-6")
+    assert sorted(p.name for p in Path("out").glob("step-*")) == ["step-2", "step-4", "step-6"]
+    for folder in ("out", "out/step-4", "out/best"):
+        reopen(open_source("model"), Path(folder))
+
+
+def test_adapters_too(here, losses, capsys):
+    said(capsys, *EVALUATED, "--lora", "2", "--export-every", "2", "--out", "two")
+    said(capsys, *EVALUATED, "--lora", "2", "--export", "best", "--merge")
+    adapter = lambda folder: Path(folder, "adapter_model.safetensors").read_bytes()
+    assert adapter("out") == adapter("two/step-2") != adapter("two")
+    assert Path("out/merged/model.safetensors").exists()
+
+
+def test_where_nothing_got_better_that_is_said(here, losses, capsys):
+    losses[0] = 1.0
+    report = said(capsys, *EVALUATED, "--export", "best")
+    assert "best     no evaluation was better than before training; the output is the last weights" in report
+    assert Path("out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("patience", "step"), [("1", 3), ("2", 4), ("9", 6)])
+def test_patience_ends_the_run(here, losses, capsys, patience, step):
+    report = said(capsys, *EVALUATED, "--patience", patience, "--export", "best")
+    assert (f"stopped  at step {step} of 6: {patience} evaluation" in report) == (step < 6)
+    assert f"done     {step} steps" in report
+    assert "eval_loss 3.0000 at step 2" in report
+
+
+def test_patience_goes_on_counting_where_a_run_is_resumed(here, losses, capsys, monkeypatch):
+    ask, evaluate = signal.raise_signal, evaluation.Evaluation.run_if_due
+
+    def stop(self, final=False):
+        evaluate(self, final)
+        if self.live.progress.step == 3:
+            ask(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation.Evaluation, "run_if_due", stop)
+        said(capsys, *EVALUATED, "--patience", "2", code=130)
+    assert "stopped  at step 4 of 6: 2 evaluations" in said(capsys, "--resume", "out")
+
+
+@pytest.mark.parametrize("option", [["--export", "best"], ["--patience", "3"]])
+def test_without_held_out_data_there_is_no_best(here, capsys, option):
+    assert f"{' '.join(option)} goes by the loss on held-out data. Give --val." in fails(capsys, here, *TRAIN, *option)
+
+
+def test_the_log_has_the_time_the_sample_and_the_seconds(here, losses, capsys):
+    began = time.time()
+    said(capsys, *EVALUATED)
+    records = [json.loads(line) for line in Path("out/log.jsonl").read_text().splitlines()]
+    assert all(began - 1 <= r["wall_time"] <= time.time() for r in records)
+    evals = [r for r in records if "eval_loss" in r]
+    assert all(r["eval_time_s"] >= 0 and r["sample"] for r in evals)
+    assert "wall_time" in Path("out/log.csv").read_text().splitlines()[0]
+
+
+def test_the_picture_marks_the_best(here, losses, capsys):
+    said(capsys, *EVALUATED)
+    picture = Path("out/loss.svg").read_text()
+    assert "<title>best: 3 at step 2</title>" in picture
+    assert "best 3 at step 2</text>" in picture
