@@ -81,6 +81,7 @@ def prepared(options: Options, screen: Screen) -> Iterator[Options]:
         make_checkpoint(folder / "checkpoint", folder / "stories.txt", options.seed)
         yield replace(
             options,
+            demo=False,
             model=str(folder / "checkpoint"),
             data=(str(folder / "stories.txt"),),
             val="0.02",
