@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import DIALECTS, PLAIN, TYPES, Tiny, relative, shifted_labels
+from tiny import DIALECTS, PLAIN, TYPES, YARN, Tiny, relative, shifted_labels
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trireme.engine.run import demo
@@ -25,6 +25,11 @@ CASES = {  # name -> (model_type, text_config, other keys)
     "gemma3": ("gemma3", GEMMA, dict(mm_tokens_per_image=4)),
     "gemma3 untied": ("gemma3", GEMMA | dict(head_dim=8), dict(tie_word_embeddings=False, mm_tokens_per_image=4)),
     "mistral3": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=None), dict(tie_word_embeddings=False)),
+    "ministral3 in mistral3": (
+        "mistral3",
+        PLAIN | dict(model_type="ministral3", head_dim=16, rope_parameters=YARN | dict(llama_4_scaling_beta=0.5)),
+        dict(tie_word_embeddings=False),
+    ),
     "mistral3 tied": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=5), dict(tie_word_embeddings=True)),
 }
 
