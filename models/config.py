@@ -109,6 +109,11 @@ class ModelConfig:
         return WRAPPERS[self.wrapper].carried if self.wrapper else ()
 
     @property
+    def opener(self) -> str:
+        """transformers' class for the whole checkpoint."""
+        return "AutoModelForImageTextToText" if self.wrapper else "AutoModelForCausalLM"
+
+    @property
     def gated(self) -> bool:
         return self.family.gated
 

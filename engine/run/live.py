@@ -283,7 +283,7 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     return [
         f"output   {out}/: {', '.join([CONFIG, WEIGHTS, *logs])}",
         f"check    reopened: an adapter of rank {found.lora.rank}, {len(found.source.tensors):,} tensors",
-        f"next     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {str(out)!r}), or "
+        f"next     PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}), {str(out)!r}), or "
         f"{program()} merge {out} --out DIR",
     ]
 

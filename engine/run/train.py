@@ -346,10 +346,9 @@ class Run:
         else:
             live.export()
         adapter = job.cfg.lora is not None
-        opener = "AutoModelForImageTextToText" if job.cfg.wrapper else "AutoModelForCausalLM"
         base = job.options.model or ""
         with live.clock.at("check"):
-            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, opener)
+            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
         for line in (live.log.summary(), *written):
             live.screen.say(line)
         for prompt, text, ended in self.evaluation.samples(0 if best else 3):  # the engine has the last weights

@@ -79,7 +79,8 @@ def save_adapter(folder: Path, cfg: ModelConfig, homes: Homes, base: str) -> Non
 
 def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     """Keys that peft, vLLM and llama.cpp read."""
-    return {
+    beside = "|".join(f"{re.escape(prefix)}.*" for prefix in cfg.carried)  # a vision tower has layers of like names
+    return ({"exclude_modules": beside} if beside else {}) | {
         "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": cfg.names.in_out,

@@ -127,6 +127,24 @@ def test_transformers_opens_the_result(trained):
     assert relative(Tiny(cfg, state).logits(ids, [30]), expected) < 1e-5
 
 
+def test_peft_opens_an_adapter_of_the_language_model(trained, tmp_path):
+    """It adapts nothing else, and computes what the merged checkpoint does."""
+    peft = pytest.importorskip("peft")
+    model, _, _ = trained
+    data = (str(model.parent / "stories.txt"),)
+    out = tmp_path / "out"
+    options = Options(model=str(model), data=data, out=str(out), seq_len=48, batch_size=2, max_steps=2, lr=1e-2,
+                      device="cpu", lora=4, merge=True)  # fmt: skip
+    finetune(options)
+    opened = lambda folder: AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    adapted = peft.PeftModel.from_pretrained(opened(model), out)
+    assert not [name for name, _ in adapted.named_parameters() if "lora" in name and "language_model" not in name]
+    ids = torch.arange(1, 31)[None]
+    with torch.no_grad():
+        expected, plain = opened(out / "merged")(input_ids=ids).logits, opened(model)(input_ids=ids).logits
+        assert relative(adapted(input_ids=ids).logits, expected) < 1e-5 < relative(expected, plain)
+
+
 def test_files_may_leave_out_what_their_class_says():
     """As those of Gemma 3 4B do."""
     text = dict(
