@@ -28,6 +28,7 @@ from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
 
 IGNORED = -100  # label of an untrained token
+SHOWN = 2048  # tokens of an example: a document may have a hundred thousand
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,12 @@ class Dataset:
         return self.held_out.report.lines() if self.held_out and not self.report.held_out else []
 
     def example(self, k: int = 0) -> str:
-        """Document k, decoded; the trained part in [..]."""
+        """The beginning of document k, decoded; the trained part in [..]."""
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
         ids, labels = self._piece(self.pieces[in_order[k % len(in_order)]])
         learned = np.concatenate([[False], labels[:-1] >= 0])  # labels are shifted by one
-        return example_text(ids, learned, self.codec)
+        more = f" ... ({len(ids) - SHOWN:,} tokens more)" if len(ids) > SHOWN else ""
+        return example_text(ids[:SHOWN], learned[:SHOWN], self.codec) + more
 
     def _order(self, epoch: int) -> np.ndarray:
         return pack.shuffled(self.n_sequences, self.seed, epoch)

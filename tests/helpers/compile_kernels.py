@@ -133,7 +133,8 @@ def other_calls():
     _, rstd = rmsnorm.head_rmsnorm_fwd(whole, wide, 1e-5)
     rmsnorm.head_rmsnorm_bwd(whole, whole, wide, rstd, wide, whole)
     rmsnorm.rmsnorm_bwd(whole[:, 0], whole[:, 0], wide, rmsnorm.rmsnorm_fwd(whole[:, 0], wide, 1e-5)[1], wide)
-    rope.rope_(x[..., :96], torch.zeros(8, 48), torch.zeros(8, 48), docs.positions, pairs=True)
+    for pairs in (False, True):
+        rope.rope_(x[..., :96], torch.zeros(8, 48), torch.zeros(8, 48), docs.positions, pairs=pairs)
     for F in (14336, 20480):
         h, bias = torch.zeros(N, F, dtype=BF16), torch.zeros(F, dtype=BF16)
         swiglu.swiglu_bwd(swiglu.swiglu_fwd(torch.zeros(N, 2 * F, dtype=BF16)), torch.zeros(N, 2 * F, dtype=BF16))
