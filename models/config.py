@@ -205,6 +205,9 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     for name, accepted in INERT.items():
         if name not in family.accepts:
             keys.refuse_unless(name, accepted)
+    method = raw.get("quantization_config")
+    if family.mxfp4 and method is not None and not (isinstance(method, dict) and method.get("quant_method") == "mxfp4"):
+        raise keys.error("quantization_config", 'none, or one with "quant_method": "mxfp4"')
     spelled = family.spelled
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = (keys.count(spelled[name]) for name in ("width", "n_layers"))

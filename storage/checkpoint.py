@@ -79,9 +79,13 @@ class Source:
     def read(self, name: str) -> np.ndarray:
         """Its bytes, (nbytes,) uint8. Raises StoreError."""
         t = self.tensors[name]
-        out = np.empty(t.nbytes, np.uint8)
+        return self.bytes_of(t.file, t.offset, t.nbytes)
+
+    def bytes_of(self, file: str, offset: int, nbytes: int) -> np.ndarray:
+        """(nbytes,) uint8. Raises StoreError."""
+        out = np.empty(nbytes, np.uint8)
         filled = 0
-        for chunk in _chunks(self.folder / t.file, t.offset, t.nbytes):
+        for chunk in _chunks(self.folder / file, offset, nbytes):
             out[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
         return out

@@ -32,10 +32,11 @@ from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pi
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen, targets
+from trireme.engine.tuning.packed import check_frozen, open_checkpoint
 from trireme.kernels.private import cache_folder
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
-from trireme.storage.checkpoint import Source, SourceTensor, open_source
+from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.companions import CONTENT, beside
 from trireme.storage.files import Say, existing, to_stderr
 from trireme.storage.versions import version_files
@@ -141,10 +142,11 @@ def prepare(
             say(
                 f"--adapter {options.adapter} was made for {adapter.base or 'a model without a name'}, not for {folder}"
             )
-        source = outlined(cfg, folder) if _is_absent(options, folder) else open_source(folder, say)
+        source = outlined(cfg, folder) if _is_absent(options, folder) else open_checkpoint(folder, say)
         if pinned:
             check_model(options, pinned, cfg, source)
         stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+        check_frozen(cfg, source, stored)
         codec, seq_len = _codec(options, folder) if options.data else None, length(options, cfg)
         if codec and (options.tokenizer or options.chat_template):
             source = replace(source, companions=_trained_with(options, folder, codec))

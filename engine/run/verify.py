@@ -14,9 +14,10 @@ from typing import NoReturn
 
 from trireme.engine.run.command import config_yaml
 from trireme.engine.run.options import Options
+from trireme.engine.tuning.packed import open_checkpoint
 from trireme.models.config import InputError
 from trireme.storage import snapshots, temporary
-from trireme.storage.checkpoint import Source, open_source
+from trireme.storage.checkpoint import Source
 from trireme.storage.companions import content_of
 from trireme.storage.files import StoreError, existing, lock, make_folder, partial_of, remove_folders, replace_synced
 from trireme.storage.store import Store
@@ -157,7 +158,7 @@ def has_begun(out: Path) -> bool:
 
 def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM") -> list[str]:
     """Returns the lines to print. Raises StoreError where export and source differ in more than values."""
-    written = open_source(out)
+    written = open_checkpoint(out)
     ours, theirs = _signature(written), _signature(source)
     if ours != theirs:
         name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]

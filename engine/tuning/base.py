@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trireme.engine.homes import Piece
+from trireme.engine.tuning.packed import Packed
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.aio import File, together
@@ -89,6 +90,8 @@ def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str
     frozen = [there for group in groups for name, shape in group for there, _ in shapes.on_disk(cfg, name, shape)]
     if any(name not in stored for name in frozen):
         return "they are stored in other shapes"
+    if isinstance(source, Packed) and any(stored[name] in source.packed for name in frozen):
+        return "they are packed, and decoded as they are read"
     other = {source.tensors[stored[name]].dtype for name in frozen} - {dtype}
     if other:
         return f"they are {', '.join(sorted(other))}, and computed with in {dtype}"

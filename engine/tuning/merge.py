@@ -11,9 +11,10 @@ import numpy as np
 
 from trireme.engine.homes import Progress, silent
 from trireme.engine.tuning.adapters import PREFIX, Adapter, base_of, read_adapter, read_adapter_config
+from trireme.engine.tuning.packed import open_checkpoint
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, ModelConfig, read_config
-from trireme.storage.checkpoint import Source, convert, dtype_of, export, open_source
+from trireme.storage.checkpoint import Source, convert, dtype_of, export
 from trireme.storage.files import Say
 
 Working = Callable[[str, int], AbstractContextManager[Progress]]  # (what is done, its bytes) -> what hears of them
@@ -30,7 +31,7 @@ def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working
         raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out} is there already. Name another folder.")
-    cfg, source = read_config(model or base), open_source(model or base, say)
+    cfg, source = read_config(model or base), open_checkpoint(model or base, say)
     with working("merging the adapter", 2 * source.nbytes) as more:
         merge_adapter(folder, cfg, source, out, more)
 

@@ -75,6 +75,7 @@ class Family:
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
+    mxfp4: bool = False  # experts may be packed so
     parallel: bool = False  # reads use_parallel_residual
     by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
 
@@ -82,6 +83,8 @@ class Family:
     def accepts(self) -> set[str]:
         """The keys of INERT that it reads."""
         found = {"query_pre_attn_scalar"} if self.query_scale else set()
+        if self.mxfp4:
+            found |= {"quantization_config"}
         if self.partial:
             found |= {"partial_rotary_factor"}
         if self.scaled:
@@ -126,10 +129,10 @@ FAMILIES = {
         experts=ExpertKeys(8, 2, 14336, "intermediate_size", renormalise=True),
     ),
     "gpt_oss": Family(
-        "gpt-oss 20b and 120b (in bf16)",
+        "gpt-oss 20b and 120b",
         names=names.FUSED, kv_heads=8, head_dim=64, max_positions=131072, eps=1e-5, theta=150000.0, windows="pattern",
         window=128, period=2, qkv_bias=("attention_bias", True), o_bias=("attention_bias", True),
-        experts=ExpertKeys(128, 4, 2880, "intermediate_size", renormalise=True, limit=7.0, bias=True),
+        experts=ExpertKeys(128, 4, 2880, "intermediate_size", renormalise=True, limit=7.0, bias=True), mxfp4=True,
     ),
     "olmoe": Family(
         "OLMoE",

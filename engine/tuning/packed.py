@@ -1,0 +1,93 @@
+"""Experts in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss has them: decoded to bf16, exactly, as they are read.
+
+X_blocks (E, out, in / 32, 16) U8 holds 32 numbers of 4 bits a row, the even ones in the low halves, X_scales (E, out,
+in / 32) U8 the powers of two that they are times, with a bias of 127; X is (E, in, out). They are never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from trireme.models import shapes
+from trireme.models.config import InputError, ModelConfig
+from trireme.storage.checkpoint import Source, SourceTensor, open_source
+from trireme.storage.files import Say, to_stderr
+from trireme.storage.headers import CheckpointError
+
+BLOCKS, SCALES = "_blocks", "_scales"
+MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+NUMBERS = np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32)  # by 4 bits
+PAIRS = np.stack([NUMBERS[np.arange(256) & 15], NUMBERS[np.arange(256) >> 4]], 1)  # by a byte
+
+
+@dataclass(frozen=True)
+class Packed(Source):
+    """A checkpoint with tensors in MXFP4, which look like bf16 without a place in a file."""
+
+    packed: dict[str, tuple[SourceTensor, SourceTensor]] = field(default_factory=dict)  # name -> blocks, scales
+
+    def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
+        if name not in self.packed:
+            yield from super().values(name, first, last)
+            return
+        experts, rows, columns = self.tensors[name].shape
+        one, last = rows * columns, experts * rows * columns if last is None else last
+        for e in range(first // one, -(-last // one)):
+            blocks, scales = (self._expert(t, e) for t in self.packed[name])
+            begin, end = max(first - e * one, 0), min(last - e * one, one)
+            yield decode(blocks.reshape(columns, -1), scales.reshape(columns, -1)).reshape(-1)[begin:end]
+
+    def _expert(self, t: SourceTensor, e: int) -> np.ndarray:
+        nbytes = t.nbytes // t.shape[0]
+        return self.bytes_of(t.file, t.offset + e * nbytes, nbytes)
+
+
+def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """(in, out) bf16 bits of blocks (out, in / 2) and scales (out, in / 32)."""
+    values = PAIRS[blocks].reshape(*scales.shape, 32)
+    with np.errstate(over="ignore"):  # a scale of 255 is not finite, and refused
+        values = np.ldexp(values, (scales.astype(np.int32) - 127)[..., None])
+    bits = (values.reshape(len(scales), -1).view(np.uint32) >> 16).astype(np.uint16)
+    return np.ascontiguousarray(bits.T)
+
+
+def open_checkpoint(folder: str | Path, say: Say = to_stderr) -> Source:
+    """As open_source, with tensors in MXFP4 as if they were bf16. Raises CheckpointError."""
+    source = open_source(folder, say)
+    packed, tensors = {}, dict(source.tensors)
+    for stored in source.tensors:
+        name = stored.removesuffix(BLOCKS)
+        if stored.endswith(BLOCKS) and name + SCALES in source.tensors:
+            blocks, scales = packed[name] = tensors.pop(stored), tensors.pop(name + SCALES)
+            tensors[name] = _decoded(source, name, blocks, scales)
+    if not packed:
+        return source
+    return Packed(source.folder, source.files, tensors, source.companions, packed)
+
+
+def _decoded(source: Source, name: str, blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
+    """What a pair looks like."""
+    fits = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
+    if not fits or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+        raise CheckpointError(
+            f"{source.folder / blocks.file}: {name}{BLOCKS} is {blocks.dtype} {list(blocks.shape)} and {name}{SCALES} "
+            f"{scales.dtype} {list(scales.shape)}; MXFP4 has U8 [E, out, in / 32, 16] and U8 [E, out, in / 32]."
+        )
+    experts, out, groups = scales.shape
+    return SourceTensor("BF16", (experts, 32 * groups, out), "", 0)
+
+
+def check_frozen(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> None:
+    """Raises InputError where what is in MXFP4 would be trained. `stored`: canonical name -> name in `source`."""
+    if not isinstance(source, Packed):
+        return
+    for name, there in stored.items():
+        if there in source.packed and not shapes.is_frozen(cfg, [(name, ())]):
+            raise InputError(
+                f"{there} is in MXFP4, which is not trained. Train adapters on it (--lora 16), or the rest "
+                "(--freeze '*.experts.gate_up_proj,*.experts.down_proj'), or a copy of the model in bf16."
+            )

@@ -1,0 +1,132 @@
+"""gpt-oss as it is released: experts in MXFP4 are read as transformers reads them, and copied as they are."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from engines import LIMITS, MemoryScratch, MemoryStore, batches, gpu_plan, train
+from safetensors.torch import load_file, save_file
+from tiny import CASES, oracle
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from trireme.engine.build import build
+from trireme.engine.exchange import Exchange
+from trireme.engine.lanes import InlineLanes
+from trireme.engine.plan import UnitPlan
+from trireme.engine.tuning.base import why_copied
+from trireme.engine.tuning.chosen import adapted, chosen
+from trireme.engine.tuning.packed import check_frozen, decode, open_checkpoint
+from trireme.models import hf
+from trireme.models.config import InputError, Lora, parse_config, read_config
+from trireme.storage.headers import CheckpointError
+
+KEYS = CASES["gpt oss"][1] | dict(hidden_size=64, intermediate_size=32)
+EXPERTS = ("*.experts.gate_up_proj", "*.experts.down_proj")
+
+
+def drawn(experts, rows, columns, seed):
+    """(blocks, scales) of experts with matrices (rows, columns), and with all 16 numbers."""
+    dice = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=dice)
+    return blocks, torch.randint(118, 126, blocks.shape[:3], dtype=torch.uint8, generator=dice)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A release: packed experts, everything else in bf16, and what transformers makes of it."""
+    path = tmp_path_factory.mktemp("packed")
+    reference, _ = oracle("gpt_oss", KEYS)
+    reference.bfloat16().save_pretrained(path)
+    state = load_file(path / "model.safetensors")
+    exact = {}
+    for i, name in enumerate([name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]):
+        experts, columns, rows = state.pop(name).shape
+        blocks, scales = drawn(experts, rows, columns, i)
+        exact[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone())
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
+    (path / "config.json").write_text(json.dumps(config))
+    return path, exact
+
+
+def opened(folder, cfg):
+    source = open_checkpoint(folder)
+    return source, hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+
+
+def exchange(cfg, source, tier="host", dtype="BF16"):
+    plan = gpu_plan(cfg, units=(UnitPlan(tier, tier, base=tier),) * cfg.n_units, dtype=dtype, record=700)
+    e = build(cfg, plan, LIMITS, InlineLanes(), store=MemoryStore(), scratch=MemoryScratch())
+    return e, Exchange(cfg, source, e.homes)
+
+
+def test_every_number_and_scale_is_as_transformers_decodes_it():
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(1, 1, 16, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).clamp(1, 252)
+    theirs = convert_moe_packed_tensors(blocks.clone(), scales.clone())[0]
+    ours = torch.from_numpy(decode(blocks[0].flatten(1).numpy(), scales[0].numpy()).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+def test_parts_of_a_tensor_are_those_of_the_whole(folder):
+    source, name = open_checkpoint(folder[0]), "model.layers.1.mlp.experts.down_proj"
+    whole = np.concatenate(list(source.values(name)))
+    assert np.array_equal(whole.view(np.int16), folder[1][name].contiguous().view(torch.int16).flatten().numpy())
+    for first, last in ((0, 5), (2000, 4100), (2048, 4096), (len(whole) - 3, len(whole))):
+        assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
+
+
+def test_adapters_are_trained_on_the_release_as_on_its_copy_in_bf16(folder, tmp_path):
+    path, exact = folder
+    state = {n: t for n, t in load_file(path / "model.safetensors").items() if not n.endswith(("_blocks", "_scales"))}
+    save_file(state | {n: t.contiguous() for n, t in exact.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    cfg, seen = adapted(read_config(path), Lora(2, 4.0, ("q_proj", "o_proj"))), []
+    for place in (path, tmp_path):
+        source, stored = opened(place, cfg)
+        check_frozen(cfg, source, stored)
+        e, x = exchange(cfg, source)
+        x.load()
+        seen.append(train(e, batches(cfg, 3, 2, 24)))
+    assert seen[0] == seen[1]
+    source, stored = opened(path, cfg)
+    assert why_copied(cfg, "BF16", source, stored, [tmp_path]) == "they are packed, and decoded as they are read"
+
+
+def test_the_rest_is_trained_and_the_experts_are_copied(folder, tmp_path):
+    path, _ = folder
+    whole = read_config(path)
+    source, stored = opened(path, whole)
+    with pytest.raises(InputError, match="_proj is in MXFP4, which is not trained"):
+        check_frozen(whole, source, stored)
+    cfg = chosen(whole, EXPERTS, ())
+    check_frozen(cfg, source, stored)
+    e, x = exchange(cfg, source)
+    x.load()
+    train(e, batches(cfg, 1, 2, 24))
+    x.save(tmp_path / "out")
+    before, after = (load_file(p / "model.safetensors") for p in (path, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    same = {name for name, t in before.items() if torch.equal(t, after[name])}
+    assert same == {name for name in before if name.endswith(("_blocks", "_scales"))}
+    assert open_checkpoint(tmp_path / "out").tensors == source.tensors
+
+
+def test_blocks_of_another_shape_are_named(folder, tmp_path):
+    state = load_file(folder[0] / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    state[f"{name}_scales"] = state[f"{name}_scales"][:, :-1].contiguous()
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks is U8 \[6, 64, 1, 16\] and .* U8 \[6, 63, 1\]"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("method", [dict(quant_method="gptq"), "mxfp4", {}])
+def test_other_methods_are_refused_by_name(method):
+    with pytest.raises(
+        InputError, match='"quantization_config" is .*expected none, or one with "quant_method": "mxfp4"'
+    ):
+        parse_config(KEYS | dict(model_type="gpt_oss", quantization_config=method))
