@@ -2,7 +2,7 @@
 
 Results are JSON in the user's cache folder, one file for processor and GPU, one a drive; deleting one measures again.
 A drive's trial file is unlinked before it is written: it is gone however this process ends. Twelve seconds do not fill
-a fast cache.
+a fast cache of a drive of one's own.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ VERSION = 5  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy, copies queued
 PHASE = 0.4  # seconds of a flow
+AGREE = 0.1  # change of a drive's rate between two turns that is noise
+# In a virtual drive's path in sysfs, or its model: virtio, Xen, Hyper-V, QEMU, clouds' network drives.
+LENT = ("/virtio", "/vbd-", "/vmbus", "/VMBUS", "QEMU", "Virtual", "Elastic Block Store", "nvme_card-pd", "Persistent")
 STARTS = 200  # of a kernel in a turn
 TURNS = 6  # the first warms up, the fastest counts
 
@@ -223,25 +226,55 @@ def _now(device: torch.device) -> float:
 
 def drive(folder: Path) -> dict[str, Any]:
     """Identity of the drive under `folder`."""
+    return {"device": folder.stat().st_dev, "model": _model(folder), "bytes": shutil.disk_usage(folder).total}
+
+
+def _block(folder: Path) -> Path:
     number = folder.stat().st_dev
-    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    return Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+
+
+def _model(folder: Path) -> str:
+    block = _block(folder)
     models = [f for f in (block / "device/model", block / "../device/model") if f.exists()]
-    model = models[0].read_text().strip() if models else ""
-    return {"device": number, "model": model, "bytes": shutil.disk_usage(folder).total}
+    return models[0].read_text().strip() if models else ""
+
+
+def is_virtual(folder: Path) -> bool:
+    """Whether a cloud or a hypervisor lends the drive: bursts and caches make its first seconds too fast."""
+    return any(name in f"{_block(folder).resolve()} {_model(folder)}" for name in LENT)
+
+
+def settled(rate: Callable[[], float], believed: bool) -> float:
+    """A rate; unless `believed`, of the last of up to TURNS turns, ended by two in a row that agree within AGREE."""
+    now = rate()
+    for _ in range(0 if believed else TURNS - 1):
+        before, now = now, rate()
+        if abs(now - before) <= AGREE * before:
+            break
+    return now
 
 
 def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict[str, float]:
     """ssd_read and ssd_write (bytes/s, alone) and `mixed` of the drive under `folder`, in 3 x `seconds`.
 
-    Raises OSError where there is no room or no right to write.
+    A virtual drive's rates are measured until they stay. Raises OSError where there is no room or no right to write.
     """
     nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
+    believed, written = not is_virtual(folder), 0
     with Temporary(HIDDEN, folder) as own:
         device = open_device(own)  # as the store does
         scratch = Scratch([device], max(nbytes, 2 * CHUNK))
+
+        def writing() -> float:
+            nonlocal written
+            ((rate, moved),) = _flow(seconds, _Way(scratch.write, 0, nbytes))
+            written = max(written, moved)
+            return rate
+
         try:
-            ((write, written),) = _flow(seconds, _Way(scratch.write, 0, nbytes))
-            ((read, _),) = _flow(seconds, _Way(scratch.read, 0, min(nbytes, written)))
+            write = settled(writing, believed)
+            read = settled(lambda: _flow(seconds, _Way(scratch.read, 0, min(nbytes, written)))[0][0], believed)
             half = nbytes // 2
             both = _flow(seconds, _Way(scratch.read, 0, half), _Way(scratch.write, half, nbytes))
         finally:

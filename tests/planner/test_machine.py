@@ -72,6 +72,44 @@ def test_what_bus_and_updates_keep_beside_each_other():
     assert min(found["h2d"], found["d2h"]) > 1e9
 
 
+@pytest.mark.parametrize(
+    ("rates", "believed", "found"),
+    [
+        ([9.0, 5.0, 3.0, 2.9, 1.0], False, 2.9),  # a burst ends
+        ([1.0, 3.0, 3.2], False, 3.2),
+        ([9.0, 5.0], True, 9.0),
+        ([float(2**k) for k in range(probe.TURNS + 1)], False, float(2 ** (probe.TURNS - 1))),  # never the same
+    ],
+)
+def test_a_virtual_drives_first_seconds_are_not_believed(rates, believed, found):
+    turns = iter(rates)
+    assert probe.settled(lambda: next(turns), believed) == found
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "virtual"),
+    [
+        ("/sys/devices/pci0000:00/0000:00:05.0/virtio2/block/vda", "", True),
+        ("/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/nvme0n1", "Amazon Elastic Block Store", True),
+        ("/sys/devices/pci0000:00/0000:00:1f.0/nvme/nvme0/nvme0n1", "Amazon EC2 NVMe Instance Storage", False),
+        ("/sys/devices/pci0000:00/0000:00:1d.0/nvme/nvme0/nvme0n1", "Samsung SSD 990 PRO 2TB", False),
+    ],
+)
+def test_which_drives_are_virtual(monkeypatch, tmp_path, path, model, virtual):
+    monkeypatch.setattr(probe, "_block", lambda folder: type("Block", (), {"resolve": lambda self: path})())
+    monkeypatch.setattr(probe, "_model", lambda folder: model)
+    assert probe.is_virtual(tmp_path) == virtual
+
+
+def test_a_resumed_run_measures_its_drives_anew(tmp_path, monkeypatch):
+    found = iter((RATES, RATES | {"ssd_read": 1e9}))
+    monkeypatch.setattr(probe, "drive_rates", lambda place: next(found))
+    assert with_drives(known(), [tmp_path]).rates.ssd_read == 3e9
+    assert with_drives(known(), [tmp_path]).rates.ssd_read == 3e9
+    assert with_drives(known(), [tmp_path], anew=True).rates.ssd_read == 1e9
+    assert with_drives(known(), [tmp_path]).rates.ssd_read == 1e9, "and keeps that"
+
+
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
     before = sorted(os.listdir(tmp_path))
     found = probe.drive_rates(tmp_path, seconds=0.0, most=2 * probe.CHUNK)
