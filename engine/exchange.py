@@ -22,7 +22,7 @@ from trireme.storage.layout import TensorSpec
 from trireme.storage.untrusted import checksum, summed
 
 Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> elements in pieces
-LOADERS = 4  # tensors read at once
+LOADERS = 8  # tensors read at once
 PIECE = 1 << 18  # elements at a time, in a core's cache
 
 
@@ -129,11 +129,12 @@ def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progr
 
     `in_bf16`: tensors without low halves.
     """
+    blank, homes.blank = homes.blank, False
     with ThreadPoolExecutor(LOADERS) as pool:  # numpy and reads release the GIL
         for u in range(homes.geo.n_units):
             _fill_weights(homes, Entry("weights", u), read, pool, progress)
             for r in range(len(homes.state[u])):
-                _fill_record(homes, u, r, read, in_bf16)
+                _fill_record(homes, u, r, read, in_bf16, blank)
                 progress(homes.layout(Entry("state", u, r)).span)
 
 
@@ -154,11 +155,13 @@ def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecut
     return checksum(found.encode() for found in sums)
 
 
-def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[str]) -> None:
+def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[str], blank: bool) -> None:
+    """`blank`: its home in RAM is zero, and so untouched where it stays zero."""
     a, b = homes.geo.records(u, homes.plan.record)[r]
     entry = Entry("state", u, r)
     with Writer(homes, entry) as buffer:
-        buffer.zero_()
+        if not (blank and homes.in_ram(entry) is buffer):
+            buffer.zero_()
         if homes.geo.dtype == "F32":
             return  # the weights are the master
         low, start = _numpy(buffer, homes.layout(entry)["lo"]), 0

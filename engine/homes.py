@@ -108,6 +108,7 @@ class Homes:
         """`files`: of frozen weights on the SSD; without them, they are copied to the scratch space."""
         self.geo, self.plan, self.memory, self.lanes = geo, plan, memory, lanes
         self.store, self.scratch, self.files = store, scratch, files
+        self.blank = True  # homes in RAM are as the system gives memory: zero
         self.base_offset: dict[int, int] = {}  # in the scratch space
         self.base_bytes = 0
         for u, unit in enumerate(plan.units):
@@ -297,6 +298,7 @@ class Homes:
 
         Raises StoreError, Damaged among them. On errors, of `progress` too, nothing is in flight.
         """
+        self.blank = False
         coming: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
 
         def arrive() -> None:

@@ -23,6 +23,7 @@ from trireme.storage.files import (
     StoreError,
     check_space,
     partial_of,
+    read_back,
     sync_folder,
     to_stderr,
     write_synced,
@@ -214,8 +215,14 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
             return values.astype(NUMPY[to], copy=False)
         values = values.astype(np.float32, copy=False)
     bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0
+    wide = bits >> 16
+    wide &= 1
+    wide += 0x7FFF
+    wide += bits
+    wide >>= 16
+    rounded = wide.astype(np.uint16)
+    if (nan := np.isnan(values)).any():
+        rounded[nan] = 0x7FC0
     return rounded
 
 
@@ -245,7 +252,7 @@ def export(
             content = _rewritten(source, file, fetch) if file in source.files else _copied(source, file)
             write_synced(partial_of(out / file), summed(_counted(content, progress), partial(done.__setitem__, file)))
         for file, written in done.items():
-            if checksum(_counted(_whole(partial_of(out / file)), progress)) != written:
+            if checksum(_counted(read_back(partial_of(out / file)), progress)) != written:
                 raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
         for file in files:
             partial_of(out / file).replace(out / file)
@@ -267,13 +274,9 @@ def _copied(source: Source, file: str) -> Iterator[np.ndarray]:
     yield np.frombuffer(content_of(source.others.get(file, source.folder / file)), np.uint8)
 
 
-def _whole(path: Path) -> Iterator[np.ndarray]:
-    return _chunks(path, 0, path.stat().st_size)
-
-
-def _counted(content: Iterable[np.ndarray], progress: Callable[[int], None]) -> Iterator[memoryview]:
+def _counted(content: Iterable[np.ndarray | memoryview], progress: Callable[[int], None]) -> Iterator[memoryview]:
     for piece in content:
-        yield piece.data
+        yield piece if isinstance(piece, memoryview) else piece.data
         progress(len(piece))
 
 

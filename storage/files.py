@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trireme.storage.layout import ALIGN
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FLUSH = 256 << 20  # dirty bytes in the page cache while writing
+BLOCK = 16 << 20  # bytes of a write
 LOCK = "store.lock"
 AnyPath = str | os.PathLike[str]
 Say = Callable[[str], None]  # hears lines for the user
@@ -43,27 +47,122 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 def write_synced(path: Path, content: Iterable[Buffer]) -> None:
-    """A new file, fsynced, its pages dropped. Raises StoreError."""
-    fd = -1
+    """A new file, fsynced; large ones past the page cache, a block while the next is made. Raises StoreError."""
+    fd, end = -1, 0
+    written: Future[None] | None = None
+    writing = ThreadPoolExecutor(1)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        offset = flushed = 0
-        for chunk in content:
-            view = memoryview(chunk)
-            while view:
-                wrote = os.pwrite(fd, view, offset)
-                view, offset = view[wrote:], offset + wrote
-            if offset - flushed >= FLUSH:
-                os.fdatasync(fd)
-                os.posix_fadvise(fd, flushed, offset - flushed, os.POSIX_FADV_DONTNEED)
-                flushed = offset
+        for block in _blocks(content):
+            if written:
+                written.result()
+            go_direct(fd, len(block) == BLOCK)
+            if len(block) == BLOCK:
+                written = writing.submit(_write, fd, block, end)
+            else:  # the last
+                _write(fd, block, end)
+            end += len(block)
+        if written:
+            written.result()
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
     finally:
+        writing.shutdown()
         if fd >= 0:
             os.close(fd)
+
+
+def _blocks(content: Iterable[Buffer]) -> Iterator[memoryview]:
+    """Page-aligned copies of BLOCK bytes, the last one shorter; each is valid until the second after it."""
+    made: list[memoryview] = []
+    room, filled = memoryview(b""), 0
+    for chunk in content:
+        view = memoryview(chunk).cast("B")
+        while view:
+            if filled == len(room):
+                if filled:
+                    yield room
+                    filled = 0
+                if len(made) < 2:
+                    made.append(memoryview(mmap.mmap(-1, BLOCK)))
+                    room = made[-1]
+                else:
+                    room = made[room is made[0]]
+            taken = view[: len(room) - filled]
+            room[filled : filled + len(taken)] = taken
+            view, filled = view[len(taken) :], filled + len(taken)
+    if filled:
+        yield room[:filled]
+
+
+def go_direct(fd: int, direct: bool) -> None:
+    """Past the page cache or through it, as far as the filesystem can."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+
+
+def _write(fd: int, block: memoryview, offset: int) -> None:
+    """All of it; what goes through the page cache is flushed and dropped, so that it never fills memory."""
+    start = offset
+    while block:
+        try:
+            wrote = os.pwrite(fd, block, offset)
+        except OSError as error:
+            if not _refused(fd, error):
+                raise
+            wrote = 0
+        block, offset = block[wrote:], offset + wrote
+        if block:  # a short write is not aligned
+            go_direct(fd, False)
+    if offset - start == BLOCK and not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
+
+
+def read_back(path: Path) -> Iterator[memoryview]:
+    """The whole file, past the page cache where possible; a block is read while the one before is used."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    buffers, at = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(2)], 0
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            go_direct(fd, True)
+            coming = pool.submit(_read, fd, buffers[0], 0)
+            while got := coming.result():
+                at, block = at + got, buffers[0][:got]
+                buffers.reverse()
+                coming = pool.submit(_read, fd, buffers[0], at)
+                yield block
+        finally:
+            pool.shutdown()
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def _read(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fills as much as the file has; returns the bytes."""
+    filled = 0
+    while filled < len(buffer):
+        if (filled or offset) % ALIGN:
+            go_direct(fd, False)
+        try:
+            got = os.preadv(fd, [buffer[filled:]], offset + filled)
+        except OSError as error:
+            if not _refused(fd, error):
+                raise
+            go_direct(fd, False)
+            continue
+        filled += got
+        if not got:
+            break
+    return filled
+
+
+def _refused(fd: int, error: OSError) -> bool:
+    """Whether a request is one that the filesystem takes through the page cache alone."""
+    return error.errno == errno.EINVAL and bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def partial_of(path: Path) -> Path:

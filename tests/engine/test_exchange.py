@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, bring_back
-from trireme.engine.homes import Entry
+from trireme.engine.homes import Entry, Reader, Writer
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.memory import views
 from trireme.engine.plan import UnitPlan
@@ -59,6 +59,25 @@ def test_in_and_out_again_is_the_same_bytes(tmp_path, tier, stored, compute):
     x.load()
     x.save(tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "in/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+def test_moments_are_zero_however_often_homes_are_filled(tmp_path, tier):
+    """The first time, homes in RAM are zero already; a later time they are not."""
+    x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA), tier)
+    x.load()
+    states = [Reader(x.homes).read(entry).clone() for entry in x.homes.entries() if entry.kind == "state"]
+    for u in range(x.homes.geo.n_units):
+        for r in range(len(x.homes.state[u])):
+            with Writer(x.homes, Entry("state", u, r)) as buffer:
+                buffer.fill_(7)
+    x.load()
+    entries = [entry for entry in x.homes.entries() if entry.kind == "state"]
+    assert states
+    for entry, first in zip(entries, states, strict=True):
+        found, m = Reader(x.homes).read(entry), x.homes.layout(entry)["m"]
+        assert torch.equal(first, found), entry
+        assert not found[m.offset : m.offset + m.nbytes].any(), entry
 
 
 def test_a_tied_matrix_stored_twice_must_be_the_same(tmp_path):

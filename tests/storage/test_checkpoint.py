@@ -177,7 +177,7 @@ def test_a_failed_export_leaves_nothing_and_an_older_one_untouched(tmp_path, mon
 
     def full(fd, data, offset):
         calls[0] += 1
-        if calls[0] > 4:
+        if calls[0] > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, data, offset)
 

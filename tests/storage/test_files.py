@@ -1,0 +1,79 @@
+"""Durable files of any size, past the page cache or through it, are what was given, byte by byte."""
+
+import errno
+import fcntl
+import os
+
+import numpy as np
+import pytest
+
+from trireme.storage import files
+from trireme.storage.files import StoreError, read_back, write_synced
+
+BLOCK = 8192
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", BLOCK)
+
+
+def pieces(nbytes: int, each: int) -> list[np.ndarray]:
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    return [data[a : a + each] for a in range(0, nbytes, each)]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 7 * BLOCK + 4097])
+@pytest.mark.parametrize("each", [1000, BLOCK, 3 * BLOCK + 5])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+def test_a_file_is_its_pieces(tmp_path, monkeypatch, nbytes, each, direct):
+    if not direct:
+        monkeypatch.setattr(files, "go_direct", lambda fd, direct: None)
+    given = pieces(nbytes, each)
+    write_synced(tmp_path / "file", given)
+    assert (tmp_path / "file").read_bytes() == b"".join(piece.tobytes() for piece in given)
+    read = b"".join(chunk.tobytes() for chunk in read_back(tmp_path / "file"))
+    assert read == (tmp_path / "file").read_bytes()
+
+
+def test_a_piece_may_change_once_the_next_is_asked_for(tmp_path):
+    def content():
+        buffer = np.empty(BLOCK // 2, np.uint8)
+        for k in range(9):
+            buffer[:] = k
+            yield buffer
+
+    write_synced(tmp_path / "file", content())
+    assert (tmp_path / "file").read_bytes() == b"".join(bytes([k]) * (BLOCK // 2) for k in range(9))
+
+
+@pytest.mark.parametrize("how", ["short", "refused"])
+def test_writes_that_the_filesystem_takes_otherwise(tmp_path, monkeypatch, how):
+    """A part of a block, as near a full drive; or none past the page cache."""
+    real = os.pwrite
+
+    def pwrite(fd, data, offset):
+        if how == "refused" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data[:5000] if how == "short" and len(data) > 5000 else data, offset)
+
+    def preadv(fd, buffers, offset, real=os.preadv):
+        if how == "refused" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, [buffers[0][:5000]] if how == "short" else buffers, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "preadv", preadv)
+    given = pieces(3 * BLOCK + 17, 4000)
+    write_synced(tmp_path / "file", given)
+    assert (tmp_path / "file").read_bytes() == b"".join(piece.tobytes() for piece in given)
+    assert b"".join(block.tobytes() for block in read_back(tmp_path / "file")) == (tmp_path / "file").read_bytes()
+
+
+def test_an_error_while_the_next_block_is_made_is_told(tmp_path, monkeypatch):
+    def full(fd, data, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreError, match="No space left"):
+        write_synced(tmp_path / "file", pieces(3 * BLOCK, BLOCK))
