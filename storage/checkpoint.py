@@ -79,8 +79,12 @@ class Source:
 
     def read(self, name: str) -> np.ndarray:
         """Its bytes, (nbytes,) uint8. Raises StoreError."""
-        t = self.tensors[name]
+        t = self.place(name)
         return self.bytes_of(t.file, t.offset, t.nbytes)
+
+    def place(self, name: str) -> SourceTensor:
+        """Where a tensor lies."""
+        return self.tensors[name]
 
     def bytes_of(self, file: str, offset: int, nbytes: int) -> np.ndarray:
         """(nbytes,) uint8. Raises StoreError."""
@@ -95,13 +99,37 @@ class Source:
         """Elements [first, last) in their dtype (bf16 as uint16 bits); a piece is valid until the next. Raises
         CheckpointError.
         """
-        t = self.tensors[name]
+        t = self.place(name)
         if t.dtype not in NUMPY:
             raise CheckpointError(f"{self.folder / t.file}: {name} is {t.dtype}; a weight must be {', '.join(NUMPY)}.")
         size, last = ITEMSIZE[t.dtype], t.numel if last is None else last
         for chunk in _chunks(self.folder / t.file, t.offset + first * size, (last - first) * size, 4 * PIECE):
             for a in range(0, len(chunk), PIECE):
                 yield chunk[a : a + PIECE].view(NUMPY[t.dtype])
+
+    def size_of(self, file: str) -> int:
+        """Bytes of a weight file when it is written again."""
+        return (self.folder / file).stat().st_size
+
+    def rewritten(self, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
+        """A weight file with new data; the header is copied."""
+        tensors = sorted(((t.offset, name) for name, t in self.tensors.items() if t.file == file and t.nbytes))
+        path, position = self.folder / file, 0
+        for offset, name in tensors:
+            yield from _chunks(path, position, offset - position)
+            t, new = self.tensors[name], fetch(name)
+            yield from _chunks(path, offset, t.nbytes) if new is None else stored_values(name, t, new)
+            position = offset + t.nbytes
+        yield from _chunks(path, position, path.stat().st_size - position)
+
+
+def stored_values(name: str, t: SourceTensor, values: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """A tensor's values, all of them, as its bytes."""
+    filled = 0
+    for piece in values:
+        yield convert(piece, dtype_of(piece), t.dtype).view(np.uint8)
+        filled += len(piece)
+    assert filled == t.numel, (name, filled, t.shape)
 
 
 def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
@@ -249,7 +277,7 @@ def export(
         for file in files:
             (out / file).parent.mkdir(parents=True, exist_ok=True)
             done[file] = ""
-            content = _rewritten(source, file, fetch) if file in source.files else _copied(source, file)
+            content = source.rewritten(file, fetch) if file in source.files else _copied(source, file)
             write_synced(partial_of(out / file), summed(_counted(content, progress), partial(done.__setitem__, file)))
         for file, written in done.items():
             if checksum(_counted(read_back(partial_of(out / file)), progress)) != written:
@@ -266,7 +294,9 @@ def export(
 
 
 def _size(source: Source, file: str) -> int:
-    companion = source.others.get(file, source.folder / file)
+    companion = source.others.get(file)
+    if companion is None:
+        return source.size_of(file)
     return len(companion) if isinstance(companion, bytes) else companion.stat().st_size
 
 
@@ -278,22 +308,3 @@ def _counted(content: Iterable[np.ndarray | memoryview], progress: Callable[[int
     for piece in content:
         yield piece if isinstance(piece, memoryview) else piece.data
         progress(len(piece))
-
-
-def _rewritten(source: Source, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
-    """A weight file with new data; the header is copied."""
-    tensors = sorted(((t.offset, name) for name, t in source.tensors.items() if t.file == file and t.nbytes))
-    path, position = source.folder / file, 0
-    for offset, name in tensors:
-        yield from _chunks(path, position, offset - position)
-        t, new = source.tensors[name], fetch(name)
-        if new is None:
-            yield from _chunks(path, offset, t.nbytes)
-        else:
-            filled = 0
-            for values in new:
-                yield convert(values, dtype_of(values), t.dtype).view(np.uint8)
-                filled += len(values)
-            assert filled == t.numel, (name, filled, t.shape)
-        position = offset + t.nbytes
-    yield from _chunks(path, position, path.stat().st_size - position)

@@ -32,7 +32,7 @@ from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pi
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen, targets
-from trireme.engine.tuning.packed import check_frozen, open_checkpoint
+from trireme.engine.tuning.packed import as_trained, open_checkpoint
 from trireme.kernels.private import cache_folder
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
@@ -146,7 +146,7 @@ def prepare(
         if pinned:
             check_model(options, pinned, cfg, source)
         stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
-        check_frozen(cfg, source, stored)
+        source = as_trained(cfg, source, stored)
         codec, seq_len = _codec(options, folder) if options.data else None, length(options, cfg)
         if codec and (options.tokenizer or options.chat_template):
             source = replace(source, companions=_trained_with(options, folder, codec))

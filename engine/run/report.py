@@ -13,6 +13,7 @@ from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every
 from trireme.engine.schedule import learning_rate
 from trireme.engine.tuning.chosen import trained_lines
+from trireme.engine.tuning.packed import Unpacked
 from trireme.models import hf, shapes
 
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
@@ -74,10 +75,11 @@ def _expert_lines(job: Job) -> list[str]:
         return []
     idle = cfg.n_layers * (own.count - own.chosen) * 3 * own.width * cfg.width
     frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(0)}{cfg.names.router}.weight", ())])
-    given, aux = job.options.router_aux, f"config.json has {own.aux:g}, --router-aux decides"
+    how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
+    written = "; MXFP4, written as bf16" if isinstance(job.source, Unpacked) else ""
     return [
         f"experts  {own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a "
-        f"token; router {'frozen' if frozen else 'trained'}, loss of balance {f'{given:g}' if given else 'off'} ({aux})"
+        f"token; router {how}, loss of balance {given} (config.json has {own.aux:g}, --router-aux decides){written}"
     ]
 
 

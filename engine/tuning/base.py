@@ -90,7 +90,7 @@ def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str
     frozen = [there for group in groups for name, shape in group for there, _ in shapes.on_disk(cfg, name, shape)]
     if any(name not in stored for name in frozen):
         return "they are stored in other shapes"
-    if isinstance(source, Packed) and any(stored[name] in source.packed for name in frozen):
+    if isinstance(source, Packed):
         return "they are packed, and decoded as they are read"
     other = {source.tensors[stored[name]].dtype for name in frozen} - {dtype}
     if other:

@@ -8,15 +8,17 @@ import torch
 from engines import LIMITS, MemoryScratch, MemoryStore, batches, gpu_plan, train
 from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.plan import UnitPlan
+from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.packed import check_frozen, decode, open_checkpoint
+from trireme.engine.tuning.packed import as_trained, decode, open_checkpoint
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, parse_config, read_config
 from trireme.storage.headers import CheckpointError
@@ -87,7 +89,7 @@ def test_adapters_are_trained_on_the_release_as_on_its_copy_in_bf16(folder, tmp_
     cfg, seen = adapted(read_config(path), Lora(2, 4.0, ("q_proj", "o_proj"))), []
     for place in (path, tmp_path):
         source, stored = opened(place, cfg)
-        check_frozen(cfg, source, stored)
+        assert as_trained(cfg, source, stored) is source
         e, x = exchange(cfg, source)
         x.load()
         seen.append(train(e, batches(cfg, 3, 2, 24)))
@@ -98,12 +100,9 @@ def test_adapters_are_trained_on_the_release_as_on_its_copy_in_bf16(folder, tmp_
 
 def test_the_rest_is_trained_and_the_experts_are_copied(folder, tmp_path):
     path, _ = folder
-    whole = read_config(path)
-    source, stored = opened(path, whole)
-    with pytest.raises(InputError, match="_proj is in MXFP4, which is not trained"):
-        check_frozen(whole, source, stored)
-    cfg = chosen(whole, EXPERTS, ())
-    check_frozen(cfg, source, stored)
+    cfg = chosen(read_config(path), EXPERTS, ())
+    source, stored = opened(path, cfg)
+    assert as_trained(cfg, source, stored) is source
     e, x = exchange(cfg, source)
     x.load()
     train(e, batches(cfg, 1, 2, 24))
@@ -113,6 +112,36 @@ def test_the_rest_is_trained_and_the_experts_are_copied(folder, tmp_path):
     same = {name for name, t in before.items() if torch.equal(t, after[name])}
     assert same == {name for name in before if name.endswith(("_blocks", "_scales"))}
     assert open_checkpoint(tmp_path / "out").tensors == source.tensors
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_where_experts_are_trained_all_is_written_in_bf16(folder, tmp_path, sharded):
+    path, exact = folder
+    state = load_file(path / "model.safetensors")
+    if sharded:
+        (tmp_path / "in").mkdir()
+        (tmp_path / "in" / "config.json").write_bytes((path / "config.json").read_bytes())
+        names = {f"model-{i}.safetensors": sorted(state)[i::2] for i in range(2)}  # blocks and scales in two files
+        for file, mine in names.items():
+            save_file({name: state[name] for name in mine}, tmp_path / "in" / file, {"format": "pt"})
+        weight_map = {name: file for file, mine in names.items() for name in mine}
+        (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        path = tmp_path / "in"
+    cfg = read_config(path)
+    source, stored = opened(path, cfg)
+    source, out = as_trained(cfg, source, stored), tmp_path / "out"
+    e, x = exchange(cfg, source)
+    x.load()
+    x.save(out)
+    reopen(source, out)
+    plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert plain.keys() == {n.removesuffix("_blocks") for n in state if not n.endswith("_scales")}
+    assert all(torch.equal(t, exact.get(name, state.get(name))) for name, t in plain.items())
+    train(e, batches(cfg, 1, 2, 24))
+    x.replace(out)
+    trained = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
+    assert not any(torch.equal(t, plain[name]) for name, t in trained.items())
 
 
 def test_blocks_of_another_shape_are_named(folder, tmp_path):
