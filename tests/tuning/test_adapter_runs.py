@@ -1,0 +1,261 @@
+"""Runs that train adapters: where the base lies changes nothing, stopped runs go on, the output is peft's."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from runs import losses, options, stopped
+from safetensors.torch import load_file
+
+from trireme.engine.lanes import WRITES
+from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
+from trireme.engine.run import job, train
+from trireme.engine.run.job import prepare
+from trireme.engine.run.main import main
+from trireme.engine.run.train import finetune
+from trireme.models.config import InputError
+from trireme.storage.files import StoreError
+
+TENSORS = "adapter_model.safetensors"
+
+
+def adapters(checkpoint, out, where="gpu", **more):
+    return options(checkpoint, checkpoint / out, where, lora=4, lora_targets=("q_proj", "down_proj"), **more)
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint):
+    """(tensors, losses) of the run with everything on the device."""
+    finetune(adapters(checkpoint, "whole", merge=True))
+    return load_file(checkpoint / "whole" / TENSORS), losses(checkpoint / "whole")
+
+
+def same(out, whole) -> None:
+    found = load_file(out / TENSORS)
+    assert found.keys() == whole[0].keys()
+    assert all(torch.equal(t, whole[0][name]) for name, t in found.items())
+    assert losses(out) == whole[1]
+
+
+@pytest.fixture(scope="module")
+def far(checkpoint):
+    """A plan file: the base on the SSD, what is trained in RAM."""
+    plan = prepare(adapters(checkpoint, "planned")).plan
+    path = checkpoint / "far.json"
+    replace(plan, units=(UnitPlan("host", "host", x="ssd", base="ssd"),) * len(plan.units), window=1).save(path)
+    return str(path)
+
+
+def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, whole, far, monkeypatch):
+    moved, real = [], train.train_step
+
+    def counted(e, micro, number, rate):
+        assert e.homes.files is not None, "the base is copied"
+        before = [e.lanes.moved[lane] for lane in WRITES]
+        stats = real(e, micro, number, rate)
+        weights = sum(e.geo.x_bytes(mb.tokens) for mb in micro) * (e.geo.n_units - 2)  # x of blocks is swapped there
+        moved.append(sum(e.lanes.moved[lane] for lane in WRITES) - sum(before) - weights)
+        return stats
+
+    monkeypatch.setattr(train, "train_step", counted)
+    finetune(adapters(checkpoint, "far", plan=far))
+    same(checkpoint / "far", whole)
+    assert moved == [0] * len(whole[1])
+
+
+@pytest.mark.parametrize("place", ["near", "far"])
+def test_a_stopped_run_goes_on(checkpoint, whole, far, place, monkeypatch):
+    run = adapters(checkpoint, f"stopped-{place}", **({"plan": far} if place == "far" else {}))
+    stopped(run, 5, monkeypatch)
+    store = checkpoint / f"stopped-{place}" / "store"
+    base = (checkpoint / "checkpoint/model.safetensors").stat().st_size
+    assert sum(f.stat().st_size for f in store.rglob("*") if f.suffix == ".safetensors") < base
+    finetune(replace(run, resume=run.out))
+    same(checkpoint / f"stopped-{place}", whole)
+
+
+def test_a_run_moves_its_base_when_resumed(checkpoint, whole, far, monkeypatch):
+    run = adapters(checkpoint, "moved")
+    stopped(run, 5, monkeypatch)
+    there = replace(Plan.load(Path(far)), record=prepare(run).plan.record)
+    there.save(checkpoint / "there.json")
+    finetune(replace(run, resume=run.out, plan=str(checkpoint / "there.json")))
+    same(checkpoint / "moved", whole)
+
+
+def changed(checkpoint: Path) -> None:
+    """Another value in a frozen tensor, the header as it was."""
+    path = checkpoint / "checkpoint/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-6] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", ["near", "far"])
+def test_a_base_that_changed_is_refused(checkpoint, whole, far, place, monkeypatch):
+    run = adapters(checkpoint, f"changed-{place}", **({"plan": far} if place == "far" else {}))
+    stopped(run, 3, monkeypatch)
+    changed(checkpoint)
+    with pytest.raises(InputError, match="the frozen weights of .* are not those that the run began with. Restore"):
+        finetune(replace(run, resume=run.out))
+    changed(checkpoint)
+    real = train.train_step
+
+    def meanwhile(e, micro, number, rate):
+        if number == 5:
+            changed(checkpoint)
+        return real(e, micro, number, rate)
+
+    if place == "far":  # it is read in every step
+        with monkeypatch.context() as m, pytest.raises(StoreError, match="was changed while the run trained"):
+            m.setattr(train, "train_step", meanwhile)
+            finetune(replace(run, resume=run.out))
+        changed(checkpoint)
+    finetune(replace(run, resume=run.out))
+    same(checkpoint / f"changed-{place}", whole)
+
+
+def test_peft_opens_it_and_merged_it_computes_the_same(checkpoint, whole):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(checkpoint / "checkpoint", dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, checkpoint / "whole")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(checkpoint / "whole/merged", dtype=torch.float32)(ids).logits
+    assert not torch.allclose(plain, adapted, atol=1e-2)
+    assert torch.allclose(merged, adapted, atol=1e-2)  # the checkpoint is bf16 or fp32
+    said = json.loads((checkpoint / "whole/adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(checkpoint / "checkpoint")
+
+
+def test_an_adapter_is_trained_further(checkpoint, whole):
+    more = options(checkpoint, checkpoint / "further", "gpu", adapter=str(checkpoint / "whole"))
+    finetune(replace(more, lr=1e-9, max_steps=1))
+    found = load_file(checkpoint / "further" / TENSORS)
+    assert all(torch.allclose(t, whole[0][name], atol=1e-6) for name, t in found.items())
+
+
+def test_frozen_tensors_come_out_as_they_went_in(checkpoint, monkeypatch, capsys):
+    run = options(checkpoint, checkpoint / "some", "ssd", train=("*.mlp.*", "*embed*"), freeze=("*layers.0.*",))
+    stopped(run, 5, monkeypatch)
+    finetune(replace(run, resume=run.out))
+    assert "--freeze *layers.0.*: model.layers.0." in capsys.readouterr().out
+    before, after = (load_file(checkpoint / name / "model.safetensors") for name in ("checkpoint", "some"))
+    changed = {name for name, t in after.items() if not torch.equal(t, before[name])}
+    assert changed == {name for name in before if (".mlp." in name and "layers.0." not in name) or "embed" in name}
+    with pytest.raises(InputError, match="is finished"):
+        finetune(replace(run, resume=run.out))
+
+
+def test_what_is_trained_cannot_change(checkpoint, monkeypatch):
+    run = options(checkpoint, checkpoint / "other", "gpu", freeze=("*embed*",))
+    stopped(run, 2, monkeypatch)
+    with pytest.raises(InputError, match="what is trained cannot change. Leave --lora"):
+        finetune(replace(run, resume=run.out, freeze=("*norm*",)))
+
+
+def test_a_refusal_offers_adapters_that_fit(checkpoint, capsys):
+    small = replace(options(checkpoint, checkpoint / "small", "gpu"), dry_run=True, gpu_memory=4 << 20)
+    with pytest.raises(DoesNotFit, match=r"--gpu-memory by .* Or train adapters, which fit: --lora 16\.$"):
+        finetune(replace(small, ram=6 << 20))
+    with pytest.raises(DoesNotFit) as refused:
+        finetune(replace(small, ram=1 << 20))
+    assert "--lora" not in str(refused.value)
+    box = replace(small, assume="gpu=rtx4090,ram=750MiB", gpu_memory=(1280 + 4) << 20, ram=8 << 20, device="auto")
+    with pytest.raises(DoesNotFit, match=r" Or train adapters, .* --lora 16, .*s a step of 256 tokens, .* tok/s\.$"):
+        finetune(box)
+    finetune(replace(box, lora=16))
+    assert "LoRA, rank 16" in capsys.readouterr().out
+
+
+def test_merged_later_it_is_the_same(checkpoint, whole, capsys):
+    out = checkpoint / "later"
+    assert main(["merge", str(checkpoint / "whole"), "--out", str(out)]) == 0
+    merged = checkpoint / "whole/merged"
+    assert {p.name for p in out.iterdir()} == {p.name for p in merged.iterdir()}
+    assert all(p.read_bytes() == (merged / p.name).read_bytes() for p in out.iterdir())
+    assert "the model with its adapter" in capsys.readouterr().out
+
+
+MERGES = {
+    "no adapter": (["nowhere", "--out", "x"], "nowhere has no adapter_config.json"),
+    "no folder to write": (["whole"], "the following arguments are required: --out"),
+    "a folder with files": (["whole", "--out", "whole"], "--out whole is there already. Name another"),
+    "no such model": (["whole", "--out", "x", "--model", "y"], "--model y is no folder. Name the checkpoint"),
+    "a base that is elsewhere": (["hub", "--out", "x"], "its base, 'someone/model', is no folder here. Name the"),
+    "another base": (["whole", "--out", "x", "--model", "other"], "for this model it would be"),
+    "an unknown option": (["whole", "--out", "x", "--rank", "3"], "unrecognized arguments: --rank 3"),
+}
+
+
+@pytest.mark.parametrize("case", MERGES)
+def test_what_cannot_be_merged_is_said_in_one_line(checkpoint, whole, case, monkeypatch, capsys):
+    monkeypatch.chdir(checkpoint)
+    for name, source in (("hub", "whole"), ("other", "checkpoint")):
+        shutil.copytree(source, name, dirs_exist_ok=True)
+    config = Path("hub/adapter_config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "someone/model"}))
+    config = Path("other/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 99}))
+    argv, words = MERGES[case]
+    before = sorted(Path().rglob("*"))
+    assert main(["merge", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert error.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_merging_without_room_is_refused_before_the_first_step(checkpoint, monkeypatch):
+    run = adapters(checkpoint, "full", merge=True)
+    nbytes = (checkpoint / "checkpoint/model.safetensors").stat().st_size
+    usage = lambda _: shutil._ntuple_diskusage(1 << 40, 1 << 39, nbytes)
+    monkeypatch.setattr(job.shutil, "disk_usage", usage)
+    with pytest.raises(DoesNotFit, match="what the run writes there takes"):
+        finetune(run)
+    assert not Path(run.out).exists()
+    finetune(replace(run, merge=False, max_steps=1))
+
+
+def test_an_adapter_of_another_model_is_said(checkpoint, whole, capsys):
+    shutil.copytree(checkpoint / "checkpoint", checkpoint / "sibling", dirs_exist_ok=True)
+    more = options(checkpoint, checkpoint / "sibling-out", "gpu", adapter=str(checkpoint / "whole"))
+    prepare(replace(more, model=str(checkpoint / "sibling")))
+    assert re.search("--adapter .* was made for .*checkpoint, not for .*sibling", capsys.readouterr().err)
+
+
+BAD = {
+    "a pattern without a match": (dict(freeze=("*q_porj*",)), r"no tensor of the model has such a name. Near it: "),
+    "the output matrix of a tied model": (dict(train=("lm_head*",)), "The output matrix is the embedding: model.embed"),
+    "patterns and adapters": (dict(freeze=("*norm*",), lora=4), "--freeze and --train: with adapters"),
+    "a rank above the width": (dict(lora=100_000), "a LoRA rank of 100000"),
+    "no such target": (dict(lora=4, lora_targets=("query",)), "is called query; there are"),
+    "alpha without a rank": (dict(lora_alpha=3.0), "Give their rank"),
+    "merge without adapters": (dict(merge=True), "Give their rank"),
+    "an adapter and a rank": (dict(adapter="x", lora=4), "has its own rank"),
+    "no adapter": (dict(adapter="nowhere"), "has no adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_fits_nothing_is_said_in_one_line(checkpoint, case):
+    change, words = BAD[case]
+    with pytest.raises(InputError, match=words) as refused:
+        prepare(options(checkpoint, checkpoint / "bad", "gpu", **change))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_plain_rule_puts_the_base_where_there_is_room(checkpoint):
+    run = adapters(checkpoint, "ruled")
+    limits = ((14, 7), (8, 7), (6, 3))  # MiB of GPU and RAM
+    plans = [prepare(replace(run, gpu_memory=gpu << 20, ram=ram << 20)).plan for gpu, ram in limits]
+    assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "host"}, {"gpu", "ssd"}]
+    assert not any("ssd" in (unit.weights, unit.state) for plan in plans for unit in plan.units)
