@@ -24,7 +24,7 @@ from triton.language import target_info
 from triton.runtime import jit
 
 from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
-from trireme.kernels.attention import attention
+from trireme.kernels.attention import attention, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import order, products, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
@@ -142,6 +142,9 @@ def other_calls():
         for exact in (False, True):
             gelu.gelu_bias_bwd(gelu.gelu_bias_fwd(h, bias, exact), h, bias, bias, exact)
         gelu.bias_bwd_(bias, h)
+    heads, lse, sink = torch.zeros(N, 64, 64, dtype=BF16), torch.zeros(64, N), torch.zeros(64, dtype=BF16)
+    sinks.sinks_fwd_(heads, lse, sink)
+    sinks.sinks_bwd_(sink, heads, heads, lse, sink)
     ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=BF16)
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)
@@ -166,6 +169,12 @@ def experts_call(E, k, D, I, in_out=False):
     products.grouped_mm(d_gate_up, up.mT, found)
     products.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
     products.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
+    if in_out:  # gpt-oss: biases, a clamped SwiGLU over interleaved halves
+        products.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=BF16))
+        ones = torch.ones(P, 1, dtype=BF16)
+        products.grouped_add_(torch.zeros(E, 1, 2 * I), ones, d_gate_up, found)
+        rows.clamped_swiglu_fwd(d_gate_up, 7.0)
+        rows.routed_swiglu_bwd(act, d_gate_up, torch.zeros(N, k), found, 7.0)
 
 
 def routing_calls():
