@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, train
+from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, relayed, train
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.updates import AdamW
@@ -112,5 +112,22 @@ def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves)
     assert train(e, batches(cfg, 4, 2, 48)) == losses
     for tensor, value in final_weights(e).items():
         assert torch.equal(value, weights[tensor]), tensor
+    e.lanes.close()
+    e.close()
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("deal", [(0, 1), (1, 0, 0)])
+def test_units_on_two_gpus_leave_the_bits_of_one(tier, deal):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),))
+    plan = gpu_plan(CFG, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
+    plan = relayed(plan, deal)
+    e = make(CFG, plan, RealLanes("cuda", extra=("poison",), gpus=plan.gpus))
+    losses, weights = on_the_gpu(3, 1.0)
+    assert train(e, batches(CFG, 4, 3, 48)) == losses
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
     e.lanes.close()
     e.close()
