@@ -48,9 +48,12 @@ def watch(left: threading.Event, lanes: RealLanes, limit: float, late: Callable[
 
 
 def _hanging(lanes: RealLanes) -> str:
-    """The lane and task that others wait for: of those that have begun, the first."""
+    """The lane and task that others wait for: of those that have begun, the first; none on a GPU's streams."""
     tasks = list(lanes.at.values())
-    begun = [task for task in tasks if task.start] or tasks
+    begun = [task for task in tasks if task.start]
+    if not begun and lanes.streams:
+        return "the GPU does not end what was issued to it"
+    begun = begun or tasks
     if not begun:
         return "no lane has a task"
     task = min(begun, key=lambda task: task.start)

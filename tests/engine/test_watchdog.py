@@ -6,7 +6,7 @@ import threading
 import pytest
 from engines import LLAMA, batches, fork, gpu_plan, make, train
 
-from trireme.engine.lanes import RealLanes
+from trireme.engine.lanes import RealLanes, RealTask
 from trireme.engine.plan import UnitPlan
 from trireme.engine.watchdog import HALVES, HUNG, LEAST, leave, patience, watch, watched
 
@@ -46,6 +46,20 @@ def test_tasks_that_end_are_progress_and_silence_is_told_once(lanes):
     assert told == []
     watch(Script(go_on, *(nothing,) * 5), lanes, 8.0, told.append)
     assert told == ["no task was over for 8s; no lane has a task"]
+
+
+def test_where_all_lanes_wait_it_is_the_gpu(lanes, monkeypatch):
+    told, silence = [], (lambda: None,) * HALVES
+    monkeypatch.setattr(lanes, "streams", {"h2d": None})  # as on a GPU
+    lanes.at["cpu"] = RealTask("cpu", "adamw", "block000")  # not begun
+    watch(Script(*silence), lanes, 8.0, told.append)
+    lanes.at["ssd_read"] = reading = RealTask("ssd_read", "weights", "block001")
+    reading.start = 1.0
+    watch(Script(*silence), lanes, 8.0, told.append)
+    assert told == [
+        "no task was over for 8s; the GPU does not end what was issued to it",
+        "no task was over for 8s; lane ssd_read hangs in weights block001",
+    ]
 
 
 class Late(RealLanes):
