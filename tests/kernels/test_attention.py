@@ -36,6 +36,7 @@ GPU_CASES = [
     ([700, 333], 4, 2, 256, 100, BF16),
     ([1500, 20], 6, 2, 128, 256, BF16),
     ([1500, 20], 6, 2, 128, 100, BF16),
+    ([1500, 20], 16, 2, 64, 128, BF16),
     ([300, 300], 2, 2, 8, 0, BF16),
     ([300, 300], 2, 2, 16, 0, BF16),
     ([300, 301], 2, 2, 32, 17, BF16),
@@ -50,12 +51,15 @@ GPU_CASES = [
 ]
 
 
-def _run(case, device, outliers):
-    """Inputs, our (out, lse, dq, dk, dv), and the oracle's, from one packed qkv buffer into another."""
+def _run(case, device, outliers=False, by_head=False):
+    """Inputs, our (out, lse, dq, dk, dv), and the oracle's, from one packed qkv buffer into another.
+
+    `by_head`: q, k and v of a head stand together, as GPT-NeoX has them.
+    """
     lengths, H, K, d, window, dtype = case
     N, scale = sum(lengths), d**-0.5
     docs = make_docs(lengths, device)
-    split = lambda t: t.view(N, H + 2 * K, d).split([H, K, K], 1)
+    split = lambda t: t.view(N, H, 3, d).unbind(2) if by_head else t.view(N, H + 2 * K, d).split([H, K, K], 1)
     q, k, v = split(randn(N, (H + 2 * K) * d, device=device, dtype=dtype, outliers=outliers))
     dout = randn(N, H, d, device=device, dtype=dtype)
     out, lse = attention.attention_fwd(q, k, v, docs, scale, window)
@@ -70,7 +74,10 @@ def _run(case, device, outliers):
 
 
 def _compare(case, device, outliers=False):
-    inputs, ours, oracle = _run(case, device, outliers)
+    _check_run(case, *_run(case, device, outliers), outliers)
+
+
+def _check_run(case, inputs, ours, oracle, outliers=False):
     dtype = case[-1]
     check(ours[0], oracle[0], OUT[dtype])
     check(ours[1], oracle[1], 1e-5)
@@ -109,6 +116,15 @@ def test_attention(device, case):
 def test_attention_on_gpu(case, outliers):
     torch.manual_seed(0)
     _compare(case, "cuda", outliers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "d"), [([1024, 1024], 96), ([700, 333], 96), ([1024], 128), ([500, 7], 64)])
+def test_heads_may_stand_apart(lengths, d):
+    """Each behind another's keys and values: for cuDNN, for Gluon and for Triton."""
+    torch.manual_seed(0)
+    case = (lengths, 4, 4, d, 0, BF16)
+    _check_run(case, *_run(case, "cuda", by_head=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -29,6 +29,7 @@ KINDS = [
     "qwen2 moe",
     "mixtral window, tied",
     "olmoe",
+    "gpt oss, other limits",
 ]
 
 
