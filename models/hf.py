@@ -20,7 +20,7 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
     The base prefix may be missing; a tied matrix has either name or both. Raises InputError where a tensor is missing,
     unknown or of another shape than config.json says.
     """
-    experts = cfg.experts.count if cfg.experts else 1
+    experts = cfg.experts.count if cfg.experts and cfg.names.each else 1
     if cfg.n_layers * experts > len(found):  # before work that grows with layers
         each = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import CASES, LLAMA, MIXTURE, Tiny, oracle, own_name, relative, shifted_labels
 
+from trireme.models import hf, shapes
 from trireme.models.config import InputError, parse_config
 from trireme.models.rows import make_load
 
@@ -61,3 +62,14 @@ def test_the_load_counts_a_step_once_whatever_is_recomputed():
 def test_what_is_not_supported_is_named(keys, words):
     with pytest.raises(InputError, match=words):
         parse_config(dict(model_type="qwen3_moe") | MIXTURE | keys)
+
+
+def test_the_names_and_parameters_of_gpt_oss():
+    """As published: 20.9 B and 116.8 B."""
+    for layers, experts, expected in ((24, 32, 20_914_757_184), (36, 128, 116_829_156_672)):
+        keys = dict(vocab_size=201088, hidden_size=2880, num_hidden_layers=layers, num_attention_heads=64)
+        cfg = parse_config(keys | dict(model_type="gpt_oss", intermediate_size=2880, num_local_experts=experts))
+        names = shapes.stored_tensors(cfg)
+        assert hf.sources(cfg, names) == {name: name for name in names}
+        assert shapes.parameters(cfg) == expected
+        assert (cfg.layer_window(0), cfg.layer_window(1)) == (128, 0)
