@@ -12,11 +12,11 @@ from typing import Any
 
 from trireme.models.families.experts import Experts, parse_experts
 from trireme.models.families.extend import extended
+from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import Names, within
-from trireme.models.families.rope import Rope, parse_ropes
+from trireme.models.families.rope import Rope
 from trireme.models.families.table import EXACT_GELU, FAMILIES, SILU, WRAPPERS, Family
-from trireme.models.families.windows import sliding_window, unrotated_layers
 from trireme.storage.untrusted import read_small
 
 LARGEST = 1 << 20  # of config.json
@@ -212,7 +212,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = (keys.count(spelled[name]) for name in ("width", "n_layers"))
     heads = keys.count(spelled["n_heads"], family.n_heads)
-    kv_heads, head_dim = _heads(keys, family, width, heads)
+    kv_heads, head_dim = heads_of(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
     if not family.gated:
         keys.refuse_unless("use_bias", (None, True))  # gelu.py always adds one
@@ -235,8 +235,8 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         qk_norm=bool(family.qk_norm),
         parallel=family.parallel and keys.flag("use_parallel_residual", True),
         experts=parse_experts(keys, family.experts),
-        **_positions(keys, family, head_dim, positions, layers),
-        **_scales(keys, family, width),
+        **positions_of(keys, family, head_dim, positions, layers),
+        **scales_of(keys, family, width),
     )
 
 
@@ -250,60 +250,3 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     Keys(inner, where).refuse_unless("model_type", texts, texts[0])
     outer = {name: raw[name] for name in ("tie_word_embeddings",) if raw.get(name) is not None}
     return replace(parse_config({"model_type": texts[0]} | inner | outer, where), wrapper=model_type)
-
-
-def _heads(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int]:
-    """(key/value heads, head width)."""
-    if not family.rotary:
-        if width % heads:
-            raise keys.error(family.spelled["n_heads"], f"a divisor of {family.spelled['width']} = {width}")
-        return heads, width // heads
-    kv_heads = keys.count("num_key_value_heads", family.kv_heads or heads)
-    if heads % kv_heads:
-        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    head_dim = keys.count("head_dim", family.head_dim or width // heads)
-    if head_dim % 2:
-        raise InputError(f"{keys.where}: heads of {head_dim} cannot be rotated; head_dim must be even.")
-    return kv_heads, head_dim
-
-
-def _positions(keys: Keys, family: Family, head_dim: int, positions: int, layers: int) -> dict[str, Any]:
-    """Fields of ModelConfig."""
-    if not family.rotary:
-        return {}
-    window, first, full = sliding_window(keys, family, layers)
-    rope, local = parse_ropes(keys, family, head_dim, positions)
-    if rope.width and not family.partial:
-        raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
-    found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
-    if local != rope and window:
-        found["local_rope"] = local
-    if family.unrotated == "listed":
-        found["unrotated"] = unrotated_layers(keys, layers)
-    elif family.unrotated == "typed":
-        keys.refuse_unless("position_embedding_type", (None, "rope", "nope"))
-        rotated = keys.raw.get("position_embedding_type") == "rope"
-        found["unrotated"] = () if rotated else tuple(range(layers))
-    elif family.unrotated:
-        found["unrotated"] = full
-    return found
-
-
-def _scales(keys: Keys, family: Family, width: int) -> dict[str, Any]:
-    """Fields of ModelConfig."""
-    if family.by_layer:
-        return dict(
-            scale_attn=keys.flag("scale_attn_weights", True),
-            scale_attn_by_layer=keys.flag("scale_attn_by_inverse_layer_idx", False),
-        )
-    if family.scaled:
-        return dict(
-            attention_scale=keys.number("attention_multiplier", 1.0),
-            embed_scale=keys.number("embedding_multiplier", 1.0),
-            branch_scale=keys.number("residual_multiplier", 1.0),
-            logit_scale=1.0 / keys.number("logits_scaling", 1.0),
-        )
-    found = dict(embed_scale=width**0.5) if family.embed_root else {}
-    if family.query_scale:
-        found["attention_scale"] = keys.number("query_pre_attn_scalar", 256.0) ** -0.5
-    return found

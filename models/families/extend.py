@@ -13,11 +13,18 @@ def extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
 
     Raises InputError where positions are learned, scaled already, or of two kinds.
     """
+    model_type, text = raw.get("model_type"), raw.get("text_config")
+    if model_type not in (*WRAPPERS,):
+        return _extended(raw, factor, where)
+    if not isinstance(text, dict):
+        return raw  # refused by parse_config
+    text = {"model_type": WRAPPERS[model_type].texts[0]} | text
+    return raw | {"text_config": _extended(text, factor, f"{where}: text_config")}
+
+
+def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
     model_type = raw.get("model_type")
-    if model_type in WRAPPERS and isinstance(raw.get("text_config"), dict):
-        text = {"model_type": WRAPPERS[model_type].texts[0]} | raw["text_config"]
-        return raw | {"text_config": extended(text, factor, f"{where}: text_config")}
-    if model_type not in FAMILIES:
+    if model_type not in (*FAMILIES,):
         return raw  # refused by parse_config
     keys, family = Keys(raw, where), FAMILIES[model_type]
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"

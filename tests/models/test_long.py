@@ -106,6 +106,13 @@ def test_positions_that_cannot_be_extended(raw, words):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("kind", [None, [], {}, "mamba", "mistral3"])
+def test_what_cannot_be_read_is_refused_later(kind):
+    for raw in (dict(model_type=kind), dict(model_type="mistral3", text_config=dict(model_type=kind))):
+        with pytest.raises(InputError):
+            parse_config(extended(raw, 2.0, "config.json"))
+
+
 def test_a_run_beyond_the_context(tmp_path):
     """config.json of the output says the new one, and transformers opens it with our logits at that length."""
     demo.make_text(tmp_path / "stories.txt", 20, seed=1)
