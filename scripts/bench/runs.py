@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from trireme.engine.buffers import usage
-from trireme.engine.planner.host import memory_in_use
+from trireme.engine.planner.host import memory_in_use, resident
 from trireme.engine.planner.rates import CODE
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run import demo
@@ -136,7 +136,7 @@ def arguments_of(line: str, work: Path, out: Path) -> list[str]:
 
 def run(words: list[str], path: Path) -> None:
     """Trains; writes promised and measured figures to `path`."""
-    options, began = parse(words), time.monotonic()
+    options, began, beside = parse(words), time.monotonic(), resident()
     live = finetune(options)
     assert live is not None
     whole, need = time.monotonic() - began, usage(live.job.forecast.geo, live.job.plan)
@@ -154,7 +154,7 @@ def run(words: list[str], path: Path) -> None:
         "gpu_gib": gpu,
         "ram_gib": ram,
         "planned_gpu_gib": need["gpu"] / GIB,
-        "planned_ram_gib": (need["host"] + CODE * cuda) / GIB,
+        "planned_ram_gib": (beside + need["host"] + (CODE if cuda else need["gpu"])) / GIB,
     }
     path.write_text(json.dumps(result, indent=1))
 

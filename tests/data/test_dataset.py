@@ -173,6 +173,17 @@ def test_rows_that_are_longer_than_a_sequence(tmp_path, long, longer):
         load(str(tmp_path / "a.jsonl"), None, seq_len=8, long="error")
 
 
+def test_the_trained_share_is_of_what_cuts_leave(tmp_path):
+    """Answers come last: cut, of the long rows an eighth is learned, and before it was half."""
+    long = {"input_ids": [7] * 16, "labels": [-100] * 7 + [7] * 9}
+    short = {"input_ids": [5] * 4, "labels": [-100, -100, 5, 5]}
+    cut = load(write(tmp_path / "a.jsonl", [long] * 3 + [short] * 2), None, seq_len=8, long="cut")
+    learned = [label >= 0 for _, labels in documents(cut.batches(2)) for label in labels]
+    assert cut.trained == sum(learned) / len(learned) < 0.25
+    whole = load(write(tmp_path / "b.jsonl", [short] * 2), None, seq_len=8)
+    assert whole.trained == 0.5
+
+
 # ---------------------------------------------------------------- order and resuming
 
 
