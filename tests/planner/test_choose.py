@@ -33,7 +33,7 @@ WANTED = Wanted(((1024, 2), (512, 4), (256, 8)), record=1 << 20, document=256)
 MIB = 1 << 20
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from((SMALL, ADAPTED, PARTLY)),
     st.integers(60, 600),

@@ -38,7 +38,7 @@ def device(tmp_path_factory):
 SIZES = st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 5000), st.booleans()), min_size=1, max_size=6)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SIZES, st.randoms())
 def test_every_tensor_comes_from_its_place(device, drawn, random):
     """Any gaps, any order, two files: whole blocks are read, no more than there is room for."""
