@@ -12,6 +12,7 @@ from trireme.storage.untrusted import SMALL, is_plain, parse_json, read_small, s
 SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 TEMPLATES = "additional_chat_templates"
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+ENDS = ("config.json", "generation_config.json")  # name the end token
 CONTENT = Path | bytes  # to copy, or to write
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # hashes that name files of download caches
 NAMED = 3  # files named in a message
@@ -22,8 +23,11 @@ def companions(folder: Path) -> list[str]:
     return sorted(name for name, why in _looks_alike(folder).items() if not why)
 
 
-def beside(folder: Path, tokenizer: Path | None = None, template: str | None = None) -> dict[str, CONTENT]:
-    """Companions by name, with another tokenizer's or template (in both places that readers know).
+def beside(
+    folder: Path, tokenizer: Path | None = None, template: str | None = None, end: int | None = None
+) -> dict[str, CONTENT]:
+    """Companions by name, with another tokenizer's, whose end token is `end`, or template (in both places that readers
+    know).
 
     Raises StoreError, CheckpointError where the tokenizer cannot be copied or its configuration is not JSON.
     """
@@ -36,11 +40,14 @@ def beside(folder: Path, tokenizer: Path | None = None, template: str | None = N
             )
         files = {name: path for name, path in files.items() if not _is_tokenizers(name)}
         files |= {name: tokenizer / name for name in found}
+        for name in ENDS if end is not None else ():
+            if name in files:
+                files[name] = _with(folder / name, eos_token_id=end)
     if template is not None:
         files = {name: path for name, path in files.items() if not _is_template(name)}
         files[TEMPLATE] = template.encode()
         if CONFIG in files:
-            files[CONFIG] = _with_template(tokenizer or folder, template)
+            files[CONFIG] = _with((tokenizer or folder) / CONFIG, chat_template=template)
     return dict(sorted(files.items()))
 
 
@@ -59,13 +66,13 @@ def _is_template(name: str) -> bool:
     return name.startswith(("chat_template.", f"{TEMPLATES}/"))
 
 
-def _with_template(folder: Path, template: str) -> bytes:
-    """The tokenizer's configuration."""
+def _with(path: Path, **fields: object) -> bytes:
+    """A JSON file with other fields."""
     try:
-        fields = parse_json(read_small(folder / CONFIG, links=True), "file")
+        found = parse_json(read_small(path, links=True), "file")
     except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}.") from None
-    return json.dumps(fields | {"chat_template": template}, indent=2, ensure_ascii=False).encode()
+        raise CheckpointError(f"{path}: {error}.") from None
+    return json.dumps(found | fields, indent=2, ensure_ascii=False).encode()
 
 
 def left_behind(folder: Path) -> str:

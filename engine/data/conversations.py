@@ -39,7 +39,10 @@ def _message(message: Any, where: str) -> Fields:
     if isinstance(content, list):
         parts = [p for p in content if not (isinstance(p, dict) and isinstance(p.get("text"), str))]
         if parts:
-            kind = parts[0].get("type") if isinstance(parts[0], dict) else kind_of(parts[0])
+            part = parts[0]
+            if isinstance(part, dict) and part.get("type") == "text":
+                raise BadRow(f"{where} holds a part without 'text'; its keys are {', '.join(map(repr, part))}")
+            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
             raise BadRow(f"{where} holds a part of type {kind!r}; only text can be trained on")
         message["content"] = "".join(part["text"] for part in content)
     elif content is None and not any(message.get(key) for key in _SAID):
@@ -67,7 +70,8 @@ def _spoken(messages: list[Fields]) -> list[Fields]:
     """Raises BadRow where there is nothing to learn."""
     answers = [m for m in messages if m["role"] == "assistant"]
     if not answers:
-        raise BadRow("no message has the role 'assistant', so there is nothing to train on")
+        roles = ", ".join(dict.fromkeys(repr(m["role"]) for m in messages)) or "none"
+        raise BadRow(f"no message has the role 'assistant', so there is nothing to train on (its roles: {roles})")
     if not any((m.get("content") or "").strip() or any(m.get(key) for key in _SAID) for m in answers):
         raise BadRow("every assistant message is empty")
     return messages

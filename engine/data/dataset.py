@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trireme.engine.amounts import compact, count
 from trireme.engine.data import documents, pack
 from trireme.engine.data.cache import Shelf, TokenFile
 from trireme.engine.data.codec import Codec
@@ -184,17 +185,20 @@ def load_dataset(
     share, val_given = _parse_val(options.val)
     files = tuple(tokenize(source, reading, progress) for source in given)
     rows = documents.all_documents(files)
-    held_out, n_held = None, 0
+    held_out, apart = None, ""
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)
         held_out = _lay_out(val_given, val_files, documents.all_documents(val_files), codec, options)
     elif share:
         is_text = all(file.meta["format"] == "text" for file in files)
+        before = len(rows)
         rows, kept = documents.hold_out(rows, share, options.seed, is_text)
-        held_out, n_held = _lay_out([DataFile(s.path) for s in given], files, kept, codec, options), len(kept)
+        held_out = _lay_out([DataFile(s.path) for s in given], files, kept, codec, options)
+        parted = len(rows) == before  # the end of the longest
+        apart = f"its last {compact(int(kept['length'].sum()))} tokens" if parted else count(len(kept), "row")
     train = _lay_out(given, files, rows, codec, options)
-    lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and n_held else []
-    report = replace(train.report, held_out=n_held, notes=(*lost, *notes_on(files, codec)))
+    lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and apart else []
+    report = replace(train.report, held_out=apart, notes=(*lost, *notes_on(files, codec)))
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 

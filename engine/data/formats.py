@@ -10,6 +10,7 @@ from trireme.engine.data.conversations import read_alpaca, read_messages, read_s
 from trireme.engine.data.examples import Completion, Example, Ids, Text, filled_list, string
 from trireme.engine.data.rows import BadRow, Fields
 from trireme.models.config import InputError
+from trireme.storage.untrusted import shown
 
 UNUSED = "unused"  # --map unused=THEIRS leaves a column out
 
@@ -29,20 +30,23 @@ class Format:
         return [key for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
 
-def find_format(row: Mapping[str, Any], hint: str = "") -> Format:
-    """Raises BadRow where none fits, with `hint` or a likelier one."""
+def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any] | None = None) -> Format:
+    """Raises BadRow where none fits, with `hint` or a likelier one. `given`: the row before --map."""
     if way_out := _preferences(row):
         raise BadRow(f"is preference data, good answers and bad ones, which is not supported. {way_out}")
     for form in FORMATS:
         if all(key in row for key in form.keys):
             return form
-    keys = set(row)
+    given = row if given is None else given
+    keys = set(given)
     for ours, theirs in _LIKELY:
         if set(theirs) <= keys:
             pairs = ",".join(f"{o}={t}" for o, t in zip(ours, theirs, strict=True))
             hint = f" Perhaps --map {pairs}."
             break
-    found = ", ".join(map(repr, list(row)[:8])) or "none"
+    found = ", ".join(repr(shown(key, KEY)) for key in list(given)[:8]) or "none"
+    if keys == {"role", "content"}:
+        hint = ' A conversation is a row: {"messages": [{"role": …, "content": …}, …]}.'
     raise BadRow(f"no known format has its keys ({found}); expected {_EXPECTED}.{hint}")
 
 
@@ -137,6 +141,7 @@ FORMATS = (
     Format("alpaca", ("instruction", "output"), read_alpaca, ("input", "system", "history", "tools")),
     Format("text", ("text",), _text),
 )
+KEY = 60  # characters of a key that are named
 CHATS = ("messages", "sharegpt", "alpaca")  # for a chat template
 _EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
 _LIKELY = (

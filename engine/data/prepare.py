@@ -143,8 +143,8 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         if isinstance(value, BadRow):
             raise value
         hint = not_there(value, reading.renames)
-        value = rename(value, reading.renames)
-        tally.format = tally.format or find_format(value, hint)
+        given, value = value, rename(value, reading.renames)
+        tally.format = tally.format or find_format(value, hint, given)
         absent = [repr(k) for k in tally.format.keys if k not in value]
         if absent:
             other = ", ".join(map(repr, list(value)[:8]))

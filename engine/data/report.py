@@ -13,6 +13,7 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import Fitted
 from trireme.engine.data.formats import CHATS
 
+SHOWN = 2000  # characters of an example
 DROPPED = 20  # characters a token; beyond, a tokenizer drops text
 
 
@@ -44,14 +45,14 @@ class Report:
     sequences: int
     used: float  # share of the sequences' room
     packed: bool
-    held_out: int = 0  # rows
+    held_out: str = ""  # what of the rows
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """The lines to print."""
         tokens, trained = int(self.rows["length"].sum()), int(self.rows["trained"].sum())
         p50, p99 = np.percentile(self.rows["length"], [50, 99])
-        held = f"{count(self.held_out, 'row')} held out; " if self.held_out else ""
+        held = f"{self.held_out} held out; " if self.held_out else ""
         lines = [str(file) for file in self.files]
         lines.append(
             f"{held}{compact(tokens)} tokens, {compact(trained)} trained ({100 * trained / max(tokens, 1):.0f} %); "
@@ -102,6 +103,8 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
     if characters > DROPPED * tokens:
         made = f"{compact(characters)} characters become {count(tokens, 'token')}"
         notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
+    if facts.template and any(file.meta["format"] == "prompt,completion" for file in files):
+        notes.append("prompt and completion are joined as they are: the chat template is for conversations")
     if facts.eos is None and any(file.meta["format"] not in (*talks, "input_ids") for file in files):
         notes.append("the tokenizer has no end token, so where a text ends is not learned")
     return notes
@@ -115,7 +118,9 @@ def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> s
     else:
         parts = codec.parts(ids, [stop for _, stop in runs])
     marked = (f"[{part}]" if learned[start] else part for part, (start, _) in zip(parts, runs, strict=False))
-    return "".join(marked).replace("\n", "⏎")  # one part if the codec fails
+    text = "".join(marked).replace("\n", "⏎")  # one part if the codec fails
+    more = len(text) - SHOWN
+    return text if more <= 0 else f"{text[:SHOWN]} … and {more:,} more characters"
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:

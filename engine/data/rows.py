@@ -12,6 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -178,20 +179,23 @@ class _Lines:
 
 def read_csv(path: Path, file: Bytes) -> Iterator[Row]:
     csv.field_size_limit(ROW)
+    """Cells end with a comma, a semicolon or a tab, whichever the first line has most of."""
     lines = _Lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
-    reader = csv.reader(lines, strict=True)
+    first = next(lines, "")
+    reader = csv.reader(chain([first] if first else [], lines), delimiter=max(",;\t", key=first.count), strict=True)
     try:
         header = next(reader, [])
         if len(set(header)) != len(header):
             raise InputError(f"{path}: the header names a column twice: {', '.join(header)}.")
+        begins = reader.line_num + 1
         for cells in reader:
-            lines.taken = 0
+            lines.taken, number, begins = 0, begins, reader.line_num + 1
             if not cells:
                 continue
             if len(cells) != len(header):
-                yield Row(reader.line_num, BadRow(f"has {len(cells)} cells, the header {len(header)}"))
+                yield Row(number, BadRow(f"has {len(cells)} cells, the header {len(header)}"))
             else:
-                yield Row(reader.line_num, {key: _cell(key, cell) for key, cell in zip(header, cells, strict=True)})
+                yield Row(number, {key: _cell(key, cell) for key, cell in zip(header, cells, strict=True)})
     except csv.Error as error:
         raise InputError(f"{path} line {reader.line_num} is not CSV: {error}. Is a quote amiss?") from None
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from trireme.engine.data.rows import Bytes, Row, holds_lines, json_lines, json_values, read_csv, read_parquet, read_text
 from trireme.models.config import InputError
 
-KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")
+KINDS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 MOST = 1000  # weight: each repeat takes memory
 SEPARATOR = "<|endoftext|>"  # a line that ends a document, whatever the tokenizer
 
@@ -46,7 +46,7 @@ def parse_data_file(text: str) -> DataFile:
     if weight > MOST:
         raise InputError(f"{text}: the weight is more than {MOST:,}. Lower it; --epochs sees all files again.")
     if source.path.is_dir():
-        inside = [p.name for p in sorted(source.path.iterdir()) if DataFile(p).kind in KINDS]
+        inside = [p.name for p in sorted(source.path.iterdir()) if DataFile(p).kind in KINDS and "info" not in p.stem]
         hint = f"such as {source.path / inside[0]}" if inside else f"of {', '.join(KINDS)}"
         raise InputError(f"{path} is a folder. Name files, {hint}; repeat --data for more.")
     if source.path.exists() and not source.path.is_file():
@@ -131,6 +131,6 @@ class Reader:
                 return json_lines(file)
             self.unit = "row"
             return json_values(self.source.path, file)
-        if kind == ".csv":
+        if kind in (".csv", ".tsv"):
             return read_csv(self.source.path, file)
         return read_text(self.source.path, file, self._separators)

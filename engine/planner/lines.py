@@ -88,7 +88,7 @@ def disk_line(f: Forecast) -> str:
     need, room = f.disk(), f.room
     if not room:
         return f"{parts}: {gb(need)}"
-    verdict = "fits" if need <= room else f"short by {gb(need - room)}"
+    verdict = "fits" if need <= room else f"short by {gb(need - room)}: make room, or it stops when the drive is full"
     return f"{parts}: {gb(need)} of {gb(room)}: {verdict}"
 
 

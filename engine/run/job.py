@@ -222,7 +222,8 @@ def _trained_with(options: Options, folder: Path, codec: Codec | None) -> dict[s
     other = Path(options.tokenizer) if options.tokenizer else None
     if other and other.samefile(folder):
         other = None
-    return beside(folder, other, codec.facts.chosen if codec else None)
+    facts = codec.facts if codec else None
+    return beside(folder, other, facts and facts.chosen, facts and facts.eos)
 
 
 def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:

@@ -81,7 +81,9 @@ def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snaps
 def check_continues(job: Job, snapshot: Snapshot) -> None:
     """Raises InputError where the job has other data or fewer steps."""
     if snapshot["data"] != job.data.fingerprint:
-        raise InputError(f"--resume {job.out}: the data is not what the run was started with. Restore it.")
+        seed = snapshot["options"].get("seed")
+        way = f"Leave out --seed {job.options.seed}" if seed not in (None, job.options.seed) else "Restore it"
+        raise InputError(f"--resume {job.out}: the data is not what the run was started with. {way}.")
     if job.total_steps < snapshot["step"]:
         raise InputError(
             f"--resume {job.out}: the run stands at step {snapshot['step']}, and {job.total_steps} are asked for. "

@@ -10,7 +10,7 @@ from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, rea
 from trireme.engine.planner.whole import NEW, Events, compile_s, evaluation_s, foretold
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.job import Job, shelf
-from trireme.engine.run.options import Every
+from trireme.engine.run.options import Every, Options
 from trireme.engine.schedule import learning_rate
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Unpacked
@@ -151,6 +151,8 @@ def _length_notes(job: Job) -> list[str]:
     o, notes = job.options, []
     if o.max_steps and o.epochs:
         notes.append(f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}")
+    if o.eval_every != Options.eval_every and job.read and not job.data.held_out:
+        notes.append(f"note: --eval-every {o.eval_every} evaluates nothing: no held-out data. Give --val")
     warmup = o.warmup_steps(job.total_steps)
     if warmup >= job.total_steps and o.warmup >= 1:
         rate = learning_rate(job.total_steps, job.total_steps, job.lr, o.schedule, warmup)

@@ -264,7 +264,7 @@ def test_what_is_held_out_is_reported_as_what_is_trained_on_is(tokenizer, tmp_pa
     assert said[3] == "1 row dropped: nothing to learn in what is kept"
     shared = load(a, tokenizer, val="0.1")
     assert shared.describe_held_out() == []
-    assert shared.report.lines()[-1].startswith(
+    assert shared.report.lines()[-2].startswith(
         "note: of the rows held out: at --seq-len 64: 2 rows are longer (100.0 %)"
     )
 

@@ -426,3 +426,37 @@ def test_map():
     for text in ("prompt", "prompt=", "=x"):
         with pytest.raises(InputError, match="expected OURS=YOURS"):
             parse_map(text)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "value": "x"}]}]},
+         "messages[0] holds a part without 'text'; its keys are 'type', 'value'"),
+        ({"messages": [{"role": "human", "content": "x"}, {"role": "ai", "content": "y"}]},
+         "no message has the role 'assistant', so there is nothing to train on (its roles: 'human', 'ai')"),
+        ({"role": "user", "content": "x"}, 'A conversation is a row: {"messages": [{"role"'),
+        ({"word " * 400: "x"}, "more characters)"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(row, says):
+    with pytest.raises(BadRow) as error:
+        find_format(row).read(row)
+    assert says in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_a_map_the_wrong_way_round_is_answered_with_the_right_one():
+    given = {"question": "q", "answer": "a"}
+    with pytest.raises(BadRow, match=r"keys \('question', 'answer'\).* --map prompt=question,completion=answer"):
+        find_format(rename(given, parse_map("question=prompt,answer=completion")), "", given)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_cells_end_as_the_first_line_says(tmp_path, separator):
+    path = tmp_path / ("a.tsv" if separator == "\t" else "a.csv")
+    path.write_text(f'prompt{separator}completion\n"two\nlines"{separator}b\nc{separator}"d,;\te"\nf\n')
+    rows = list(Reader(DataFile(path)).rows())
+    assert [row.number for row in rows] == [2, 4, 5], "where each begins"
+    assert [row.value for row in rows[:2]] == [{"prompt": "two\nlines", "completion": "b"},
+                                               {"prompt": "c", "completion": "d,;\te"}]  # fmt: skip

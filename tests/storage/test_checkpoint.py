@@ -349,6 +349,11 @@ def test_another_tokenizer_takes_the_place_of_the_first_one_whole(tmp_path):
     assert theirs == {"tokenizer.json", "vocab.txt"}
     assert ours == {"config.json", "generation_config.json", "LICENSE.txt"}
     assert beside(folder) == {name: folder / name for name in companions(folder)}
+    ended = beside(folder, other, end=7)
+    for name in ("config.json", "generation_config.json"):
+        before = json.loads((folder / name).read_text())
+        assert json.loads(ended[name]) == before | {"eos_token_id": 7}, "else a reader would not stop"
+    assert {name: path for name, path in ended.items() if isinstance(path, Path)}.keys() == theirs | {"LICENSE.txt"}
     (other / "tokenizer.json").unlink()
     (other / "tokenizer.json").symlink_to(folder / "tokenizer.json")
     with pytest.raises(CheckpointError, match="other/tokenizer.json is not a file of its folder"):
