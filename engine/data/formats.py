@@ -42,7 +42,7 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
     for ours, theirs in _LIKELY:
         if set(theirs) <= keys:
             pairs = ",".join(f"{o}={t}" for o, t in zip(ours, theirs, strict=True))
-            hint = f" Perhaps --map {pairs}."
+            hint += f" Perhaps --map {pairs}."
             break
     found = ", ".join(repr(shown(key, KEY)) for key in list(given)[:8]) or "none"
     if keys == {"role", "content"}:
