@@ -29,7 +29,8 @@ ASSUMED = ["--assume", "gpu=24GiB,ram=64GiB"]
 HINTS = {
     "a typing error": (["--learnign-rate", "1e-3"], "--learning-rate (= --lr)", ["--learning-rate", "1e-3"]),
     "a shape": (["--shape", "llama-0.4"], "Did you mean llama-0.4b?", ["--shape", "llama-0.4b", *ASSUMED]),
-    "a shape beside a model": (["model", "--shape", "llama-0.4b"], "leave model out", ["--shape", "llama-0.4b", *ASSUMED]),
+    "a shape beside a model": (["model", "--shape", "llama-0.4b"], "leave model out",
+                               ["--shape", "llama-0.4b", *ASSUMED]),
     "a GPU": (["model", "--assume", "gpu=4091,ram=8GiB"], "Perhaps RTX 4090",
               ["model", "--assume", "gpu=RTX 4090,ram=64GiB"]),
     "a GPU that is none": (["model", "--assume", "gpu=x,ram=8GiB"], "write a size like 24GiB",
