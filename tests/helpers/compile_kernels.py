@@ -164,11 +164,18 @@ def experts_call(E, k, D, I, in_out=False):
     found = Order(place, place, torch.zeros(E + 1, dtype=torch.int32))
     stored = lambda a, b: torch.zeros(E, a, b, dtype=BF16) if in_out else torch.zeros(E, b, a, dtype=BF16).mT
     up, down = stored(D, 2 * I), stored(I, D)
-    products.grouped_mm(x, up, found, k)
+    products.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=BF16) if in_out else None)
     products.grouped_mm(x, down.mT, found, k)
     products.grouped_mm(d_gate_up, up.mT, found)
     products.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
     products.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
+    if in_out:
+        products.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=BF16), d_gate_up, found)
+        rows.clamped_swiglu_fwd(d_gate_up, 7.0)
+        rows.routed_swiglu_bwd(act, d_gate_up, torch.zeros(N, k), found, 7.0)
+        out, lse, scores = torch.zeros(N, 64, 64, dtype=BF16), torch.zeros(64, N), torch.zeros(64, dtype=BF16)
+        sinks.sinks_fwd_(out, lse, scores)
+        sinks.sinks_bwd_(torch.zeros(64), out, out, lse, scores)
     if in_out:  # gpt-oss: biases, a clamped SwiGLU over interleaved halves
         products.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=BF16))
         ones = torch.ones(P, 1, dtype=BF16)
