@@ -10,7 +10,7 @@ from trireme.models.config import read_config
 from trireme.models.hf import sources
 from trireme.storage.checkpoint import open_source
 
-runs = script("bench/runs")
+runs = script("bench/promises")
 RESULT = {
     "promised_s": 90.0, "took_s": 100.0, "promised_step_s": 1.1, "step_s": 1.0,
     "gpu_gib": 20.0, "ram_gib": 9.0, "planned_gpu_gib": 20.5, "planned_ram_gib": 8.9,

@@ -1,4 +1,4 @@
-"""Whole runs beside their promise: python scripts/bench/runs.py --work DIR --keep DIR
+"""Whole runs beside their promise: python scripts/bench/promises.py --work DIR --keep DIR
 
 GRID is run by finetune.py on random weights: median step and whole time beside the promise (on a CPU of the second
 step), peaks of memory beside the plan.
