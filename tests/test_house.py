@@ -235,7 +235,7 @@ def test_the_wheel_has_the_command(site, tmp_path):
 
 @pytest.mark.parametrize("page", USERS_PAGES)
 def test_the_pages_name_only_options_that_exist(page):
-    known = {"help"} | {f.name.replace("_", "-") for f in fields(Options)}
+    known = {"help", "local-dir"} | {f.name.replace("_", "-") for f in fields(Options)}
     known |= {name for f in fields(Options) for name in f.metadata.get("also", "").split()}
     for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", (ROOT / page).read_text()):
         assert option.replace("_", "-") in known, f"{page} names --{option}"

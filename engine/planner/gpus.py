@@ -74,8 +74,8 @@ H100 80 989 3350 0.79 55
 H200 141 989 4800 0.79 55
 B200 180 2250 8000 0.79 55
 """
-_ALSO = {"v100": "v10032g", "a100": "a10080g", "h10080g": "h100", "4060ti8g": "4060ti", "5060ti8g": "5060ti"}
-_WITHOUT_BF16 = "T4 P4 P40 P100 TitanV TitanRTX V100-16G 1070 1080 1080Ti 1660 2060 2070 2080 2080Ti"
+_ALSO = {"a100": "a10080g", "h10080g": "h100", "4060ti8g": "4060ti", "5060ti8g": "5060ti"}
+_WITHOUT_BF16 = "T4 P4 P40 P100 TitanV TitanRTX V100 V100-16G V100-32G 1070 1080 1080Ti 1660 2060 2070 2080 2080Ti"
 
 
 def _key(name: str) -> str:
@@ -97,10 +97,10 @@ GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in _BY_KEY.values()}
 def find_gpu(text: str) -> Gpu:
     """The GPU of that name, or an RTX 4090 of that memory size. Raises ValueError."""
     key = _key(text)
-    if found := _BY_KEY.get(_ALSO.get(key, key)):
-        return found
     if key in map(_key, _WITHOUT_BF16.split()):
         raise ValueError(f"{text!r} has no bf16; an A100, an RTX 30 or anything newer has")
+    if found := _BY_KEY.get(_ALSO.get(key, key)):
+        return found
     try:
         return replace(GPUS["rtx4090"], name="a GPU as fast as an RTX 4090", memory=size(text))
     except ValueError:

@@ -21,11 +21,15 @@ GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Raises InputError where "cuda" is missing."""
+    """Raises InputError where "cuda" is missing, or has no bf16."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no CUDA device. Leave it out to train on the CPU.")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if torch.cuda.get_device_capability()[0] < 8:  # before Ampere
+        raise InputError(
+            f"{torch.cuda.get_device_name()} has no bf16, which training on a GPU needs. Add --device cpu."
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 

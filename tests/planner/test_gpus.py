@@ -3,6 +3,7 @@
 import pytest
 
 from trireme.engine.planner.gpus import GPUS, find_gpu
+from trireme.engine.planner.host import choose_device
 from trireme.engine.planner.rates import GB, assume
 from trireme.models.config import InputError
 
@@ -12,7 +13,6 @@ NAMES = {
     "RTX A6000": "a6000 A6000 rtx_a6000",
     "RTX 6000 Ada": "6000ada RTX-6000-Ada",
     "A100-80G": "a100 A100-80GB",
-    "V100-32G": "v100",
     "H100": "h100 H100-80GB",
     "L40S": "l40s",
 }
@@ -26,6 +26,8 @@ def test_a_gpu_has_the_names_that_people_write(name):
 def test_forty_gpus_are_known_and_every_name_that_is_told_is_one():
     assert len(GPUS) >= 40
     for name, gpu in GPUS.items():
+        if name == "v100-32g":  # for the tables of other systems' papers
+            continue
         assert find_gpu(name) == find_gpu(gpu.name) == gpu
         assert gpu.name.count(" ") <= 4
         assert 2 << 30 < gpu.memory < 1 << 38
@@ -37,6 +39,7 @@ def test_forty_gpus_are_known_and_every_name_that_is_told_is_one():
     [
         ("gpu=T4,ram=64GiB", "'T4' has no bf16; an A100, an RTX 30 or anything newer has."),
         ("gpu=RTX_2080_Ti,ram=64GiB", "'RTX_2080_Ti' has no bf16"),
+        ("gpu=v100,ram=64GiB", "'v100' has no bf16"),
         ("gpu=4090x,ram=64GiB", "Perhaps RTX 4090, or write a size like 24GiB."),
         ("gpu=24,ram=64GiB", "'24' is not a GPU known here, nor a size. Name a GPU like rtx4090, a6000 or l40s"),
     ],
@@ -55,3 +58,11 @@ def test_speeds_of_drives_may_be_those_on_their_box():
     mine, box = assume("gpu=4090,ram=64GiB,ssd=4x2TB@7/5"), assume("gpu=4090,ram=64GiB,ssd=4x2TB@7000/5000")
     assert mine == box
     assert (mine.rates.ssd_read, mine.rates.ssd_write) == (28 * GB, 20 * GB)
+
+
+def test_a_gpu_without_bf16_is_refused_by_name(monkeypatch):
+    for name, found in dict(is_available=True, get_device_capability=(7, 5), get_device_name="Tesla T4").items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda found=found: found)
+    with pytest.raises(InputError, match="Tesla T4 has no bf16.* Add --device cpu"):
+        choose_device("auto")
+    assert choose_device("cpu").type == "cpu"
