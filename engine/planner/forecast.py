@@ -67,7 +67,7 @@ class Files:
 
     export: int = 0  # the written checkpoint; 0: weights in the compute dtype
     merged: int = 0  # the written model with its adapters in it
-    copied: str = "they have to be there"  # why frozen weights on the SSD are copied; "": read from the checkpoint
+    copied: str = "the checkpoint's, or a copy"  # why they take room on the SSD; "": read from the checkpoint
     best: bool = False  # kept for a while beside the next or the last
     tokens: int = 0  # the tokenized data
     held: int = 0  # of these and the state, what the run has already

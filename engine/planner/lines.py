@@ -83,7 +83,7 @@ def disk_line(f: Forecast) -> str:
     parts += f", {count(f.files.apart, 'step')} kept {gb(part['apart'])}" if part["apart"] else ""
     parts += f", tokens {gb(part['tokens'])}" if part["tokens"] else ""
     if f.frozen_on_ssd and f.files.copied:
-        parts += f", a copy of the frozen weights {gb(part['frozen'])} ({f.files.copied})"
+        parts += f", frozen weights {gb(part['frozen'])} ({f.files.copied})"
     parts += f", activations and gradients {gb(part['scratch'])}" if part["scratch"] else ""
     need, room = f.disk(), f.room
     if not room:

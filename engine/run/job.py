@@ -168,7 +168,8 @@ def prepare(
     with clock.at("plan"):
         plan, because, machine = planner.find(work, files, limits, machine, stores)
     if not (assumed or _is_absent(options, folder)):
-        files = replace(files, copied=why_copied(cfg, plan.dtype, source, stored, stores))
+        why = why_copied(cfg, plan.dtype, source, stored, stores)
+        files = replace(files, copied=f"copied: {why}" if why else "")
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
 

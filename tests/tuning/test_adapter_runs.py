@@ -11,8 +11,10 @@ import torch
 from runs import losses, options, stopped
 from safetensors.torch import load_file
 
+from trireme.engine.amounts import gb
 from trireme.engine.lanes import WRITES
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
+from trireme.engine.planner.lines import disk_line
 from trireme.engine.run import job, train
 from trireme.engine.run.job import prepare
 from trireme.engine.run.main import main
@@ -172,6 +174,18 @@ def test_a_refusal_offers_adapters_that_fit(checkpoint, capsys):
         finetune(box)
     finetune(replace(box, lora=16))
     assert "LoRA, rank 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [("fp32", ""), ("bf16", "(copied: they are F32, and computed with in BF16)")]
+)
+def test_a_copy_of_the_base_is_said_with_its_size(checkpoint, dtype, said):
+    made = prepare(adapters(checkpoint, "copied", dtype=dtype))
+    there = replace(made.forecast, plan=made.plan.changed(range(len(made.plan.units)), base="ssd"))
+    assert there.frozen_on_ssd > 1 << 20
+    line = f"frozen weights {gb(there.frozen_on_ssd)} {said}"
+    assert (line in disk_line(there)) == bool(said)
+    assert there.disk_parts()["frozen"] == there.frozen_on_ssd * bool(said)
 
 
 def test_merged_later_it_is_the_same(checkpoint, whole, capsys):
