@@ -46,6 +46,7 @@ def build(
         raise InputError("plan: a mixture of experts is trained on one GPU: its load is counted over all layers")
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
+    assert len(lanes.devices) == plan.gpus, "lanes for other GPUs than the plan's"
     geo, others = Geometry.of(cfg, plan), lanes.devices[1:]
     memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned, others=others)
     if poison:

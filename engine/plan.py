@@ -33,14 +33,15 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes for a plan. On the CPU both are RAM."""
+    """Bytes for a plan, of each GPU and of RAM. On the CPU all are RAM."""
 
     gpu: int
     host: int
+    gpus: int = 1
 
     @property
     def both(self) -> int:
-        return self.gpu + self.host
+        return self.gpus * self.gpu + self.host
 
     def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
         """Bytes missing, by tier that lacks any."""
@@ -139,6 +140,23 @@ class Plan:
     @cached_property
     def gpus(self) -> int:
         return 1 + max((self.units[u].gpu for u in self.distinct()), default=0)
+
+    def dealt(self, gpus: int, tied: bool) -> Plan:
+        """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
+
+        Each computes while the next waits for what it leaves. Equal units of a GPU stay one object.
+        """
+        head, halves = len(self.units) - 1, 2 if self.halves else 1
+        last = (head - 1) // halves % gpus
+        through: dict[Tier, Tier] = {"gpu": "host", "host": "host", "ssd": "ssd"} if gpus > 1 else {t: t for t in TIERS}
+        made: dict[tuple[int, int], UnitPlan] = {}
+
+        def dealt(u: int, unit: UnitPlan) -> UnitPlan:
+            gpu = last if u == head or (u == 0 and tied) else (u - 1) // halves % gpus if u else 0
+            return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, x=through[unit.x]))
+
+        units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
+        return replace(self, units=units, between="host" if gpus > 1 else self.between)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with this plan's units."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from trireme.engine.amounts import gib
 from trireme.engine.buffers import fits
@@ -52,6 +53,7 @@ def choose(
     `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
     """
     first = simple_plan(cfg, limits, wanted)
+    begun = begun and begun.dealt(wanted.gpus, cfg.tied)
     if first.uses("ssd") and not has_drive(rates):
         raise DoesNotFit(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
@@ -65,7 +67,7 @@ def choose(
         plans = alike
         trials.found.clear()  # `first` may update units elsewhere
         trials.simulate(plans[0])
-    most = max(LEAST, WORK // (trials.geo.n_units * max(FEW, first.n_micro // together(first.n_micro))))
+    most = max(LEAST, WORK // (trials.geo.n_units * max(FEW, first.n_micro // together(first.n_micro, wanted.gpus))))
     _by_floors(trials, limits, plans, most)
     _around_the_best(trials, limits, first.piece, most, updates=begun is None)
     best = trials.best()
@@ -179,16 +181,18 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
     """Seconds of a step that each resource needs if it never waits.
 
     "passes" sums both passes, each as long as its slowest lane. Activations leave in forward and return in backward;
-    updates that wait for the norm run in forward.
+    updates that wait for the norm run in forward. Several GPUs share computation and the bus at best evenly.
     """
     seconds = unit_seconds(geo.cfg, plan, rates, batch)
-    forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward")
-    compute = plan.n_micro * sum(seconds.values())
+    forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward") / plan.gpus
+    compute = plan.n_micro * sum(seconds.values()) / plan.gpus
     moved = Traffic()
     for u in range(geo.n_units):
         _activations(geo, plan, u, moved)
         _weights_and_state(geo, plan, u, moved)
         _base(geo, plan, u, moved)
+    for way, half in product(("h2d", "d2h"), (moved.forward, moved.backward)):
+        half[way] /= plan.gpus
     up, down = lane_seconds(moved.forward, rates), lane_seconds(moved.backward, rates)
     passes = max(forward, *up.values()) + max(compute - forward, down["h2d"], down["d2h"])
     lanes = {lane: up[lane] + down[lane] for lane in up}

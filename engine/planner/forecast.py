@@ -118,13 +118,17 @@ class Forecast:
 
     # ------------------------------------------------ memory and disk
 
-    def memory(self) -> dict[str, dict[Tier, int]]:
-        """Bytes by row and tier."""
+    def memory(self, all_gpus: bool = False) -> dict[str, dict[Tier, int]]:
+        """Bytes by row and tier; of several GPUs the fullest, or `all_gpus`."""
         geo, plan = self.geo, self.plan
+        made, each = buffers(geo, plan), [workspace(geo, plan, gpu) for gpu in range(plan.gpus)]
+        for b in made:
+            each[b.gpu] += b.nbytes * b.count * (b.tier == "gpu")
+        counted = range(plan.gpus) if all_gpus else [each.index(max(each))]
         held = {row: dict.fromkeys(TIERS, 0) for row in ROWS}
-        held["workspace"]["gpu"] = workspace(geo, plan)
-        for b in buffers(geo, plan):
-            held[_row(b.key)][b.tier] += b.nbytes * b.count
+        held["workspace"]["gpu"] = sum(workspace(geo, plan, gpu) for gpu in counted)
+        for b in made:
+            held[_row(b.key)][b.tier] += b.nbytes * b.count * (b.tier != "gpu" or b.gpu in counted)
         for u, unit in enumerate(plan.units):
             held["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
             held["weights"]["ssd"] += geo.base[u].span * (unit.base == "ssd")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trireme.engine.amounts import gib
-from trireme.engine.plan import DoesNotFit, Limits
+from trireme.engine.plan import MOST_GPUS, DoesNotFit, Limits
 from trireme.engine.planner.rates import CODE, RAM_SHARE
 from trireme.models.config import InputError
 from trireme.storage.files import existing
@@ -31,6 +31,32 @@ def choose_device(wanted: str) -> torch.device:
             f"{torch.cuda.get_device_name()} has no bf16, which training on a GPU needs. Add --device cpu."
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_gpus(wanted: str | int, device: torch.device) -> int:
+    """The number of GPUs, `device` the first. On the CPU they are pretended. Raises InputError."""
+    if device.type != "cuda":
+        gpus = 1 if wanted == "all" else int(wanted)
+        if gpus > MOST_GPUS:
+            raise InputError(f"--gpus {gpus}: at most {MOST_GPUS}.")
+        return gpus
+    here = torch.cuda.device_count() - (device.index or 0)
+    gpus = here if wanted == "all" else int(wanted)
+    if gpus > here:
+        raise InputError(f"--gpus {gpus}: torch sees {here}. Lower it, or look at CUDA_VISIBLE_DEVICES.")
+    first, *others = (_model(torch.device("cuda", (device.index or 0) + gpu)) for gpu in range(gpus))
+    for gpu, other in enumerate(others, 1):
+        if other != first:
+            raise InputError(
+                f"--gpus {wanted}: GPU 0 is {first}, GPU {gpu} is {other}; unequal ones round differently. Show equal "
+                "ones alone: CUDA_VISIBLE_DEVICES."
+            )
+    return gpus
+
+
+def _model(device: torch.device) -> str:
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} ({found.multi_processor_count} multiprocessors)"
 
 
 def available_ram() -> int:
@@ -75,26 +101,37 @@ def _meminfo(key: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None) -> Limits:
+def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None, gpus: int = 1) -> Limits:
     """Bytes that the plan may use: given limits, else free memory, less a reserve. Raises InputError, DoesNotFit.
 
-    `gpu_memory` includes the driver's context, `ram` the process. On the CPU the gpu tier is half of RAM; with both
-    given, they are the tiers themselves.
+    `gpu_memory`, of each GPU, includes the driver's context, `ram` the process. On the CPU the gpu tier is half of RAM;
+    with both given, they are the tiers themselves.
     """
     if device.type != "cuda" and gpu_memory is not None:
-        return Limits(gpu_memory, int(available_ram() * RAM_SHARE) if ram is None else ram)
+        return Limits(gpu_memory, int(available_ram() * RAM_SHARE) if ram is None else ram, gpus)
     if device.type != "cuda":
         host = _beside_the_process(ram, TEMPORARIES)
-        return Limits(host // 2, host - host // 2)
-    torch.zeros(1, device=device)  # makes the context
-    free, total = torch.cuda.mem_get_info(device)
-    context = min(total - free, 1 << 30)
-    limit = free if gpu_memory is None else min(free, gpu_memory - context)
+        return Limits(host // 2 // gpus, host - host // 2, gpus)
+    limit, context = min(_free(each, gpu_memory) for each in gpus_from(device, gpus))
     if limit <= GPU_RESERVE:
         raise InputError(
             f"--gpu-memory: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB."
         )
-    return Limits(limit - GPU_RESERVE, _beside_the_process(ram, CODE))
+    return Limits(limit - GPU_RESERVE, _beside_the_process(ram, CODE), gpus)
+
+
+def gpus_from(device: torch.device, gpus: int) -> list[torch.device]:
+    """`device` and those behind it; pretended ones are one."""
+    more = range(1, gpus) if device.type == "cuda" else ()
+    return [device, *(torch.device("cuda", (device.index or 0) + gpu) for gpu in more)]
+
+
+def _free(device: torch.device, gpu_memory: int | None) -> tuple[int, int]:
+    """(usable bytes of a GPU, those of the driver's context)"""
+    torch.zeros(1, device=device)  # makes the context
+    free, total = torch.cuda.mem_get_info(device)
+    context = min(total - free, 1 << 30)
+    return free if gpu_memory is None else min(free, gpu_memory - context), context
 
 
 def _beside_the_process(ram: int | None, later: int) -> int:
@@ -115,14 +152,15 @@ def resident() -> int:
 
 def hold_to(limits: Limits, device: torch.device) -> None:
     """Has torch refuse more CUDA memory than the limit and its reserve."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.gpu + GPU_RESERVE) / total), device)
+    for each in gpus_from(device, limits.gpus) if device.type == "cuda" else ():
+        total = torch.cuda.get_device_properties(each).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.gpu + GPU_RESERVE) / total), each)
 
 
-def memory_in_use(device: torch.device) -> tuple[float, float]:
-    """Peak GiB of GPU allocator and resident RAM."""
-    gpu = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+def memory_in_use(device: torch.device, gpus: int = 1) -> tuple[float, float]:
+    """Peak GiB of the fullest GPU's allocator and resident RAM."""
+    cuda = device.type == "cuda"
+    gpu = max(map(torch.cuda.max_memory_reserved, gpus_from(device, gpus))) if cuda else 0
     return gpu / 2**30, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

@@ -24,9 +24,9 @@ LONG = 5  # seconds of a start worth a line
 
 
 def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
-    """The table of what each memory holds, and its limit. On a CPU the gpu tier is RAM."""
-    names = MEMORIES if on_gpu else {**MEMORIES, "gpu": "RAM"}
-    held, need = f.memory(), usage(f.geo, f.plan)
+    """The table of what each memory holds, and its limit; of several GPUs the fullest. On a CPU the gpu tier is RAM."""
+    gpus, held = f.plan.gpus, f.memory(all_gpus=not on_gpu)
+    names: dict[Tier, str] = {**MEMORIES, "gpu": ("each GPU" if gpus > 1 else "GPU") if on_gpu else "RAM"}
 
     def row(name: str, tiers: Mapping[Tier, int]) -> str:
         columns = dict.fromkeys((names[tier] for tier in tiers), 0)
@@ -35,10 +35,11 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
         return f"           {name:16}{''.join(map(cell, columns.values()))}"
 
     lines = [f"plan     {'':18}{''.join(f'{name:>10}' for name in dict.fromkeys(names.values()))}"]
-    lines += [row(name, tiers) + _decisions(f.plan, name, names) for name, tiers in held.items()]
-    on_ssd = sum(tiers["ssd"] for tiers in held.values())
-    lines.append(row("total", {"gpu": need["gpu"], "host": need["host"], "ssd": on_ssd}))
-    return [*lines, row("limit", {"gpu": f.limits.gpu, "host": f.limits.host})]
+    lines += [
+        row(name, tiers) + _decisions(f.plan, name, MEMORIES if on_gpu else names) for name, tiers in held.items()
+    ]
+    lines.append(row("total", {tier: sum(tiers[tier] for tiers in held.values()) for tier in MEMORIES}))
+    return [*lines, row("limit", {"gpu": f.limits.gpu * (1 if on_gpu else gpus), "host": f.limits.host})]
 
 
 def cell(nbytes: int) -> str:
@@ -55,6 +56,7 @@ def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
     if row == "weights":
         homes = _counted((u.weights for u in plan.units), names)
         way = f"{plan.ahead + 1} {units} on their way" if plan.ahead else f"1 {units[:-1]} on its way"
+        way += f" to each of {plan.gpus} GPUs" if plan.gpus > 1 else ""
         return f"   homes of {n} units: {homes}; {way}"
     if row == "optimizer state":
         updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)

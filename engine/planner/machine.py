@@ -28,7 +28,7 @@ def this_machine(device: torch.device, dtype: str, limits: Limits, folders: Sequ
     room, worn = sum(disk.free for disk in disks), ENDURANCE * sum(disk.total for disk in disks)
     rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
-    return Machine(name, limits.gpu, limits.host, rates, room, worn, drives, how)
+    return Machine(name, limits.gpu, limits.host, rates, room, worn, drives, how, limits.gpus)
 
 
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:

@@ -107,19 +107,22 @@ class Machine:
     endurance: float = 0.0  # bytes of warranted writes
     drives: str = "no SSD"
     how: str = ""  # the rates are known
+    gpus: int = 1
 
     @property
     def limits(self) -> Limits:
         """Usable bytes, like host.memory_limits."""
-        return Limits(self.gpu - GPU_OVERHEAD, int(self.ram * RAM_SHARE))
+        return Limits(self.gpu - GPU_OVERHEAD, int(self.ram * RAM_SHARE), self.gpus)
 
     def describe(self, on_gpu: bool = True) -> str:
         """Its parts and their speeds. Without a GPU both tiers are RAM, and there is no bus."""
         r = self.rates
-        memory = f", {gib(self.gpu, 0)} | RAM {gib(self.ram, 0)}" if on_gpu else f" | RAM {gib(self.gpu + self.ram, 0)}"
+        whole = f" | RAM {gib(self.gpus * self.gpu + self.ram, 0)}"
+        memory = f", {gib(self.gpu, 0)} | RAM {gib(self.ram, 0)}" if on_gpu else whole
         bus = f"bus {r.h2d / GB:.0f} GB/s | " if on_gpu else ""
+        several = f"{self.gpus} x " if on_gpu else f"{self.gpus} pretended GPUs on "
         return (
-            f"{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
+            f"{several * (self.gpus > 1)}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
             f"CPU AdamW {r.adam / GB:.1f} G parameters/s{f' ({self.how})' * bool(self.how)}"
         )
 

@@ -43,12 +43,14 @@ class Wanted:
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
     trained: float = 1.0  # share of tokens with a label
+    gpus: int = 1
 
     @classmethod
     def like(cls, plan: Plan, document: int, trained: float) -> Wanted:
         """The same step and records, for a GPU."""
         sizes = ((plan.tokens, plan.n_micro),)
-        return cls(sizes, plan.dtype, plan.mode, plan.record, plan.adam_bits, document=document, trained=trained)
+        same = plan.dtype, plan.mode, plan.record, plan.adam_bits
+        return cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus)
 
     @property
     def free(self) -> bool:
@@ -129,14 +131,14 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     half = geo.half_piece()
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     gradients: tuple[Waiting, ...] = ("host", "ssd") if state == "ssd" and wanted.mode != "backward" else ("host",)
-    betweens: tuple[Between, ...] = ("gpu", "host")
+    betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 else ("host",)
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
             base = weights if frozen else "gpu"
             # Adapters and their state are small; their base is not.
             low = UnitPlan("host", "host", x=x, base=base) if small else UnitPlan(weights, state, x=x, base=base)
-            yield Plan(
+            plan = Plan(
                 units=(low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),),
                 tokens=tokens,
                 n_micro=n_micro,
@@ -152,6 +154,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 gradients=waiting,
                 halves=geo.cfg.halves,
             )
+            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied)
 
 
 def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:

@@ -84,7 +84,7 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
     known = unit_seconds(f.cfg, f.plan, f.machine.rates, batch)
     forward = sum(seconds for (kind, _), seconds in known.items() if kind == "forward")
     loss = LOSS_FORWARD * sum(seconds for (kind, _), seconds in known.items() if kind == "loss")
-    group = max(batch.n_micro * (forward + loss), *_streamed(f).values())
+    group = max(batch.n_micro * (forward + loss) / f.plan.gpus, *_streamed(f).values())
     return sequences / work.sequences * group
 
 
@@ -99,7 +99,7 @@ def _streamed(f: Forecast) -> dict[str, float]:
     """Seconds to bring all weights once."""
     up = sum(nbytes for tier, nbytes in _homes(f) if tier != "gpu")
     read = sum(nbytes for tier, nbytes in _homes(f) if tier == "ssd")
-    return {"h2d": up / f.machine.rates.h2d, "ssd": read / _read(f)}
+    return {"h2d": up / f.machine.rates.h2d / f.plan.gpus, "ssd": read / _read(f)}
 
 
 def _homes(f: Forecast) -> Iterator[tuple[Tier, int]]:

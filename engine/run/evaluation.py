@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trireme.engine.buffers import workspace
-from trireme.engine.build import inputs
+from trireme.engine.build import inputs_on
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.lanes import numbered
@@ -121,10 +121,11 @@ class Evaluation:
     def __init__(self, live: Live, stop: Stop):
         self.live, self.stop = live, stop
         self.ended = time.monotonic()  # of the last one
-        self.tables = rope_tables(live.job.cfg, live.job.seq_len, live.job.device)
+        job = live.job
+        self.places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in live.lanes.devices]
 
     def inputs(self, mb: MicroBatch, load: Load | None = None) -> Inputs:
-        return inputs(self.live.job.cfg, mb, self.tables, self.live.job.device, load)
+        return inputs_on(self.live.job.cfg, mb, self.places, load)
 
     @property
     def is_enough(self) -> bool:

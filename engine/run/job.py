@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trireme.engine.amounts import gib
+from trireme.engine.amounts import count, gib
 from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
@@ -23,7 +23,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.host import choose_device, drive_of, memory_limits
+from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, memory_limits
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.planner.sizes import find_model
@@ -154,6 +154,7 @@ def prepare(
             source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
     with clock.at("probe"):
         device, limits, assumed = place(options)
+    check_gpus(cfg, limits.gpus)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned, clock)
     with clock.at("plan"):
         planner.refuse_early()
@@ -185,7 +186,16 @@ def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
         machine, limits = _assumed(options, options.assume)
         return torch.device("cuda"), limits, machine
     device = choose_device(options.device)
-    return device, memory_limits(device, options.gpu_memory, options.ram), None
+    gpus = choose_gpus(options.gpus, device)
+    return device, memory_limits(device, options.gpu_memory, options.ram, gpus), None
+
+
+def check_gpus(cfg: ModelConfig, gpus: int) -> None:
+    """Raises InputError where the model cannot be dealt to so many."""
+    if gpus > cfg.n_layers:
+        raise InputError(f"--gpus {gpus}: the model has {count(cfg.n_layers, 'block')}, a GPU computes one at least.")
+    if gpus > 1 and cfg.experts is not None:
+        raise InputError(f"--gpus {gpus}: a mixture of experts is trained on one GPU.")
 
 
 def what_is_trained(options: Options) -> ModelConfig:
@@ -247,7 +257,9 @@ def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
     if not options.dry_run:
         raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
     made = assume(machine)
-    made = replace(made, gpu=options.gpu_memory or made.gpu)
+    if options.gpus == "all":
+        raise InputError("--gpus all: how many does the assumed machine have? Say --gpus N.")
+    made = replace(made, gpu=options.gpu_memory or made.gpu, gpus=int(options.gpus))
     limits = replace(made.limits, host=options.ram or made.limits.host)
     if limits.gpu <= 0:
         taken = gib(made.gpu - limits.gpu)

@@ -126,7 +126,7 @@ class Live:
             self.progress.eval_rows = job.eval_rows
         since = Mark(*snapshot["log"]) if snapshot else None
         self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers)
-        self.lanes = RealLanes(job.device)
+        self.lanes = RealLanes(job.device, gpus=job.plan.gpus)
         self.clock, self.promised = clock or Clock(), dict[Part, float]()
         self._engine: Engine | None = None
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit

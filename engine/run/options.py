@@ -307,7 +307,17 @@ class Options:
         "auto",
         choices=("auto", "bf16", "fp32"),
     )
-    gpu_memory: int | None = _option(PLACEMENT, "hard limit, as 24GiB [what is free]", parse=size, metavar="SIZE")
+    gpus: str | int = _option(
+        PLACEMENT,
+        "equal GPUs that share the blocks, or all; a CPU pretends",
+        1,
+        parse=either(one_of("all"), whole, expected="all, or a whole number of at least 1"),
+        metavar="N",
+        also="num-gpus",
+    )
+    gpu_memory: int | None = _option(
+        PLACEMENT, "hard limit of each GPU, as 24GiB [what is free]", parse=size, metavar="SIZE"
+    )
     ram: int | None = _option(PLACEMENT, "hard limit [85 % of what this process may use]", parse=size, metavar="SIZE")
     optimizer_mode: str = _option(
         PLACEMENT,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.engine.amounts import rounded_up
+from trireme.engine.amounts import count, rounded_up
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
@@ -175,7 +175,9 @@ def misfit(plan: Plan, cfg: ModelConfig) -> str:
     return ""
 
 
-def given_plan(options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned | None, on_cuda: bool) -> Plan | None:
+def given_plan(
+    options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned | None, on_cuda: bool, gpus: int = 1
+) -> Plan | None:
     """The plan of --plan. Raises InputError where it does not suit model, run or device."""
     if not options.plan:
         return None
@@ -186,8 +188,10 @@ def given_plan(options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned 
         raise InputError(f"{options.plan}: the plan is for another --seq-len")
     if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
         raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
-    if plan.gpus > 1:
-        raise InputError(f"{options.plan}: the plan deals its units to {plan.gpus} GPUs. Runs use one: set gpu to 0.")
+    if plan.gpus != gpus:
+        raise InputError(
+            f"{options.plan}: the plan deals its units to {count(plan.gpus, 'GPU')}. Say --gpus {plan.gpus}."
+        )
     if on_cuda and not plan.runs_on_cuda:
         raise InputError(
             f"{options.plan}: no CUDA kernel updates {plan.adam_bits}-bit moments. Give every unit a state in host or "
@@ -241,7 +245,7 @@ class Planner:
 
     @cached_property
     def given(self) -> Plan | None:
-        return given_plan(self.options, self.cfg, self.seq_len, self.pinned, self.on_cuda)
+        return given_plan(self.options, self.cfg, self.seq_len, self.pinned, self.on_cuda, self.limits.gpus)
 
     @property
     def dtype(self) -> str:
@@ -283,7 +287,7 @@ class Planner:
                 return self.limits
             spare = room - need.both
             if spare >= 0:
-                return Limits(need.gpu + spare // 2, need.host + spare - spare // 2)
+                return replace(need, gpu=need.gpu + spare // 2 // need.gpus, host=need.host + spare - spare // 2)
             refused.append(need)
         raise DoesNotFit(self._refusal(min(refused, key=lambda need: need.both), wanted))
 
@@ -307,7 +311,7 @@ class Planner:
         try:
             simple_plan(self.cfg, self.limits, wanted)
         except DoesNotFit as error:
-            return Limits(**error.need)
+            return replace(self.limits, **error.need)
         return None
 
     def find(self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]) -> Settled:
@@ -332,22 +336,25 @@ class Planner:
 
     def wanted(self, sequences: int) -> Wanted:
         """Raises InputError."""
-        o, pinned = self.options, self.pinned
+        o, pinned, gpus = self.options, self.pinned, self.limits.gpus
         auto: Mode = "forward" if o.max_grad_norm else "backward"
         mode = next((mode for mode in MODES if mode == o.optimizer_mode), auto)
         if mode == "backward" and o.max_grad_norm:
             raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
         if pinned:
             size, bits, halves = (pinned.tokens, pinned.n_micro), pinned.adam_bits, pinned.halves
-            return Wanted((size,), self.dtype, mode, pinned.record, bits, halves=halves, on_cuda=self.on_cuda)
+            same = self.dtype, mode, pinned.record, bits
+            return Wanted((size,), *same, halves=halves, on_cuda=self.on_cuda, gpus=gpus)
         most = max(1, MICRO_TOKENS[self.on_cuda] // self.seq_len)
+        if gpus > 1:
+            most = max(1, min(most, sequences // gpus))  # fewer micro-batches would leave GPUs idle
         if isinstance(o.micro_batch, int):
             rows = [min(sequences, o.micro_batch)]
         else:
             rows = sorted({min(sequences, most >> k) for k in range(20) if most >> k}, reverse=True)
         sizes = tuple((r * self.seq_len, math.ceil(sequences / r)) for r in rows)
         record = record_size(shapes.parameters(self.cfg), self.limits.host)
-        return Wanted(sizes, self.dtype, mode, record, o.adam_bits, on_cuda=self.on_cuda)
+        return Wanted(sizes, self.dtype, mode, record, o.adam_bits, on_cuda=self.on_cuda, gpus=gpus)
 
 
 def record_size(parameters: int, ram: int) -> int:

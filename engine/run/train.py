@@ -172,7 +172,8 @@ class Run:
         self.first = live.progress.step  # this process's first step
         self.stop.begins(self.first)
         self.saved = self.exported = time.monotonic()
-        self.peak = live.job.machine.rates.matmul  # FLOPs a second, for mfu
+        gpus = live.job.plan.gpus if live.job.device.type == "cuda" else 1
+        self.peak = gpus * live.job.machine.rates.matmul  # FLOPs a second, for mfu
         self.bound: str | None = None  # busiest lane of the last traced step
         self.moved = live.lanes.moved.copy()  # bytes by lane at the last step's end
         self.first_s = 0.0  # seconds of the first step
@@ -227,7 +228,7 @@ class Run:
         live, job = self.live, self.live.job
         tokens, trained = sum(mb.tokens for mb in micro), sum(mb.trained for mb in micro)
         flops = sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in micro)
-        gpu, ram = memory_in_use(job.device)
+        gpu, ram = memory_in_use(job.device, job.limits.gpus)
         read = sum(live.lanes.moved[lane] - self.moved[lane] for lane in READS)
         self.moved = live.lanes.moved.copy()
         record = {

@@ -6,10 +6,10 @@ import sys
 import threading
 
 import pytest
-from engines import LIMITS, LLAMA, batches, gpu_plan, make
+from engines import LIMITS, LLAMA, batches, gpu_plan, make, relayed
 
-from trireme.engine.build import build, inputs
-from trireme.engine.lanes import LANES, RealLanes, busy, write_perfetto
+from trireme.engine.build import build, inputs_on
+from trireme.engine.lanes import LANES, RealLanes, busy, kind_of, lanes_of, write_perfetto
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
@@ -84,7 +84,7 @@ def test_the_interpreter_switches_threads_as_before_once_lanes_are_closed():
     assert sys.getswitchinterval() == before
 
 
-@pytest.mark.parametrize("lane", [lane for lane in LANES if lane != "update"])
+@pytest.mark.parametrize("lane", [lane for lane in lanes_of(2) if kind_of(lane) != "update"])
 def test_an_error_in_any_lane_ends_the_step_with_that_error(lane):
     class Failing(RealLanes):
         count = 0
@@ -97,13 +97,14 @@ def test_an_error_in_any_lane_ends_the_step_with_that_error(lane):
         def broken(self):
             raise OSError(5, "Input/output error", lane)
 
-    failing = Failing(extra=("poison",))
     plan = gpu_plan(LLAMA, units=(ALL_SSD,) * 5, record=768)
+    plan = plan if lane in LANES else relayed(plan, (0, 1))
+    failing = Failing(extra=("poison",), gpus=plan.gpus)
     e = make(LLAMA, plan, failing)
     tables = rope_tables(LLAMA, 64, "cpu")
     with pytest.raises(OSError, match="Input/output error"):
         for i, step in enumerate(batches(LLAMA, 3, 2, 24), 1):
-            train_step(e, [inputs(LLAMA, mb, tables, e.memory.device) for mb in step], i, 1e-3)
+            train_step(e, [inputs_on(LLAMA, mb, [(tables, "cpu")] * plan.gpus) for mb in step], i, 1e-3)
         e.optimizer.flush()
         failing.drain()
     failing.close()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from trireme.engine.plan import Limits
 from trireme.engine.planner import host, probe
 from trireme.engine.planner.machine import this_machine, with_drives
 from trireme.engine.planner.rates import ENDURANCE, Machine, rates_of
+from trireme.models.config import InputError
 
 CPU = torch.device("cpu")
 RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "mixed": 0.8}
@@ -180,3 +182,35 @@ def test_a_drive_that_cannot_be_tried_stays_a_usual_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(probe, "drive_rates", fail)
     assert with_drives(known(), [str(tmp_path)]) == known()
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Three GPUs, the last another one."""
+    names = ("A100", "A100", "H100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    found = lambda device: SimpleNamespace(name=names[device.index], multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found)
+    return torch.device("cuda", 0)
+
+
+def test_unequal_gpus_are_refused_by_name(cards):
+    assert host.choose_gpus(2, cards) == 2
+    for wanted in ("all", 3):
+        with pytest.raises(InputError, match=r"GPU 0 is A100 \(108 .*GPU 2 is H100 \(108"):
+            host.choose_gpus(wanted, cards)
+    assert host.choose_gpus("all", torch.device("cuda", 2)) == 1
+
+
+def test_more_gpus_than_there_are_are_refused(cards):
+    with pytest.raises(InputError, match="--gpus 4: torch sees 3"):
+        host.choose_gpus(4, cards)
+
+
+def test_a_cpu_pretends_any_number_of_gpus():
+    assert [host.choose_gpus(wanted, CPU) for wanted in (1, 3, "all")] == [1, 3, 1]
+    with pytest.raises(InputError, match="at most 64"):
+        host.choose_gpus(65, CPU)
+    one, four = (host.memory_limits(CPU, None, 8 << 30, gpus) for gpus in (1, 4))
+    assert four.both == pytest.approx(one.both, abs=128 << 20)
+    assert four.gpu == pytest.approx(one.gpu / 4, abs=128 << 20)

@@ -171,6 +171,15 @@ REQUESTS = {
     "no run to resume": (["--resume", "none"], 2, ["--resume none"]),
     "a tracker that is not known": (["--log", "mlflow"], 2, ["mlflow"]),
     "too little memory": (["--ram", "1MiB", "--gpu-memory", "1MiB"], 3, ["--gpu-memory by", "and --ram by"]),
+    "more GPUs than blocks": (["--gpus", "5"], 2, ["--gpus 5", "4 blocks"]),
+    "GPUs beyond number": (["--gpus", "1000"], 2, ["--gpus 1000", "at most 64"]),
+    "GPUs of none": (["--gpus", "0"], 2, ["--gpus", "all, or a whole number of at least 1"]),
+    "all GPUs of no machine": (
+        ["--dry-run", "--assume", "gpu=rtx4090,ram=64GiB", "--gpus", "all"],
+        2,
+        ["--gpus all", "Say --gpus N"],
+    ),
+    "GPUs by name": (["--gpus", "h200"], 2, ["--gpus", "all, or a whole number"]),
     "too little RAM": (["--ram", "1MiB"], 3, ["--ram by", "to compute in"]),
     "store in a file": (["--store", "stories.txt"], 4, ["stories.txt"]),
 }

@@ -1,0 +1,88 @@
+"""Units dealt to GPUs, how long their steps take, and what the planner makes of several."""
+
+from dataclasses import replace
+
+import pytest
+from engines import LIMITS, LLAMA, gpu_plan
+from plans import H200, SEVEN_B, SMALL, plan
+
+from trireme.engine.buffers import fits
+from trireme.engine.build import build
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import Limits, UnitPlan
+from trireme.engine.planner.choose import choose
+from trireme.engine.planner.predict import Batch, predict
+from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.step import Inputs, train_step
+
+MIB = 1 << 20
+
+
+def deal(cfg, plan, gpus):
+    return plan.dealt(gpus, cfg.tied)
+
+
+DEEP = replace(LLAMA, n_layers=8)
+
+
+def test_blocks_are_dealt_in_turn():
+    of = lambda made: [unit.gpu for unit in made.units]
+    assert of(deal(DEEP, gpu_plan(DEEP), 3)) == [0, 0, 1, 2, 0, 1, 2, 0, 1, 2]
+    assert of(deal(replace(DEEP, tied=True), gpu_plan(DEEP), 3)) == [2, 0, 1, 2, 0, 1, 2, 0, 1, 2]
+    halves = deal(replace(DEEP, halves=True), gpu_plan(DEEP, halves=True), 2)
+    assert of(halves) == [0, *(0, 0, 1, 1) * 4, 0]
+    again = deal(DEEP, deal(DEEP, gpu_plan(DEEP), 3), 1)
+    assert of(again) == [0] * 10
+
+
+def test_equal_units_of_a_gpu_stay_one_object():
+    made = deal(DEEP, gpu_plan(DEEP), 3)
+    assert len(list(made.distinct())) == 3
+    assert len(list(deal(DEEP, made, 2).distinct())) <= 6
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("n_micro", [4, 8])
+def test_equal_blocks_take_the_time_of_a_filled_and_drained_relay(gpus, n_micro):
+    """L M / N slots each way, and N - 1 more for the first and the last to come through."""
+    seconds = {"forward": 1.0, "backward": 3.0}
+    of_a_block = lambda task: seconds.get(task.kind, 0.0) if task.of.startswith("block") else 0.0
+    made = deal(DEEP, gpu_plan(DEEP, n_micro=n_micro, units=(UnitPlan(x="host"),) * 10, window=4), gpus)
+    lanes = SimulatedLanes(of_a_block, H200, gpus)
+    e = build(DEEP, made, LIMITS, lanes)
+    for step in (1, 2):
+        lanes.begin()
+        train_step(e, [Inputs(24, 20, 300)] * n_micro, step, 0.0)
+        taken = lanes.time()
+    slots = 8 * n_micro / gpus + gpus - 1
+    assert taken == pytest.approx(4.0 * slots, rel=0.01)
+
+
+def test_two_gpus_are_nearly_twice_as_fast():
+    one = plan(SEVEN_B, UnitPlan("host", "host", x="host"), tokens=8192, n_micro=4, between="host", window=3)
+    rates, seconds = replace(H200, host=1.3e-5), {}
+    for gpus in (1, 2, 4):
+        batch = Batch(8192, 2048, 4 * gpus)
+        found = predict(SEVEN_B, deal(SEVEN_B, replace(one, n_micro=4 * gpus), gpus), rates, batch, roughly=True)
+        seconds[gpus] = found.step_s
+        assert found.busy["compute"] < found.step_s
+    assert seconds[2] < 2 / 1.8 * seconds[1]
+    assert seconds[2] > seconds[1]  # each has as many tokens
+
+
+def test_the_planner_deals_and_fills_each_gpu():
+    limits = Limits(160 * MIB, 2000 * MIB, 2)
+    wanted = Wanted(((512, 4), (256, 8)), document=256, gpus=2)
+    first = simple_plan(SMALL, limits, wanted)
+    choice = choose(SMALL, limits, H200, wanted)
+    for made in (first, choice.plan):
+        assert made.gpus == 2
+        assert made.between == "host"
+        assert fits(Geometry.of(SMALL, made), made, limits)
+    assert choice.found.step_s * (1 + 1e-9) >= max(choice.found.busy.values())
+    begun = choose(SMALL, replace(limits, gpus=1), H200, replace(wanted, gpus=1), begun=choice.plan).plan
+    assert begun.gpus == 1
+    assert [u.state == "gpu" or u.update == "gpu" for u in begun.units] == [
+        u.state == "gpu" or u.update == "gpu" for u in choice.plan.units
+    ]
