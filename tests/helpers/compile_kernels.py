@@ -142,9 +142,6 @@ def other_calls():
         for exact in (False, True):
             gelu.gelu_bias_bwd(gelu.gelu_bias_fwd(h, bias, exact), h, bias, bias, exact)
         gelu.bias_bwd_(bias, h)
-    heads, lse, sink = torch.zeros(N, 64, 64, dtype=BF16), torch.zeros(64, N), torch.zeros(64, dtype=BF16)
-    sinks.sinks_fwd_(heads, lse, sink)
-    sinks.sinks_bwd_(sink, heads, heads, lse, sink)
     ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=BF16)
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)
@@ -176,12 +173,6 @@ def experts_call(E, k, D, I, in_out=False):
         out, lse, scores = torch.zeros(N, 64, 64, dtype=BF16), torch.zeros(64, N), torch.zeros(64, dtype=BF16)
         sinks.sinks_fwd_(out, lse, scores)
         sinks.sinks_bwd_(torch.zeros(64), out, out, lse, scores)
-    if in_out:  # gpt-oss: biases, a clamped SwiGLU over interleaved halves
-        products.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=BF16))
-        ones = torch.ones(P, 1, dtype=BF16)
-        products.grouped_add_(torch.zeros(E, 1, 2 * I), ones, d_gate_up, found)
-        rows.clamped_swiglu_fwd(d_gate_up, 7.0)
-        rows.routed_swiglu_bwd(act, d_gate_up, torch.zeros(N, k), found, 7.0)
 
 
 def routing_calls():
