@@ -76,6 +76,7 @@ class Family:
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
     mxfp4: bool = False  # experts may be packed so
+    rope_said: bool = False  # config.json must describe rope: the default of transformers is no plain one
     parallel: bool = False  # reads use_parallel_residual
     by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
 
@@ -133,6 +134,7 @@ FAMILIES = {
         names=names.FUSED, kv_heads=8, head_dim=64, max_positions=131072, eps=1e-5, theta=150000.0, windows="pattern",
         window=128, period=2, qkv_bias=("attention_bias", True), o_bias=("attention_bias", True),
         experts=ExpertKeys(128, 4, 2880, "intermediate_size", renormalise=True, limit=7.0, bias=True), mxfp4=True,
+        rope_said=True,
     ),
     "olmoe": Family(
         "OLMoE",

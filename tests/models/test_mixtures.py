@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import CASES, LLAMA, MIXTURE, Tiny, oracle, own_name, relative, shifted_labels
+from tiny import CASES, LLAMA, MIXTURE, OSS, YARN, Tiny, oracle, own_name, relative, shifted_labels
 
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, parse_config
@@ -64,10 +64,20 @@ def test_what_is_not_supported_is_named(keys, words):
         parse_config(dict(model_type="qwen3_moe") | MIXTURE | keys)
 
 
+def test_the_rope_of_gpt_oss_must_be_said():
+    """transformers would take YaRN."""
+    with pytest.raises(InputError, match='"rope_parameters" is null, expected an object'):
+        parse_config(
+            {key: value for key, value in OSS.items() if key != "rope_parameters"} | dict(model_type="gpt_oss")
+        )
+
+
 def test_the_names_and_parameters_of_gpt_oss():
     """As published: 20.9 B and 116.8 B."""
     for layers, experts, expected in ((24, 32, 20_914_757_184), (36, 128, 116_829_156_672)):
-        keys = dict(vocab_size=201088, hidden_size=2880, num_hidden_layers=layers, num_attention_heads=64)
+        keys = dict(
+            rope_scaling=YARN, vocab_size=201088, hidden_size=2880, num_hidden_layers=layers, num_attention_heads=64
+        )
         cfg = parse_config(keys | dict(model_type="gpt_oss", intermediate_size=2880, num_local_experts=experts))
         names = shapes.stored_tensors(cfg)
         assert hf.sources(cfg, names) == {name: name for name in names}

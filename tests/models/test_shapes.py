@@ -57,7 +57,8 @@ DIALECTS = {
     "olmo2": SMALL | dict(model_type="olmo2"),
     "qwen2 moe": MIXTURE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=160),
     "mixtral": MIXTURE | dict(model_type="mixtral"),
-    "gpt oss": MIXTURE | dict(model_type="gpt_oss", intermediate_size=48),
+    "gpt oss": MIXTURE
+    | dict(model_type="gpt_oss", intermediate_size=48, rope_parameters=dict(rope_type="default", rope_theta=1e4)),
     "olmoe": MIXTURE | dict(model_type="olmoe", num_key_value_heads=4, head_dim=16),
     "gpt_neox": SMALL | dict(model_type="gpt_neox"),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
