@@ -18,6 +18,17 @@ from trireme.kernels.experts.reference import Order
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 
+TOGETHER = tl.constexpr(8)  # rows of tiles that go through all columns: what they share stays in L2
+
+
+@triton.jit
+def _place_of(i, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(row, column) of tile i of ROWS x COLUMNS."""
+    first = i // (TOGETHER * COLUMNS) * TOGETHER
+    rows = tl.minimum(ROWS - first, TOGETHER)
+    i %= TOGETHER * COLUMNS
+    return first + i % rows, i // rows
+
 
 @triton.jit
 def _find_tile(p_starts, i_tile, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
@@ -62,13 +73,13 @@ def _grouped_mm(
     BLOCK_E: tl.constexpr,
 ):
     await_previous()
-    COLUMNS: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
-    i_e, first, stop = _find_tile(p_starts, tl.program_id(0) // COLUMNS, E, BLOCK_E, ROWS)
+    i_tile, i_b = _place_of(tl.program_id(0), 1 << 30, (B + BLOCK_B - 1) // BLOCK_B)
+    i_e, first, stop = _find_tile(p_starts, i_tile, E, BLOCK_E, ROWS)
     if i_e >= E:
         return
     o_row = first + tl.arange(0, ROWS)
     o_a = tl.arange(0, BLOCK_A)
-    o_b = tl.program_id(0) % COLUMNS * BLOCK_B + tl.arange(0, BLOCK_B)
+    o_b = i_b * BLOCK_B + tl.arange(0, BLOCK_B)
     m_row, m_b = (o_row < stop)[:, None], (o_b < B)[None, :]
     p_x += _find_rows(p_pair, o_row, o_row < stop, CHOSEN)[:, None] * A + o_a[None, :]
     p_w += i_e.to(tl.int64) * A * B + o_a[:, None] * w_a + o_b[None, :] * w_b
@@ -105,15 +116,16 @@ def _grouped_add(
     BLOCK_B: tl.constexpr,
 ):
     await_previous()
-    ACROSS: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
-    TILES: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A * ACROSS
-    i_e, i_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    TILES_A: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
+    TILES_B: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
+    i_e = tl.program_id(0) // (TILES_A * TILES_B)
+    i_a, i_b = _place_of(tl.program_id(0) % (TILES_A * TILES_B), TILES_A, TILES_B)
     start, stop = tl.load(p_starts + i_e), tl.load(p_starts + i_e + 1)
     if start == stop:
         return
     o_r = tl.arange(0, ROWS)
-    o_a = i_tile // ACROSS * BLOCK_A + tl.arange(0, BLOCK_A)
-    o_b = i_tile % ACROSS * BLOCK_B + tl.arange(0, BLOCK_B)
+    o_a = i_a * BLOCK_A + tl.arange(0, BLOCK_A)
+    o_b = i_b * BLOCK_B + tl.arange(0, BLOCK_B)
     m_a, m_b = (o_a < A)[None, :], (o_b < B)[None, :]
     b_sum = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
     for i_row in range(start, stop, ROWS):
@@ -144,7 +156,7 @@ def grouped_mm(
     assert y.shape == (P, B)
     assert y.is_contiguous()
     t = launch.grouped_mm(x.device, x.dtype)
-    tiles = P // t.rows + min(E, P)  # no sizes of groups need more
+    tiles = cdiv(P // t.rows + min(E, P), TOGETHER.value) * TOGETHER.value  # no sizes of groups need more
     _grouped_mm[(tiles * cdiv(B, t.b),)](
         x, w, y, order.pair, order.starts, bias, E, A, B, *w.stride()[1:], k, t.rows, t.a, t.b, power2(E),
         num_warps=t.warps, num_stages=t.stages,
