@@ -212,7 +212,7 @@ def test_where_it_may_not(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("nowhere")
     before = tree(tmp_path)
     assert "is the checkpoint itself" in refused(full, full)
-    assert "is not empty (1 entries). Name another folder" in refused(full)
+    assert "is not empty (1 entry). Name another folder" in refused(full)
     assert f"holds a run. Go on with it: --resume {run}" in refused(run)
     (run / "model.safetensors").write_text("")
     assert f"holds a run and its checkpoint. Go on with it: --resume {run}; if it is finished" in refused(run)
