@@ -29,6 +29,8 @@ def positions_of(keys: Keys, family: Family, head_dim: int, positions: int, laye
     """Fields of ModelConfig."""
     if not family.rotary:
         return {}
+    if family.rope_said and not (keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")):
+        raise keys.error("rope_parameters", "an object")
     window, first, full = sliding_window(keys, family, layers)
     rope, local = parse_ropes(keys, family, head_dim, positions)
     if rope.width and not family.partial:
