@@ -32,6 +32,7 @@ MAY_IMPORT = {  # beside files of the same room
     "engine/run": ALL,
     "engine/tuning": BELOW | {"engine"},
     "scripts": {"engine/run"},
+    "scripts/command": {"engine/run"},
     "scripts/bench": ALL,
     "scripts/dev": ALL,
 }
@@ -167,7 +168,7 @@ def wheel(tmp_path_factory) -> Path:
         pytest.skip("this environment has no pip")
     work = tmp_path_factory.mktemp("wheel")
     copy = work / "source"
-    for room in ROOMS:
+    for room in (*ROOMS, "scripts/command"):
         (copy / room).mkdir(parents=True)
         for path in (ROOT / room).iterdir():
             if path.is_file():
@@ -186,7 +187,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_has_every_file(wheel):
     packed = {name.removeprefix("trireme/") for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
     on_disk = {p for room in ROOMS for p in (ROOT / room).iterdir() if p.suffix in (".py", ".cpp", ".typed")}
-    assert packed == {p.relative_to(ROOT).as_posix() for p in on_disk}
+    assert packed == {p.relative_to(ROOT).as_posix() for p in on_disk} | {"__main__.py"}
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +232,11 @@ def test_the_wheel_has_the_command(site, tmp_path):
     assert Path(said.splitlines()[0]).is_relative_to(site)
     assert "Dry run: nothing written." in said
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_wheel_runs_as_a_module(site, tmp_path):
+    code = "import runpy, sys; sys.argv[1:] = ['--version']; runpy.run_module('trireme', run_name='__main__')"
+    assert re.fullmatch(r"trireme \d+\.\d+\S*\n", from_wheel(site, tmp_path, code))
 
 
 @pytest.mark.parametrize("page", USERS_PAGES)

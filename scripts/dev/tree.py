@@ -19,6 +19,7 @@ ROOMS = {
     "engine/planner": "how a plan is found and how long it takes",
     "engine/run": "one run, from options to the folder that it leaves",
     "scripts": "the command",
+    "scripts/command": "the same, for python -m trireme",
     "scripts/bench": "benchmarks: each prints a table and writes JSON",
     "scripts/dev": "tools for those who work on this code",
 }
