@@ -31,7 +31,6 @@ from trireme.storage.temporary import Temporary
 
 IGNORED = -100  # label of an untrained token
 SAMPLED = 256  # pieces
-SHOWN = 2048  # tokens of an example: a document may have a hundred thousand
 
 
 @dataclass(frozen=True)
@@ -142,8 +141,7 @@ class Dataset:
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
         ids, labels = self._piece(self.pieces[in_order[k % len(in_order)]])
         learned = np.concatenate([[False], labels[:-1] >= 0])  # labels are shifted by one
-        more = f" ... ({len(ids) - SHOWN:,} tokens more)" if len(ids) > SHOWN else ""
-        return example_text(ids[:SHOWN], learned[:SHOWN], self.codec) + more
+        return example_text(ids, learned, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
         return pack.shuffled(self.n_sequences, self.seed, epoch)

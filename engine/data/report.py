@@ -13,7 +13,7 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import Fitted
 from trireme.engine.data.formats import CHATS
 
-SHOWN = 2000  # characters of an example
+SHOWN = 2000  # characters, and tokens, of an example
 DROPPED = 20  # characters a token; beyond, a tokenizer drops text
 
 
@@ -111,16 +111,16 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
 
 
 def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:
-    """Text with [..] around learned tokens, line ends as ⏎. ids (n,), learned (n,) bool: is a label."""
-    runs = _runs(learned)
+    """The beginning as text, [..] around learned tokens, line ends as ⏎. ids (n,), learned (n,) bool: is a label."""
+    tokens = len(ids)
+    ids, runs = ids[:SHOWN], _runs(learned[:SHOWN])
     if codec is None:
         parts = [" ".join(map(str, ids[start:stop])) + " " for start, stop in runs]
     else:
         parts = codec.parts(ids, [stop for _, stop in runs])
     marked = (f"[{part}]" if learned[start] else part for part, (start, _) in zip(parts, runs, strict=False))
     text = "".join(marked).replace("\n", "⏎")  # one part if the codec fails
-    more = len(text) - SHOWN
-    return text if more <= 0 else f"{text[:SHOWN]} … and {more:,} more characters"
+    return text if max(tokens, len(text)) <= SHOWN else f"{text[:SHOWN]} … of {count(tokens, 'token')}"
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
