@@ -144,7 +144,7 @@ def adamw_(
     )  # fmt: skip
 
 
-def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
+def grad_finish(grad: Tensor, out: Tensor | None = None, total: Tensor | None = None) -> Tensor:
     """As reference.grad_finish, bit by bit; contiguous."""
     assert grad.is_contiguous()
     assert out is None or (out.is_contiguous() and out.numel() == grad.numel())
@@ -156,6 +156,6 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
         grad, out, sums, n, out is not None, HALVINGS, LANE_ROWS, unroll, stages,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-    total = torch.empty(1, dtype=torch.float32, device=grad.device)
+    total = torch.empty(1, dtype=torch.float32, device=grad.device) if total is None else total
     _sum_blocks[(1,)](sums, total, n_blocks, (n_blocks - 1).bit_length(), num_warps=4)
     return total

@@ -163,3 +163,36 @@ def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
     if chip(device).arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
     return Grouped(64, 128, 128, 8, 3)
+
+
+def hopper_grouped_add() -> Grouped:
+    """Stages are slots of its ring."""
+    return Grouped(64, 128, 256, 8, 3)
+
+
+# ---------------------------------------------------------------- fp8
+
+
+class Codes(NamedTuple):
+    """Quantisation's launch: rows and columns of a tile, warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+@cache
+def quantize(device: torch.device, both: bool) -> Codes:
+    arch = chip(device).arch
+    return Codes(32, 32, 4) if arch == 0 else Codes(128, 128, 8) if both and arch >= 90 else Codes(64, 128, 8)
+
+
+@cache
+def gated_codes(device: torch.device) -> Codes:
+    """Of a gated unit's backward, with three matrices of codes."""
+    return Codes(32, 32, 4) if chip(device).arch == 0 else Codes(64, 64, 8)
+
+
+def maxima(device: torch.device, blocks: int) -> int:
+    """Programs that each take the maximum of some of the blocks."""
+    return min(power2(blocks), power2(4 * chip(device).sms) // 2)

@@ -13,9 +13,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from trireme.kernels import reference
-from trireme.kernels.attention.docs import Docs, make_docs
+from trireme.kernels.attention.docs import Docs, Laid, lay_docs, make_docs, place_docs
 from trireme.kernels.experts import reference as experts
 from trireme.kernels.experts.reference import Order, Rule
+from trireme.kernels.fp8 import reference as fp8
+from trireme.kernels.fp8.reference import Quantized
 from trireme.kernels.reference import join_master, rope_table, split_master
 
 P = ParamSpec("P")
@@ -60,16 +62,26 @@ route_fwd = _op(experts.route_fwd, "experts.routing")
 route_bwd = _op(experts.route_bwd, "experts.routing")
 sort_pairs = _op(experts.sort_pairs, "experts.order")
 grouped_mm = _op(experts.grouped_mm, "experts.products")
-grouped_add_ = _op(experts.grouped_add_, "experts.products")
+grouped_add_ = _op(experts.grouped_add_, "experts.gradients")
 clamped_swiglu_fwd = _op(experts.clamped_swiglu_fwd, "experts.rows")
 combine = _op(experts.combine, "experts.rows")
+mxfp4_decode = _op(experts.mxfp4_decode, "experts.mxfp4")
 routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
+quantize = _op(fp8.quantize, "fp8.quantize")
+turn = _op(fp8.turn, "fp8.quantize")
+swiglu_codes_fwd = _op(fp8.swiglu_codes_fwd, "fp8.gated")
+swiglu_codes_bwd = _op(fp8.swiglu_codes_bwd, "fp8.gated")
+geglu_codes_fwd = _op(fp8.geglu_codes_fwd, "fp8.gated")
+geglu_codes_bwd = _op(fp8.geglu_codes_bwd, "fp8.gated")
+product = _op(fp8.product, "fp8.products")
 grad_finish = _op(reference.grad_finish, "adamw")
 adamw_ = _op(reference.adamw_, "adamw")
 
 __all__ = [
     "Docs",
+    "Laid",
     "Order",
+    "Quantized",
     "Rule",
     "adamw_",
     "attention_bwd",
@@ -80,6 +92,8 @@ __all__ = [
     "embedding_bwd_",
     "embedding_fwd",
     "geglu_bwd",
+    "geglu_codes_bwd",
+    "geglu_codes_fwd",
     "geglu_fwd",
     "gelu_bias_bwd",
     "gelu_bias_fwd",
@@ -92,7 +106,12 @@ __all__ = [
     "layernorm_bwd",
     "layernorm_fwd",
     "linear_cross_entropy",
+    "lay_docs",
     "make_docs",
+    "mxfp4_decode",
+    "place_docs",
+    "product",
+    "quantize",
     "rmsnorm_bwd",
     "rmsnorm_fwd",
     "rope_",
@@ -105,5 +124,8 @@ __all__ = [
     "sort_pairs",
     "split_master",
     "swiglu_bwd",
+    "swiglu_codes_bwd",
+    "swiglu_codes_fwd",
     "swiglu_fwd",
+    "turn",
 ]

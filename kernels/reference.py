@@ -15,14 +15,14 @@ from torch import Tensor
 from trireme.kernels.attention.docs import Docs
 
 
-def _up(x: Tensor) -> Tensor:
-    """x in the arithmetic dtype."""
+def upcast(x: Tensor) -> Tensor:
+    """x in the arithmetic dtype: fp64 stays, everything else becomes fp32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _add_(out: Tensor, value: Tensor) -> None:
     """Rounded once."""
-    out.copy_(_up(out) + value)
+    out.copy_(upcast(out) + value)
 
 
 # ---------------------------------------------------------------- norms
@@ -36,11 +36,11 @@ def rmsnorm_fwd(
     x, residual (N, D); weight (D,). Returns (y (N, D), rstd (N,) fp32, h (N, D): filled `out`, or x itself without
     residual).
     """
-    h = x if residual is None else (_up(x) + _up(residual)).to(x.dtype)
+    h = x if residual is None else (upcast(x) + upcast(residual)).to(x.dtype)
     h = h if out is None else out.copy_(h)
-    hf = _up(h)
+    hf = upcast(h)
     rstd = torch.rsqrt(hf.square().mean(-1) + eps)
-    return (hf * rstd[:, None] * _up(weight)).to(x.dtype), rstd, h
+    return (hf * rstd[:, None] * upcast(weight)).to(x.dtype), rstd, h
 
 
 def rmsnorm_bwd(
@@ -56,12 +56,12 @@ def rmsnorm_bwd(
 
     `out`, filled with dh, may be dy.
     """
-    dyf, hf = _up(dy), _up(h)
+    dyf, hf = upcast(dy), upcast(h)
     xhat = hf * rstd[:, None]
     _add_(dweight_, (dyf * xhat).sum(0))
-    g = dyf * _up(weight)
+    g = dyf * upcast(weight)
     dh = rstd[:, None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
-    dh = (dh if dresidual is None else dh + _up(dresidual)).to(h.dtype)
+    dh = (dh if dresidual is None else dh + upcast(dresidual)).to(h.dtype)
     return dh if out is None else out.copy_(dh)
 
 
@@ -72,12 +72,12 @@ def layernorm_fwd(
 
     Returns (y (N, D), mean (N,) fp32, rstd (N,) fp32, h (N, D)).
     """
-    h = x if residual is None else (_up(x) + _up(residual)).to(x.dtype)
-    hf = _up(h)
+    h = x if residual is None else (upcast(x) + upcast(residual)).to(x.dtype)
+    hf = upcast(h)
     mean = hf.mean(-1)
     centred = hf - mean[:, None]
     rstd = torch.rsqrt(centred.square().mean(-1) + eps)
-    return (centred * rstd[:, None] * _up(weight) + _up(bias)).to(x.dtype), mean, rstd, h
+    return (centred * rstd[:, None] * upcast(weight) + upcast(bias)).to(x.dtype), mean, rstd, h
 
 
 def layernorm_bwd(
@@ -92,13 +92,13 @@ def layernorm_bwd(
     out: Tensor | None = None,
 ) -> Tensor:
     """As rmsnorm_bwd; adds to dweight_ and dbias_ (D,)."""
-    dyf = _up(dy)
-    xhat = (_up(h) - mean[:, None]) * rstd[:, None]
+    dyf = upcast(dy)
+    xhat = (upcast(h) - mean[:, None]) * rstd[:, None]
     _add_(dweight_, (dyf * xhat).sum(0))
     _add_(dbias_, dyf.sum(0))
-    g = dyf * _up(weight)
+    g = dyf * upcast(weight)
     dh = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
-    dh = (dh if dresidual is None else dh + _up(dresidual)).to(h.dtype)
+    dh = (dh if dresidual is None else dh + upcast(dresidual)).to(h.dtype)
     return dh if out is None else out.copy_(dh)
 
 
@@ -107,17 +107,17 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 
     Returns (y (N, H, d) contiguous, rstd (N, H) fp32).
     """
-    xf = _up(x)
+    xf = upcast(x)
     rstd = torch.rsqrt(xf.square().mean(-1) + eps)
-    return (xf * rstd[..., None] * _up(weight)).to(x.dtype), rstd
+    return (xf * rstd[..., None] * upcast(weight)).to(x.dtype), rstd
 
 
 def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
     """Writes dx_ (N, H, d), which may be strided or dy; adds to dweight_ (d,)."""
-    dyf = _up(dy)
-    xhat = _up(x) * rstd[..., None]
+    dyf = upcast(dy)
+    xhat = upcast(x) * rstd[..., None]
     _add_(dweight_, (dyf * xhat).sum((0, 1)))
-    g = dyf * _up(weight)
+    g = dyf * upcast(weight)
     dx_.copy_(rstd[..., None] * (g - xhat * (g * xhat).mean(-1, keepdim=True)))
 
 
@@ -141,7 +141,7 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
         s = -s
     half = x_.shape[-1] // 2
     first, second = (x_[..., ::2], x_[..., 1::2]) if pairs else (x_[..., :half], x_[..., half:])
-    a, b = _up(first), _up(second)
+    a, b = upcast(first), upcast(second)
     turned = a * c - b * s, b * c + a * s
     first.copy_(turned[0])
     second.copy_(turned[1])
@@ -170,13 +170,13 @@ def _gelu_erf(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _glu_fwd(act: Activation, gate_up: Tensor) -> Tensor:
-    gate, up = _up(gate_up).chunk(2, -1)
+    gate, up = upcast(gate_up).chunk(2, -1)
     return (act(gate)[0] * up).to(gate_up.dtype)
 
 
 def _glu_bwd(act: Activation, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = _up(gate_up).chunk(2, -1)
-    dyf = _up(dy)
+    gate, up = upcast(gate_up).chunk(2, -1)
+    dyf = upcast(dy)
     value, slope = act(gate)
     d_gate_up = torch.cat((dyf * up * slope, dyf * value), -1)
     return d_gate_up.to(gate_up.dtype), (value * up).to(gate_up.dtype)
@@ -204,20 +204,20 @@ def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 def gelu_bias_fwd(h: Tensor, bias: Tensor, exact: bool = False) -> Tensor:
     """gelu(h + bias), by tanh unless `exact`, for h (N, F), bias (F,)."""
-    return (_gelu_erf if exact else _gelu_tanh)(_up(h) + _up(bias))[0].to(h.dtype)
+    return (_gelu_erf if exact else _gelu_tanh)(upcast(h) + upcast(bias))[0].to(h.dtype)
 
 
 def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
     """(dh (N, F), act (N, F)); adds the sum of dh over rows, in fp32, to dbias_ (F,)."""
-    value, slope = (_gelu_erf if exact else _gelu_tanh)(_up(h) + _up(bias))
-    dh = _up(dy) * slope
+    value, slope = (_gelu_erf if exact else _gelu_tanh)(upcast(h) + upcast(bias))
+    dh = upcast(dy) * slope
     _add_(dbias_, dh.sum(0))
     return dh.to(h.dtype), value.to(h.dtype)
 
 
 def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
     """dbias_ (D,) += the sum of dy (N, D) over rows, in fp32."""
-    _add_(dbias_, _up(dy).sum(0))
+    _add_(dbias_, upcast(dy).sum(0))
 
 
 # ---------------------------------------------------------------- attention
@@ -243,12 +243,12 @@ def attention_fwd(
     N, H, _ = q.shape
     group = H // k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty((H, N), dtype=_up(q).dtype, device=q.device)
+    lse = torch.empty((H, N), dtype=upcast(q).dtype, device=q.device)
     start = 0
     for length in docs.lengths:
         rows = slice(start, start + length)
-        kf, vf = (_up(t[rows]).repeat_interleave(group, 1) for t in (k, v))
-        s = _scores(_up(q[rows]), kf, scale, window)
+        kf, vf = (upcast(t[rows]).repeat_interleave(group, 1) for t in (k, v))
+        s = _scores(upcast(q[rows]), kf, scale, window)
         lse[:, rows] = torch.logsumexp(s, -1)
         out[rows] = torch.einsum("hqk,khd->qhd", torch.exp(s - lse[:, rows, None]), vf).to(out.dtype)
         start += length
@@ -274,10 +274,10 @@ def attention_bwd(
     start = 0
     for length in docs.lengths:
         rows = slice(start, start + length)
-        qf, dof = _up(q[rows]), _up(dout[rows])
-        kf, vf = (_up(t[rows]).repeat_interleave(group, 1) for t in (k, v))
+        qf, dof = upcast(q[rows]), upcast(dout[rows])
+        kf, vf = (upcast(t[rows]).repeat_interleave(group, 1) for t in (k, v))
         p = torch.exp(_scores(qf, kf, scale, window) - lse[:, rows, None])
-        delta = (dof * _up(out[rows])).sum(-1).T[..., None]  # (H, T, 1)
+        delta = (dof * upcast(out[rows])).sum(-1).T[..., None]  # (H, T, 1)
         ds = p * (torch.einsum("qhd,khd->hqk", dof, vf) - delta) * scale
         sum_group = lambda t: t.unflatten(1, (-1, group)).sum(2)
         dq_[rows] = torch.einsum("hqk,khd->qhd", ds, kf).to(dq_.dtype)
@@ -288,15 +288,15 @@ def attention_bwd(
 
 def sinks_fwd_(out_: Tensor, lse_: Tensor, sinks: Tensor) -> None:
     """Adds a score to each head's softmax, sinks (H,), in place: to lse_ (H, N) fp32, and from out_ (N, H, d)."""
-    total = torch.logaddexp(lse_, _up(sinks)[:, None].to(lse_.dtype))
-    out_.copy_(_up(out_) * torch.exp(lse_ - total).T[..., None])
+    total = torch.logaddexp(lse_, upcast(sinks)[:, None].to(lse_.dtype))
+    out_.copy_(upcast(out_) * torch.exp(lse_ - total).T[..., None])
     lse_.copy_(total)
 
 
 def sinks_bwd_(dsinks_: Tensor, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """dsinks_ (H,) is added to, given the gradient of `out` (N, H, d) after sinks_fwd_, and lse (H, N) after it."""
-    share = torch.exp(_up(sinks)[:, None] - lse)
-    _add_(dsinks_, -(share * (_up(dout) * _up(out)).sum(-1).T).sum(1))
+    share = torch.exp(upcast(sinks)[:, None] - lse)
+    _add_(dsinks_, -(share * (upcast(dout) * upcast(out)).sum(-1).T).sum(1))
 
 
 # ---------------------------------------------------------------- the two ends
@@ -310,8 +310,8 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
 def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     """dweight_[ids[n]] += dy[n], in fp32, rounded once a row; other rows stay."""
     unique, inverse = torch.unique(ids, return_inverse=True)
-    total = _up(dweight_[unique])
-    dweight_[unique] = total.index_add_(0, inverse, _up(dy)).to(dweight_.dtype)
+    total = upcast(dweight_[unique])
+    dweight_[unique] = total.index_add_(0, inverse, upcast(dy)).to(dweight_.dtype)
 
 
 def linear_cross_entropy(
@@ -329,12 +329,12 @@ def linear_cross_entropy(
     x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0. Writes dx_ (N, D), adds to
     dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
     """
-    losses = torch.zeros(x.shape[0], dtype=_up(x).dtype, device=x.device)
+    losses = torch.zeros(x.shape[0], dtype=upcast(x).dtype, device=x.device)
     if dx_ is not None:
         dx_.zero_()
     for part in rows.split(chunk):
         xs, target = x[part], labels[part]
-        logits = _up(xs @ weight.T)
+        logits = upcast(xs @ weight.T)
         lse = torch.logsumexp(logits, -1)
         losses[part] = lse - logits.gather(-1, target[:, None])[:, 0]
         if dx_ is None:
@@ -344,15 +344,16 @@ def linear_cross_entropy(
         dlogits = logits.mul_(scale).to(x.dtype)
         dx_[part] = dlogits @ weight
         if dweight_ is not None:
-            _add_(dweight_, _up(dlogits.T @ xs) if dweight_.dtype == x.dtype else _up(dlogits).T @ _up(xs))
+            _add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == x.dtype else upcast(dlogits).T @ upcast(xs))
     return losses
 
 
 # ---------------------------------------------------------------- gradients and the optimizer
 
 
-def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum of squares of a flat gradient, (1,) fp32: fp32 within blocks of 64 rows of 1,024 lanes, fp64 across.
+def grad_finish(grad: Tensor, out: Tensor | None = None, total: Tensor | None = None) -> Tensor:
+    """Sum of squares of a flat gradient, (1,) fp32, in `total` if given: fp32 within blocks of 64 rows of 1,024 lanes,
+    fp64 across.
 
     Lanes add rows in order; lanes, then blocks are halved: an order for every implementation. `out` (flat, bf16) takes
     the gradient; the sum is then of its rounded values. A non-finite element makes the sum non-finite.
@@ -361,10 +362,11 @@ def grad_finish(grad: Tensor, out: Tensor | None = None) -> Tensor:
         grad = out.copy_(grad)
     blocks = -(-len(grad) // (64 * 1024))
     padded = torch.nn.functional.pad(grad, (0, blocks * 64 * 1024 - len(grad))).view(blocks, 64, 1024)
-    lanes = _up(padded[:, 0]).square()
+    lanes = upcast(padded[:, 0]).square()
     for row in padded[:, 1:].unbind(1):
-        lanes += _up(row).square()
-    return _halve(_halve(lanes).double()).float().reshape(1)
+        lanes += upcast(row).square()
+    found = _halve(_halve(lanes).double()).float().reshape(1)
+    return found if total is None else total.copy_(found)
 
 
 def _halve(x: Tensor) -> Tensor:

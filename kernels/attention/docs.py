@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,8 +25,16 @@ class Docs(NamedTuple):
     key_tiles: dict[int, torch.Tensor]
 
 
-def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
-    """For documents of `lengths` tokens (each >= 1), copied at once."""
+class Laid(NamedTuple):
+    """Documents in RAM, on their way to a GPU in one copy."""
+
+    lengths: tuple[int, ...]
+    content: torch.Tensor  # (M,) int32: bounds, positions, tiles; each padded to 16 bytes: one compiled form by kernel
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def lay_docs(lengths: Sequence[int]) -> Laid:
+    """Documents of `lengths` tokens (each >= 1)."""
     assert lengths
     assert min(lengths) >= 1
     n = torch.tensor(lengths, dtype=torch.int64)
@@ -33,12 +42,23 @@ def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
     torch.cumsum(n, 0, out=cu[1:])
     positions = torch.arange(int(cu[-1])) - torch.repeat_interleave(cu[:-1], n)
     parts = [cu, positions, *(t for block in TILES for t in _tiles(n, cu[:-1], block))]
-    padded = [torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 4)) for t in parts]  # each aligned to 16 bytes:
-    sent = torch.cat(padded).to(torch.int32).to(device, non_blocking=True)  # one compiled form by kernel
-    found = zip(sent.split([len(p) for p in padded]), parts, strict=True)
-    flat = [f[: t.numel()].view(t.shape) for f, t in found]
+    content = torch.cat([torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 4)) for t in parts]).to(torch.int32)
+    return Laid(tuple(int(v) for v in lengths), content, tuple(tuple(t.shape) for t in parts))
+
+
+def place_docs(laid: Laid, device: torch.device | str) -> Docs:
+    """On the device, copied at once."""
+    sent = laid.content.to(device, non_blocking=True)
+    numels = [math.prod(shape) for shape in laid.shapes]
+    found = zip(sent.split([n + -n % 4 for n in numels]), numels, laid.shapes, strict=True)
+    flat = [part[:n].view(shape) for part, n, shape in found]
     query_tiles, key_tiles = dict(zip(TILES, flat[2::2], strict=True)), dict(zip(TILES, flat[3::2], strict=True))
-    return Docs(tuple(int(v) for v in lengths), flat[0], flat[1], query_tiles, key_tiles)
+    return Docs(laid.lengths, flat[0], flat[1], query_tiles, key_tiles)
+
+
+def make_docs(lengths: Sequence[int], device: torch.device | str) -> Docs:
+    """For documents of `lengths` tokens (each >= 1)."""
+    return place_docs(lay_docs(lengths), device)
 
 
 def _tiles(n: torch.Tensor, start: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trireme.kernels.reference import upcast
+
 
 class Rule(NamedTuple):
     """How logits become k experts and their weights.
@@ -36,11 +38,6 @@ class Order(NamedTuple):
 TINY = 1e-20  # added to a sum of sigmoids
 
 
-def _up(x: Tensor) -> Tensor:
-    """x in the arithmetic dtype: fp64 stays, everything else becomes fp32."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 # ---------------------------------------------------------------- routing
 
 
@@ -50,7 +47,7 @@ def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> t
     The k largest logits are chosen, or with a correction (E,) fp32 the k largest of sigmoid + correction; of equal ones
     the lower index. NaN is chosen last, and makes the weights NaN.
     """
-    x = _up(logits)
+    x = upcast(logits)
     key = x if correction is None else torch.sigmoid(x) + correction
     key = torch.where(key.isnan(), float("-inf"), key)
     experts = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : rule.k].sort(-1).values
@@ -62,7 +59,7 @@ def route_bwd(dweights: Tensor, logits: Tensor, experts: Tensor, rule: Rule, bal
 
     `balance` (E,) fp32: also that of sum(softmax(logits) * balance), the load-balancing loss.
     """
-    x, picked = _up(logits), experts.long()
+    x, picked = upcast(logits), experts.long()
     chosen = _chosen(picked, x)
     g = torch.zeros_like(x).scatter_(-1, picked, dweights.to(x.dtype))
     if rule.sigmoid:
@@ -129,7 +126,7 @@ def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, 
         if dw_.dtype == x.dtype:
             dw_[e].addmm_(x.T, y)
         else:
-            dw_[e].addmm_(_up(x).T, _up(y))
+            dw_[e].addmm_(upcast(x).T, upcast(y))
 
 
 def _groups(order: Order) -> list[tuple[int, slice]]:
@@ -157,11 +154,11 @@ def combine(
 
     `residual` (N, D), which may be `out`, is added last; rounded once.
     """
-    picked = _up(rows)[order.row.long()].view(-1, k, rows.shape[1])
+    picked = upcast(rows)[order.row.long()].view(-1, k, rows.shape[1])
     total = torch.zeros_like(picked[:, 0])
     for slot in range(k):
         total += picked[:, slot] if weights is None else weights[:, slot, None] * picked[:, slot]
-    total = (total if residual is None else total + _up(residual)).to(rows.dtype)
+    total = (total if residual is None else total + upcast(residual)).to(rows.dtype)
     return total if out is None else out.copy_(total)
 
 
@@ -177,10 +174,10 @@ def clamped_swiglu_fwd(gate_up: Tensor, limit: float) -> Tensor:
 def _glu(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(activation of the gate, its slope, slope of up, what multiplies the activation)."""
     if not limit:
-        gate, up = _up(gate_up).chunk(2, -1)
+        gate, up = upcast(gate_up).chunk(2, -1)
         s = torch.sigmoid(gate)
         return gate * s, s * (1 + gate * (1 - s)), torch.ones_like(up), up
-    gate, up = _up(gate_up)[..., ::2], _up(gate_up)[..., 1::2]
+    gate, up = upcast(gate_up)[..., ::2], upcast(gate_up)[..., 1::2]
     low = gate.clamp(max=limit)
     s = torch.sigmoid(ALPHA * low)
     slope = torch.where(gate <= limit, s * (1 + ALPHA * low * (1 - s)), 0.0)
@@ -197,10 +194,28 @@ def routed_swiglu_bwd(
     arXiv:2512.14080): the rows that the weights multiply are not needed. With `limit`: of clamped_swiglu_fwd.
     """
     value, slope, passes, up = _glu(gate_up, limit)
-    d, pair = _up(d_act), order.pair.long()
+    d, pair = upcast(d_act), order.pair.long()
     w = weights.flatten()[pair][:, None]
     both = w * d * up * slope, w * d * value * passes
     d_gate_up = torch.stack(both, -1).flatten(1) if limit else torch.cat(both, -1)
     dweights = torch.empty_like(weights.flatten())
     dweights[pair] = (d * value * up).sum(-1)
     return d_gate_up.to(gate_up.dtype), (w * value * up).to(d_act.dtype), dweights.view(weights.shape)
+
+
+# ---------------------------------------------------------------- MXFP4
+
+MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+NUMBERS = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])  # by 4 bits
+
+
+def mxfp4_decode(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Fills out (E, 32 G, R), exactly, by blocks (E, R, G, 16) and scales (E, R, G), both uint8 (mxfp4.py)."""
+    byte = torch.arange(256)
+    both = torch.stack((NUMBERS[byte & 15], NUMBERS[byte >> 4]), 1).to(out.device, torch.bfloat16)
+    pairs = both.view(torch.int32)[:, 0]
+    powers = torch.where(byte == 0, 1 << 6, byte << 7).to(out.device, torch.int16).view(torch.bfloat16)
+    look_up = lambda table, index: table.index_select(0, index.flatten().int())  # thrice as fast as table[index]
+    for expert, scale, into in zip(blocks, scales, out, strict=True):
+        values = look_up(pairs, expert).view(torch.bfloat16).view(*scale.shape, 32)
+        into.copy_((values * look_up(powers, scale).view(*scale.shape, 1)).flatten(1).T)

@@ -1,7 +1,8 @@
-"""bf16 in Triton's CPU interpreter, which keeps it as raw uint16: casts truncate, a dot multiplies bit patterns.
+"""bf16 and E4M3 in Triton's CPU interpreter, which keeps them as raw bits: casts do not round to nearest even.
 
-`install()` mends the two operations that our kernels use on bf16: casts round to nearest even, and dots take fp32
-operands. Arithmetic in bf16 stays wrong, which is why every kernel casts to fp32 on load.
+`install()` mends the operations that our kernels use: casts of bf16, and of fp32 to E4M3, round to nearest even (E4M3
+saturates, as on a GPU), and dots of bf16, which multiply bit patterns, take fp32 operands. Arithmetic in bf16 stays
+wrong, which is why every kernel casts to fp32 on load.
 """
 
 import ml_dtypes
@@ -19,7 +20,7 @@ def install() -> None:
     builder = interpreter.InterpreterBuilder
     if getattr(builder, "bf16_mended", False):
         return
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast, dot, to_fp = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
 
     def cast_impl(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar
@@ -37,4 +38,11 @@ def install() -> None:
             a, b = (interpreter.TensorHandle(_as_float(x.data), tl.float32) for x in (a, b))
         return dot(self, a, b, d, *args)
 
-    builder.cast_impl, builder.create_dot, builder.bf16_mended = cast_impl, create_dot, True
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.float8e4nv):
+            return to_fp(self, src, dst_type, rounding_mode)
+        data = np.clip(src.data, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return interpreter.TensorHandle(data, dst_type.scalar)
+
+    builder.cast_impl, builder.create_dot, builder.create_fp_to_fp = cast_impl, create_dot, create_fp_to_fp
+    builder.bf16_mended = True

@@ -26,8 +26,10 @@ from triton.runtime import jit
 from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
 from trireme.kernels.attention import attention, sinks
 from trireme.kernels.attention.docs import make_docs
-from trireme.kernels.experts import order, products, routing, rows
+from trireme.kernels.experts import gradients, mxfp4, order, products, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
+from trireme.kernels.fp8 import gated
+from trireme.kernels.fp8.quantize import quantize, turn
 
 BF16 = torch.bfloat16
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
@@ -164,11 +166,13 @@ def experts_call(E, k, D, I, in_out=False):
     products.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=BF16) if in_out else None)
     products.grouped_mm(x, down.mT, found, k)
     products.grouped_mm(d_gate_up, up.mT, found)
-    products.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
-    products.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
+    gradients.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
+    gradients.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
     if in_out:
-        products.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=BF16), d_gate_up, found)
+        gradients.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=BF16), d_gate_up, found)
         rows.clamped_swiglu_fwd(d_gate_up, 7.0)
+        blocks = torch.zeros(E, I, D // 32, 16, dtype=torch.uint8)
+        mxfp4.mxfp4_decode(blocks, blocks[..., 0].contiguous(), torch.zeros(E, D, I, dtype=BF16))
         rows.routed_swiglu_bwd(act, d_gate_up, torch.zeros(N, k), found, 7.0)
         out, lse, scores = torch.zeros(N, 64, 64, dtype=BF16), torch.zeros(64, N), torch.zeros(64, dtype=BF16)
         sinks.sinks_fwd_(out, lse, scores)
@@ -188,6 +192,21 @@ def routing_calls():
     rows.routed_swiglu_bwd(act, gate_up, weights, found)
 
 
+def fp8_calls():
+    for D in (4096, 14336):
+        x = torch.zeros(256, D, dtype=BF16)
+        for orders in ((True, True), (True, False), (False, True)):
+            quantize(x, *orders)
+        turn(quantize(x).rows, torch.zeros(D, 256, dtype=torch.float8_e4m3fn))
+    gated.swiglu_codes_fwd(torch.zeros(64, 28672, dtype=BF16))
+    for act, columns in (
+        (gated.swiglu_codes_bwd, True),
+        (gated.swiglu_codes_bwd, False),
+        (gated.geglu_codes_bwd, True),
+    ):
+        act(torch.zeros(64, 14336, dtype=BF16), torch.zeros(64, 28672, dtype=BF16), columns)
+
+
 def main(arch: int) -> None:
     calls = [lambda d=d: attention_call(8, 2, d) for d in ((64, 128) if arch < 90 else (64, 80, 128))]
     if arch < 90:  # on Hopper only what Ada does not have
@@ -197,6 +216,7 @@ def main(arch: int) -> None:
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True)]
     calls += [lambda: experts_call(128, 8, 2048, 768)]
+    calls += [fp8_calls]
     for entry in itertools.chain(compiled(arch, calls)):
         print(json.dumps(entry))
 

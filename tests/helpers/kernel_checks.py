@@ -37,9 +37,9 @@ def check(out: torch.Tensor, oracle: torch.Tensor, bound: float) -> None:
 
 
 def framed(t: torch.Tensor) -> torch.Tensor:
-    """A copy of t inside a buffer of NaN: what is read out of bounds shows in the results."""
-    margin = 64
-    buffer = torch.full((t.numel() + 2 * margin,), float("nan"), dtype=t.dtype, device=t.device)
+    """A copy of t inside a buffer of NaN, or 255: what is read out of bounds shows in the results."""
+    margin, beside = 64, float("nan") if t.is_floating_point() else 255
+    buffer = torch.full((t.numel() + 2 * margin,), beside, dtype=t.dtype, device=t.device)
     view = buffer[margin : margin + t.numel()].view(t.shape)
     view.copy_(t)
     return view

@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, FP32_SUM, LOADS, ONE_ROUNDING, check, choices, framed, randn, up
 
+from trireme.kernels.experts import gradients, mxfp4, products, reference, routing, rows
 from trireme.kernels.experts import order as order_
-from trireme.kernels.experts import products, reference, routing, rows
 from trireme.kernels.experts.reference import Rule
 
 RULES = [Rule(2), Rule(3, renormalise=False), Rule(2, sigmoid=True, scale=1.5), Rule(1, False, True, 2.0), Rule(5)]
@@ -109,14 +109,14 @@ def test_grouped_products(device, dtype, load, N, E, k, A, B):
     for a, b, k_a, k_b in ((by_token, dy, k, 0), (sorted_rows, dy_token, 0, k)):
         for grad in (torch.ones(E, A, B, device=device), torch.ones(E, B, A, device=device).transpose(1, 2)):
             expected = grad.double()
-            products.grouped_add_(grad, a, b, order, k_a, k_b)
+            gradients.grouped_add_(grad, a, b, order, k_a, k_b)
             reference.grouped_add_(expected, *up(a, b), order, k_a, k_b)
             check(grad, expected, FP32_SUM)
             idle = order.starts[1:] == order.starts[:-1]
             assert (grad[idle] == 1).all()
     narrow = torch.ones(E, A, B, device=device, dtype=dtype)
     expected = narrow.double()
-    products.grouped_add_(narrow, by_token, dy, order, k)
+    gradients.grouped_add_(narrow, by_token, dy, order, k)
     reference.grouped_add_(expected, *up(by_token, dy), order, k)
     check(narrow, expected, bound)
 
@@ -202,10 +202,27 @@ def test_experts_repeat_bit_by_bit():
         order = order_.sort_pairs(experts, E)
         y = products.grouped_mm(x, w.mT, order, k)
         grad = torch.zeros(w.shape, device="cuda")
-        products.grouped_add_(grad.mT, x, y, order, k)
+        gradients.grouped_add_(grad.mT, x, y, order, k)
         return *order, y, grad, rows.combine(y, order, k, weights)
 
     first = run()
     assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
     plain = reference.sort_pairs(routing.route_fwd(logits, Rule(k))[1], E)
     assert all(torch.equal(a, b) for a, b in zip(first[:3], plain, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_and_scale_of_mxfp4(device, dtype):
+    """To the bit, beyond whole tiles, within bounds; by torch.ldexp. Scales above 252 overflow."""
+    E, R, G = 3, 85, 5
+    dice = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (E, R, G, 16), dtype=torch.uint8, generator=dice)
+    scales = torch.arange(E * R * G, dtype=torch.int32).remainder(253).to(torch.uint8).view(E, R, G)
+    both = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+    exact = torch.ldexp(reference.NUMBERS.double()[both], scales[..., None].double() - 127).flatten(2).mT
+    for op in (mxfp4.mxfp4_decode, reference.mxfp4_decode):
+        out = framed(torch.full((E, 32 * G, R), float("nan"), dtype=dtype, device=device))
+        op(framed(blocks.to(device)), framed(scales.to(device)), out)
+        assert torch.equal(out.cpu().double(), exact)
+        assert torch.equal(out.cpu().signbit(), exact.signbit())

@@ -5,8 +5,8 @@ import torch
 from kernel_checks import FP32_SUM, LOADS, ONE_ROUNDING, check, choices, randn, up
 
 from trireme.kernels import ops, swiglu
+from trireme.kernels.experts import gradients, hopper, products, reference, routing, rows
 from trireme.kernels.experts import order as order_
-from trireme.kernels.experts import products, reference, routing, rows
 from trireme.kernels.experts.reference import Rule
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def test_products_over_many_tiles(load, dtype, E, k, A, B):
     for a, b, k_a, k_b in ((by_token, dy, k, 0), (sorted_rows, dy_token, 0, k)):
         for grad in (torch.ones(E, A, B, device="cuda"), torch.ones(E, B, A, device="cuda").mT):
             expected = grad.double()
-            products.grouped_add_(grad, a, b, order, k_a, k_b)
+            gradients.grouped_add_(grad, a, b, order, k_a, k_b)
             reference.grouped_add_(expected, *up(a, b), order, k_a, k_b)
             check(grad, expected, 3 * FP32_SUM)  # matrix instructions truncate their sums
 
@@ -55,7 +55,7 @@ def test_matrices_beyond_32_bits():
         check(products.grouped_mm(x, stored, order), expected, ONE_ROUNDING[BF16])
     del w, stored
     grad = torch.zeros(E, A, B, device="cuda")
-    products.grouped_add_(grad, x, dy, order)
+    gradients.grouped_add_(grad, x, dy, order)
     check(grad[-1], x.double().T @ dy.double(), FP32_SUM)
     assert not grad[:-1].any()
 
@@ -87,8 +87,8 @@ def test_rows_beyond_32_bits():
 
 def test_nothing_waits_for_the_gpu_and_no_number_of_tokens_compiles_anew():
     E, k, D, I = 24, 3, 128, 64
-    launchers = (order_._count, order_._scan, order_._place, products._grouped_mm, products._grouped_add)
-    launchers += (routing._route_fwd, routing._route_bwd, rows._combine, rows._routed_swiglu_bwd)
+    launchers = (order_._count, order_._scan, order_._place, products._grouped_mm, gradients._grouped_add)
+    launchers += (hopper.add_kernel, routing._route_fwd, routing._route_bwd, rows._combine, rows._routed_swiglu_bwd)
     w_up, w_down = (torch.zeros(E, *shape, device="cuda", dtype=BF16) for shape in ((2 * I, D), (D, I)))
     g_up, g_down = (torch.zeros_like(w, dtype=torch.float32) for w in (w_up, w_down))
 

@@ -1,0 +1,79 @@
+"""Gradients of experts' matrices: the products of an expert's rows, added to the sum that is there.
+
+A tile of a gradient belongs to one program, which adds its expert's rows in order: no atomics, and every sum has one
+order. Legend: products.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels import launch
+from trireme.kernels.experts import hopper
+from trireme.kernels.experts.products import find_rows, place_of
+from trireme.kernels.experts.reference import Order
+from trireme.kernels.launch import cdiv
+from trireme.kernels.launcher import await_previous, launcher
+
+
+@launcher
+@triton.jit
+def _grouped_add(
+    p_dw,
+    p_a,
+    p_b,
+    p_pair,
+    p_starts,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    CHOSEN_A: tl.constexpr,
+    CHOSEN_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    await_previous()
+    TILES_A: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
+    TILES_B: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
+    i_e = tl.program_id(0) // (TILES_A * TILES_B)
+    i_a, i_b = place_of(tl.program_id(0) % (TILES_A * TILES_B), TILES_A, TILES_B)
+    start, stop = tl.load(p_starts + i_e), tl.load(p_starts + i_e + 1)
+    if start == stop:
+        return
+    o_r = tl.arange(0, ROWS)
+    o_a = i_a * BLOCK_A + tl.arange(0, BLOCK_A)
+    o_b = i_b * BLOCK_B + tl.arange(0, BLOCK_B)
+    m_a, m_b = (o_a < A)[None, :], (o_b < B)[None, :]
+    b_sum = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
+    for i_row in range(start, stop, ROWS):
+        o_row = i_row + o_r
+        m_row = o_row < stop
+        p_x = p_a + find_rows(p_pair, o_row, m_row, CHOSEN_A)[:, None] * A + o_a[None, :]
+        p_y = p_b + find_rows(p_pair, o_row, m_row, CHOSEN_B)[:, None] * B + o_b[None, :]
+        b_x = tl.load(p_x, m_row[:, None] & m_a, 0.0)
+        b_y = tl.load(p_y, m_row[:, None] & m_b, 0.0)
+        b_sum = tl.dot(tl.trans(b_x), b_y, b_sum, input_precision="ieee")
+    p_dw += i_e.to(tl.int64) * A * B + o_a[:, None] * B + o_b[None, :]
+    mask = (o_a < A)[:, None] & m_b
+    b_sum += tl.load(p_dw, mask, 0.0).to(tl.float32)
+    tl.store(p_dw, b_sum.to(p_dw.dtype.element_ty), mask)
+
+
+def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, k_b: int = 0) -> None:
+    """As reference.grouped_add_: a, b contiguous, dw_ (E, A, B) or a view of (E, B, A), contiguous."""
+    if not dw_.is_contiguous():
+        dw_, a, b, k_a, k_b = dw_.transpose(1, 2), b, a, k_b, k_a
+    (P,), (E, A, B) = order.pair.shape, dw_.shape
+    assert a.shape == (P // k_a if k_a else P, A)
+    assert b.shape == (P // k_b if k_b else P, B)
+    assert all(t.is_contiguous() for t in (dw_, a, b))
+    assert a.dtype == b.dtype
+    given = dw_, a, b, order.pair, order.starts, A, B, k_a, k_b
+    if hopper.suits(a.device, a.dtype, A, B):
+        t = launch.hopper_grouped_add()
+        hopper.add_kernel[(E * cdiv(A, t.a) * cdiv(B, t.b),)](*given, t.rows, t.a, t.b, t.stages, num_warps=t.warps)
+        return
+    t = launch.grouped_add(a.device, a.dtype)
+    _grouped_add[(E * cdiv(A, t.a) * cdiv(B, t.b),)](*given, t.rows, t.a, t.b, num_warps=t.warps, num_stages=t.stages)

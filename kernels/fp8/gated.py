@@ -1,0 +1,201 @@
+"""Gated units (swiglu.py) whose results are quantised: nothing in bf16 goes through memory.
+
+Two passes over the inputs: the largest values, as of results rounded to bf16; then codes, the same as of `quantize`
+behind the plain kernels, to the bit. Legend: N tokens, F hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels import launch
+from trireme.kernels.fp8.quantize import bits_of, codes_of, power_of
+from trireme.kernels.fp8.reference import E4M3, LEAST, PAD, Quantized
+from trireme.kernels.gelu import gelu_tanh
+from trireme.kernels.launch import cdiv
+from trireme.kernels.launcher import await_previous, launcher
+from trireme.kernels.swiglu import silu
+
+BLOCK = 1024  # values at a time of a partial maximum
+
+
+@triton.jit
+def _forward(p_gate_up, o, mask, act: tl.constexpr, F: tl.constexpr):
+    """Rounded as it would be stored."""
+    b_gate = tl.load(p_gate_up + o, mask, 0.0).to(tl.float32)
+    b_up = tl.load(p_gate_up + o + F, mask, 0.0).to(tl.float32)
+    return (act(b_gate)[0] * b_up).to(p_gate_up.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _backward(p_dy, p_gate_up, o_y, o, mask, act: tl.constexpr, F: tl.constexpr):
+    """(gradients of gate and up, activation), each rounded as it would be stored."""
+    b_gate = tl.load(p_gate_up + o, mask, 0.0).to(tl.float32)
+    b_up = tl.load(p_gate_up + o + F, mask, 0.0).to(tl.float32)
+    b_dy = tl.load(p_dy + o_y, mask, 0.0).to(tl.float32)
+    b_value, b_slope = act(b_gate)
+    dtype = p_dy.dtype.element_ty
+    b_dgate, b_dup = (b_dy * b_up * b_slope).to(dtype), (b_dy * b_value).to(dtype)
+    return b_dgate.to(tl.float32), b_dup.to(tl.float32), (b_value * b_up).to(dtype).to(tl.float32)
+
+
+@launcher
+@triton.jit(do_not_specialize=["N"])
+def _glu_maxima(
+    p_dy,
+    p_gate_up,
+    p_most_up,
+    p_most,
+    N,
+    act: tl.constexpr,
+    F: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    await_previous()
+    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    b_most = tl.zeros((BLOCK,), tl.int32)
+    b_most_up = tl.zeros((BLOCK,), tl.int32)
+    i = tl.program_id(0)
+    for _ in range(tl.cdiv(N * BLOCKS - tl.program_id(0), PROGRAMS)):
+        i_n, o_f = (i // BLOCKS).to(tl.int64), (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+        if BACKWARD:
+            b_dgate, b_dup, b_y = _backward(p_dy, p_gate_up, i_n * F + o_f, i_n * 2 * F + o_f, o_f < F, act, F)
+            b_most_up = tl.maximum(b_most_up, tl.maximum(bits_of(b_dgate), bits_of(b_dup)))
+        else:
+            b_y = _forward(p_gate_up, i_n * 2 * F + o_f, o_f < F, act, F)
+        b_most = tl.maximum(b_most, bits_of(b_y))
+        i += PROGRAMS
+    tl.store(p_most + tl.program_id(0), tl.max(b_most, 0))
+    if BACKWARD:
+        tl.store(p_most_up + tl.program_id(0), tl.max(b_most_up, 0))
+
+
+@launcher
+@triton.jit(do_not_specialize=["P"])
+def _glu_codes_fwd(
+    p_gate_up,
+    p_most,
+    p_scale,
+    p_rows,
+    P,
+    act: tl.constexpr,
+    F: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    await_previous()
+    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_n, o_f = (i // BLOCKS).to(tl.int64), (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    b_y = _forward(p_gate_up, i_n * 2 * F + o_f, o_f < F, act, F)
+    power = power_of(p_most, p_scale, P, i == 0, LEAST, BLOCK_P)
+    tl.store(p_rows + i_n * F + o_f, codes_of(b_y, power), o_f < F)
+
+
+@launcher
+@triton.jit(do_not_specialize=["N", "CHUNKS", "P"])
+def _glu_codes_bwd(
+    p_dy,
+    p_gate_up,
+    p_most_up,
+    p_most,
+    p_scale_up,
+    p_scale,
+    p_rows,
+    p_up_columns,
+    p_columns,
+    N,
+    CHUNKS,
+    P,
+    act: tl.constexpr,
+    F: tl.constexpr,
+    PAD: tl.constexpr,
+    LEAST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    await_previous()
+    BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    o_n = (i // BLOCKS).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_f = (i % BLOCKS) * BLOCK_F + tl.arange(0, BLOCK_F)
+    m_f = o_f < F
+    mask = (o_n < N)[:, None] & m_f[None, :]
+    o = o_n[:, None] * 2 * F + o_f[None, :]
+    b_dgate, b_dup, b_y = _backward(p_dy, p_gate_up, o_n[:, None] * F + o_f[None, :], o, mask, act, F)
+    power = power_of(p_most_up, p_scale_up, P, i == 0, LEAST, BLOCK_P)
+    b_gates, b_ups = codes_of(b_dgate, power), codes_of(b_dup, power)
+    tl.store(p_rows + o, b_gates, mask)
+    tl.store(p_rows + o + F, b_ups, mask)
+    if COLUMNS:
+        o_t = o_f[:, None].to(tl.int64) * (CHUNKS * PAD) + o_n[None, :]
+        turned = m_f[:, None] & (o_n < CHUNKS * PAD)[None, :]
+        tl.store(p_up_columns + o_t, tl.trans(b_gates), turned)
+        tl.store(p_up_columns + o_t + (CHUNKS * PAD).to(tl.int64) * F, tl.trans(b_ups), turned)
+        power = power_of(p_most, p_scale, P, i == 0, LEAST, BLOCK_P)
+        tl.store(p_columns + o_t, tl.trans(codes_of(b_y, power)), turned)
+
+
+def swiglu_codes_fwd(gate_up: Tensor) -> Quantized:
+    """As reference.swiglu_codes_fwd, contiguous."""
+    return _fwd(silu, gate_up)
+
+
+def swiglu_codes_bwd(dy: Tensor, gate_up: Tensor, columns: bool = True) -> tuple[Quantized, Quantized]:
+    """As reference.swiglu_codes_bwd, contiguous."""
+    return _bwd(silu, dy, gate_up, columns)
+
+
+def geglu_codes_fwd(gate_up: Tensor) -> Quantized:
+    """As reference.geglu_codes_fwd, contiguous."""
+    return _fwd(gelu_tanh, gate_up)
+
+
+def geglu_codes_bwd(dy: Tensor, gate_up: Tensor, columns: bool = True) -> tuple[Quantized, Quantized]:
+    """As reference.geglu_codes_bwd, contiguous."""
+    return _bwd(gelu_tanh, dy, gate_up, columns)
+
+
+def _fwd(act, gate_up: Tensor) -> Quantized:
+    N, F = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    assert F % PAD == 0
+    device, block = gate_up.device, 2048
+    programs = launch.maxima(device, N * cdiv(F, BLOCK))
+    most, scale = torch.empty(programs, dtype=torch.int32, device=device), torch.empty(1, device=device)
+    _glu_maxima[(programs,)](gate_up, gate_up, most, most, N, act, F, False, programs, BLOCK, num_warps=4)
+    rows, grid = torch.empty((N, F), dtype=E4M3, device=device), (N * cdiv(F, block),)
+    sizes = (F, LEAST, block, launch.power2(programs))
+    _glu_codes_fwd[grid](gate_up, most, scale, rows, programs, act, *sizes, num_warps=4)
+    return Quantized(scale, rows, None)
+
+
+def _bwd(act, dy: Tensor, gate_up: Tensor, columns: bool) -> tuple[Quantized, Quantized]:
+    N, F = dy.shape
+    assert gate_up.shape == (N, 2 * F)
+    assert gate_up.is_contiguous()
+    assert dy.is_contiguous()
+    assert F % PAD == 0
+    device, chunks, tile = dy.device, cdiv(N, PAD), launch.gated_codes(dy.device)
+    programs = launch.maxima(device, N * cdiv(F, BLOCK))
+    most_up, most = torch.empty((2, programs), dtype=torch.int32, device=device).unbind()
+    scale_up, scale = torch.empty(1, device=device), torch.empty(1, device=device)
+    _glu_maxima[(programs,)](dy, gate_up, most_up, most, N, act, F, True, programs, BLOCK, num_warps=4)
+    new = lambda *shape: torch.empty(shape if columns else 0, dtype=E4M3, device=device)
+    rows = torch.empty((N, 2 * F), dtype=E4M3, device=device)
+    up_columns, act_columns = new(2 * F, chunks * PAD), new(F, chunks * PAD)
+    grid = (cdiv(chunks * PAD, tile.rows) * cdiv(F, tile.columns),)
+    tensors = (dy, gate_up, most_up, most, scale_up, scale, rows, up_columns, act_columns)
+    sizes = (N, chunks, programs, act, F, PAD, LEAST, columns, tile.rows, tile.columns, launch.power2(programs))
+    _glu_codes_bwd[grid](*tensors, *sizes, num_warps=tile.warps)
+    if not columns:
+        return Quantized(scale_up, rows, None), Quantized(scale, None, None)
+    return Quantized(scale_up, rows, up_columns), Quantized(scale, None, act_columns)

@@ -1,0 +1,152 @@
+"""Quantisation to E4M3 by the largest value of a tensor: two passes, the second in both orders at once.
+
+The maximum is taken over bits as integers, whose order is that of the values: no order of programs changes it.
+Legend: N rows, D columns, P partial maxima.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels import launch
+from trireme.kernels.fp8.reference import E4M3, LEAST, PAD, Quantized
+from trireme.kernels.launch import cdiv
+from trireme.kernels.launcher import await_previous, launcher
+
+BLOCK = 4096  # values at a time of a partial maximum
+
+
+@triton.jit
+def power_of(p_most, p_scale, P, first, LEAST: tl.constexpr, BLOCK_P: tl.constexpr):
+    """log2 of what values are multiplied with, by partial maxima; the `first` program stores the scale."""
+    o_p = tl.arange(0, BLOCK_P)
+    most = tl.max(tl.load(p_most + o_p, o_p < P, 0), 0)
+    power = tl.minimum(135 - (most >> 23) - ((most & 0x7FFFFF) > 0x600000).to(tl.int32), LEAST)
+    if first:
+        tl.store(p_scale, ((127 - power) << 23).to(tl.float32, bitcast=True))
+    return power
+
+
+@triton.jit
+def bits_of(b_x):
+    """|x|, fp32, as integers, where finite, else 0."""
+    b_bits = b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(b_bits < 0x7F800000, b_bits, 0)
+
+
+@triton.jit
+def codes_of(b_x, power):
+    """fp32 to E4M3, which saturates: inf would be 448."""
+    b_bits = b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    b_x = b_x * ((power + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(b_bits < 0x7F800000, b_x, float("nan")).to(tl.float8e4nv)
+
+
+@launcher
+@triton.jit(do_not_specialize=["CHUNKS"])
+def _maxima(p_x, p_most, CHUNKS, PAD: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
+    NUMEL = CHUNKS.to(tl.int64) * PAD  # so that accesses are wide
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_most = tl.zeros((BLOCK,), tl.int32)
+    for _ in range(tl.cdiv(NUMEL - tl.program_id(0).to(tl.int64) * BLOCK, PROGRAMS * BLOCK)):
+        b_most = tl.maximum(b_most, bits_of(tl.load(p_x + o, o < NUMEL, 0.0).to(tl.float32)))
+        o += PROGRAMS * BLOCK
+    tl.store(p_most + tl.program_id(0), tl.max(b_most, 0))
+
+
+@launcher
+@triton.jit(do_not_specialize=["N", "CHUNKS", "P"])
+def _quantize(
+    p_x,
+    p_most,
+    p_scale,
+    p_rows,
+    p_columns,
+    N,
+    CHUNKS,
+    P,
+    D: tl.constexpr,
+    PAD: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    await_previous()
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    i = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what the maxima read last is still in L2
+    o_n = (i // BLOCKS).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = (i % BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    mask = (o_n < N)[:, None] & m_d[None, :]
+    b_x = tl.load(p_x + o_n[:, None] * D + o_d[None, :], mask, 0.0).to(tl.float32)
+    b_codes = codes_of(b_x, power_of(p_most, p_scale, P, i == 0, LEAST, BLOCK_P))
+    if ROWS:
+        tl.store(p_rows + o_n[:, None] * D + o_d[None, :], b_codes, mask)
+    if COLUMNS:
+        m_n = o_n < CHUNKS * PAD
+        tl.store(p_columns + o_d[:, None].to(tl.int64) * (CHUNKS * PAD) + o_n[None, :], tl.trans(b_codes),
+                 m_d[:, None] & m_n[None, :])  # fmt: skip
+
+
+def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None) -> Quantized:
+    """As reference.quantize. x and `out` contiguous, D a multiple of PAD."""
+    N, D = x.shape
+    assert x.is_contiguous()
+    assert D % PAD == 0
+    out = out or _empty(x, rows, columns)
+    codes = out.rows if rows else out.columns  # one stands for the other, which is not written
+    turned = out.columns if columns else out.rows
+    assert codes is not None
+    assert turned is not None
+    assert not rows or codes.shape == (N, D)
+    assert not columns or turned.shape == (D, cdiv(N, PAD) * PAD)
+    assert codes.is_contiguous()
+    assert turned.is_contiguous()
+    programs = launch.maxima(x.device, cdiv(x.numel(), BLOCK))
+    most = torch.empty(programs, dtype=torch.int32, device=x.device)
+    _maxima[(programs,)](x, most, x.numel() // PAD, PAD, programs, BLOCK, num_warps=8)
+    chunks, block = cdiv(N, PAD), launch.quantize(x.device, rows and columns)
+    grid = (cdiv(chunks * PAD if columns else N, block.rows) * cdiv(D, block.columns),)
+    sizes = (N, chunks, programs, D, PAD, LEAST, rows, columns, block.rows, block.columns, launch.power2(programs))
+    _quantize[grid](x, most, out.scale, codes, turned, *sizes, num_warps=block.warps)
+    return out
+
+
+@launcher
+@triton.jit(do_not_specialize=["N"])
+def _turn(p_rows, p_out, N, D: tl.constexpr, PAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    await_previous()
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    o_n = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = (tl.program_id(0) % BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    b_codes = tl.load(p_rows + o_n[:, None] * D + o_d[None, :], (o_n < N)[:, None] & m_d[None, :], 0)
+    p_turned = p_out + o_d[:, None].to(tl.int64) * (N // PAD * PAD) + o_n[None, :]
+    tl.store(p_turned, tl.trans(b_codes), m_d[:, None] & (o_n < N)[None, :])
+
+
+def turn(rows: Tensor, out: Tensor) -> Tensor:
+    """As reference.turn, both contiguous, N and D multiples of PAD."""
+    N, D = rows.shape
+    assert out.shape == (D, N)
+    assert rows.is_contiguous()
+    assert out.is_contiguous()
+    assert N % PAD == D % PAD == 0
+    block = launch.quantize(rows.device, True)
+    grid = (cdiv(N, block.rows) * cdiv(D, block.columns),)
+    sizes = (N, D, PAD, block.rows, block.columns)
+    _turn[grid](rows.view(torch.uint8), out.view(torch.uint8), *sizes, num_warps=block.warps)
+    return out
+
+
+def _empty(x: Tensor, rows: bool, columns: bool) -> Quantized:
+    new = lambda shape, dtype=E4M3: torch.empty(shape, dtype=dtype, device=x.device)
+    turned = (x.shape[1], cdiv(len(x), PAD) * PAD)
+    return Quantized(new(1, torch.float32), new(x.shape) if rows else None, new(turned) if columns else None)

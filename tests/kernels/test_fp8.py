@@ -1,0 +1,200 @@
+"""fp8: codes and scales of the kernels are those of plain torch to the bit; products of codes."""
+
+import pytest
+import torch
+from kernel_checks import DEVICES, framed
+
+from trireme.kernels import ops
+from trireme.kernels.fp8 import reference
+
+pytest.importorskip("triton")
+E4M3 = torch.float8_e4m3fn
+DEVICE = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture
+def quantize():
+    from trireme.kernels.fp8.quantize import quantize
+
+    return quantize
+
+
+def inputs(kind: str, N: int, D: int) -> torch.Tensor:
+    """(N, D) bf16."""
+    torch.manual_seed(N + D)
+    x = torch.randn(N, D)
+    if kind == "spread":  # over all of bf16's exponents
+        x = x * torch.exp2(torch.randint(-140, 120, (N, D)).float())
+    elif kind == "zeros":
+        x = torch.zeros(N, D)
+    elif kind == "negative zeros":
+        x = -torch.zeros(N, D)
+    elif kind == "one outlier":
+        x[N // 2, D // 3] = -3e4
+    elif kind == "denormal":
+        x = torch.randint(-9, 9, (N, D)).float() * 2.0**-133
+    elif kind == "all outliers":
+        x = torch.full((N, D), 3.3895e38)
+    elif kind == "halfway":  # between neighbouring codes, so that even ones win
+        x = torch.randint(-72, 72, (N, D)).float() / 4
+    elif kind == "inf":
+        x[0, 1], x[N - 1, D - 1] = float("inf"), float("-inf")
+    elif kind == "nan":
+        x[N // 2, 3] = float("nan")
+    elif kind == "nothing finite":
+        x = torch.where(x > 0, float("inf"), float("nan"))
+    return x.bfloat16()
+
+
+KINDS = ["normal", "spread", "zeros", "negative zeros", "one outlier", "denormal", "all outliers", "halfway", "inf",
+         "nan", "nothing finite"]  # fmt: skip
+SHAPES = [(1, 16), (16, 48), (37, 80), (70, 272)]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Codes to the bit; NaN has two."""
+    return torch.equal(a.float().nan_to_num(1e9), b.float().nan_to_num(1e9)) and torch.equal(
+        torch.signbit(a.float().nan_to_num(1.0)), torch.signbit(b.float().nan_to_num(1.0))
+    )
+
+
+@DEVICE
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_and_scale_are_those_of_plain_torch(kind, shape, device, quantize):
+    x = inputs(kind, *shape)
+    given = framed(x.to(device))
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        found, expected = quantize(given, rows, columns), reference.quantize(x, rows, columns)
+        assert torch.equal(found.scale.cpu(), expected.scale)
+        for ours, theirs in zip(found[1:], expected[1:], strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert ours.shape == theirs.shape
+                assert ours.dtype == E4M3
+                assert same(ours.cpu(), theirs)
+
+
+@DEVICE
+@pytest.mark.parametrize("kind", ["normal", "one outlier", "inf"])
+def test_codes_in_given_memory_are_the_same(kind, device, quantize):
+    """And the order that is not asked for keeps what it had."""
+    x = framed(inputs(kind, 48, 80).to(device))
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        memory = [torch.full((48 * 80,), 7, dtype=torch.uint8, device=device).view(E4M3) for _ in range(2)]
+        out = ops.Quantized(torch.zeros(1, device=device), memory[0].view(48, 80), memory[1].view(80, 48))
+        for made in (quantize, reference.quantize):
+            expected = made(x, rows, columns)
+            assert made(x, rows, columns, out) is out
+            assert torch.equal(out.scale, expected.scale)
+            for found, new in zip(out[1:], expected[1:], strict=True):
+                assert same(found, new) if new is not None else found.view(torch.uint8).eq(7).all()
+            for t in memory:
+                t.view(torch.uint8).fill_(7)
+
+
+@DEVICE
+@pytest.mark.parametrize("shape", [(16, 16), (48, 80), (272, 144)], ids=str)
+def test_codes_turn_as_they_are(shape, device):
+    """Every code, NaN's too, into memory between others'."""
+    from trireme.kernels.fp8.quantize import turn
+
+    N, D = shape
+    rows = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(N)).to(device)
+    for made in (turn, reference.turn):
+        memory = torch.full((16 + N * D + 16,), 7, dtype=torch.uint8, device=device)
+        out = memory[16:-16].view(D, N)
+        made(rows.view(E4M3), out.view(E4M3))
+        assert torch.equal(out, rows.T)
+        assert memory[:16].eq(7).all()
+        assert memory[-16:].eq(7).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_code_is_the_nearest_to_its_value(kind):
+    """Against float64: half a unit in the last of four bits, or half of the smallest code."""
+    x = inputs(kind, 37, 80)
+    found = reference.quantize(x, columns=True)
+    scale, exact = float(found.scale), x.double()
+    value = found.rows.double() * scale
+    finite = exact.isfinite()
+    assert torch.equal(value.isfinite(), finite)
+    bound = torch.maximum(exact.abs() * 2**-4, torch.tensor(scale * 2**-10, dtype=torch.float64))
+    assert ((value - exact).abs() <= bound)[finite].all()
+    most = exact[finite].abs().max() if finite.any() else 0.0
+    assert most == 0 or float(most) / scale <= 448
+    assert most < 2.0**-118 or float(most) / scale > 224
+    assert same(found.columns[:, :37], found.rows.T.contiguous())
+    assert not found.columns[:, 37:].float().any()
+
+
+def test_a_scale_uses_the_whole_range():
+    for most in (1.0, 1.75, 1.7578125, 1.9921875, 448.0, 450.0, 2.0**-100):
+        found = reference.quantize(torch.tensor([[most, -most / 2]]).repeat(1, 8))
+        code = float(found.rows[0, 0])
+        assert 224 <= code <= 448
+        assert torch.log2(found.scale) == torch.log2(found.scale).round()
+
+
+@DEVICE
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [50, 1])
+def test_products_are_those_of_the_codes(rows, out_dtype, device):
+    """In fp64, within fp32's sums and the output's rounding."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 here")
+    torch.manual_seed(1)
+    x, w = torch.randn(rows, 96).bfloat16().to(device), torch.randn(64, 96).bfloat16().to(device)
+    bias = torch.randn(64).to(device, torch.bfloat16) if out_dtype == torch.bfloat16 else None
+    a, b = ops.quantize(x), ops.quantize(w)
+    out = torch.empty(rows, 64, dtype=out_dtype, device=device)
+    assert ops.product(a.rows, a.scale, b.rows, b.scale, out, bias) is out
+    exact = (a.rows.double() * a.scale) @ (b.rows.double() * b.scale).T + (0 if bias is None else bias.double())
+    error = (out.double() - exact).norm() / exact.norm()
+    assert error < (2.4e-3 if out_dtype == torch.bfloat16 else 1e-6 if device == "cpu" else 3e-4)
+    quantised = (exact - x.double() @ w.double().T - (0 if bias is None else bias.double())).norm() / exact.norm()
+    assert 0.01 < quantised < 0.05  # of two roundings to four bits
+
+
+@DEVICE
+def test_products_hide_no_nan(device):
+    """A row that is not finite leaves a row of NaN, and no other."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 here")
+    for bad in ("inf", "nan"):
+        x, w = inputs(bad, 37, 80).to(device), torch.randn(32, 80, device=device).bfloat16()
+        a, b = ops.quantize(x, columns=True), ops.quantize(w)
+        y = ops.product(a.rows, a.scale, b.rows, b.scale, torch.empty(37, 32, dtype=torch.bfloat16, device=device))
+        assert torch.equal(y.isnan().all(1), ~x.isfinite().all(1))
+        assert torch.equal(y.isnan().any(1), ~x.isfinite().all(1))
+        dy = ops.quantize(torch.randn(37, 32, device=device).bfloat16(), columns=True)
+        dw = ops.product(a.columns, a.scale, dy.columns, dy.scale, torch.empty(80, 32, device=device))
+        assert torch.equal(dw.isnan().any(1), ~x.isfinite().all(0))
+
+
+@DEVICE
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+@pytest.mark.parametrize("shape", [(1, 16), (37, 80)], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "one outlier", "inf", "nan"])
+def test_codes_of_gated_units_are_those_of_their_results(name, shape, kind, device):
+    """To the bit, of the same kernels' results."""
+    from trireme.kernels import swiglu
+    from trireme.kernels.fp8 import gated
+    from trireme.kernels.fp8.quantize import quantize
+
+    N, F = shape
+    gate_up, dy = framed(inputs(kind, N, 2 * F).to(device)), framed(inputs("normal", N, F).to(device))
+    found = getattr(gated, f"{name}_codes_fwd")(gate_up)
+    expected = quantize(getattr(swiglu, f"{name}_fwd")(gate_up))
+    assert same_codes(found, expected)
+    d_gate_up, act = getattr(swiglu, f"{name}_bwd")(dy, gate_up)
+    for columns in (True, False):
+        d_up, found = getattr(gated, f"{name}_codes_bwd")(dy, gate_up, columns)
+        assert same_codes(d_up, quantize(d_gate_up, True, columns))
+        if columns:
+            assert same_codes(found, quantize(act, False, True))
+
+
+def same_codes(a, b) -> bool:
+    scales = torch.equal(a.scale, b.scale)
+    return scales and all(x is y is None or same(x.cpu(), y.cpu()) for x, y in zip(a[1:], b[1:], strict=True))
