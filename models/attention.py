@@ -17,7 +17,16 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.branch import add_branch, add_product, branch_backward, copies
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, linear, linear_backward, or_scratch, trained
+from trireme.models.linear import (
+    Linear,
+    Upstream,
+    add_gradients_,
+    linear,
+    linear_backward,
+    or_scratch,
+    trained,
+    upstream,
+)
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Rows, Table
 
@@ -90,9 +99,10 @@ def backward(
 ) -> None:
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     result = recall(cfg, layer, w, x, saved, rows)
-    dqkv = backward_to_qkv(cfg, layer, w, g, result, dy, rows, saved.get("attn_branch"))
+    d_qkv: Upstream = backward_to_qkv(cfg, layer, w, g, result, dy, rows, saved.get("attn_branch"))
     del result  # costs._block_workspace
-    backward_to_x(cfg, w, g, x, dqkv, dy, dx)
+    d_qkv = upstream(d_qkv, w.qkv, g.qkv)
+    backward_to_x(cfg, w, g, x, d_qkv, dy, dx)
 
 
 def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
@@ -128,10 +138,11 @@ def backward_to_qkv(
     product: Tensor | None,
 ) -> Tensor:
     """Gradient of qkv, packed (N, (H + 2K) d). `product`: attn_branch, if saved."""
-    dy = branch_backward(cfg, dy, result.out, w.o, w.post, g.post, product)
-    add_gradients_(g.o, w.o, result.out, dy)
+    d_o = upstream(branch_backward(cfg, dy, result.out, w.o, w.post, g.post, product), w.o, g.o)
+    add_gradients_(g.o, w.o, result.out, d_o)
     q, k, v, q_rstd, k_rstd = result.heads
-    dout, out = linear_backward(dy, w.o).view(q.shape), result.out.view(q.shape)
+    dout, out = linear_backward(d_o, w.o).view(q.shape), result.out.view(q.shape)
+    del d_o  # costs._block_workspace
     if w.sinks is not None and g.sinks is not None and trained(g.sinks):
         ops.sinks_bwd_(g.sinks, dout, out, result.lse, w.sinks)
     dqkv = torch.empty_like(result.qkv)
@@ -145,12 +156,12 @@ def backward_to_qkv(
     return dqkv
 
 
-def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, dqkv: Tensor, dy: Tensor, dx: Tensor) -> None:
+def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Upstream, dy: Tensor, dx: Tensor) -> None:
     """Fills dx: the gradient through qkv, plus dy."""
     y, stats = norm(x, w.norm, cfg.eps)
-    add_gradients_(g.qkv, w.qkv, y, dqkv)
+    add_gradients_(g.qkv, w.qkv, y, d_qkv)
     del y  # costs._block_workspace
-    norm_backward(linear_backward(dqkv, w.qkv), x, w.norm, stats, g.norm, dy, dx)
+    norm_backward(linear_backward(d_qkv, w.qkv), x, w.norm, stats, g.norm, dy, dx)
 
 
 def _project(

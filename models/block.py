@@ -15,6 +15,7 @@ from trireme.kernels import ops
 from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
+from trireme.models.linear import Upstream, upstream
 from trireme.models.rows import Rows
 from trireme.models.shapes import saved_shapes
 
@@ -67,9 +68,11 @@ def backward(
     del resid  # costs._block_workspace
     result = result or recall()
     dbranch = dy if cfg.parallel else dresid
-    dqkv = attention.backward_to_qkv(cfg, layer, w.attention, g.attention, result, dbranch, rows, product)
+    half, grads = w.attention, g.attention
+    d_qkv: Upstream = attention.backward_to_qkv(cfg, layer, half, grads, result, dbranch, rows, product)
     del result, product  # costs._block_workspace
-    attention.backward_to_x(cfg, w.attention, g.attention, x, dqkv, dresid, dx)
+    d_qkv = upstream(d_qkv, half.qkv, grads.qkv)
+    attention.backward_to_x(cfg, half, grads, x, d_qkv, dresid, dx)
 
 
 def mlp_forward(

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.models import lora
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, linear
+from trireme.models.linear import Linear, Operand, add_linear_, linear
 from trireme.models.norm import Norm, norm, norm_backward
 
 
@@ -24,7 +23,7 @@ def copies(before: Norm | None, after: Norm | None) -> bool:
 def add_branch(
     cfg: ModelConfig,
     x: Tensor,
-    inner: Tensor,
+    inner: Operand,
     w: Linear,
     before: Norm | None,
     after: Norm | None,
@@ -33,18 +32,14 @@ def add_branch(
 ) -> None:
     """Fills out (N, D), which may be x, and `product` (N, D), the argument of a norm behind.
 
-    Where `copies`, out holds x; without a bias the sum is rounded once.
+    Where `copies`, out holds x.
     """
     if after is not None:
-        add_product(cfg, x, linear(inner, w, product), after, out)
+        add_product(cfg, x, linear(inner, w, product, x.dtype), after, out)
     elif copies(before, after):
-        out.addmm_(inner, w.weight, alpha=cfg.branch_scale)
-        if w.bias is not None:
-            out.add_(w.bias, alpha=cfg.branch_scale)
-        if w.adapters is not None:
-            lora.add_(out, inner, w.adapters, cfg.branch_scale)
+        add_linear_(out, inner, w, cfg.branch_scale)
     else:
-        torch.add(x, linear(inner, w), alpha=cfg.branch_scale, out=out)
+        torch.add(x, linear(inner, w, dtype=x.dtype), alpha=cfg.branch_scale, out=out)
 
 
 def add_product(cfg: ModelConfig, x: Tensor, product: Tensor, after: Norm, out: Tensor) -> None:
@@ -56,7 +51,7 @@ def add_product(cfg: ModelConfig, x: Tensor, product: Tensor, after: Norm, out: 
 def branch_backward(
     cfg: ModelConfig,
     dy: Tensor,
-    inner: Tensor,
+    inner: Operand,
     w: Linear,
     after: Norm | None,
     g_after: Norm | None,
@@ -67,6 +62,6 @@ def branch_backward(
         dy = dy * cfg.branch_scale
     if after is None or g_after is None:
         return dy
-    product = linear(inner, w) if product is None else product
+    product = linear(inner, w, dtype=dy.dtype) if product is None else product
     _, stats = norm(product, after, cfg.eps)
     return norm_backward(dy, product, after, stats, g_after)

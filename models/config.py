@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class ModelConfig:
     scale_attn_by_layer: bool = False  # scores also divided by layer + 1
     frozen: tuple[str, ...] = ()  # globs over names, "!" before those trained; the last match holds
     lora: Lora | None = None  # from the run's options
+    fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
     halves: bool = False  # units are half blocks; from the plan
     local_rope: Rope | None = None  # of layers with the window, if different
     full_layers: tuple[int, ...] = ()  # from window_from on, without the window
@@ -91,6 +93,7 @@ class ModelConfig:
     branch_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
     experts: Experts | None = None
+    mtp_layers: int = 0  # behind the last, carried through
     wrapper: str = ""  # the model_type around it
     parallel: bool = False  # attention and MLP read one input: no half blocks
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
@@ -101,12 +104,14 @@ class ModelConfig:
 
     @property
     def names(self) -> Names:
-        return within(self.family.names) if self.wrapper else self.family.names
+        own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
+        return within(own) if self.wrapper else own
 
     @property
     def carried(self) -> tuple[str, ...]:
         """What names of tensors begin with that are copied and not used."""
-        return WRAPPERS[self.wrapper].carried if self.wrapper else ()
+        behind = (self.names.prefix(self.n_layers + i) for i in range(self.mtp_layers))
+        return (*(WRAPPERS[self.wrapper].carried if self.wrapper else ()), *behind)
 
     @property
     def opener(self) -> str:
@@ -143,6 +148,15 @@ class ModelConfig:
     def qkv_width(self) -> int:
         return self.q_width + 2 * self.kv_width
 
+    @cached_property
+    def dense(self) -> ModelConfig:
+        """The model as its layers without experts see it."""
+        return replace(self, experts=None)
+
+    def at(self, layer: int) -> ModelConfig:
+        """The model as a layer sees it."""
+        return self.dense if self.experts is not None and layer in self.experts.dense else self
+
     def layer_window(self, layer: int) -> int:
         """The attention window of a layer; 0: none."""
         return self.window if layer >= self.window_from and layer not in self.full_layers else 0
@@ -157,11 +171,12 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts}  # fields of Mod
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
-    """A config as flat JSON, without what a plan adds: a run compares its model by this."""
+    """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
     del found["halves"]
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
+    found.pop("experts.packed", None)
     return found
 
 
@@ -232,12 +247,17 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         qkv_bias=flag(family.qkv_bias),
         o_bias=flag(family.o_bias),
         mlp_bias=flag(family.mlp_bias),
-        qk_norm=bool(family.qk_norm),
+        qk_norm=bool(family.qk_norm) and (not family.qk_norm_key or keys.flag(family.qk_norm_key, False)),
         parallel=family.parallel and keys.flag("use_parallel_residual", True),
-        experts=parse_experts(keys, family.experts),
+        experts=parse_experts(keys, family.experts, layers, packed=family.mxfp4 and method is not None),
+        mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers),
         **scales_of(keys, family, width),
     )
+
+
+def _mtp_layers(keys: Keys) -> int:
+    return 0 if keys.raw.get("num_nextn_predict_layers") == 0 else keys.count("num_nextn_predict_layers", 1)
 
 
 def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:

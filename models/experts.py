@@ -19,7 +19,8 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models import shared
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, add_product_, linear, trained
+from trireme.models.linear import Linear, add_gradients_, add_product_, linear, product_in_fp32, trained
+from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Rows
 
@@ -34,12 +35,15 @@ class Weights(NamedTuple):
     shared: shared.Weights | None = None
     up_bias: Tensor | None = None  # (E, 2I)
     down_bias: Tensor | None = None  # (E, D)
+    correction: Tensor | None = None  # (E,) fp32, frozen
+    up_adapters: Stacked | None = None
+    down_adapters: Stacked | None = None
 
 
 class Routes(NamedTuple):
     """Where tokens go."""
 
-    logits: Tensor  # (N, E)
+    logits: Tensor  # (N, E), fp32 with a correction
     weights: Tensor  # (N, k) fp32
     experts: Tensor  # (N, k) int32
     order: ops.Order
@@ -48,7 +52,7 @@ class Routes(NamedTuple):
 def rule(cfg: ModelConfig) -> ops.Rule:
     """How logits become weights."""
     assert cfg.experts is not None
-    return ops.Rule(cfg.experts.chosen, cfg.experts.renormalise)
+    return ops.Rule(cfg.experts.chosen, cfg.experts.renormalise, cfg.experts.sigmoid, cfg.experts.scale)
 
 
 def forward(
@@ -64,20 +68,29 @@ def forward(
     if rows.load is not None:
         rows.load.add(layer, found.order, found.logits)
     k = rule(cfg).k
-    gate_up = ops.grouped_mm(y, w.up, found.order, k, saved.get("gate_up"), w.up_bias)
+    gate_up = _up(w, y, found.order, k, saved.get("gate_up"))
     del y  # costs._block_workspace
     limit = _limit(cfg)
     act = ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
     del gate_up  # costs._block_workspace
     ranked = ops.grouped_mm(act, w.down, found.order, bias=w.down_bias)
+    if w.down_adapters is not None:
+        w.down_adapters.add_(ranked, act, found.order)
     del act  # costs._block_workspace
     ops.combine(ranked, found.order, k, found.weights, residual, out)
 
 
+def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
+    gate_up = ops.grouped_mm(y, w.up, order, k, out, w.up_bias)
+    if w.up_adapters is not None:
+        w.up_adapters.add_(gate_up, y, order, k)
+    return gate_up
+
+
 def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
     """Of normalised tokens y (N, D). Never saved: made again in backward."""
-    logits = linear(y, w.router)
-    weights, experts = ops.route_fwd(logits, rule(cfg))
+    logits = linear(y, w.router) if w.correction is None else product_in_fp32(y, w.router.weight)
+    weights, experts = ops.route_fwd(logits, rule(cfg), w.correction)
     return Routes(logits, weights, experts, ops.sort_pairs(experts, logits.shape[1]))
 
 
@@ -99,28 +112,47 @@ def backward(
     y, stats = norm(x, w.norm, cfg.eps)
     found = route(cfg, w, y)
     order, k = found.order, rule(cfg).k
-    gate_up = saved["gate_up"] if "gate_up" in saved else ops.grouped_mm(y, w.up, order, k, bias=w.up_bias)
+    gate_up = saved["gate_up"] if "gate_up" in saved else _up(w, y, order, k)
     d_act = ops.grouped_mm(dy, w.down.mT, order, k)
+    d_down = None
+    if w.down_adapters is not None:
+        d_down = w.down_adapters.down_gradient(dy, order, k)
+        d_act += ops.grouped_mm(d_down, w.down_adapters.a, order)
     d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, found.weights, order, _limit(cfg))
     del gate_up, d_act  # costs._block_workspace
     if trained(g.down):
         ops.grouped_add_(g.down, act, dy, order, 0, k)
+    if d_down is not None:
+        _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, dy, order, k_dy=k)
     del act  # costs._block_workspace
     if trained(g.up):
         ops.grouped_add_(g.up, y, d_gate_up, order, k)
     _bias_gradients_(w, g, found, d_weights, d_gate_up, dy)
     d_rows = ops.grouped_mm(d_gate_up, w.up.mT, order)
+    if w.up_adapters is not None:
+        d_up = w.up_adapters.down_gradient(d_gate_up, order)
+        _adapter_gradients_(w.up_adapters, g.up_adapters, y, d_up, d_gate_up, order, k)
+        d_rows += ops.grouped_mm(d_up, w.up_adapters.a, order)
     del d_gate_up  # costs._block_workspace
     d_norm = ops.combine(d_rows, order, k)
     del d_rows  # costs._block_workspace
     balance = None if rows.load is None else rows.load.balance()
-    d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance)
+    d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance).to(y.dtype)
     add_gradients_(g.router, w.router, y, d_logits)
     d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
         shared.backward(w.shared, g.shared, y, saved, dy, d_norm)
     del y  # costs._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
+
+
+def _adapter_gradients_(
+    w: Stacked | None, g: Stacked | None, x: Tensor, dh: Tensor, dy: Tensor, order: ops.Order, k: int = 0, k_dy: int = 0
+) -> None:
+    """Adds to g, given x, the gradient dh (P, R) of x A^T, and dy: by sorted row, or with k and k_dy by token."""
+    if w is not None and g is not None:
+        ops.grouped_add_(g.a, dh, x, order, 0, k)
+        ops.grouped_add_(g.b, w.down(x, order, k).mul_(w.scale), dy, order, 0, k_dy)
 
 
 def _bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, d_gate_up: Tensor, dy: Tensor) -> None:

@@ -75,7 +75,8 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
     """Upper bound of generate's bytes, besides a unit's weights. `itemsize` is of the compute dtype."""
     positions, tokens = n_prompts * (length + max_new), n_prompts * length
     cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
-    blocks = [costs.workspace_bytes(cfg, u, tokens, itemsize) for u in range(1, 3 if cfg.halves else 2)]
+    kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
+    blocks = [costs.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values()]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
     single = 2 * positions * cfg.q_width * (itemsize + 4)  # a layer's cache, repeated per head, and in fp32
     ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits, copied

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.shapes import output_name, stored_tensors
+from trireme.models.shapes import MXFP4, output_name, packed_groups, stored_tensors
 
 Shape = tuple[int, ...]
 
@@ -21,7 +21,8 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
     unknown or of another shape than config.json says.
     """
     experts = cfg.experts.count if cfg.experts and cfg.names.each else 1
-    if cfg.n_layers * experts > len(found):  # before work that grows with layers
+    dense = len(cfg.experts.dense) if cfg.experts else 0
+    if (cfg.n_layers - dense) * experts + dense > len(found):  # before work that grows with layers
         each = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(
             f"the checkpoint has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers{each}. "
@@ -44,13 +45,17 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
 
 
 def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
-    """Canonical name -> name to read, of `found`. Raises as canonical_names."""
+    """Canonical name -> name to read, of `found`, where matrices in MXFP4 have their own name; and of their parts.
+
+    Raises as canonical_names.
+    """
     names = canonical_names(cfg, found)
     chosen: dict[str, str] = {}
     for name, target in names.items():
         if target is not None and (target not in chosen or not name.endswith(_OUTPUTS)):
             chosen[target] = name
-    return chosen
+    packed = (name for u in range(cfg.n_units) for ((name, _),) in packed_groups(cfg, u))
+    return chosen | {name + part: chosen[name] + part for name in packed for part in MXFP4}
 
 
 def carried(cfg: ModelConfig, found: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Linear layers on top of torch's GEMMs."""
+"""Linear layers on top of torch's GEMMs, or in fp8: then x, weight and dy are quantised, each by its largest value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,48 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models import lora
+from trireme.models.costs import slice_rows
+
+
+class Codes(NamedTuple):
+    """A weight in E4M3, as each product reads it."""
+
+    forward: Tensor  # (out, in)
+    backward: Tensor  # (in, out)
+    scale: Tensor  # (1,) fp32
 
 
 class Linear(NamedTuple):
     """A layer's weights, or their gradients: empty where frozen."""
 
-    weight: Tensor  # (in, out); transposed view where stored (out, in)
+    weight: Tensor  # (in, out); transposed view where stored (out, in); empty where only codes are there
     bias: Tensor | None = None  # (out,)
     adapters: lora.Adapters | None = None
+    fp8: bool = False  # of the weight's products
+    codes: Codes | None = None  # None: made for each product
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """(in, out)."""
+        rows, columns = self.weight.shape if self.codes is None else self.codes.backward.shape
+        return rows, columns
+
+    @property
+    def takes_codes(self) -> bool:
+        """Whether x is read as codes alone."""
+        return self.fp8 and self.adapters is None
+
+
+class Gradient(NamedTuple):
+    """A gradient dy (N, out) for the products of backward."""
+
+    codes: ops.Quantized
+    dtype: torch.dtype  # of dy
+    dy: Tensor | None = None  # for biases and adapters
+
+
+Operand = Tensor | ops.Quantized  # x, or its codes where they are all that is read
+Upstream = Tensor | Gradient
 
 
 def fuse(*parts: Tensor) -> Tensor:
@@ -31,25 +65,94 @@ def fuse(*parts: Tensor) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def linear(x: Tensor, w: Linear, out: Tensor | None = None) -> Tensor:
-    """x (N, in) @ weight + bias, (N, out)."""
-    y = torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
+def linear(x: Operand, w: Linear, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x (N, in) @ weight + bias, (N, out), where x is codes in `out` or of `dtype`."""
+    if w.fp8:
+        codes = ops.quantize(x) if isinstance(x, Tensor) else x
+        assert codes.rows is not None
+        if out is None:
+            dtype = x.dtype if isinstance(x, Tensor) else dtype
+            assert dtype is not None
+            out = codes.rows.new_empty((len(codes.rows), w.features[1]), dtype=dtype)
+        y = _product(codes, w, True, out, w.bias)
+    else:
+        assert isinstance(x, Tensor)
+        y = torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
     if w.adapters is not None:
+        assert isinstance(x, Tensor)
         lora.add_(y, x, w.adapters)
     return y
 
 
-def linear_backward(dy: Tensor, w: Linear) -> Tensor:
-    """Gradient (N, in) of x, given dy (N, out)."""
-    dx = torch.mm(dy, w.weight.T)
+def add_linear_(out_: Tensor, x: Operand, w: Linear, times: float) -> None:
+    """out_ (N, out) += times * linear(x, w); without a bias and in one product the sum is rounded once."""
+    if w.fp8:
+        out_.add_(linear(x, w, dtype=out_.dtype), alpha=times)
+        return
+    assert isinstance(x, Tensor)
+    out_.addmm_(x, w.weight, alpha=times)
+    if w.bias is not None:
+        out_.add_(w.bias, alpha=times)
+    if w.adapters is not None:
+        lora.add_(out_, x, w.adapters, times)
+
+
+def upstream(dy: Upstream, w: Linear, g: Linear) -> Upstream:
+    """dy (N, out) as linear_backward and add_gradients_ take it: quantised once for both, dy itself kept if needed."""
+    if not w.fp8 or isinstance(dy, Gradient):
+        return dy
+    needed = w.bias is not None or w.adapters is not None
+    return Gradient(ops.quantize(dy, columns=trained(g.weight)), dy.dtype, dy if needed else None)
+
+
+def linear_backward(dy: Upstream, w: Linear) -> Tensor:
+    """Gradient (N, in) of x, given dy (N, out) from `upstream`."""
+    if isinstance(dy, Gradient):
+        rows = dy.codes.rows
+        assert rows is not None
+        dx = _product(dy.codes, w, False, rows.new_empty((len(rows), w.features[0]), dtype=dy.dtype))
+        dy = dy.dy if dy.dy is not None else dx
+    else:
+        dx = torch.mm(dy, w.weight.T)
     if w.adapters is not None:
         dx.addmm_(lora.down_gradient(dy, w.adapters), w.adapters.a)
     return dx
 
 
-def add_gradients_(g: Linear, w: Linear, x: Tensor, dy: Tensor) -> None:
-    """Adds the trained weights' gradients to g."""
-    if trained(g.weight):
+def _product(a: ops.Quantized, w: Linear, forward: bool, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Fills out with a (N, in) @ weight + bias, or with a (N, out) @ weight.T."""
+    assert a.rows is not None
+    if w.codes is not None:
+        codes, scale = w.codes.forward if forward else w.codes.backward, w.codes.scale
+    else:
+        codes, scale = _codes(w.weight.T if forward else w.weight)
+    return ops.product(a.rows, a.scale, codes, scale, out, bias)
+
+
+def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scale) of a weight that may be a transposed view."""
+    turned = not weight.is_contiguous()
+    codes = ops.quantize(weight.T if turned else weight, rows=not turned, columns=turned)
+    order = codes.columns if turned else codes.rows
+    assert order is not None
+    return order, codes.scale
+
+
+def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
+    """Adds the trained weights' gradients to g, given dy from `upstream`."""
+    if isinstance(dy, Gradient):
+        if trained(g.weight):
+            turned = ops.quantize(x, rows=False, columns=True) if isinstance(x, Tensor) else x
+            if g.weight.is_contiguous():
+                _add_slices_(g.weight, turned, dy.codes)
+            else:  # stored (out, in)
+                _add_slices_(g.weight.T, dy.codes, turned)
+            del turned
+        if dy.dy is None:
+            return
+        dy = dy.dy
+    elif trained(g.weight):
+        assert isinstance(x, Tensor)
         if g.weight.is_contiguous():
             add_product_(g.weight, x, dy)
         else:  # stored (out, in)
@@ -57,10 +160,20 @@ def add_gradients_(g: Linear, w: Linear, x: Tensor, dy: Tensor) -> None:
     if g.bias is not None and trained(g.bias):
         ops.bias_bwd_(g.bias, dy)
     if g.adapters is not None and w.adapters is not None:
+        assert isinstance(x, Tensor)
         add_product_(g.adapters.a, lora.down_gradient(dy, w.adapters), x)
         down = torch.mm(x, w.adapters.a.T).mul_(w.adapters.scale).split(len(w.adapters.a) // len(w.adapters.b), 1)
         for b, h, (start, stop) in zip(g.adapters.b, down, w.adapters.columns, strict=True):
             add_product_(b, dy[:, start:stop], h)
+
+
+def _add_slices_(grad_: Tensor, a: ops.Quantized, b: ops.Quantized) -> None:
+    """grad_ (m, n) += a.T @ b, some rows at a time: the product passes through L2."""
+    assert a.columns is not None
+    assert b.columns is not None
+    step = slice_rows(grad_.shape[1], grad_.element_size())
+    for codes, part in zip(a.columns.split(step), grad_.split(step), strict=True):
+        part.add_(ops.product(codes, a.scale, b.columns, b.scale, torch.empty_like(part)))
 
 
 def trained(gradient: Tensor) -> bool:
@@ -71,6 +184,13 @@ def trained(gradient: Tensor) -> bool:
 def or_scratch(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient, or for a frozen tensor a buffer to throw away."""
     return gradient if trained(gradient) else torch.zeros_like(weight)
+
+
+def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a (m, k) @ b (k, n), fp32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())  # the CPU has no mixed product
 
 
 def add_product_(grad_: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""LoRA adapters: y = x W + scale * (x A^T) B^T, as in peft (Hu et al., arXiv:2106.09685).
+"""LoRA adapters: y = x W + scale * (x A^T) B^T, as in peft (Hu et al., arXiv:2106.09685), also of experts.
 
-Legend: R rank, K adapted parts of a fused layer.
+Legend: R rank, K adapted parts of a fused layer; E experts, P sorted rows (kernels/experts).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+
+from trireme.kernels import ops
 
 
 class Adapters(NamedTuple):
@@ -37,6 +39,26 @@ def down_gradient(dy: Tensor, w: Adapters) -> Tensor:
     """Gradient of x A^T, (N, K R), given dy (N, out)."""
     parts = [torch.mm(dy[:, start:stop], b) for b, (start, stop) in zip(w.b, w.columns, strict=True)]
     return torch.cat(parts, 1).mul_(w.scale)
+
+
+class Stacked(NamedTuple):
+    """Adapters of a layer's experts, or their gradients: rows x_e by expert get scale * (x_e A_e^T) B_e."""
+
+    a: Tensor  # (E, R, in)
+    b: Tensor  # (E, R, out)
+    scale: float
+
+    def down(self, x: Tensor, order: ops.Order, k: int = 0) -> Tensor:
+        """(P, R) of sorted rows x (P, in), or with k of tokens."""
+        return ops.grouped_mm(x, self.a.mT, order, k)
+
+    def add_(self, out_: Tensor, x: Tensor, order: ops.Order, k: int = 0) -> None:
+        """Adds to out_ (P, out)."""
+        out_.add_(ops.grouped_mm(self.down(x, order, k), self.b, order), alpha=self.scale)
+
+    def down_gradient(self, dy: Tensor, order: ops.Order, k: int = 0) -> Tensor:
+        """Gradient of `down`, (P, R), given dy (P, out), or with k of tokens."""
+        return ops.grouped_mm(dy, self.b.mT, order, k).mul_(self.scale)
 
 
 def initial(name: str, shape: tuple[int, ...]) -> Tensor:

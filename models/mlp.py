@@ -15,7 +15,18 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.branch import add_branch, branch_backward, copies
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, linear, linear_backward, or_scratch
+from trireme.models.linear import (
+    Gradient,
+    Linear,
+    Operand,
+    Upstream,
+    add_gradients_,
+    linear,
+    linear_backward,
+    or_scratch,
+    trained,
+    upstream,
+)
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.shapes import up_name
 
@@ -55,11 +66,13 @@ def backward(
     """Gradient of x (N, D), in `dx` if given; adds to g. Recomputes what is not in `saved`."""
     y, stats = norm(x, w.norm, cfg.eps)
     up = saved[up_name(cfg)] if up_name(cfg) in saved else linear(y, w.up)
-    d_down = _branch_backward(cfg, w, g, dy, up, saved)
-    d_up, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
+    d_down = upstream(_branch_backward(cfg, w, g, dy, up, saved), w.down, g.down)
+    dup, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
     del up  # costs._block_workspace
     add_gradients_(g.down, w.down, act, d_down)
     del act, d_down  # costs._block_workspace
+    d_up = upstream(dup, w.up, g.up)
+    del dup  # costs._block_workspace
     add_gradients_(g.up, w.up, y, d_up)
     del y  # costs._block_workspace
     d_norm = linear_backward(d_up, w.up)
@@ -72,18 +85,26 @@ def _branch_backward(
 ) -> Tensor:
     product = saved.get("mlp_branch")
     again = w.post is not None and product is None
-    act = _activation(cfg, up, w) if again else up  # unread unless recomputing
+    act: Operand = _activation(cfg, up, w) if again else up  # unread unless recomputing
     return branch_backward(cfg, dy, act, w.down, w.post, g.post, product)
 
 
-def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Tensor:
+def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Operand:
     if w.gelu_bias is not None:
         return ops.gelu_bias_fwd(up, w.gelu_bias, cfg.exact_gelu)
+    if w.down.takes_codes:
+        return ops.swiglu_codes_fwd(up) if cfg.silu else ops.geglu_codes_fwd(up)
     return ops.swiglu_fwd(up) if cfg.silu else ops.geglu_fwd(up)
 
 
-def _activation_backward(cfg: ModelConfig, d_act: Tensor, up: Tensor, w: Weights, g: Weights) -> tuple[Tensor, Tensor]:
+def _activation_backward(
+    cfg: ModelConfig, d_act: Tensor, up: Tensor, w: Weights, g: Weights
+) -> tuple[Upstream, Operand]:
     """(gradient of `up`, activation)."""
     if w.gelu_bias is not None and g.gelu_bias is not None:
         return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias), cfg.exact_gelu)
+    if w.down.takes_codes and w.up.takes_codes and w.up.bias is None:
+        columns = trained(g.up.weight) or trained(g.down.weight)
+        codes, act = (ops.swiglu_codes_bwd if cfg.silu else ops.geglu_codes_bwd)(d_act, up, columns)
+        return Gradient(codes, d_act.dtype), act
     return ops.swiglu_bwd(d_act, up) if cfg.silu else ops.geglu_bwd(d_act, up)

@@ -14,12 +14,12 @@ from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
 from trireme.models.head import EmbedWeights, HeadWeights
-from trireme.models.linear import Linear, fuse, trained
-from trireme.models.lora import Adapters
+from trireme.models.linear import Codes, Linear, fuse, trained
+from trireme.models.lora import Adapters, Stacked
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows
 
-EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient
+EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient; a matrix that is there as codes alone
 
 BlockWeights = block.Weights | attention.Weights | mlp.Weights | experts.Weights
 
@@ -36,6 +36,7 @@ def forward(
 ) -> None:
     """Forward of a block or half block: fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     layer = shapes.layer(cfg, u)
+    cfg = cfg.at(layer)
     if isinstance(w, block.Weights):
         block.forward(cfg, layer, w, x, rows, saved, out, attend)
     elif isinstance(w, attention.Weights):
@@ -57,6 +58,7 @@ def backward(
 ) -> None:
     """Backward of a block or half block: fills dx (N, D), adds to g, given dy (N, D)."""
     layer = shapes.layer(cfg, u)
+    cfg = cfg.at(layer)
     if isinstance(w, block.Weights) and isinstance(g, block.Weights):
         block.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
     elif isinstance(w, attention.Weights) and isinstance(g, attention.Weights):
@@ -77,18 +79,36 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
 
     Groups (shapes.py) must be neighbours in memory.
     """
-    what = shapes.kind(cfg, u)
+    layer = shapes.layer(cfg, u)
+    cfg, what = shapes.seen(cfg, shapes.kind(cfg, u))
     if what == "embed":
         return head.embed_weights(cfg, views)
     if what == "head":
         return head.head_weights(cfg, views)
-    prefix = cfg.names.prefix(shapes.layer(cfg, u))
+    prefix = cfg.names.prefix(layer)
     mine = {name.removeprefix(prefix): view for name, view in views.items()}
     if what == "attention":
         return _attention_weights(cfg, mine)
     if what == "mlp":
         return _mlp_weights(cfg, mine)
     return block.Weights(_attention_weights(cfg, mine), _mlp_weights(cfg, mine))
+
+
+def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
+    """Fills `out`, views of shapes.made_groups, for a pass over unit u: experts decoded, codes of products in fp8."""
+    for ((name, _),) in shapes.packed_groups(cfg, u):
+        ops.mxfp4_decode(views[name + shapes.BLOCKS], views[name + shapes.SCALES], out[name])
+    rows, columns = backward or not cfg.names.in_out, backward or cfg.names.in_out  # orders that the pass reads
+    for group in shapes.fp8_groups(cfg, u):
+        name = group[0][0]
+        if name + shapes.ROWS in views:
+            if columns:
+                ops.turn(views[name + shapes.ROWS], out[name + shapes.COLUMNS])
+            continue
+        if name + shapes.SCALE not in out:
+            continue
+        codes = ops.Quantized(*(out[name + part] for part in (shapes.SCALE, shapes.ROWS, shapes.COLUMNS)))
+        ops.quantize(fuse(*(views[name] for name, _ in group)), rows, columns, codes)
 
 
 def output_matrix(cfg: ModelConfig, embed: EmbedWeights | None, top: HeadWeights) -> Tensor:
@@ -114,7 +134,9 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
         beside = _shared_weights(cfg, views) if cfg.experts.shared else None
         up, up_bias = _stack(cfg, f"{names.experts}.{shapes.GATE_UP}", views)
         down, down_bias = _stack(cfg, f"{names.experts}.{shapes.DOWN}", views)
-        return experts.Weights(norm, router, up, down, beside, up_bias, down_bias)
+        adapters = (_stacked(cfg, f"{names.experts}.{matrix}", views) for matrix in (shapes.GATE_UP, shapes.DOWN))
+        correction = views.get(names.correction)
+        return experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, *adapters)
     first, second = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated:
@@ -131,6 +153,15 @@ def _stack(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Tenso
     return matrices.mT if cfg.names.each else matrices, bias
 
 
+def _stacked(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Stacked | None:
+    a, b = (views.get(part) for part in adapter_names(name))
+    if a is None or b is None or cfg.lora is None:
+        return None
+    rank = cfg.lora.rank
+    by_expert = lambda t: t.view(-1, rank, t.shape[1])
+    return Stacked(by_expert(a), by_expert(b), cfg.lora.scale)
+
+
 def _shared_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> shared.Weights:
     up, down = (_linear(cfg, names, views) for names in (cfg.names.up, (cfg.names.down,)))
     return shared.Weights(up, down, views.get(f"{cfg.names.shared_gate}.weight"))
@@ -143,9 +174,18 @@ def _norm(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Norm | None:
 
 
 def _linear(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) -> Linear:
-    weight = fuse(*(views[f"{name}.weight"] for name in names))
+    codes = _codes(cfg, f"{names[0]}.weight", views)
+    weight = EMPTY if f"{names[0]}.weight" not in views else fuse(*(views[f"{name}.weight"] for name in names))
     bias = fuse(*(views[f"{name}.bias"] for name in names)) if f"{names[0]}.bias" in views else None
-    return Linear(weight if cfg.names.in_out else weight.T, bias, _adapters(cfg, names, views))
+    fp8 = codes is not None or (names != (cfg.names.router,) and shapes.in_fp8(cfg, *weight.shape))
+    return Linear(weight if cfg.names.in_out else weight.T, bias, _adapters(cfg, names, views), fp8, codes)
+
+
+def _codes(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Codes | None:
+    if name + shapes.SCALE not in views:
+        return None
+    rows, columns, scale = (views[name + part] for part in shapes.FP8)
+    return Codes(columns, rows, scale) if cfg.names.in_out else Codes(rows, columns, scale)
 
 
 def _adapters(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) -> Adapters | None:

@@ -32,22 +32,35 @@ class Load(NamedTuple):
     """Tokens of each expert over a step, and a loss that evens them out (Fedus et al. 2022, arXiv:2101.03961).
 
     weight * E * <f, P>: f the chosen, P the softmax of the logits, means over layers and tokens of the step.
+    Each GPU has one, of its own layers until `pool_`.
     """
 
-    counts: Tensor  # (layers, E) int64
-    scores: Tensor  # (layers, E) fp32, sums of the softmax where there is a weight
-    rows: int  # layers times tokens of the step
+    counts: Tensor  # (layers, E) int64; zero of dense layers
+    scores: Tensor  # (layers, E) fp64, sums of the softmax where there is a weight: hosts add theirs in parts
+    rows: int  # layers with experts times tokens of the step
     weight: float  # 0: no loss
+    counted: bool = True  # whether micro-batches are: not one that a host without any computes
 
     def add(self, layer: int, order: ops.Order, logits: Tensor) -> None:
         """A micro-batch in forward; logits (N, E)."""
+        if not self.counted:
+            return
         self.counts[layer] += order.starts[1:] - order.starts[:-1]
         if self.weight:
             self.scores[layer] += torch.softmax(logits.float(), -1).sum(0)
 
+    def in_ram(self) -> tuple[Tensor, Tensor]:
+        """Copies of counts and scores."""
+        return self.counts.to("cpu", copy=True), self.scores.to("cpu", copy=True)
+
+    def pool_(self, every: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Makes it that of all, given `in_ram` of each: of GPUs, a layer's are zero on all but one."""
+        for own, of_all in zip((self.counts, self.scores), zip(*every, strict=True), strict=True):
+            own.copy_(torch.stack(of_all).sum(0))
+
     def balance(self) -> Tensor | None:
-        """(E,) fp32, the gradient of the loss by a token's softmax, when forward is over."""
-        if not self.weight:
+        """(E,) fp32, the gradient of the loss by a token's softmax, when forward is over on all GPUs and hosts."""
+        if not (self.weight and self.counted):
             return None
         return self.counts.sum(0).float() * (self.weight * self.counts.shape[1] / self.rows**2)
 
@@ -62,8 +75,8 @@ def make_load(cfg: ModelConfig, tokens: int, weight: float, device: torch.device
     if cfg.experts is None:
         return None
     shape = (cfg.n_layers, cfg.experts.count)
-    counts, scores = torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
-    return Load(counts, scores, cfg.n_layers * tokens, weight)
+    counts, scores = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64))
+    return Load(counts, scores, (cfg.n_layers - len(cfg.experts.dense)) * tokens, weight)
 
 
 class Rows(NamedTuple):

@@ -14,25 +14,37 @@ from trireme.models.families.names import adapter_names
 
 Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
 HALVES = ("attention", "mlp")
+DENSE = "dense "  # before the kind of a unit without experts among others
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts of a layer
+MXFP4 = BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a matrix
+FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a product's first matrix: its codes
+MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
+FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
+GROUP = 32  # numbers of a scale
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
     """The units' names in file names and log lines."""
     short = {"block": "block", "attention": "attn", "mlp": "mlp"}
-    inner = (f"{short[kind(cfg, u)]}{layer(cfg, u):03d}" for u in range(1, cfg.n_units - 1))
+    inner = (f"{short[kind(cfg, u).removeprefix(DENSE)]}{layer(cfg, u):03d}" for u in range(1, cfg.n_units - 1))
     return ["embed", *inner, "head"]
 
 
 def kind(cfg: ModelConfig, u: int) -> str:
-    """What unit u is: "embed", "block", "attention", "mlp" or "head"."""
+    """What unit u is: "embed", "block", "attention", "mlp" or "head"; "dense block" or "dense mlp" among experts."""
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
-    return HALVES[(u - 1) % 2] if cfg.halves else "block"
+    found = HALVES[(u - 1) % 2] if cfg.halves else "block"
+    return DENSE + found if found != "attention" and cfg.at(layer(cfg, u)) is not cfg else found
+
+
+def seen(cfg: ModelConfig, kind: str) -> tuple[ModelConfig, str]:
+    """(the model as units of a kind see it, their kind in such a model)."""
+    return (cfg.dense if kind.startswith(DENSE) else cfg), kind.removeprefix(DENSE)
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
-    """Kinds of the units that make a block, in order."""
+    """Kinds of the units that make a block, in order: of one with experts, if any has them."""
     return HALVES if cfg.halves else ("block",)
 
 
@@ -60,7 +72,7 @@ def weight_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     """weight_groups by part: a block's are its attention and MLP."""
-    what = kind(cfg, u)
+    cfg, what = seen(cfg, kind(cfg, u))
     if what == "embed":
         return [_embed_groups(cfg)]
     if what == "head":
@@ -83,6 +95,14 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
     return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in each]
 
 
+def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
+    """name -> dtype of a unit's base_groups that are not of the run's."""
+    names = [name for group in base_groups(cfg, u) for name, _ in group]
+    wide = {name: "F32" for name in names if cfg.names.correction and name.endswith(cfg.names.correction)}
+    wide |= {name: FP8_DTYPES[part] for name in names for part in FP8 if name.endswith(part)}
+    return wide | {name: "U8" for name in names if name.endswith(MXFP4)}
+
+
 def stored_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """name -> shape of all that a checkpoint of the model holds."""
     groups = (group for u in range(cfg.n_units) for group in weight_groups(cfg, u))
@@ -102,8 +122,74 @@ def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
     return [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
 
 
+def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """Those frozen_groups that are in MXFP4 until the GPU decodes them: matrices (E, in, out)."""
+    if cfg.experts is None or not cfg.experts.packed:
+        return []
+    return [group for group in frozen_groups(cfg, u) if len(group[0][1]) == 3]
+
+
+def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """frozen_groups as they lie in memory: of packed ones blocks (E, out, in / 32, 16) and scales (E, out, in / 32); of
+    fp8_groups codes as stored, and their scale.
+    """
+    packed, found, quantised = packed_groups(cfg, u), list[Group](), fp8_groups(cfg, u)
+    for group in frozen_groups(cfg, u):
+        if group in quantised:
+            name = group[0][0]
+            found += [[(name + ROWS, fused(group))], [(name + SCALE, (1,))]]
+            continue
+        if group not in packed:
+            found.append(group)
+            continue
+        ((name, (experts, rows, columns)),) = group
+        scales = (experts, columns, rows // GROUP)
+        found += [[(name + BLOCKS, (*scales, GROUP // 2))], [(name + SCALES, scales)]]
+    return found
+
+
+def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """Matrices of the products in fp8."""
+    if not cfg.fp8 or u in (0, cfg.n_units - 1):
+        return []
+    router = f".{cfg.names.router}.weight"
+    found = [g for g in weight_groups(cfg, u) if len(g[0][1]) == 2 and not g[0][0].endswith(router)]
+    return [group for group in found if in_fp8(cfg, *fused(group))]
+
+
+def fused(group: Group) -> tuple[int, int]:
+    """Shape of a product's matrices as one."""
+    return sum(shape[0] for _, shape in group), group[0][1][1]
+
+
+def quantised_each(cfg: ModelConfig, u: int) -> bool:
+    """Whether each product quantises unit u's trained matrices: codes of all would leave too little of a GPU."""
+    return sum(prod(fused(group)) for group in fp8_groups(cfg, u) if not is_frozen(cfg, group)) > MOST_CODES
+
+
+def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
+    """(what a pass makes of a unit's weights, dtypes that are not of the run's): packed_groups, and of fp8_groups codes
+    in both orders, if frozen in the one that base_groups lack.
+    """
+    found, dtypes, each = packed_groups(cfg, u), dict[str, str](), quantised_each(cfg, u)
+    for group in fp8_groups(cfg, u):
+        if each and not is_frozen(cfg, group):
+            continue
+        name, (rows, columns) = group[0][0], fused(group)
+        shapes = {ROWS: (rows, columns), COLUMNS: (columns, rows), SCALE: (1,)}
+        made = [COLUMNS] if is_frozen(cfg, group) else FP8
+        found += [[(name + part, shapes[part])] for part in made]
+        dtypes |= {name + part: FP8_DTYPES[part] for part in made}
+    return found, dtypes
+
+
 def is_frozen(cfg: ModelConfig, group: Group) -> bool:
-    """Whether a group is frozen. Raises InputError where only some tensors of the one product are."""
+    """Whether a group is frozen, as a router's correction always is.
+
+    Raises InputError where only some tensors of the one product are.
+    """
+    if len(group) == 1 and cfg.names.correction and group[0][0].endswith(cfg.names.correction):
+        return True
     found = [_matches(name, cfg.frozen) for name, _ in group]
     if any(found) and not all(found):
         raise InputError(f"{', '.join(name for name, _ in group)} are one product here: freeze all of them, or none.")
@@ -117,9 +203,17 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[Group]:
-    """Adapters of a part: of each product every A (rank, in), neighbours, then every B (out, rank)."""
+    """Adapters of a part: of each product every A (rank, in), neighbours, then every B (out, rank).
+
+    Of experts all A, by expert and rank (E rank, in), and all B (E rank, out).
+    """
     found: list[Group] = []
     for group in groups:
+        name, shape = group[0]
+        if len(shape) == 3 and lora.adapts(name.rpartition(".")[0]):
+            features = shape[1:] if cfg.names.each else shape[:0:-1]  # (out, in)
+            sizes = zip(adapter_names(name), reversed(features), strict=True)
+            found += [[(part, (shape[0] * lora.rank, n))] for part, n in sizes]
         matrices = [(name.removesuffix(".weight"), shape) for name, shape in group if len(shape) == 2]
         adapted = [(adapter_names(module), shape) for module, shape in matrices if lora.adapts(module)]
         rows, columns = (1, 0) if cfg.names.in_out else (0, 1)
@@ -127,6 +221,11 @@ def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[G
             found.append([(a, (lora.rank, shape[columns])) for (a, _), shape in adapted])
             found.append([(b, (shape[rows], lora.rank)) for (_, b), shape in adapted])
     return found
+
+
+def adapts_experts(name: str) -> bool:
+    """Whether a tensor is an adapter of a layer's experts."""
+    return ".experts." in name and (f".{GATE_UP}.lora_" in name or f".{DOWN}.lora_" in name)
 
 
 def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -138,6 +237,11 @@ def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
         ffn = cfg.experts.shared if cfg.experts else cfg.ffn
         return (up_width(cfg),) if len(names) == 1 else (ffn, ffn)
     return (cfg.width,)
+
+
+def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
+    """Whether a linear layer's matrix is multiplied in fp8: the hardware's products are of multiples of 16."""
+    return cfg.fp8 and rows % 16 == 0 and columns % 16 == 0
 
 
 def _embed_groups(cfg: ModelConfig) -> list[Group]:
@@ -220,6 +324,8 @@ def _expert_groups(cfg: ModelConfig) -> list[Group]:
         groups.append([(f"{names.experts}.{GATE_UP}_bias", (own.count * 2 * own.width,))])
         groups.append([(f"{names.experts}.{DOWN}_bias", (own.count * D,))])
         groups.append([(f"{names.router}.bias", (own.count,))])
+    if names.correction:
+        groups.append([(names.correction, (own.count,))])
     if own.shared:
         groups += [_matrix(cfg, names.up, (own.shared, own.shared), D), _matrix(cfg, (names.down,), (D,), own.shared)]
     if own.shared_gate:
@@ -257,7 +363,7 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
 
     Any subset gives the same bits. attn_out without lse is of no use.
     """
-    N = tokens
+    N, (cfg, kind) = tokens, seen(cfg, kind)
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     if kind != "mlp":
         found["qkv"] = (N, cfg.qkv_width), "compute"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.linear import Linear, add_gradients_, add_product_, linear, linear_backward, trained
+from trireme.models.linear import Linear, add_gradients_, add_product_, linear, linear_backward, trained, upstream
 
 
 class Weights(NamedTuple):
@@ -36,10 +36,13 @@ def backward(w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Te
     """Adds the gradient of y to d_norm_ and those of the weights to g, given dy (N, D)."""
     up = saved["shared_up"] if "shared_up" in saved else linear(y, w.up)
     s = _weights(w, y)
-    d_up, act, ds = ops.routed_swiglu_bwd(linear_backward(dy, w.down), up, s, _each(y))
+    d_down = upstream(dy, w.down, g.down)
+    dup, act, ds = ops.routed_swiglu_bwd(linear_backward(d_down, w.down), up, s, _each(y))
     del up  # costs._block_workspace
-    add_gradients_(g.down, w.down, act, dy)
-    del act  # costs._block_workspace
+    add_gradients_(g.down, w.down, act, d_down)
+    del act, d_down  # costs._block_workspace
+    d_up = upstream(dup, w.up, g.up)
+    del dup  # costs._block_workspace
     add_gradients_(g.up, w.up, y, d_up)
     if w.gate is not None and g.gate is not None:
         d_gate = (ds * s * (1 - s)).to(y.dtype)

@@ -20,6 +20,10 @@ class Experts:
     limit: float = 0.0  # of a clamped SwiGLU over interleaved gate and up; 0: a plain one
     bias: bool = False  # of router and experts
     aux: float = 0.0  # router_aux_loss_coef, in force only where a run asks for it
+    sigmoid: bool = False  # scores: chosen by their sum with a frozen correction, in fp32
+    scale: float = 1.0  # of the weights
+    dense: tuple[int, ...] = ()  # layers with an MLP of their own instead
+    packed: bool = False  # matrices are MXFP4 in files; frozen ones stay so up to the GPU
 
 
 @dataclass(frozen=True)
@@ -31,35 +35,64 @@ class ExpertKeys:
     width: int | None
     width_key: str = "moe_intermediate_size"
     renormalise: bool | None = None  # None: norm_topk_prob
+    normalised: bool = False  # default of norm_topk_prob
     shared: int = 0  # shared_expert_intermediate_size, with a gate; 0: none
+    beside: int = 0  # n_shared_experts, of the width of the others, without a gate; 0: none
+    sigmoid: bool = False
+    leading: int = 0  # first_k_dense_replace; 0: dense layers by decoder_sparse_step and mlp_only_layers
     limit: float = 0.0  # swiglu_limit; 0: none
     bias: bool = False
 
 
 REFUSED = {  # key -> accepted values
-    "decoder_sparse_step": (None, 1),
     "router_jitter_noise": (None, 0, 0.0),
     "use_sliding_window": (None, False),
     "moe_latent_size": (None,),
     "swiglu_alpha": (None, 1.702),
+    "n_group": (None, 1),
 }
+COUNTED = "num_experts", "num_local_experts", "n_routed_experts"
+MOST_LAYERS = 1 << 16  # for lists by layer
 
 
-def parse_experts(keys: Keys, family: ExpertKeys | None) -> Experts | None:
+def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bool = False) -> Experts | None:
     """Raises InputError."""
     if family is None:
         return None
     for name, accepted in REFUSED.items():
         keys.refuse_unless(name, accepted)
-    if keys.raw.get("mlp_only_layers"):
-        raise keys.error("mlp_only_layers", "none: a dense layer among those of experts is not supported")
-    counted = "num_experts" if "num_experts" in keys.raw else "num_local_experts"
+    counted = next((name for name in COUNTED if name in keys.raw), COUNTED[0])
     count, chosen = keys.count(counted, family.count), keys.count("num_experts_per_tok", family.chosen)
     if chosen > count:
         raise InputError(f'{keys.where}: "num_experts_per_tok" is {chosen}, more than the {count} of "{counted}".')
-    renormalise = keys.flag("norm_topk_prob", False) if family.renormalise is None else family.renormalise
+    renormalise = family.renormalise
+    if renormalise is None:
+        renormalise = keys.flag("norm_topk_prob", family.normalised)
     width = keys.count(family.width_key, family.width)
-    shared = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
+    gated = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
+    shared = width * keys.count("n_shared_experts", family.beside) if family.beside else gated
     aux = 0.0 if keys.raw.get("router_aux_loss_coef") in (None, 0) else keys.number("router_aux_loss_coef")
     limit = keys.number("swiglu_limit", family.limit) if family.limit else 0.0
-    return Experts(count, chosen, width, renormalise, shared, bool(shared), limit, family.bias, aux)
+    scale = keys.number("routed_scaling_factor", 1.0) if family.sigmoid else 1.0
+    dense = _dense_layers(keys, family, layers)
+    bias, sigmoid = family.bias, family.sigmoid
+    return Experts(
+        count, chosen, width, renormalise, shared, bool(gated), limit, bias, aux, sigmoid, scale, dense, packed
+    )
+
+
+def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:
+    if layers > MOST_LAYERS:
+        raise keys.error("num_hidden_layers", f"at most {MOST_LAYERS}")
+    if family.leading:
+        first = keys.raw.get("first_k_dense_replace", family.leading)
+        if type(first) is not int or not 0 <= first < layers:
+            raise keys.error("first_k_dense_replace", f"an integer from 0 to {layers - 1}")
+        return tuple(range(first))
+    step, listed = keys.count("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(type(i) is not int for i in listed):
+        raise keys.error("mlp_only_layers", "a list of layers")
+    dense = tuple(i for i in range(layers) if (i + 1) % step or i in set(listed))
+    if len(dense) == layers:
+        raise InputError(f'{keys.where}: "decoder_sparse_step" and "mlp_only_layers" leave no layer with experts.')
+    return dense

@@ -31,6 +31,7 @@ class Names:
     shared_gate: str = ""
     each: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # on disk behind experts.N; (): (in, out), as above
     sinks: str = ""
+    correction: str = ""  # (E,) fp32, frozen
     by_head: bool = False  # in the packed matrix q, k and v of a head stand together
     in_out: bool = False  # stored (in, out), not (out, in)
 
@@ -70,6 +71,12 @@ SHARED = replace(
     up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     down="mlp.shared_expert.down_proj",
     shared_gate="mlp.shared_expert_gate",
+)
+CORRECTED = replace(
+    MIXTURE,
+    up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    down="mlp.shared_experts.down_proj",
+    correction="mlp.gate.e_score_correction_bias",
 )
 FUSED = replace(SPLIT, router="mlp.router", experts="mlp.experts", each=(), sinks="self_attn.sinks")
 SPARSE = replace(SPLIT, router="block_sparse_moe.gate", experts="block_sparse_moe.experts", each=("w1", "w3", "w2"))

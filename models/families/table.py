@@ -43,6 +43,7 @@ class Family:
     """What models of a model_type share; defaults as in transformers."""
 
     known_as: str
+    dense_names: Names = names.SPLIT  # of layers without experts among those with
     names: Names = names.SPLIT
     spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
     layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
@@ -50,6 +51,7 @@ class Family:
     gated: bool = True  # otherwise an activation between two products
     acts: tuple[str, ...] = SILU  # the first is the default
     qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
+    qk_norm_key: str = ""  # there are any; "": always
     rotary: bool = True
     partial: float = 0.0  # default of partial_rotary_factor; 0: not read
     pairs: bool = False  # rope turns neighbouring features, not halves
@@ -76,6 +78,7 @@ class Family:
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
     mxfp4: bool = False  # experts may be packed so
+    mtp: bool = False  # num_nextn_predict_layers more in the file, which predict further tokens
     rope_said: bool = False  # config.json must describe rope: the default of transformers is no plain one
     parallel: bool = False  # reads use_parallel_residual
     by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
@@ -196,6 +199,12 @@ FAMILIES = {
     "ministral3": Family(
         "Ministral 3 (text)",
         kv_heads=8, head_dim=128, max_positions=262144, eps=1e-5, windows="all", window=None, query_beta=True,
+    ),
+    "glm4_moe": Family(
+        "GLM-4.5, 4.5-Air, 4.6 and 4.7",
+        names=names.CORRECTED, partial=0.5, kv_heads=8, max_positions=131072, eps=1e-5, qk_norm="head",
+        qk_norm_key="use_qk_norm", qkv_bias=BIAS, mtp=True,
+        experts=ExpertKeys(128, 8, 1408, normalised=True, beside=1, sigmoid=True, leading=1),
     ),
     "glm": Family("GLM-4-9B (chat-hf)", names=names.GATE_UP, **_GLM),
     "glm4": Family("GLM-4-0414, GLM-Z1 (dense)", names=names.GLM4, **_GLM),

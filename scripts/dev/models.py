@@ -30,7 +30,7 @@ are used, the short ones up to `original_max_position_embeddings`. `--rope-facto
 in training and in the result's `config.json`.
 
 Refused, with one line that names the key: soft-capped scores and logits (Gemma 2), other activations, quantized
-weights, heads for other tasks; of mixtures of experts those with dense layers among them.
+weights but gpt-oss's MXFP4, heads for other tasks, routing by groups of experts (`n_group`).
 """
 
 
@@ -52,7 +52,8 @@ def special(family: Family) -> list[str]:
         "queries scaled by position": family.query_beta,
         "layers without rope": family.unrotated in ("listed", "full"),
         "perhaps no rope": family.unrotated == "typed",
-        "q and k norms of each head": family.qk_norm == "head",
+        "q and k norms of each head": family.qk_norm == "head" and not family.qk_norm_key,
+        "perhaps q and k norms of each head": bool(family.qk_norm_key),
         "q and k norms over the whole width": family.qk_norm == "width",
         "packed matrices": family.gated and len(n.up) == 1,
         "matrices stored (in, out)": n.in_out,
@@ -65,6 +66,9 @@ def special(family: Family) -> list[str]:
         "embedding times the root of the width": family.embed_root,
         "biases": bool(family.qkv_bias),
         "a mixture of experts in place of the MLP": family.experts is not None,
+        "dense layers first": family.experts is not None and family.experts.leading > 0,
+        "experts chosen by sigmoids and a frozen correction": bool(n.correction),
+        "MTP layers carried through": family.mtp,
         "attention sinks": bool(n.sinks),
         "a clamped SwiGLU": family.experts is not None and family.experts.limit > 0,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, combinations
 
 import torch
@@ -32,10 +33,10 @@ def block_gradients(tiny: Tiny, keep, layer=1):
     return out, dx, {name: t.clone() for name, t in tiny.grad_views[u].items()}
 
 
-def check_every_subset(model_type: str, dtype: str, grad_dtype: str, **keys) -> None:
+def check_every_subset(model_type: str, dtype: str, grad_dtype: str, fp8: bool = False, **keys) -> None:
     """All subsets of the saved names give the same bits."""
     reference, cfg = oracle(model_type, keys)
-    tiny = Tiny(cfg, reference.state_dict(), dtype, grad_dtype)
+    tiny = Tiny(replace(cfg, fp8=fp8), reference.state_dict(), dtype, grad_dtype)
     names = list(shapes.saved_shapes(cfg, 1))
     assert len(names) in (4, 5, 6, 7)
     subsets = chain.from_iterable(combinations(names, k) for k in range(len(names) + 1))

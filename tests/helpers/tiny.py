@@ -47,6 +47,10 @@ DENSE = PLAIN | dict(
 MIXTURE = LLAMA | dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, pad_token_id=None
 )
+GLM = LLAMA | dict(
+    num_hidden_layers=3, head_dim=12, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
+    routed_scaling_factor=1.7, pad_token_id=None,
+)  # fmt: skip
 OSS = MIXTURE | dict(
     num_local_experts=6,
     sliding_window=5,
@@ -144,6 +148,14 @@ CASES = {
     "gpt oss, other limits": ("gpt_oss", OSS | dict(
         swiglu_limit=0.5, num_experts_per_tok=3, layer_types=["full_attention", "sliding_attention"])),
     "olmoe": ("olmoe", PLAIN | dict(num_experts=6, num_experts_per_tok=3)),
+    "glm4 moe": ("glm4_moe", GLM),
+    "glm4 moe, q and k norms, biases": ("glm4_moe", GLM | dict(
+        use_qk_norm=True, attention_bias=True, norm_topk_prob=False, n_shared_experts=2, first_k_dense_replace=2,
+        tie_word_embeddings=True)),
+    "qwen3 moe among dense layers": ("qwen3_moe", MIXTURE | dict(
+        num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])),
+    "qwen2 moe among dense layers": ("qwen2_moe", MIXTURE | dict(
+        shared_expert_intermediate_size=32, mlp_only_layers=[1])),
     "qwen3 moe of one expert": ("qwen3_moe", MIXTURE | dict(num_experts=1, num_experts_per_tok=1)),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
@@ -160,6 +172,9 @@ def oracle(model_type: str, keys: dict):
             p.copy_(torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1] ** -0.5))
             if "norm" in name or ".ln_" in name:
                 p.add_(1.0 if name.endswith("weight") else 0.0)
+        for name, buffer in oracle.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     return oracle, parse_config(json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type})
 
 
@@ -171,9 +186,11 @@ class Tiny:
         units = range(cfg.n_units)
         trained = [[group for part in shapes.trained_parts(cfg, u) for group in part] for u in units]
         zeros = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        memory = lambda groups, dtype: views(layout := pack(groups, dtype), zeros(layout.span))
-        self.views = [memory(trained[u], dtype) | memory(shapes.frozen_groups(cfg, u), dtype) for u in units]
-        self.grad_views = [memory(trained[u], grad_dtype or dtype) for u in units]
+        memory = lambda u, groups, dtype: views(
+            layout := pack(groups, dtype, shapes.own_dtypes(cfg, u)), zeros(layout.span)
+        )
+        self.views = [memory(u, trained[u], dtype) | memory(u, shapes.frozen_groups(cfg, u), dtype) for u in units]
+        self.grad_views = [memory(u, trained[u], grad_dtype or dtype) for u in units]
         self.w = [model.weights(cfg, u, self.views[u]) for u in units]
         self.g = [model.gradients(cfg, u, self.grad_views[u]) for u in units]
         adapters = {name: t for name, t in state.items() if ".lora_" in name}
@@ -194,7 +211,7 @@ class Tiny:
         xs, saves = [torch.empty(n, cfg.width, dtype=self.dtype, device=self.device)], []
         head.embed_forward(self.w[0], ids, rows, xs[0])
         for layer in range(cfg.n_layers):
-            saves.append(empty_saved(cfg, n, self.dtype, keep, self.device))
+            saves.append(empty_saved(cfg.at(layer), n, self.dtype, keep, self.device))
             xs.append(torch.empty_like(xs[0]))
             model.forward(cfg, layer + 1, self.w[layer + 1], xs[layer], rows, saves[-1], xs[-1])
         return xs, saves

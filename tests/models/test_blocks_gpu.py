@@ -30,6 +30,7 @@ KINDS = [
     "mixtral window, tied",
     "olmoe",
     "gpt oss, other limits",
+    "glm4 moe, q and k norms, biases",
 ]
 
 

@@ -49,6 +49,7 @@ def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
         "qwen3 moe",
         "qwen2 moe",
         "gpt oss",
+        "glm4 moe",
     ],
 )
 def test_every_subset_of_saved_in_other_families(case, dtype, grad_dtype):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
+from trireme.engine.tuning.adapters import peft_names
 from trireme.models import shapes
 from trireme.models.config import InputError, Lora
 
@@ -18,7 +19,9 @@ LATER = {  # other families -> targets
     "phi3": PACKED, "phi3 tied, longrope beyond": PACKED[:1], "smollm3": TARGETS["llama"], "granite": TARGETS["llama"],
     "starcoder2": ("q_proj", "k_proj", "c_fc", "c_proj"), "olmo2": TARGETS["llama"], "exaone4": ("k_proj", "up_proj"),
     "qwen2 moe": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj"),
-    "qwen3 moe": ("q_proj", "k_proj", "v_proj", "o_proj"), "gemma3": TARGETS["llama"], "glm4": ("v_proj", *PACKED[1:]),
+    "qwen3 moe": ("q_proj", "k_proj", "v_proj", "o_proj"), "mixtral": ("experts",), "gpt oss": ("experts", "k_proj"),
+    "glm4 moe": ("experts", "o_proj"), "qwen3 moe among dense layers": ("experts",),
+    "gemma3": TARGETS["llama"], "glm4": ("v_proj", *PACKED[1:]),
 }  # fmt: skip
 FAMILIES = ("gpt2", "gpt2 untied", "llama", "llama tied", "llama biases", "qwen3", "qwen2")
 
@@ -33,16 +36,28 @@ def adapted(case: str, targets: tuple[str, ...]):
     """(peft's model with random adapters, ours with the same)"""
     reference, cfg = oracle(*CASES[case])
     base = {name: t.clone() for name, t in reference.state_dict().items()}
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(targets), fan_in_fan_out="gpt2" in case)
+    modules = [target for target in targets if target != "experts"]
+    parameters = [] if len(modules) == len(targets) else ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules=modules, target_parameters=parameters, fan_in_fan_out="gpt2" in case
+    )
     theirs = peft.get_peft_model(reference, config)
-    state = {}
     for name, p in theirs.named_parameters():
         if "lora_" in name:
             p.data.copy_(torch.randn_like(p) * 0.3)
-            state[name.removeprefix("base_model.model.").replace(".default", "")] = p.data
     cfg = replace(cfg, lora=Lora(3, 6.0, targets), frozen=("*",))
+    state = as_ours(cfg, {name: p.data for name, p in theirs.named_parameters() if "lora_" in name})
     ours = Tiny(replace(cfg, frozen=tuple(base) + ("lm_head.weight", "*")), base | state)
     return theirs, ours
+
+
+def as_ours(cfg, theirs):
+    """Tensors of adapters by our names, B of experts by expert and rank."""
+    names, ranks = {there: name for name, there in peft_names(cfg).items()}, cfg.lora.rank
+    found = {names[name.replace(".default", "")]: t for name, t in theirs.items()}
+    turned = lambda t: t.view(len(t), ranks, -1).permute(2, 1, 0).reshape(-1, len(t))
+    experts = {name for name in found if ".experts." in name and "lora_B" in name}
+    return {name: turned(t) if name in experts else t for name, t in found.items()}
 
 
 def their_loss(theirs, ids, labels):
@@ -64,11 +79,7 @@ def check(case: str, targets: tuple[str, ...], keep: tuple[str, ...], most: floa
     loss.backward()
     losses = ours.train(ids, labels, LENGTHS, keep)
     assert float(losses.sum() / (labels >= 0).sum()) == pytest.approx(loss.item(), rel=1e-5)
-    grads = {
-        name.removeprefix("base_model.model.").replace(".default", ""): p.grad
-        for name, p in theirs.named_parameters()
-        if p.requires_grad
-    }
+    grads = as_ours(ours.cfg, {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad})
     assert grads.keys() == ours.grads.keys()
     for name, grad in grads.items():
         assert relative(ours.grads[name], grad) < most, name

@@ -2,6 +2,7 @@
 
 import types
 import weakref
+from collections import defaultdict
 from dataclasses import replace
 from itertools import combinations
 
@@ -10,9 +11,13 @@ import torch
 from tiny import Tiny, empty_saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trireme.kernels import ops
-from trireme.models import attention, costs, experts, linear, mlp, model, norm, shapes, shared
-from trireme.models.config import parse_config
+from trireme.engine.memory import views
+from trireme.engine.planner.sizes import find_model
+from trireme.kernels import cross_entropy, ops
+from trireme.kernels.fp8.products import product
+from trireme.kernels.fp8.reference import E4M3, PAD
+from trireme.models import attention, costs, experts, head, linear, lora, mlp, model, norm, shapes, shared
+from trireme.models.config import Lora, parse_config
 from trireme.storage.layout import pack
 
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
@@ -60,6 +65,8 @@ DIALECTS = {
     "gpt oss": MIXTURE
     | dict(model_type="gpt_oss", intermediate_size=48, rope_parameters=dict(rope_type="default", rope_theta=1e4)),
     "olmoe": MIXTURE | dict(model_type="olmoe", num_key_value_heads=4, head_dim=16),
+    "glm4 moe": MIXTURE | dict(model_type="glm4_moe", n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=0),
+    "a dense layer of glm4 moe": MIXTURE | dict(model_type="glm4_moe", n_routed_experts=8, num_hidden_layers=2),
     "gpt_neox": SMALL | dict(model_type="gpt_neox"),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
@@ -117,11 +124,26 @@ def test_model_flops_are_six_a_parameter():
 def test_a_mixture_has_the_bytes_of_all_experts_and_the_flops_of_the_chosen():
     cfg = parse_config(QWEN3_30B)
     assert shapes.parameters(cfg) == 30_532_122_624  # Qwen3-30B-A3B
+    assert shapes.parameters(find_model("qwen3-235b")) == 235_093_634_560  # Qwen3-235B-A22B
     embedding, vectors = 151936 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
     active = shapes.parameters(cfg) - embedding - vectors - 48 * 120 * 3 * 768 * 2048  # 120 of 128 are not taken
     assert costs.model_flops(cfg, 1000, 0) == 6 * 1000 * active
     assert costs.model_flops(replace(cfg, frozen=("*.mlp.*",)), 1000, 0) < 6 * 1000 * active
     assert shapes.saved_bytes(cfg, 10, 2, "mlp") == {"gate_up": 10 * 8 * 1536 * 2}
+
+
+def test_units_of_glm():
+    """GLM-4.5-Air: a dense layer, then experts; the parameters that are published, without the MTP layer."""
+    cfg = find_model("glm-air")
+    assert shapes.parameters(cfg) == 106_852_245_504 + 45 * 128  # and the corrections
+    dense, sparse = (replace(cfg, halves=True, n_layers=n) for n in (1, 2))
+    assert [shapes.kind(dense, u) for u in (1, 2)] == ["attention", "dense mlp"]
+    assert [shapes.kind(sparse, u) for u in (3, 4)] == ["attention", "mlp"]
+    assert shapes.saved_bytes(cfg, 10, 2, "dense mlp") == {"gate_up": 10 * 2 * 10944 * 2}
+    assert shapes.saved_bytes(cfg, 10, 2, "mlp") == {"gate_up": 10 * 8 * 2816 * 2, "shared_up": 10 * 2816 * 2}
+    embedding, vectors = 151552 * 4096, 46 * (2 * 4096 + 96 * 128 + 2 * 8 * 128) + 4096 + 45 * 128
+    active = shapes.parameters(cfg) - embedding - vectors - 45 * 120 * 3 * 1408 * 4096
+    assert costs.model_flops(cfg, 1000, 0) == 6 * 1000 * active
 
 
 def test_saved_bytes():
@@ -148,7 +170,7 @@ def _bare_ops():
         rmsnorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 6 or rest[5] is None else None,
         layernorm_fwd=lambda x, *_: (new(x), stats(x)[0], stats(x)[0], x),
         layernorm_bwd=lambda dy, *rest: new(dy) if len(rest) < 8 or rest[7] is None else None,
-        head_rmsnorm_fwd=lambda x, *_: (torch.empty(x.shape), torch.empty(x.shape[:2])),
+        head_rmsnorm_fwd=lambda x, *_: (x.new_empty(x.shape), torch.empty(x.shape[:2])),
         head_rmsnorm_bwd=lambda *_: None,
         rope_=lambda *_: None,
         swiglu_fwd=glu,
@@ -159,12 +181,33 @@ def _bare_ops():
         gelu_bias_bwd=lambda dy, h, *_: (new(h), new(h)),
         bias_bwd_=lambda *_: None,
         attention_fwd=lambda q, *_, out=None: (
-            torch.empty(q.shape) if out is None else out,
+            q.new_empty(q.shape) if out is None else out,
             torch.empty(q.shape[1], q.shape[0]),
         ),
         attention_bwd=lambda *_: None,
         **_bare_experts(),
+        Quantized=ops.Quantized,
+        quantize=_bare_codes,
+        **dict.fromkeys(("swiglu_codes_fwd", "geglu_codes_fwd"), _bare_glu_codes),
+        **dict.fromkeys(("swiglu_codes_bwd", "geglu_codes_bwd"), _bare_glu_codes_bwd),
+        product=product,
     )
+
+
+def _bare_codes(x, rows=True, columns=False):
+    """As the kernel makes them."""
+    code = lambda *shape: torch.zeros(shape, dtype=torch.uint8).view(E4M3)
+    turned = x.shape[1], -(-len(x) // PAD) * PAD
+    return ops.Quantized(torch.ones(1), code(*x.shape) if rows else None, code(*turned) if columns else None)
+
+
+def _bare_glu_codes(gate_up):
+    codes = torch.zeros(len(gate_up), gate_up.shape[1] // 2, dtype=torch.uint8).view(E4M3)
+    return ops.Quantized(torch.ones(1), codes, None)
+
+
+def _bare_glu_codes_bwd(dy, gate_up, columns=True):
+    return _bare_codes(gate_up, True, columns), _bare_codes(dy, False, columns)
 
 
 def _bare_experts():
@@ -174,7 +217,7 @@ def _bare_experts():
     return dict(
         Rule=ops.Rule,
         Order=ops.Order,
-        route_fwd=lambda logits, rule: (
+        route_fwd=lambda logits, rule, _: (
             torch.empty(len(logits), rule.k),
             torch.zeros((len(logits), rule.k), dtype=torch.int32),
         ),
@@ -212,10 +255,10 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         op, variant = func.__name__.split(".")
-        if op in ("mm", "addmm", "addmm_"):
-            a, b = args[-2:]
+        if op in ("mm", "addmm", "addmm_", "_scaled_mm"):
+            a, b = args[:2] if op == "_scaled_mm" else args[-2:]
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        if "empty" in op or op in ("mm", "addmm", "clone") and variant == "default":
+        if "empty" in op or op == "zeros" or op in ("mm", "addmm", "clone") and variant == "default":
             nbytes = result.untyped_storage().nbytes()
             self.live += nbytes
             self.peak = max(self.peak, self.live)
@@ -226,18 +269,58 @@ class Watch(TorchDispatchMode):
         self.live -= nbytes
 
 
-def _watched(cfg, u, monkeypatch, keep, forward, backward) -> None:
+def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=None) -> None:
     """A block or half of one, forward and backward, each in a watching context, with kernels that compute nothing."""
     names = {name: shape for v in range(cfg.n_units) for group in shapes.weight_groups(cfg, v) for name, shape in group}
-    tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()})
-    x, dy, out, dx = (torch.zeros(TOKENS, cfg.width) for _ in range(4))
-    rows, saved = tiny.rows([TOKENS]), empty_saved(cfg, TOKENS, torch.float32, keep)
-    for module in (attention, experts, linear, mlp, norm, shared):
+    groups = (group for v in range(cfg.n_units) for part in shapes.trained_parts(cfg, v) for group in part)
+    names |= {name: shape for group in groups for name, shape in group}
+    tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()}, dtype, grads)
+    x, dy, out, dx = (torch.zeros(TOKENS, cfg.width, dtype=tiny.dtype) for _ in range(4))
+    rows, saved = tiny.rows([TOKENS]), empty_saved(cfg.at(0), TOKENS, tiny.dtype, keep)
+    groups, dtypes = shapes.made_groups(cfg, u)  # codes are a step's, as weights are
+    codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
+    tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
+    for module in (attention, experts, linear, lora, mlp, norm, shared):
         monkeypatch.setattr(module, "ops", BARE)
     with forward:
         model.forward(cfg, u, tiny.w[u], x, rows, saved, out)
     with backward:
         model.backward(cfg, u, tiny.w[u], tiny.g[u], x, saved, dy, rows, dx)
+
+
+class Copies(TorchDispatchMode):
+    """Notes (shape, dtype) of every tensor that is a copy in another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.__name__.startswith("_to_copy"):
+            self.made.append((tuple(result.shape), result.dtype))
+        return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("*lm_head*", "*embed*"), ("*",)])
+def test_the_head_has_fp32_sums_where_it_is_trained_alone(tied, frozen, monkeypatch):
+    cfg, tokens = parse_config(SMALL | dict(model_type="llama", tie_word_embeddings=tied)), costs.LOSS_CHUNK + 1
+    cfg = replace(cfg, frozen=frozen)
+    groups = [group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u)]
+    tiny = Tiny(cfg, {name: torch.zeros(shape) for group in groups for name, shape in group}, "BF16")
+    monkeypatch.setattr(cross_entropy, "_cross_entropy", defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(head.ops, "linear_cross_entropy", cross_entropy.linear_cross_entropy)
+    top, embed = tiny.w[cfg.n_units - 1], tiny.w[0]
+    g, g_embed = tiny.g[cfg.n_units - 1], tiny.g[0]
+    w_out, g_out = model.output_matrix(cfg, embed, top), model.output_matrix(cfg, g_embed, g)
+    x, labels, rows = torch.zeros(tokens, cfg.width).bfloat16(), torch.zeros(tokens).long(), torch.arange(tokens)
+    with Copies() as copies:
+        head.head_loss(cfg, top, w_out, x, labels, rows, 1.0, g, g_out, torch.empty_like(x))
+    sums = ((cfg.vocab, cfg.width), torch.float32)
+    assert (sums in copies.made) == (not frozen)
+    wide, narrow = (costs.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, grads) for grads in (4, 2))
+    assert narrow - wide == 4 * cfg.vocab * cfg.width * (not frozen)
 
 
 UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])
@@ -264,10 +347,40 @@ def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch
         _watched(tiled, u, monkeypatch, (), forward, backward)
         bounds[tile] = costs.workspace_bytes(tiled, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
         assert 0.65 * bounds[tile] < max(forward.peak, backward.peak) <= bounds[tile]
-    if shapes.kind(cfg, u) == "mlp":
+    if shapes.kind(cfg, u).endswith("mlp"):
         assert bounds[16] < 0.3 * bounds[TOKENS]
     elif shapes.kind(cfg, u) == "attention":
         assert bounds[16] == bounds[TOKENS]
+
+
+@UNITS
+@pytest.mark.parametrize("name", SMALL_MODELS | DIALECTS)
+@pytest.mark.parametrize("most", [1 << 29, 0])
+def test_workspace_holds_the_codes_of_fp8(name, most, halves, u, monkeypatch):
+    """`most`: whether matrices' codes are made before, or by each product."""
+    monkeypatch.setattr(shapes, "MOST_CODES", most)
+    cfg = replace(parse_config((SMALL_MODELS | DIALECTS)[name]), halves=halves, fp8=True)
+    forward, backward = Watch(), Watch()
+    _watched(cfg, u, monkeypatch, (), forward, backward)
+    bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
+    assert max(forward.peak, backward.peak) <= bound
+    assert backward.peak > (0.97 if name in SMALL_MODELS and not cfg.experts else 0.6) * bound
+    assert forward.flops == costs.forward_flops(cfg, u, TOKENS, 0)
+    assert backward.flops == costs.backward_flops(cfg, u, TOKENS, 0) + costs.recompute_flops(
+        cfg, frozenset(), TOKENS, 0, shapes.kind(cfg, u)
+    )
+
+
+@pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 2)], ids=["block", "mlp"])  # a CPU's attention copies
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("grads", ["BF16", "F32"])
+def test_workspace_holds_slices_of_gradients(name, grads, halves, u, monkeypatch):
+    cfg = replace(parse_config(SMALL_MODELS[name]), halves=halves, fp8=True)
+    forward, backward = Watch(), Watch()
+    _watched(cfg, u, monkeypatch, (), forward, backward, "BF16", grads)
+    found = costs.workspace_bytes(cfg, u, TOKENS, 2, 2 if grads == "BF16" else 4)
+    bound = found - 8 * cfg.width * TOKENS - costs.SLACK
+    assert 0.8 * bound < max(forward.peak, backward.peak) <= bound
 
 
 @UNITS
@@ -278,6 +391,19 @@ def test_workspace_is_enough_for_every_family(name, halves, u, monkeypatch):
     bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > 0.7 * bound
+
+
+@UNITS
+@pytest.mark.parametrize("rank", [4, 32])
+def test_workspace_is_enough_for_adapters_of_experts(rank, halves, u, monkeypatch):
+    cfg = replace(parse_config(MIXTURE), halves=halves, lora=Lora(rank, 8.0, ("experts",)), frozen=("*",))
+    forward, backward = Watch(), Watch()
+    _watched(cfg, u, monkeypatch, (), forward, backward)
+    bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
+    assert 0.6 * bound < max(forward.peak, backward.peak) <= bound
+    plain = replace(cfg, lora=None, frozen=("*",))
+    more = costs.forward_flops(cfg, u, TOKENS, 0) - costs.forward_flops(plain, u, TOKENS, 0)
+    assert more == 2 * TOKENS * 3 * rank * (64 + 96 + 48 + 64) * (shapes.kind(cfg, u) != "attention")
 
 
 @UNITS
