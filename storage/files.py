@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 BLOCK = 16 << 20  # bytes of a write
+DEPTH = 2  # blocks on their way, while another is made or used
 LOCK = "store.lock"
 AnyPath = str | os.PathLike[str]
 Say = Callable[[str], None]  # hears lines for the user
@@ -47,23 +49,22 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 def write_synced(path: Path, content: Iterable[Buffer]) -> None:
-    """A new file, fsynced; large ones past the page cache, a block while the next is made. Raises StoreError."""
+    """A new file, fsynced; large ones past the page cache, DEPTH blocks while the next is made. Raises StoreError."""
     fd, end = -1, 0
-    written: Future[None] | None = None
-    writing = ThreadPoolExecutor(1)
+    written: deque[Future[None]] = deque()
+    writing = ThreadPoolExecutor(DEPTH)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         for block in _blocks(content):
-            if written:
-                written.result()
-            go_direct(fd, len(block) == BLOCK)
-            if len(block) == BLOCK:
-                written = writing.submit(_write, fd, block, end)
-            else:  # the last
-                _write(fd, block, end)
+            whole = len(block) == BLOCK  # else the last
+            while len(written) > (DEPTH - 1) * whole:
+                written.popleft().result()
+            if not (end and whole):
+                go_direct(fd, whole)
+            written.append(writing.submit(_write, fd, block, end))
             end += len(block)
-        if written:
-            written.result()
+        while written:
+            written.popleft().result()
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as e:
@@ -75,21 +76,19 @@ def write_synced(path: Path, content: Iterable[Buffer]) -> None:
 
 
 def _blocks(content: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Page-aligned copies of BLOCK bytes, the last one shorter; each is valid until the second after it."""
+    """Page-aligned copies of BLOCK bytes, the last one shorter; each is valid while the next DEPTH are made."""
     made: list[memoryview] = []
-    room, filled = memoryview(b""), 0
+    room, filled, blocks = memoryview(b""), 0, 0
     for chunk in content:
         view = memoryview(chunk).cast("B")
         while view:
             if filled == len(room):
                 if filled:
                     yield room
-                    filled = 0
-                if len(made) < 2:
+                    filled, blocks = 0, blocks + 1
+                if len(made) <= DEPTH:
                     made.append(memoryview(mmap.mmap(-1, BLOCK)))
-                    room = made[-1]
-                else:
-                    room = made[room is made[0]]
+                room = made[blocks % (DEPTH + 1)]
             taken = view[: len(room) - filled]
             room[filled : filled + len(taken)] = taken
             view, filled = view[len(taken) :], filled + len(taken)
@@ -108,61 +107,64 @@ def _write(fd: int, block: memoryview, offset: int) -> None:
     """All of it; what goes through the page cache is flushed and dropped, so that it never fills memory."""
     start = offset
     while block:
+        direct = _is_direct(fd)
         try:
             wrote = os.pwrite(fd, block, offset)
         except OSError as error:
-            if not _refused(fd, error):
+            if not (direct and error.errno == errno.EINVAL):
                 raise
             wrote = 0
         block, offset = block[wrote:], offset + wrote
         if block:  # a short write is not aligned
             go_direct(fd, False)
-    if offset - start == BLOCK and not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+    if offset - start == BLOCK and not _is_direct(fd):
         os.fdatasync(fd)
         os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
 
 
 def read_back(path: Path) -> Iterator[memoryview]:
-    """The whole file, past the page cache where possible; a block is read while the one before is used."""
+    """The whole file, past the page cache where possible; DEPTH blocks are read while the one before them is used."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    buffers, at = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(2)], 0
-    with ThreadPoolExecutor(1) as pool:
+    coming: deque[Future[memoryview]] = deque()
+    with ThreadPoolExecutor(DEPTH) as reading:
         try:
             go_direct(fd, True)
-            coming = pool.submit(_read, fd, buffers[0], 0)
-            while got := coming.result():
-                at, block = at + got, buffers[0][:got]
-                buffers.reverse()
-                coming = pool.submit(_read, fd, buffers[0], at)
-                yield block
+            starts = range(0, os.fstat(fd).st_size, BLOCK)
+            buffers = [memoryview(mmap.mmap(-1, BLOCK)) for _ in starts[: DEPTH + 1]]
+            read = lambda k: reading.submit(_read, fd, buffers[k % len(buffers)], starts[k])
+            coming.extend(map(read, range(len(buffers))))
+            for k in range(len(starts)):
+                yield coming.popleft().result()
+                if k + len(buffers) < len(starts):
+                    coming.append(read(k + len(buffers)))
         finally:
-            pool.shutdown()
+            reading.shutdown()
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
 
 
-def _read(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fills as much as the file has; returns the bytes."""
+def _read(fd: int, buffer: memoryview, offset: int) -> memoryview:
+    """The buffer's part that the file fills."""
     filled = 0
     while filled < len(buffer):
-        if (filled or offset) % ALIGN:
+        direct = _is_direct(fd)
+        if direct and filled % ALIGN:
             go_direct(fd, False)
         try:
             got = os.preadv(fd, [buffer[filled:]], offset + filled)
         except OSError as error:
-            if not _refused(fd, error):
+            if not (direct and error.errno == errno.EINVAL):
                 raise
-            go_direct(fd, False)
+            go_direct(fd, False)  # the filesystem reads through the page cache alone
             continue
         filled += got
         if not got:
             break
-    return filled
+    return buffer[:filled]
 
 
-def _refused(fd: int, error: OSError) -> bool:
-    """Whether a request is one that the filesystem takes through the page cache alone."""
-    return error.errno == errno.EINVAL and bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+def _is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def partial_of(path: Path) -> Path:

@@ -6,7 +6,7 @@ Vectors come last: weight decay applies to a prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -86,11 +86,16 @@ def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1
     return Layout(tuple(tensors))
 
 
-def pack(groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: str) -> Layout:
-    """Layout of groups of (name, shape), sorted by rank; members of a group stay neighbours (q, k, v; gate, up)."""
+def pack(
+    groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: str, others: Mapping[str, str] | None = None
+) -> Layout:
+    """Layout of groups of (name, shape), sorted by rank; members of a group stay neighbours (q, k, v; gate, up).
 
-    ordered = sorted(groups, key=lambda group: rank(group, dtype))
-    return sequential([(name, dtype, shape) for group in ordered for name, shape in group])
+    `others`: name -> dtype of tensors of another; wider ones stand before the vectors.
+    """
+    of = lambda name: (others or {}).get(name, dtype)
+    ordered = sorted(groups, key=lambda group: (rank(group, of(group[0][0])), -ITEMSIZE[of(group[0][0])]))
+    return sequential([(name, of(name), shape) for group in ordered for name, shape in group])
 
 
 def rank(group: Sequence[tuple[str, tuple[int, ...]]], dtype: str) -> int:

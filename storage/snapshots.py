@@ -203,7 +203,7 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
             check_folder(path)
         for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):
             path = devices[device] / snapshot.folder / name
-            _check_header(path, stripe, back)
+            check_header(path, stripe, back)
             _link(path, devices[device] / FOLDER / f"{id:06d}.safetensors")
         for name, known in snapshot.companions.items():
             path = first / name
@@ -224,8 +224,8 @@ def make_place(path: Path, folder: Path) -> None:
         check_folder(path.parent)
 
 
-def _check_header(path: Path, stripe: Stripe, back: str) -> None:
-    """Raises StoreError, OSError."""
+def check_header(path: Path, stripe: Stripe, back: str) -> None:
+    """Raises StoreError unless a stripe's file has its size and header; OSError."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
         size, header = os.fstat(f.fileno()).st_size, f.read(len(stripe.header))
     if size != stripe.nbytes:

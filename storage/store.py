@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -126,10 +126,13 @@ class Store(Shards):
 
     # ------------------------------------------------------------ snapshots
 
-    def commit(self, step: int, extra: dict[str, Any]) -> None:
-        """Makes a snapshot with `extra` (JSON), drops the oldest beyond `keep`.
+    def commit(
+        self, step: int, extra: dict[str, Any], meet: Callable[[], None] = lambda: None, keep: int | None = None
+    ) -> None:
+        """Makes a snapshot with `extra` (JSON), drops the oldest beyond `keep`, if not the store's own.
 
-        Writes under way belong to the next. Raises StoreError, keeping earlier snapshots.
+        Writes under way belong to the next. `meet` returns when other stores have this snapshot too: what it raises
+        leaves all snapshots. Raises StoreError, keeping earlier snapshots.
         """
         with self._versions.lock:
             state = {name: list(shard.current or ()) for name, shard in self.shards.items()}
@@ -150,7 +153,8 @@ class Store(Shards):
             raise
         self.snapshots.append(snapshot)
         snapshots.publish(snapshot, self.paths[0])
-        while len(self.snapshots) > self.keep:
+        meet()
+        while len(self.snapshots) > (keep or self.keep):
             snapshots.remove(self.snapshots[0], self.paths)
             self._versions.drop(self._held(self.snapshots.pop(0)))
 
@@ -160,14 +164,26 @@ class Store(Shards):
         if not matching:
             raise StoreError(errno.ENOENT, f"holds no snapshot of step {step}", str(self.paths[0]))
         snapshot = matching[-1]
-        for shard in self.shards.values():
-            self._versions.drop(shard.current or [])
-        self.shards = {}
+        self.clear()
         for name, r in snapshot.shards.items():
             current = [self._versions[key] for key in r.keys]
             self.shards[name] = Shard(r.layout, r.weights, r.stripes, current)
         self._versions.hold(self._held(snapshot))
         return snapshot.extra
+
+    def go_back(self, sequence: int) -> dict[str, Any]:
+        """As restore, of the snapshot of this number: drops those behind it, which other stores lack."""
+        while self.snapshots[-1].sequence > sequence:
+            snapshots.remove(self.snapshots[-1], self.paths)
+            self._versions.drop(self._held(self.snapshots.pop()))
+            snapshots.publish(self.snapshots[-1], self.paths[0])
+        return self.restore()
+
+    def clear(self) -> None:
+        """Forgets all shards, for others to be added; snapshots keep theirs."""
+        for shard in self.shards.values():
+            self._versions.drop(shard.current or [])
+        self.shards = {}
 
     def _sync(self, snapshot: snapshots.Snapshot) -> None:
         stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]

@@ -76,13 +76,13 @@ def create(folder: Path, count: int = 1, keep: int = 1, companions: Path | None 
 def write_all(store: Store, seed: int) -> None:
     buffers = {name: content(shard.layout, seed) for name, shard in store.shards.items()}
     for request in [store.write(name, buffer) for name, buffer in buffers.items()]:
-        request.result(10)
+        request.result(60)
 
 
 def holds(store: Store, seed: int) -> bool:
     for name, shard in store.shards.items():
         got = arena(shard.layout.span)
-        store.read(name, got).result(10)
+        store.read(name, got).result(60)
         if got[: shard.layout.nbytes] != content(shard.layout, seed)[: shard.layout.nbytes]:
             return False
     return True

@@ -50,29 +50,29 @@ def test_conformance(io: IO, file: File):
     offsets = [0, 4 * K, 32 * K, 64 * K, 256 * K]
     written = [noise(n, i) for i, n in enumerate(sizes)]
     for request in [io.write(file, at, b) for at, b in zip(offsets, written, strict=True)]:
-        assert request.result(10) is None
+        assert request.result(60) is None
     read = [arena(n) for n in sizes]
     both = [io.read(file, at, b) for at, b in zip(offsets, read, strict=True)]
     both.append(io.write(file, 400 * K, written[0]))
     for request in both:
-        request.result(10)
+        request.result(60)
     assert [bytes(b) for b in read] == [bytes(b) for b in written]
 
 
 def test_reading_beyond_the_end_is_an_error_unless_it_is_not_needed(io: IO, file: File):
     data = noise(64 * K)
-    io.write(file, 0, data).result(10)
+    io.write(file, 0, data).result(60)
     end = 40 * K + 100
     os.ftruncate(file.fd, end)
     if isinstance(io, MemoryIO):
         del io.contents[file.path][end:]
     out = arena(64 * K)
-    io.read(file, 0, out, need=end).result(10)
+    io.read(file, 0, out, need=end).result(60)
     assert out[:end] == data[:end]
     with pytest.raises(StoreError, match="reading stops at byte .*, expected 65536.*/f'") as e:
-        io.read(file, 0, out).result(10)
+        io.read(file, 0, out).result(60)
     assert e.value.errno == errno.EIO
-    io.read(file, 0, out[: 32 * K]).result(10)  # and the next request is served
+    io.read(file, 0, out[: 32 * K]).result(60)  # and the next request is served
 
 
 def test_a_closed_descriptor_is_an_error_with_name_and_offset(io: IO, tmp_path):
@@ -82,7 +82,7 @@ def test_a_closed_descriptor_is_an_error_with_name_and_offset(io: IO, tmp_path):
     file.close()
     file.fd = 1 << 20
     with pytest.raises(StoreError, match="reading 16384 bytes at .*g") as e:
-        io.read(file, 0, arena(64 * K)).result(10)
+        io.read(file, 0, arena(64 * K)).result(60)
     assert e.value.errno == errno.EBADF
 
 
@@ -101,7 +101,7 @@ def test_close_waits_and_refuses_afterwards(io: IO, file: File):
     for r in requests:
         assert r.exception() is None or r.exception().errno == errno.ECANCELED
     with pytest.raises(StoreError, match="closed"):
-        io.read(file, 0, arena(4 * K)).result(10)
+        io.read(file, 0, arena(4 * K)).result(60)
 
 
 def test_a_request_that_fails_while_the_store_is_closed_ends_once(file: File):
@@ -110,7 +110,7 @@ def test_a_request_that_fails_while_the_store_is_closed_ends_once(file: File):
 
     def fault(piece: Piece):
         begun.set()
-        assert fail.wait(10)
+        assert fail.wait(60)
         raise OSError(errno.EIO, "Input/output error")
 
     class Closing(MemoryIO):
@@ -122,7 +122,7 @@ def test_a_request_that_fails_while_the_store_is_closed_ends_once(file: File):
 
     io = Closing(fault, block=16 * K, depth=1, mixed=1)
     request = io.write(file, 0, noise(64 * K))
-    assert begun.wait(10)
+    assert begun.wait(60)
     io.close()
     assert request.exception(0).errno == errno.EIO
 
@@ -147,15 +147,15 @@ def test_a_fault_ends_the_request_and_nothing_else(file: File, number):
     data = noise(512 * K)
     request, other = io.write(file, 0, data), io.write(file, 512 * K, data)
     with pytest.raises(StoreError, match="writing 16384 bytes at 16384") as e:
-        request.result(10)
+        request.result(60)
     assert e.value.errno == number
     assert e.value.filename == file.path
-    other.result(10)
+    other.result(60)
     assert len([o for o in begun if o < 512 * K]) < 8
     sick[0] = False
-    io.write(file, 0, data).result(10)
+    io.write(file, 0, data).result(60)
     out = arena(512 * K)
-    io.read(file, 0, out).result(10)
+    io.read(file, 0, out).result(60)
     assert out == data
     io.close()
 
@@ -170,8 +170,8 @@ def test_short_transfers_and_interruptions_are_completed(file: File):
 
     io = MemoryIO(fault, **LIMITS)
     data, out = noise(256 * K), arena(256 * K)
-    io.write(file, 0, data).result(10)
-    io.read(file, 0, out).result(10)
+    io.write(file, 0, data).result(60)
+    io.read(file, 0, out).result(60)
     assert out == data
     io.close()
 
@@ -181,7 +181,7 @@ def test_a_write_that_makes_no_progress_is_an_error(file: File, moved):
     io = MemoryIO(lambda piece: moved, **LIMITS)
     file.direct = True
     with pytest.raises(StoreError, match=f"writing stops at byte {moved}"):
-        io.write(file, 0, noise(16 * K)).result(10)
+        io.write(file, 0, noise(16 * K)).result(60)
     io.close()
 
 
@@ -200,10 +200,10 @@ def test_the_depth_is_never_exceeded(file: File):
 
     io = MemoryIO(fault, **LIMITS)
     data = noise(512 * K)
-    io.write(file, 0, data).result(10)
+    io.write(file, 0, data).result(60)
     assert most[1] == LIMITS["depth"]
     for request in [io.write(file, 512 * K, data), io.read(file, 0, arena(512 * K))]:
-        request.result(10)
+        request.result(60)
     assert most[0] <= LIMITS["depth"]
     assert most[2] <= LIMITS["depth"] + LIMITS["mixed"]
     io.close()
@@ -215,13 +215,13 @@ def test_a_small_request_does_not_wait_for_a_large_one(file: File):
 
     def fault(piece: Piece):
         begun.append(piece.offset)
-        assert asked.wait(10)
+        assert asked.wait(60)
 
     io = MemoryIO(fault, block=16 * K, depth=1, mixed=1)
     large, small = io.write(file, 0, noise(256 * K)), io.write(file, 512 * K, noise(16 * K))
     asked.set()
-    small.result(10)
-    large.result(10)
+    small.result(60)
+    large.result(60)
     assert begun.index(512 * K) <= 2
     assert sorted(begun) == [*range(0, 256 * K, 16 * K), 512 * K]
     io.close()
@@ -233,7 +233,7 @@ def test_futures_cannot_be_cancelled_and_callbacks_may_start_more(file: File):
     request = io.write(file, 0, noise(64 * K))
     request.add_done_callback(lambda r: io.read(file, 0, out).add_done_callback(lambda r: done.set()))
     assert not request.cancel()
-    assert done.wait(10)
+    assert done.wait(60)
     io.close()
 
 
@@ -327,8 +327,8 @@ def test_no_o_direct_falls_back_to_buffered_files():
         assert "no O_DIRECT" in said[0]
         file = File(folder / "f", device.direct, 64 * K)
         data, out = noise(64 * K), arena(64 * K)
-        device.io.write(file, 0, data).result(10)
-        device.io.read(file, 0, out).result(10)
+        device.io.write(file, 0, data).result(60)
+        device.io.read(file, 0, out).result(60)
         assert out == data
         file.close()
     finally:

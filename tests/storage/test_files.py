@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -68,6 +69,26 @@ def test_writes_that_the_filesystem_takes_otherwise(tmp_path, monkeypatch, how):
     write_synced(tmp_path / "file", given)
     assert (tmp_path / "file").read_bytes() == b"".join(piece.tobytes() for piece in given)
     assert b"".join(block.tobytes() for block in read_back(tmp_path / "file")) == (tmp_path / "file").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["written", "read"])
+def test_blocks_are_under_way_together(tmp_path, monkeypatch, how):
+    """None of the first DEPTH is over before all of them have begun."""
+    met, begun = threading.Barrier(files.DEPTH, timeout=60), set()
+
+    def wait_for_others(real):
+        def moved(fd, data, offset):
+            if offset < files.DEPTH * BLOCK and offset not in begun:
+                begun.add(offset)
+                met.wait()
+            return real(fd, data, offset)
+
+        return moved
+
+    given, name = pieces(6 * BLOCK, 5000), "pwrite" if how == "written" else "preadv"
+    monkeypatch.setattr(os, name, wait_for_others(getattr(os, name)))
+    write_synced(tmp_path / "file", given)
+    assert b"".join(map(bytes, read_back(tmp_path / "file"))) == b"".join(piece.tobytes() for piece in given)
 
 
 def test_an_error_while_the_next_block_is_made_is_told(tmp_path, monkeypatch):

@@ -358,7 +358,7 @@ def test_whatever_a_manifest_holds_it_is_refused_in_words_or_opens(ours):
         with store:
             for name, shard in store.shards.items():
                 with suppress(StoreError):
-                    store.verify(name, arena(shard.layout.span)).result(10)
+                    store.verify(name, arena(shard.layout.span)).result(60)
     assert 0 < parsed < MUTATIONS / 2
 
 

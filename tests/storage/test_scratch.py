@@ -38,10 +38,10 @@ def test_what_was_written_is_read(devices, count, monkeypatch):
         spans[int(a)] = buffer = arena(int(b - a))
         np.frombuffer(buffer, np.uint8)[:] = random.integers(0, 256, len(buffer))
     for writing in [s.write(a, buffer) for a, buffer in spans.items()]:
-        writing.result(10)
+        writing.result(60)
     for a, buffer in spans.items():
         out = arena(len(buffer))
-        s.read(a, out).result(10)
+        s.read(a, out).result(60)
         assert out == buffer
     assert sum(os.fstat(file.fd).st_size for file in s.files) == total
     assert not any(list(device.path.iterdir()) for device in devices), "whoever is killed leaves nothing"

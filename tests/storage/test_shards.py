@@ -87,23 +87,48 @@ def test_keep_rollback_and_recycling(tmp_path):
     assert len(list((tmp_path / "d0").glob("snapshot-*"))) == 1
 
 
+def test_older_snapshots_stay_until_other_stores_have_the_new_one(tmp_path):
+    """Where they never do, the store goes back to the step that all have, and on from there."""
+
+    def lost():
+        raise InterruptedError("another store is gone")
+
+    with create(tmp_path, count=2) as store:
+        write_all(store, 1)
+        store.commit(1, {"step": 1})
+        write_all(store, 2)
+        with pytest.raises(InterruptedError):
+            store.commit(2, {"step": 2}, lost)
+    with Store.open(devices(tmp_path, 2)) as store:
+        assert [snapshot.step for snapshot in store.snapshots] == [1, 2]
+        assert holds(store, 2)
+        assert store.go_back(1) == {"step": 1}
+        assert holds(store, 1)
+        assert [path.name for path in (tmp_path / "d0").glob("snapshot-*")] == [store.snapshots[-1].folder]
+        write_all(store, 3)
+        store.commit(2, {"step": 2})
+    with Store.open(devices(tmp_path, 2)) as store:
+        assert [snapshot.step for snapshot in store.snapshots] == [2]
+        assert holds(store, 3)
+
+
 def test_a_read_under_way_keeps_its_version(tmp_path):
     """Write twice while a slow read of the old version is under way: its file must not be recycled under it."""
     gate = threading.Event()
 
     def fault(piece):
         if not piece.write:
-            gate.wait(10)
+            gate.wait(60)
 
     with create(tmp_path, fault=fault, depth=8) as store:
         write_all(store, 0)
         got = arena(STATE.span)
         read = store.read("block-0.adam", got)
         for seed in (1, 2, 3):
-            store.write("block-0.adam", content(STATE, seed)).result(10)
+            store.write("block-0.adam", content(STATE, seed)).result(60)
         assert not read.done()
         gate.set()
-        read.result(10)
+        read.result(60)
         assert got[: STATE.nbytes] == content(STATE, 0)[: STATE.nbytes]
 
 
@@ -145,7 +170,7 @@ def test_transformers_loads_the_folder_of_an_idle_run(tmp_path, real):
             for t in layout.tensors:
                 out = np.frombuffer(buffer, np.float32, t.numel, t.offset)
                 out[:] = np.concatenate([values.copy() for values in source.values(t.name)])
-            store.write(f"unit-{unit}", buffer).result(10)
+            store.write(f"unit-{unit}", buffer).result(60)
         store.commit(0, {})
     load = transformers.AutoModelForCausalLM.from_pretrained
     expected = load(real / "stories260k", dtype=torch.float32).state_dict()
@@ -453,7 +478,7 @@ def test_a_failed_write_leaves_the_old_version_and_a_retry_succeeds(tmp_path, nu
         for _ in range(20):  # spares are given back each time
             sick[0] = True
             with pytest.raises(StoreError, match=r"writing \d+ bytes at \d+.*files/") as e:
-                store.write("block-0.adam", content(STATE, 1)).result(10)
+                store.write("block-0.adam", content(STATE, 1)).result(60)
             assert e.value.errno == number
             sick[0] = False
             assert holds(store, 0)
@@ -474,7 +499,7 @@ def test_a_failed_read_is_an_error_and_a_retry_succeeds(tmp_path):
         write_all(store, 0)
         sick[0] = True
         with pytest.raises(StoreError, match="reading"):
-            store.read("block-0", arena(WEIGHTS.span)).result(10)
+            store.read("block-0", arena(WEIGHTS.span)).result(60)
         sick[0] = False
         assert holds(store, 0)
 
@@ -487,7 +512,7 @@ def test_a_file_cut_by_somebody_else_is_noticed(tmp_path):
         size = path.stat().st_size
         os.truncate(path, size - 5000)
         with pytest.raises(StoreError, match="was the file cut"):
-            store.read("block-0.adam", arena(STATE.span)).result(10)
+            store.read("block-0.adam", arena(STATE.span)).result(60)
     with pytest.raises(StoreError, match=f"{size - 5000} bytes of {size}"):
         Store.open(devices(tmp_path))
 
@@ -531,7 +556,7 @@ def damaged(store: Store) -> dict[str, Damaged]:
     found = {}
     for name, shard in store.shards.items():
         try:
-            store.verify(name, arena(shard.layout.span)).result(10)
+            store.verify(name, arena(shard.layout.span)).result(60)
         except Damaged as error:
             found[name] = error
     return found
@@ -556,7 +581,7 @@ def test_a_changed_bit_of_any_stripe_is_noticed_by_whoever_asks(tmp_path, count,
                 assert found[0] == name
                 assert f"without this file is of step {0 if reopened else 1}" in found[1].strerror
                 assert Path(found[1].filename).name == (snapshots.file_name(name, k) if reopened else path.name)
-                store.read(name, arena(shard.layout.span)).result(10)  # who does not ask is not told
+                store.read(name, arena(shard.layout.span)).result(60)  # who does not ask is not told
                 flip(path, stripe.nbytes - 1)
         assert damaged(store) == {}
 
@@ -568,29 +593,29 @@ def test_checksums_are_taken_while_the_drive_writes(tmp_path, monkeypatch):
     def fault(piece):
         if piece.write:
             begun.set()
-            assert taken.wait(10)
+            assert taken.wait(60)
 
     def noted(data):
-        assert begun.wait(10)
+        assert begun.wait(60)
         found = real(data)
         taken.set()
         return found
 
     with create(tmp_path, fault=fault) as store:
         monkeypatch.setattr(shards, "checksum", noted)
-        store.write("block-0.adam", content(STATE, 0)).result(30)
-        store.verify("block-0.adam", arena(STATE.span)).result(10)
+        store.write("block-0.adam", content(STATE, 0)).result(60)
+        store.verify("block-0.adam", arena(STATE.span)).result(60)
 
 
 def test_a_span_without_bytes_is_as_good_as_any(tmp_path):
     with Store.create(devices(tmp_path, 2)) as store:
         store.add("nothing", sequential([("a", "F32", (0, 8))]), weights=True)
-        store.write("nothing", b"").result(10)
-        store.read("nothing", b"").result(10)
-        store.verify("nothing", b"").result(10)
+        store.write("nothing", b"").result(60)
+        store.read("nothing", b"").result(60)
+        store.verify("nothing", b"").result(60)
         store.commit(0, {})
     with Store.open(devices(tmp_path, 2)) as store:
-        store.verify("nothing", b"").result(10)
+        store.verify("nothing", b"").result(60)
 
 
 def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
@@ -669,7 +694,7 @@ def test_a_full_disk(small_disk):
             store.reserve()
         assert e.value.errno == errno.ENOSPC
         for i in range(3):
-            store.write(f"s{i}", content(layout, i)).result(10)
+            store.write(f"s{i}", content(layout, i)).result(60)
         store.commit(0, {})
         ballast = small_disk / "ballast"
         with open(ballast, "wb") as f, pytest.raises(OSError, match="No space"):
@@ -681,12 +706,12 @@ def test_a_full_disk(small_disk):
         with pytest.raises(StoreError, match="No space left on device.*snapshot-000002-step-1"):
             store.commit(1, {"long": "x" * (1 << 20)})
         ballast.unlink()
-        store.write("s0", content(layout, 9)).result(10)
+        store.write("s0", content(layout, 9)).result(60)
         store.commit(1, {})
     with Store.open(devices(small_disk)) as store:
         got = arena(layout.span)
         for i, seed in enumerate((9, 1, 2)):
-            store.read(f"s{i}", got).result(10)
+            store.read(f"s{i}", got).result(60)
             assert got == content(layout, seed)
 
 
@@ -759,11 +784,11 @@ def test_all_drives_work_at_once(tmp_path):
             first = begins not in begun
             begun.add(begins)
         if first:
-            all_there.wait(10)
+            all_there.wait(60)
 
     with create(tmp_path, 3, fault=fault) as store:
-        store.write("block-0.adam", content(STATE, 0)).result(20)
-        store.read("block-0.adam", arena(STATE.span)).result(20)
+        store.write("block-0.adam", content(STATE, 0)).result(60)
+        store.read("block-0.adam", arena(STATE.span)).result(60)
     assert len(begun) == 6
 
 

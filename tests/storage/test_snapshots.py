@@ -80,7 +80,7 @@ def check(least):
             extra = store.restore(snapshot)
             for name, layout in LAYOUTS.items():
                 got = arena(layout.span)
-                store.read(name, got).result(10)
+                store.read(name, got).result(60)
                 data = bytes(got[: layout.nbytes]).ljust(layout.span, b"\\0")
                 assert zlib.crc32(data) == extra["crc"][name], (snapshot, name)
         assert extra["step"] >= least
@@ -350,7 +350,7 @@ def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_
         for step in range(1, 5):
             for name, buffer in buffers.items():
                 buffer[:] = content(name, step)
-                store.write(name, buffer).result(10)
+                store.write(name, buffer).result(60)
             store.commit(step, {"crc": {n: zlib.crc32(content(n, step)) for n in LAYOUTS}})
             durable[0] = step
         finished.append(True)
