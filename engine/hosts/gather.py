@@ -1,0 +1,71 @@
+"""Masters for the host that exports: low halves of other hosts' records, asked for as they are needed.
+
+A request is the unit and the record's first element; the answer its low halves: no more than a record is in RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from trireme.engine.homes import Entry, Reader
+from trireme.engine.shared import Wire
+
+LANE, EXPORTS = "net", 0
+END = -1
+
+
+class Gatherer(Reader):
+    """On the host that exports: reads records of all."""
+
+    def __init__(self, own: Reader, wire: Wire):
+        """`own`: of this host's."""
+        super().__init__(own.homes)
+        self.own, self.wire = own, wire
+        self.came = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, entry: Entry, *parts: str) -> Tensor:
+        return self.own.read(entry, *parts)
+
+    def low(self, u: int, a: int, b: int) -> Tensor:
+        shares = self.homes.geo.shares(u, self.homes.plan.record)
+        host = next(h for h, share in enumerate(shares) if share.start <= a < share.stop)
+        if host == self.homes.plan.host:
+            return self.own.low(u, a, b)
+        if len(self.came) < 2 * (b - a):
+            self.came = torch.empty(2 * (b - a), dtype=torch.uint8)
+        self.wire.send(LANE, host, torch.tensor([u, a]))
+        self.wire.receive(LANE, host, self.came[: 2 * (b - a)])
+        return self.came[: 2 * (b - a)]
+
+
+@contextmanager
+def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
+    """On all hosts at once, lanes idle: a reader where the export is made, None on the others, which answer it.
+
+    `own`: of each host's share. Raises LostHost.
+    """
+    plan = own.homes.plan
+    if wire is None:
+        yield own
+    elif plan.host == EXPORTS:
+        yield Gatherer(own, wire)
+        for host in range(plan.hosts):
+            if host != EXPORTS:
+                wire.send(LANE, host, torch.tensor([END, END]))
+    else:
+        _answer(own, wire)
+        yield None
+
+
+def _answer(own: Reader, wire: Wire) -> None:
+    asked = torch.zeros(2, dtype=torch.int64)
+    while True:
+        wire.receive(LANE, EXPORTS, asked)
+        u, a = asked.tolist()
+        if u == END:
+            return
+        wire.send(LANE, EXPORTS, own.low(u, a, min(a + own.homes.plan.record, own.homes.geo.numel[u])))

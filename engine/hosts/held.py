@@ -1,0 +1,141 @@
+"""Snapshots of a run's hosts: those in sight, the last that is whole, and its bytes.
+
+A store is read by its owner and, where disks are shared, by other hosts, without its lock: the files of a snapshot stay
+as they are until all hosts have a newer one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trireme.engine.amounts import count
+from trireme.engine.hosts.group import Alone
+from trireme.models.config import InputError
+from trireme.storage import folders, snapshots
+from trireme.storage.files import StoreError
+from trireme.storage.layout import Layout
+from trireme.storage.shards import DAMAGED, Damaged
+from trireme.storage.untrusted import checksum, summed
+
+PIECE = 64 << 20  # bytes read at once, at most
+
+
+class Key(NamedTuple):
+    """What snapshots of a run's hosts have in common where they are of one moment."""
+
+    step: int
+    hosts: int
+    content: str  # checksum: the cut, the data
+
+
+@dataclass(frozen=True)
+class Held:
+    """A host's snapshot. `dirs`: of its store, by device."""
+
+    host: int
+    dirs: Sequence[Path]
+    snapshot: snapshots.Snapshot
+
+    @cached_property
+    def key(self) -> Key:
+        step, extra = self.snapshot.step, self.snapshot.extra
+        try:
+            plan: dict[str, Any] = extra["cut"]["plan"]
+            said = [{**extra["cut"], "plan": {**plan, "host": 0}}, extra["data"]]
+            return Key(step, int(plan.get("hosts", 1)), checksum([json.dumps(said, sort_keys=True).encode()]))
+        except (KeyError, TypeError, ValueError, AttributeError):  # an older version's; whoever resumes it says so
+            return Key(step, 1, "")
+
+    @property
+    def of(self) -> int:
+        """The host that it says to be of."""
+        try:
+            return int(self.snapshot.extra["cut"]["plan"]["host"])
+        except (KeyError, TypeError, ValueError):
+            return 0
+
+    def pieces(self, name: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
+        """(offset in the span, bytes) of a shard, a piece at a time. Raises StoreError; Damaged behind the last."""
+        record = self.snapshot.shards.get(name)
+        if record is None or record.layout != layout:
+            message = "is the state of another model, or in other shards"
+            raise StoreError(errno.EINVAL, message, str(self.dirs[0] / self.snapshot.folder))
+        for k, (stripe, known) in enumerate(zip(record.stripes, record.sums, strict=True)):
+            path, found = self.dirs[stripe.device] / self.snapshot.folder / snapshots.file_name(name, k), list[str]()
+            parts = [(at + a, min(PIECE, n - a)) for at, _, n in stripe.segments for a in range(0, n, PIECE)]
+            try:
+                snapshots.check_header(path, stripe, snapshots.NO_WAY_BACK)
+                blocks = _blocks(path, len(stripe.header), [n for _, n in parts])
+                yield from zip((at for at, _ in parts), summed(blocks, found.append), strict=True)
+            except OSError as e:
+                raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+            if found != [known]:
+                raise Damaged(errno.EIO, f"{DAMAGED}: {snapshots.NO_WAY_BACK}", str(path))
+
+
+def _blocks(path: Path, first: int, sizes: Iterable[int]) -> Iterator[bytes]:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+        file.seek(first)
+        for size in sizes:
+            yield file.read(size)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def held_in(host: int, dirs: Sequence[Path]) -> list[Held]:
+    """The snapshots of another host's store, oldest first; none where it is not in sight."""
+    try:
+        dirs = [dirs[i] for i in folders.in_order(dirs)]
+        found = [Held(host, dirs, snapshot) for snapshot in snapshots.load(dirs[0])]
+    except (StoreError, OSError):
+        return []
+    return [each for each in found if each.of == host]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The last snapshot that all of a run's hosts have."""
+
+    key: Key
+    mine: Mapping[int, Held]  # in this process's sight, by host
+    sights: Sequence[frozenset[int]]  # the hosts in each process's sight
+
+    def seer(self, host: int) -> int:
+        """The first process that sees the snapshot of `host`."""
+        return next(process for process, sight in enumerate(self.sights) if host in sight)
+
+
+def last_whole(group: Alone, held: Sequence[Held], begun: bool, run: Path) -> Whole | None:
+    """`held`: what is in this process's sight; `begun`: whether the run began here too. None where there is none yet.
+
+    Raises InputError where a host's is missing.
+    """
+    own = [[each.host, *each.key] for each in held]
+    said = [json.loads(text) for text in group.texts(json.dumps([begun, own]))]
+    seen: dict[Key, list[set[int]]] = defaultdict(lambda: [set() for _ in said])
+    for process, (_, found) in enumerate(said):
+        for host, *key in found:
+            seen[Key(*key)][process].add(host)
+    hosts = {key: set[int]().union(*sights) for key, sights in seen.items()}
+    whole = [key for key in seen if hosts[key] >= set(range(key.hosts))]
+    if whole:
+        key = max(whole, key=lambda key: (key.step, key.hosts == group.hosts, key))
+        return Whole(key, {each.host: each for each in held if each.key == key}, [frozenset(s) for s in seen[key]])
+    firsts = [key for key in seen if 0 in hosts[key]]
+    as_many = all(key.hosts == group.hosts for key in seen) and all(began for began, _ in said)
+    if not firsts or as_many:  # killed before all had their first
+        return None
+    last = max(firsts)
+    lost = min(set(range(last.hosts)) - hosts[last])
+    raise InputError(
+        f"--resume {run}: its last snapshot, of step {last.step}, is of {count(last.hosts, 'host')}, and that of host "
+        f"{lost} is not in sight. Bring {run / f'host-{lost}' if lost else run} and its --store here, or start "
+        f"{count(last.hosts, 'host')} where theirs are."
+    )

@@ -1,0 +1,80 @@
+"""A run's state dealt anew, from the snapshots of another number of hosts.
+
+Records are the same for any number, so each goes whole from the share that it was in to the share that it is in now:
+read where its old host's store is in sight, else sent by a host that sees it. All go through one list in one order, so
+none waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trireme.engine.geometry import Geometry
+from trireme.engine.homes import Entry, Homes, Progress, Stored, Writer, silent, stored
+from trireme.engine.hosts.held import Held, Whole
+from trireme.engine.shared import Wire
+
+LANE = "net"
+
+
+def fill(homes: Homes, whole: Whole, wire: Wire | None, progress: Progress = silent) -> None:
+    """Fills the homes of trained weights and state. Raises StoreError, LostHost."""
+    homes.blank = False
+    plan, same = homes.plan, (homes.geo.cfg, homes.geo.dtype, homes.geo.adam_bits)
+    then = Geometry(*same, 0, whole.key.hosts)
+    for host in range(plan.hosts):
+        geo = homes.geo if host == plan.host else Geometry(*same, host, plan.hosts)
+        for entry in _entries(geo, plan.record):
+            source = _source(whole, host, geo, then, entry, plan.record)
+            shards = stored(geo, plan.record, entry)
+            if host == plan.host:
+                with Writer(homes, entry) as buffer:
+                    _bring(buffer, shards, whole, source, wire)
+                progress(homes.layout(entry).span)
+            elif source not in whole.sights[host] and whole.seer(source) == plan.host:
+                assert wire is not None
+                _send(wire, host, whole.mine[source], shards)
+
+
+def _entries(geo: Geometry, record: int) -> Iterator[Entry]:
+    for u in range(geo.n_units):
+        if geo.numel[u]:
+            yield Entry("weights", u)
+        yield from (Entry("state", u, r) for r in range(len(geo.records(u, record))))
+
+
+def _source(whole: Whole, host: int, geo: Geometry, then: Geometry, entry: Entry, record: int) -> int:
+    """The old host that this one has an entry of: in sight, if it may choose."""
+    if entry.kind == "weights":  # all have them
+        return min(whole.sights[host], default=0)
+    first = geo.records(entry.u, record)[entry.r][0]
+    return next(k for k, share in enumerate(then.shares(entry.u, record)) if share.start <= first < share.stop)
+
+
+def _bring(buffer: Tensor, shards: list[Stored], whole: Whole, source: int, wire: Wire | None) -> None:
+    if source in whole.mine:
+        for shard in shards:
+            for at, piece in whole.mine[source].pieces(shard.name, shard.layout):
+                into = buffer[shard.first + at :][: len(piece)]
+                into.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+        return
+    assert wire is not None
+    head = torch.zeros(2, dtype=torch.int64)
+    while True:
+        wire.receive(LANE, whole.seer(source), head)
+        at, n = head.tolist()
+        if not n:
+            return
+        wire.receive(LANE, whole.seer(source), buffer[at : at + n])
+
+
+def _send(wire: Wire, host: int, held: Held, shards: list[Stored]) -> None:
+    """In pieces, each behind its (offset, bytes)."""
+    for shard in shards:
+        for at, piece in held.pieces(shard.name, shard.layout):
+            wire.send(LANE, host, torch.tensor([shard.first + at, len(piece)]))
+            wire.send(LANE, host, torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+    wire.send(LANE, host, torch.zeros(2, dtype=torch.int64))

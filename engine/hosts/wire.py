@@ -1,0 +1,70 @@
+"""Tensors between hosts, over gloo: a process group for each lane, so that lanes do not wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+
+from trireme.engine.hosts.watch import LostHost
+
+LINES = ("net", "sum", "statistics")  # a group each; `sum_in` and `sum_out` are two ends of one
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Turns gloo's errors into LostHost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostHost(f"another host does not answer: {str(error).splitlines()[0]}") from error
+
+
+class Wire:
+    """The Wire of engine/shared.py. Raises LostHost."""
+
+    def __init__(self, host: int, groups: Mapping[str, dist.ProcessGroup]):
+        self.host, self._groups = host, groups
+
+    def _group(self, lane: str) -> dist.ProcessGroup:
+        return self._groups[lane.partition("_")[0]]
+
+    def send(self, lane: str, host: int, what: Tensor) -> None:
+        with answered():
+            dist.send(what, host, group=self._group(lane))
+
+    def receive(self, lane: str, host: int, what: Tensor) -> None:
+        with answered():
+            dist.recv(what, host, group=self._group(lane))
+
+    def exchange(self, lane: str, to: int, source: int, block: Tensor) -> None:
+        """Sends `block` to one host while receiving as much from another."""
+        group = self._group(lane)
+        with answered():
+            came = dist.irecv(block.clone(), source, group=group)
+            _wait([came, dist.isend(block, to, group=group)])
+
+    def deal(self, lane: str, root: int, parts: Sequence[Tensor]) -> None:
+        group, own = self._group(lane), parts[self.host]
+        with answered():
+            if self.host == root:
+                others = [(host, part) for host, part in enumerate(parts) if host != root and part.numel()]
+                _wait([dist.isend(part, host, group=group) for host, part in others])
+            elif own.numel():
+                dist.recv(own, root, group=group)
+
+    def gather(self, lane: str, parts: Sequence[Tensor]) -> None:
+        group, own = self._group(lane), parts[self.host]
+        others = [(host, part) for host, part in enumerate(parts) if host != self.host]
+        with answered():
+            coming = [dist.irecv(part, host, group=group) for host, part in others if part.numel()]
+            going = [dist.isend(own, host, group=group) for host, _ in others if own.numel()]
+            _wait([*coming, *going])
+
+
+def _wait(under_way: Iterable[dist.Work | None]) -> None:
+    for work in under_way:
+        assert work is not None
+        work.wait()

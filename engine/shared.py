@@ -1,0 +1,182 @@
+"""Gradients and weights of several hosts, each with some of a step's micro-batches and a share of each unit's state.
+
+A sum of gradients goes from host to host: each begins with the sum of the one before, so that the order of additions,
+and with it every bit, is that of one host. The last rounds it and deals it out; each host updates its share (as in
+ZeRO, Rajbhandari et al. 2020), and sends the new weights to all. Sums have lanes of their own: a host that waits for
+its share must not hold them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trireme.engine.geometry import Geometry
+from trireme.engine.gradients import Gradient, Gradients
+from trireme.engine.homes import Homes
+from trireme.engine.lanes import Lanes, Task, numbered
+from trireme.engine.memory import Slot, flat
+from trireme.engine.plan import Plan
+from trireme.storage.layout import ITEMSIZE
+
+
+class Wire(Protocol):
+    """Tensors in RAM between hosts, for each lane in the order of its calls. A call returns when they are there."""
+
+    def send(self, lane: str, host: int, what: Tensor) -> None: ...
+
+    def receive(self, lane: str, host: int, what: Tensor) -> None: ...
+
+    def deal(self, lane: str, root: int, parts: Sequence[Tensor]) -> None:
+        """Sends each host's part from `root`; elsewhere receives the own one, the others are not looked at."""
+        ...
+
+    def gather(self, lane: str, parts: Sequence[Tensor]) -> None:
+        """Sends the own part to all, receives theirs."""
+        ...
+
+
+class SharedGradients(Gradients):
+    """Gradients of several hosts."""
+
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, wire: Wire | None):
+        """`wire`: None in a simulation."""
+        super().__init__(geo, plan, homes, lanes)
+        self._wire = wire
+        self.into, self.onward = homes.ring("host", "sums in"), homes.ring("host", "sums out")
+        self.whole = homes.rings("host", "whole gradient")
+        order = [geo.head, *[0] * geo.cfg.tied, *range(geo.head - 1, -1, -1)]  # of backward
+        self.following = dict(pairwise(u for u in order if geo.numel[u]))
+        self.aside: set[int] = set()  # units with sums at the next host, to come back
+
+    @property
+    def wire(self) -> Wire:
+        assert self._wire is not None, "a simulation has no wire"
+        return self._wire
+
+    def get(self, u: int) -> Gradient:
+        """Also begins the next unit's sum: it is on its way while this one's is added to."""
+        gradient, following = super().get(u), self.following.get(u)
+        if following is not None and following not in self.holding and u not in self.aside:
+            self._begin(following)
+        return gradient
+
+    def _begin(self, u: int) -> None:
+        if self.plan.host == 0 and u not in self.aside:
+            super()._begin(u)
+            return
+        before = (self.plan.host - 1) % self.plan.hosts
+        slot, gpu, name, come = self._accumulator(u), self.plan.units[u].gpu, self.geo.names[u], []
+        for first, n in self._pieces(u):
+            piece = self.into.acquire(name)
+
+            def receive(piece: Slot = piece, n: int = n) -> None:
+                self.wire.receive("sum_in", before, flat(piece.buffer, "F32", n))
+
+            def up(piece: Slot = piece, first: int = first, n: int = n) -> None:
+                slot.buffer[4 * first : 4 * (first + n)].copy_(piece.buffer[: 4 * n], non_blocking=True)
+
+            here = self.lanes.run("sum_in", "gradient", name, receive, piece.ready, nbytes=4 * n)
+            ready = (here, *slot.ready)
+            come.append(self.lanes.run(numbered("sum_up", gpu), "gradient", name, up, ready, nbytes=4 * n))
+            self.into.release(piece, come[-1:])
+        slot.ready = tuple(come[-1:])  # first in, first out: the last piece arrives last
+
+    def _pieces(self, u: int) -> Iterator[tuple[int, int]]:
+        """(first element, number) of the pieces of unit u's sum."""
+        for piece in self.geo.pieces(u, self.plan.sum_piece):
+            yield piece[0].start, piece[-1].stop - piece[0].start
+
+    def finish(self, u: int, after: Task) -> None:
+        """Passes unit u's sum on, or rounds and deals it; receives the own share."""
+        if not self.geo.numel[u]:
+            return
+        self.aside.discard(u)
+        accumulator, name, kind = self.holding.pop(u), self.geo.names[u], self.geo.size_class(u)
+        shares, size = self.geo.shares(u, self.plan.record), ITEMSIZE[self.geo.dtype]
+        own = shares[self.plan.host]
+        mine = self.landings[kind].acquire(name) if own.stop > own.start else None
+        whole = self.whole[kind].acquire(name) if self.plan.last_host else None
+        if whole is None:
+            last, landed = self._pass_on(u, accumulator, after), None
+        else:
+            last, landed = self._leave(u, accumulator, whole, after)
+        accumulator.ring.release(accumulator, (last,))
+
+        def deal() -> None:
+            parts = [torch.empty(0, dtype=torch.uint8)] * self.plan.hosts
+            if whole is not None:
+                parts = [whole.buffer[s.start * size : s.stop * size] for s in shares]
+            if mine is not None:
+                here = mine.buffer[: (own.stop - own.start) * size]
+                if whole is not None:
+                    here.copy_(parts[self.plan.host])
+                parts[self.plan.host] = here
+            self.wire.deal("net", self.plan.hosts - 1, parts)
+
+        nbytes = size * (self.geo.numel[u] if whole is not None else own.stop - own.start)
+        ready = (*([landed] if landed else ()), *(mine.ready if mine else ()))
+        dealt = self.lanes.run("net", "gradient", name, deal, ready, nbytes=nbytes)
+        if whole is not None:
+            whole.ring.release(whole, (dealt,))
+        self.landed[u] = (mine, dealt)
+
+    def set_aside(self, u: int, after: Task) -> None:
+        """Passes the sum on, from the last host to the first, which goes on with it."""
+        if self.geo.numel[u]:
+            accumulator = self.holding.pop(u)
+            accumulator.ring.release(accumulator, (self._pass_on(u, accumulator, after),))
+            self.aside.add(u)
+
+    def _pass_on(self, u: int, accumulator: Slot, after: Task) -> Task:
+        """Sends unit u's sum to the next host; returns the last read of the accumulator."""
+        gpu, name = self.plan.units[u].gpu, self.geo.names[u]
+        for first, n in self._pieces(u):
+            piece = self.onward.acquire(name)
+
+            def down(piece: Slot = piece, first: int = first, n: int = n) -> None:
+                piece.buffer[: 4 * n].copy_(accumulator.buffer[4 * first : 4 * (first + n)], non_blocking=True)
+
+            def send(piece: Slot = piece, n: int = n) -> None:
+                self.wire.send("sum_out", (self.plan.host + 1) % self.plan.hosts, flat(piece.buffer, "F32", n))
+
+            ready = (after, *piece.ready)
+            left = self.lanes.run(numbered("sum_down", gpu), "gradient", name, down, ready, nbytes=4 * n)
+            gone = self.lanes.run("sum_out", "gradient", name, send, (left,), nbytes=4 * n)
+            self.onward.release(piece, (gone,))
+        return left
+
+    def shared(self, u: int, hi: Tensor, updated: Task) -> Task:
+        size, nbytes = ITEMSIZE[self.geo.dtype], self.geo.weights[u].span
+        shares = self.geo.shares(u, self.plan.record)
+
+        def gather() -> None:
+            self.wire.gather("net", [hi[s.start * size : s.stop * size] for s in shares])
+
+        return self.lanes.run("net", "weights", self.geo.names[u], gather, (updated,), nbytes=nbytes)
+
+    def over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        own = torch.stack([torch.stack(of_all).sum(0).double() for of_all in zip(*loads, strict=True)])
+        parts = [torch.empty_like(own) for _ in range(self.plan.hosts)]
+        parts[self.plan.host] = own
+        self.wire.gather("statistics", parts)
+        counts, scores = torch.stack(parts).sum(0)
+        return [(counts, scores)]
+
+    def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """As a host alone: the loss is summed from host to host, the last has the norm and tells all."""
+        found, wire, host = torch.zeros(2, dtype=torch.float64), self.wire, self.plan.host
+        if host:
+            wire.receive("statistics", host - 1, found[:1])
+        found[:1] = loss(found[0].to(self.sums[gpu].device)).cpu()
+        if not self.plan.last_host:
+            wire.send("statistics", host + 1, found[:1])
+        else:
+            found[1:] = self.norm(gpu, others).cpu()
+        wire.deal("statistics", self.plan.hosts - 1, [found] * self.plan.hosts)
+        loss_, norm = found.to(self.sums[gpu].device)
+        return loss_, norm

@@ -1,0 +1,215 @@
+"""Several hosts, here threads: micro-batches dealt among them, state shared out, the bits of one."""
+
+import queue
+import threading
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from engines import (
+    FP8,
+    FROZEN,
+    GPT,
+    LLAMA,
+    LORA,
+    MIXTURE,
+    PACKED,
+    JitterLanes,
+    batches,
+    gpu_plan,
+    make,
+    relayed,
+    small_stretches,  # noqa: F401
+    train,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trireme.engine.build import dealt, in_ram
+from trireme.engine.exchange import fetch
+from trireme.engine.homes import Reader
+from trireme.engine.hosts.gather import masters
+from trireme.engine.plan import TIERS, UnitPlan
+from trireme.engine.updates import AdamW
+from trireme.models import shapes
+
+MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT, "lora": LORA, "frozen": FROZEN}
+MODELS |= {"fp8": FP8, "fp8 lora": replace(LORA, fp8=True)}
+MODELS |= {"mixture": MIXTURE, "packed": PACKED}
+MODELS["frozen but the ends"] = replace(LLAMA, tied=True, frozen=("*layers*", "*norm*"))
+PATIENCE = 60.0
+
+
+class ThreadWire:
+    """A wire between threads. A call returns when others have what it sent, as it may on a real one."""
+
+    def __init__(self, host, hosts, queues):
+        self.host, self.hosts, self.queues = host, hosts, queues
+
+    def send(self, lane, host, what):
+        self.wait(self.put(lane, host, what))
+
+    def put(self, lane, host, what):
+        taken = threading.Event()
+        self.queues[lane.removesuffix("_in").removesuffix("_out"), self.host, host].put((what, taken))
+        return taken
+
+    def wait(self, *sent):
+        if not all(taken.wait(PATIENCE) for taken in sent):
+            raise queue.Full
+
+    def receive(self, lane, host, what):
+        queue = self.queues[lane.removesuffix("_in").removesuffix("_out"), host, self.host]
+        came, taken = queue.get(timeout=PATIENCE)
+        assert came.shape == what.shape
+        what.copy_(came)
+        taken.set()
+
+    def deal(self, lane, root, parts):
+        if self.host == root:
+            self.wait(*[self.put(lane, host, parts[host]) for host in range(self.hosts) if host != root])
+        else:
+            self.receive(lane, root, parts[self.host])
+
+    def gather(self, lane, parts):
+        others = [host for host in range(self.hosts) if host != self.host]
+        sent = [self.put(lane, host, parts[self.host]) for host in others]
+        for host in others:
+            self.receive(lane, host, parts[host])
+        self.wait(*sent)
+
+
+def on_hosts(cfg, plan, hosts, lanes, steps, clip=1.0):
+    """(losses and norms, engine, where exports are made the masters) of each host, run side by side."""
+    ways = [(lane, a, b) for lane in ("net", "sum", "statistics") for a in range(hosts) for b in range(hosts)]
+    queues, found = {way: queue.Queue() for way in ways}, [None] * hosts
+    steps = [[in_ram(cfg, mb) for mb in step] for step in steps]
+
+    def run(host):
+        own = replace(plan, hosts=hosts, host=host, n_micro=-(-plan.n_micro // hosts))
+        wire = ThreadWire(host, hosts, queues)
+        with closing(lanes(host)) as made:
+            try:
+                e = make(cfg, own, made, AdamW(max_grad_norm=clip), wire=wire)
+                told = train(e, [dealt(step, host, hosts) for step in steps], of=steps)
+                with masters(Reader(e.homes), wire) as reader:
+                    found[host] = told, e, reader and exported(reader)
+            except BaseException as error:
+                found[host] = error
+
+    threads = [threading.Thread(target=run, args=(host,)) for host in range(hosts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [each for each in found if isinstance(each, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, (queue.Empty, queue.Full))):
+        raise error  # that of others: they waited for it
+    return found
+
+
+def exported(reader):
+    """The fp32 master of each trained tensor, as it would be written."""
+    layouts = enumerate(reader.homes.geo.stored)
+    return {t.name: b"".join(piece.tobytes() for piece in fetch(reader, u, t.name, exact=True))
+            for u, layout in layouts for t in layout.tensors}  # fmt: skip
+
+
+@cache
+def alone(model, dtype, n_micro, clip, adam_bits, halves, record):
+    """(losses and norms, the bytes of every weight and record by name, the masters) of one host, in one memory."""
+    cfg = MODELS[model]
+    plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves, record=record)
+    e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
+    return train(e, batches(cfg, 3, n_micro, 24)), contents(e), exported(Reader(e.homes))
+
+
+def contents(e):
+    """The bytes of each shard of a host's snapshot by name."""
+    reader, found = Reader(e.homes), {}
+    for shard in e.homes.shards():
+        held = reader.read(shard.entry)[shard.first :]
+        for t in shard.layout.tensors:
+            found[shard.name, t.name] = bytes(held[t.offset : t.offset + t.nbytes].numpy())
+    return found
+
+
+def check(model, plan, hosts, lanes, clip=1.0):
+    """Every host has the losses and weights of one alone, and of its state a share; together all of it.
+
+    The first exports its masters.
+    """
+    cfg = MODELS[model]
+    seen, all_of_it, masters = alone(model, plan.dtype, plan.n_micro, clip, plan.adam_bits, plan.halves, plan.record)
+    states = Counter()
+    for told, e, written in on_hosts(cfg, plan, hosts, lanes, batches(cfg, 3, plan.n_micro, 24), clip):
+        assert told == seen
+        assert written == (None if e.plan.host else masters)
+        held = contents(e)
+        for name, value in held.items():
+            assert value == all_of_it[name], name
+        assert {name for name in all_of_it if name[0].startswith("weights")} <= held.keys()
+        states.update(name for name in held if not name[0].startswith("weights"))
+        assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
+        e.close()
+    assert set(states.values()) <= {1}
+    assert states.keys() == {name for name in all_of_it if not name[0].startswith("weights")}
+
+
+def real(host):
+    return JitterLanes(host, 0.0, hosts=2)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize(("n_micro", "model"), [(1, "untied"), (4, "untied"), (4, "tied"), (3, "mixture")])
+def test_hosts_leave_the_bits_of_one(hosts, dtype, n_micro, model):
+    """Where there are fewer micro-batches than hosts too."""
+    units = (UnitPlan("host", "host"), UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), *(UnitPlan("ssd", "host"),) * 2)
+    check(model, gpu_plan(LLAMA, units=units, n_micro=n_micro, record=700, dtype=dtype, piece=1000), hosts, real)
+
+
+@st.composite
+def plans(draw):
+    """(a model's name, a plan for it on several hosts)"""
+    model, halves = draw(st.sampled_from(tuple(MODELS))), draw(st.booleans())
+    cfg = replace(MODELS[model], halves=halves)
+
+    def unit(u):
+        names = shapes.saved_shapes(cfg, 1, shapes.kind(cfg, u)) if 0 < u < cfg.n_units - 1 else ()
+        saved = tuple((n, draw(st.sampled_from(TIERS))) for n in names if draw(st.booleans()))
+        weights, state = draw(st.sampled_from(TIERS[1:])), draw(st.sampled_from(TIERS[1:]))
+        return UnitPlan(weights, state, "cpu", draw(st.booleans()), draw(st.sampled_from(TIERS)), saved,
+                        draw(st.sampled_from(TIERS)))  # fmt: skip
+
+    bits, gpus = draw(st.sampled_from((32, 16, 8))), draw(st.sampled_from((1, 1, 2)))
+    plan = gpu_plan(
+        cfg,
+        halves=halves,
+        units=tuple(unit(u) for u in range(cfg.n_units)),
+        dtype=draw(st.sampled_from(("F32", "BF16"))),
+        n_micro=draw(st.integers(2, 6)),
+        window=draw(st.sampled_from((1, 2, 7))),
+        host_window=draw(st.integers(1, 3)),
+        state_slots=draw(st.integers(1, 6)),
+        record=draw(st.sampled_from((256, 768, 1 << 20))),
+        piece=draw(st.sampled_from((1, 1000, 1 << 20))),
+        adam_bits=bits,
+        late_moments=draw(st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)) if bits == 32 else (),
+        swap_slots=draw(st.integers(2, 4)),
+        between=draw(st.sampled_from(("gpu", "host"))),
+    )
+    return model, relayed(plan, draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5)), cfg.tied)
+
+
+SLOW = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(max_examples=12, **SLOW)
+@given(plans(), st.integers(2, 4), st.integers(0, 99), st.sampled_from((0.0, 1e-2, 1.0)))
+def test_any_plan_with_any_delays(drawn, hosts, seed, clip):
+    model, plan = drawn
+    lanes = lambda host: JitterLanes(seed + host, 0.001, plan.gpus, hosts)
+    check(model, plan, hosts, lanes, clip)

@@ -1,0 +1,114 @@
+"""Hosts that agree, differ, fail, die and hang: processes on this machine."""
+
+import os
+import signal
+import time
+
+import pytest
+from runs import Hosts
+
+from trireme.engine.hosts import group, watch
+from trireme.engine.hosts.watch import LostHost
+from trireme.models.config import InputError
+
+
+@pytest.fixture
+def told(tmp_path):
+    """What hosts note, by host."""
+
+    def read() -> dict[int, str]:
+        return {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+
+    read.note = lambda host, what: (tmp_path / str(host)).write_text(what)
+    return read
+
+
+def body(told, within, grace=60.0):
+    """Joins, does `within(group)`, notes the exception or "late: why"."""
+
+    def run(host: int) -> int:
+        watch.BEAT, watch.SILENT, watch.SUSPECTED, watch.GRACE = 0.05, 5.0, 1.5, grace
+
+        def late(why: str) -> None:
+            told.note(host, f"late: {why}")
+            os._exit(4)
+
+        try:
+            with group.joined(group.place(), late) as hosts:
+                within(hosts)
+        except (InputError, LostHost, OSError) as error:
+            told.note(host, f"{type(error).__name__}: {error}")
+            return 2
+        return 0
+
+    return run
+
+
+def test_hosts_say_things_to_each_other(told):
+    def within(hosts):
+        assert hosts.texts("x" * hosts.host) == ["", "x", "xx"]
+        assert hosts.numbers([hosts.host] * hosts.host, 2) == [1, 2, 2]
+        assert hosts.any(hosts.host == 2)
+        assert not hosts.any(False)
+        assert hosts.first(hosts.host == 0)
+        assert not hosts.first(hosts.host == 1)
+        assert hosts.speed() > 0
+        hosts.agree("options", {"--lr": "1"}, "")
+        told.note(hosts.host, "all said")
+
+    assert Hosts(3, body(told, within)).codes() == [0, 0, 0]
+    assert told() == dict.fromkeys(range(3), "all said")
+
+
+def test_a_host_with_other_options_is_named_by_all(told):
+    say = lambda hosts: {"--lr": "1", "--seed": str(hosts.host // 2)}
+    assert Hosts(3, body(told, lambda hosts: hosts.agree("options", say(hosts), "Be alike"))).codes() == [2, 2, 2]
+    why = "InputError: host 2 was started with other options than host 0: --seed. Be alike."
+    assert told() == dict.fromkeys(range(3), why)
+
+
+def waits(hosts):
+    """For ever, unless another host ends it."""
+    while True:
+        hosts.meet()
+        time.sleep(0.01)
+
+
+def test_a_failing_host_tells_the_others_why(told):
+    def within(hosts):
+        if hosts.host == 1:
+            raise OSError("the disk is full")
+        waits(hosts)
+
+    assert Hosts(3, body(told, within)).codes() == [2, 2, 2]
+    others = "LostHost: host 1: the disk is full"
+    assert told() == {0: others, 1: "OSError: the disk is full", 2: others}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_host_that_dies_or_hangs_is_named_in_time(told, how):
+    def within(hosts):
+        told.note(hosts.host, "is here")
+        waits(hosts)
+
+    hosts = Hosts(3, body(told, within, 60.0 if how == signal.SIGKILL else 0.5))
+    end = time.monotonic() + 60
+    while len(told()) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(hosts.pids[1], how)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (hosts.pids[0], hosts.pids[2])]
+    os.kill(hosts.pids[1], signal.SIGKILL)
+    os.waitpid(hosts.pids[1], 0)
+    assert codes == ([2, 2] if how == signal.SIGKILL else [4, 4])
+    for host in (0, 2):
+        assert "host 1 is lost or hangs" in told()[host]
+
+
+def test_without_torchrun_a_run_is_alone():
+    with group.joined(group.place(), lambda why: None) as alone:
+        assert (alone.host, alone.hosts, alone.wire) == (0, 1, None)
+        assert alone.numbers([1.0], 1) == [1.0]
+        assert alone.any(True)
+        alone.agree("options", {"a": "b"}, "")
+        alone.meet()

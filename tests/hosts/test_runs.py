@@ -1,0 +1,312 @@
+"""Whole runs on several hosts, processes of this machine: the files of one, killed, stopped, refused and resumed."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import Hosts, losses, make_small
+from tiny import CASES, oracle
+
+from trireme.engine.hosts import group, watch
+from trireme.engine.run import demo, evaluation, main, train
+from trireme.engine.run.begin import opened
+from trireme.storage.files import StoreError
+from trireme.storage.store import Store
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With a checkpoint and its text."""
+    return make_small(tmp_path_factory.mktemp("hosts"))
+
+
+def command(folder: Path, out: Path, *more: str) -> list[str]:
+    return [
+        *(str(folder / "checkpoint"), "--data", str(folder / "stories.txt"), "--out", str(out), "--seq-len", "64"),
+        *("--batch-size", "4", "--micro-batch", "1", "--max-steps", "8", "--lr", "3e-3", "--save-every", "2"),
+        *("--val", "0.1", "--eval-every", "4", "--device", "cpu", "--ram", "1GiB", "--gpu-memory", "64MiB", *more),
+    ]
+
+
+class Run:
+    """A run's hosts, as the command of `argv`, or argv(host); `changed(host)` is called in each before it begins."""
+
+    def __init__(self, out: Path, hosts: int, argv, changed=lambda host: None):
+        self.out, self.said = out, [Path(f"{out}.said-{host}") for host in range(hosts)]
+        argvs = argv if callable(argv) else lambda host: argv
+
+        def body(host: int) -> int:
+            watch.BEAT, watch.SUSPECTED = 0.05, 2.0
+            group.FEW = 1 << 16
+            evaluation.LONGEST = 0.0  # a sample is one token
+            fd = os.open(self.said[host], os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            for at in (1, 2):
+                os.dup2(fd, at)
+            sys.stdout, sys.stderr = (os.fdopen(at, "w", buffering=1, closefd=False) for at in (1, 2))
+            changed(host)
+            return main.main(argvs(host))
+
+        self.processes = Hosts(hosts, body)
+
+    def ended(self) -> list[int]:
+        """Exit codes."""
+        return self.processes.codes()
+
+    def reach(self, step: int) -> None:
+        """Waits for a step in host 0's log."""
+        end = time.monotonic() + 120
+        while not (self.out / "log.jsonl").exists() or max(losses(self.out), default=0) < step:
+            assert time.monotonic() < end, self.errors()
+            time.sleep(0.01)
+
+    def kill(self, host: int, how: int) -> None:
+        os.kill(self.processes.pids[host], how)
+
+    def errors(self) -> list[str]:
+        """The last line of each host that begins so."""
+        found = [re.findall(r"^error: .*$", path.read_text(), re.MULTILINE) for path in self.said]
+        return [lines[-1] if lines else "" for lines in found]
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The folder of a run on one host."""
+    assert main.main(command(folder, folder / "whole")) == 0
+    return folder / "whole"
+
+
+def same(out: Path, whole: Path) -> bool:
+    assert losses(out) == losses(whole)
+    assert evals(out) == evals(whole)
+    assert not [path for path in out.iterdir() if path.is_dir()]
+    return (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def evals(out: Path) -> list[str]:
+    return re.findall(r'"eval_loss": [\d.e-]+', (out / "log.jsonl").read_text())
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
+    out = folder / f"on-{hosts}"
+    run = Run(out, hosts, command(folder, out))
+    assert run.ended() == [0] * hosts, run.errors()
+    assert same(out, whole)
+    said = run.said[0].read_text()
+    assert f"hosts    {hosts}, each with a share of micro-batches and optimizer state, and all weights; " in said
+    assert not any(path.read_text() for path in run.said[1:])  # one speaks for all
+
+
+@pytest.mark.parametrize("what", [(), ("--lora", "4", "--merge")], ids=["checkpoint", "adapters"])
+def test_fp32_masters_that_hosts_share_are_written_as_by_one(folder, what):
+    """Where steps compute in bf16; the best weights, too, which are in RAM while steps go on."""
+    outs = [folder / f"masters-{hosts}-{len(what)}" for hosts in (1, 2)]
+    worse = "--lr", "0.1", "--schedule", "constant", "--eval-every", "1"
+    more = "--dtype", "bf16", "--max-steps", "3", "--export-every", "2", *worse, *what
+    argvs = [command(folder, out, *more) for out in outs]
+    assert main.main(argvs[0]) == 0
+    run = Run(outs[1], 2, argvs[1])
+    assert run.ended() == [0, 0], run.errors()
+    written = {path.relative_to(outs[0]) for path in outs[0].rglob("*.safetensors")}
+    assert {path.parent.name for path in written} >= {"", "step-2", "merged" if what else "best"}
+    for path in written:
+        assert (outs[0] / path).read_bytes() == (outs[1] / path).read_bytes(), path
+
+
+def test_a_mixture_of_experts_and_what_is_told_of_its_load(folder):
+    """Without a loss of balance; with one: tests/engine/test_hosts.py."""
+    model_type, keys = CASES["qwen3 moe"]
+    oracle(model_type, keys | dict(vocab_size=demo.VOCAB))[0].save_pretrained(folder / "experts")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "checkpoint" / name, folder / "experts" / name)
+    outs = [folder / f"experts-{hosts}" for hosts in (1, 3)]
+    argvs = [[str(folder / "experts"), *command(folder, out, "--max-steps", "3")[1:]] for out in outs]
+    assert main.main(argvs[0]) == 0
+    run = Run(outs[1], 3, argvs[1])
+    assert run.ended() == [0, 0, 0], run.errors()
+    assert same(outs[1], outs[0])
+    said = [re.findall(r'"expert_share": [\d.]+, "experts_idle": \d+', (out / "log.jsonl").read_text()) for out in outs]
+    assert len(said[0]) == 3
+    assert said[0] == said[1]
+
+
+def slow(host: int) -> None:
+    """Steps that leave time for a kill."""
+    real = train.train_step
+
+    def step(*args):
+        time.sleep(0.1)
+        return real(*args)
+
+    train.train_step = step
+
+
+def watched(host: int) -> None:
+    """Steps that leave time, and hosts that do not wait long for another."""
+    slow(host)
+    watch.SILENT, watch.GRACE = 5.0, 0.5
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_host_that_is_lost_or_hangs_ends_all_and_nothing_is_lost(folder, whole, how):
+    out = folder / f"lost-{how}"
+    run = Run(out, 2, command(folder, out), watched)
+    run.reach(3)
+    run.kill(1, how)
+    code = os.waitstatus_to_exitcode(os.waitpid(run.processes.pids[0], 0)[1])
+    run.kill(1, signal.SIGKILL)
+    os.waitpid(run.processes.pids[1], 0)
+    assert code == 4
+    line = run.errors()[0]
+    assert "host 1 is lost or hangs: no sign of life for " in line
+    assert line.endswith(f"To go on, on all hosts: --resume {out}")
+    if how == signal.SIGKILL:
+        again = Run(out, 2, ["--resume", str(out)])
+        assert again.ended() == [0, 0], again.errors()
+        assert same(out, whole)
+
+
+def full_disk(host: int) -> None:
+    """Host 1 cannot save step 4."""
+    real = Store.commit
+
+    def commit(store, step, *args):
+        if host == 1 and step == 4:
+            raise StoreError(28, "No space left on device", "/there")
+        return real(store, step, *args)
+
+    Store.commit = commit
+
+
+def test_where_one_host_cannot_save_no_hosts_snapshot_advances(folder, whole):
+    out = folder / "full"
+    run = Run(out, 2, command(folder, out), full_disk)
+    assert run.ended() == [4, 4]
+    first, second = run.errors()
+    assert "host 1: /there: No space left on device" in first
+    assert second.startswith("error: host 1: /there: No space left on device. When that is mended: --resume")
+    assert [len(list(at.glob("store/snapshot-*"))) for at in (out, out / "host-1")] == [2, 1]  # host 0 kept step 2
+    again = Run(out, 2, ["--resume", str(out)])
+    assert again.ended() == [0, 0], again.errors()
+    assert "resumed at step 2" in again.said[0].read_text()
+    assert same(out, whole)
+
+
+@pytest.fixture(scope="module")
+def stopped(folder):
+    """By number of hosts: gives a copy of a run's folder, asked to stop in its third step, and saved by all."""
+    made: dict[int, Path] = {}
+
+    def copy(hosts: int, name: str) -> Path:
+        if hosts not in made:
+            made[hosts] = folder / f"stopped-{hosts}"
+            run = Run(made[hosts], hosts, command(folder, made[hosts]), slow)
+            run.reach(2)
+            run.kill(hosts - 1, signal.SIGTERM)
+            assert run.ended() == [130] * hosts, run.errors()
+        return shutil.copytree(made[hosts], folder / name)
+
+    return copy
+
+
+def test_asked_to_stop_all_save_the_same_step_and_as_many_go_on(stopped, whole):
+    out = stopped(2, "as-many")
+    assert snapshots(out)[0] == snapshots(out / "host-1")[0]
+    resume = ["--resume", str(out)]
+    (out / "host-1").rename(out / "aside")
+    for hosts in (1, 2, 3):
+        assert f"that of host 1 is not in sight. Bring {out}/host-1 and" in refused(out, hosts, resume)
+    shutil.copytree(out, out / "host-1", ignore=shutil.ignore_patterns("aside", "host-1"))
+    assert "that state is host 0's, and this is host 1" in refused(out, 2, resume)
+    shutil.rmtree(out / "host-1")
+    (out / "aside").rename(out / "host-1")
+    again = Run(out, 2, resume)
+    assert again.ended() == [0, 0], again.errors()
+    assert same(out, whole)
+
+
+def snapshots(at: Path) -> list[str]:
+    return sorted(path.name for path in at.glob("store/snapshot-*"))
+
+
+def apart(host: int) -> None:
+    """Disks of their own: no host sees another's."""
+    opened._others = lambda run, host: []
+
+
+@pytest.mark.parametrize(("before", "hosts", "sight"), [(1, 2, None), (2, 1, None), (2, 3, apart)])
+def test_another_number_of_hosts_goes_on_to_the_same_bytes(stopped, whole, before, hosts, sight):
+    """Those with disks of their own have no RAM for homes either."""
+    out = stopped(before, f"{before}-then-{hosts}")
+    little = ["--gpu-memory", "14MiB", "--ram", "9MiB"] if sight else []
+    run = Run(out, hosts, ["--resume", str(out), *little], sight or (lambda host: None))
+    assert run.ended() == [0] * hosts, run.errors()
+    assert ("6 SSD" in run.said[0].read_text()) == bool(sight)
+    assert f"hosts    {hosts}, where the run had {before} host" in run.said[0].read_text()
+    assert same(out, whole)
+
+
+def killed(host: int, when: str):
+    """Kills host `host` before its new snapshot, with it, or once it has dropped the old one."""
+
+    def changed(this: int) -> None:
+        real = Store.commit
+
+        def commit(store, step, extra, meet, keep):
+            def met():
+                if when == "with":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                meet()
+
+            if when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(store, step, extra, met, keep)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if this == host:
+            Store.commit = commit
+
+    return changed
+
+
+@pytest.mark.parametrize(("when", "host", "then"), [("before", 0, 2), ("with", 2, 2), ("with", 0, 3), ("after", 0, 2)])
+def test_killed_while_state_is_dealt_anew_either_number_goes_on(stopped, whole, when, host, then):
+    out = stopped(2, f"killed-{when}-{host}-{then}")
+    run = Run(out, 3, ["--resume", str(out)], killed(host, when))
+    assert run.ended()[host] == -signal.SIGKILL
+    again = Run(out, then, ["--resume", str(out)])
+    assert again.ended() == [0] * then, again.errors()
+    assert same(out, whole)
+
+
+def refused(out: Path, hosts: int, argv) -> str:
+    """The error of the host that has one of its own."""
+    run = Run(out, hosts, argv)
+    codes = run.ended()
+    assert 2 in codes, run.errors()
+    assert set(codes) <= {2, 4}
+    assert all(path.read_text().count("error: ") == 1 for path in run.said), run.errors()
+    return run.errors()[codes.index(2)]
+
+
+def test_what_hosts_are_given_is_compared_before_anything_is_written(folder):
+    out, other = folder / "refused", folder / "other.txt"
+    demo.make_text(other, 40, seed=2)
+    grown = folder / "grown"
+    shutil.copytree(folder / "checkpoint", grown)
+    weights = bytearray((grown / "model.safetensors").read_bytes())
+    weights[-4] ^= 1  # of the last value
+    (grown / "model.safetensors").write_bytes(weights)
+    rate = lambda host: command(folder, out, "--seed", str(host))
+    assert "host 1 was started with other options than host 0: --seed." in refused(out, 2, rate)
+    text = lambda host: [*command(folder, out), *(["--data", str(other)] if host else [])]
+    assert "host 1 was started with other data than host 0: --data." in refused(out, 2, text)
+    bits = lambda host: [str(grown if host else folder / "checkpoint"), *command(folder, out)[1:]]
+    assert "host 1 was started with other weights than host 0: those that are trained." in refused(out, 2, bits)
+    assert "torchrun began 2 hosts: say --out DIR" in refused(out, 2, command(folder, out)[:3])
+    assert not [path for path in out.rglob("*") if path.is_file()]
