@@ -1,7 +1,8 @@
 """Activations from forward to backward: kept on the GPU, swapped to RAM or the SSD, or recomputed.
 
 Saved tensors of one tier are one span. A unit's output (`x` of the next in forward, `dx` in backward) stays on the GPU
-until used; with `plan.between` "host" `x` goes to its tier, `dx` to RAM.
+until used; with `plan.between` "host" `x` goes to its tier, `dx` to RAM. To a home on another GPU `x` hops through RAM,
+by the place of the micro-batch's `dx`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class ActivationSwap:
         self._place(homes)
         self.here: dict[Activation, OnGpu] = {}
         self.away: dict[Activation, Task] = {}  # last tasks outside the GPU
+        self.read: dict[Activation, Task] = {}  # last readers of fixed places that hops fill
 
     def _place(self, homes: Homes) -> None:
         """Places spans outside rings."""
-        on_gpu, in_ram = iter(homes.many("gpu", "x")), iter(homes.many("host", "x"))
+        on_gpu = [iter(homes.many("gpu", "x", gpu)) for gpu in range(self.plan.gpus)]
+        in_ram = iter(homes.many("host", "x"))
         for u in range(1, self.geo.n_units):
             name = self.geo.names[u]
             own = self.plan.units[u].gpu
@@ -57,7 +60,7 @@ class ActivationSwap:
             for b in range(self.plan.n_micro):
                 for activation in (Activation(u, b, "x", self.plan.units[u].x), *self.saved(u, b)):
                     if activation.tier == "gpu":
-                        self.fixed[activation] = next(on_gpu if activation.what == "x" else gpu)
+                        self.fixed[activation] = next(on_gpu[own] if activation.what == "x" else gpu)
                     elif activation.tier == "host":
                         self.host[activation] = next(in_ram if activation.what == "x" else host)
                     else:
@@ -86,12 +89,14 @@ class ActivationSwap:
         """The saved tensors in these spans by name."""
         found: dict[str, Tensor] = {}
         for activation, span in spans.items():
-            found |= views(self.geo.saved_layout(self.names[activation.u, activation.tier], tokens), span.buffer)
+            found |= views(
+                self.geo.saved_layout(activation.u, self.names[activation.u, activation.tier], tokens), span.buffer
+            )
         return found
 
     def _nbytes(self, activation: Activation, tokens: int) -> int:
         if activation.what == "saved":
-            return self.geo.saved_layout(self.names[activation.u, activation.tier], tokens).span
+            return self.geo.saved_layout(activation.u, self.names[activation.u, activation.tier], tokens).span
         return self.geo.x_bytes(tokens)
 
     def _label(self, activation: Activation) -> str:
@@ -110,11 +115,21 @@ class ActivationSwap:
         """The GPU that uses it; of `dx` that of the unit before."""
         return self.plan.units[activation.u - (activation.what == "dx")].gpu
 
+    def _hops(self, activation: Activation) -> bool:
+        """Whether it is at home on another GPU than its writer's."""
+        return self._writer(activation) != self._reader(activation) and activation.tier == "gpu"
+
+    def _waiting_place(self, activation: Activation) -> Activation:
+        """The key of its place outside the GPU: all units' `dx`, and `x` that hop, share one per micro-batch."""
+        if activation.what == "dx" or self._hops(activation):
+            return Activation(0, activation.b, "dx", "host")
+        return activation
+
     # ------------------------------------------------ on the GPU and out
 
     def open(self, activation: Activation) -> OnGpu:
-        """A span on the GPU to fill; its writers come after `ready`."""
-        if activation in self.fixed:
+        """A span on the writer's GPU to fill; its writers come after `ready`."""
+        if activation in self.fixed and not self._hops(activation):
             here = OnGpu(self.fixed[activation], ())
         else:
             slot = self._ring(activation, self._writer(activation)).acquire(self._label(activation))
@@ -126,13 +141,13 @@ class ActivationSwap:
         """Sends a span that `after` fills to its tier; frees its place on the GPU unless the next unit reads there."""
         here = self.here[activation]
         here.ready = (after,)
-        if activation.tier != "gpu":
+        if activation.tier != "gpu" or self._hops(activation):
             self._send_out(activation, here, self._nbytes(activation, tokens))
             if activation.what != "x" or self.plan.between == "host":
                 self.release(activation, after)
 
     def _send_out(self, activation: Activation, here: OnGpu, nbytes: int) -> None:
-        waits, label = _waiting_place(activation), self._label(activation)
+        waits, label = self._waiting_place(activation), self._label(activation)
         slot = self.host_ring.acquire(label) if activation.tier == "ssd" else None
         target, before = (slot.buffer, slot.ready) if slot else (self.host[waits], self._last(waits))
 
@@ -159,8 +174,8 @@ class ActivationSwap:
                 self._fetch(activation, self._nbytes(activation, tokens), numbered(lane, self._reader(activation)))
 
     def _fetch(self, activation: Activation, nbytes: int, lane: str) -> None:
-        waits, label = _waiting_place(activation), self._label(activation)
-        gpu = self._ring(activation, self._reader(activation)).acquire(label)
+        waits, label = self._waiting_place(activation), self._label(activation)
+        gpu = self._landing(activation)
         slot, come = None, (self.away[waits],)
         if activation.tier == "ssd":
             slot = self.host_ring.acquire(label)
@@ -175,7 +190,15 @@ class ActivationSwap:
         if slot is not None:
             slot.ring.release(slot, (task,))
         self.away[waits] = task  # orders the copy's next writer after this read
-        self.here[activation] = OnGpu(gpu.buffer, (task,), gpu)
+        self.here[activation] = OnGpu(gpu.buffer, (task,), gpu.slot)
+
+    def _landing(self, activation: Activation) -> OnGpu:
+        """Its place on the reader's GPU, to fill after `ready`."""
+        if activation in self.fixed:
+            last = self.read.get(activation)
+            return OnGpu(self.fixed[activation], (last,) if last else ())
+        slot = self._ring(activation, self._reader(activation)).acquire(self._label(activation))
+        return OnGpu(slot.buffer, slot.ready, slot)
 
     def get(self, activation: Activation) -> OnGpu:
         return self.here[activation]
@@ -185,6 +208,8 @@ class ActivationSwap:
         here = self.here.pop(activation)
         if here.slot is not None:
             here.slot.ring.release(here.slot, (*here.ready, after))
+        elif self._hops(activation):
+            self.read[activation] = after
 
     # ------------------------------------------------ the SSD
 
@@ -204,8 +229,3 @@ class ActivationSwap:
             self._ssd.read(self.offset[activation], memory_of(buffer, nbytes)).result()
 
         return self.lanes.run("ssd_read", "activations", self._label(activation), read, after, nbytes=nbytes)
-
-
-def _waiting_place(activation: Activation) -> Activation:
-    """The key of its place outside the GPU: all units' `dx` share one per micro-batch."""
-    return activation._replace(u=0) if activation.what == "dx" else activation

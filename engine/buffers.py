@@ -14,6 +14,9 @@ from trireme.storage.layout import ITEMSIZE, round_up
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
 OUT_SLOTS = 2  # for pieces of gradients leaving the GPU: one filled, one emptied
 GRADIENT_SLOTS = 2  # host slots for records of gradients from the SSD
+SUMS = 2  # accumulators where sums come from other hosts or go there
+SUM_SLOTS = 3  # for pieces of sums on their way between hosts, each way
+WHOLE_SLOTS = 2  # for gradients whose shares go to other hosts
 
 Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind and plan)
 
@@ -99,6 +102,7 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
         room = span if tier == "gpu" else geo.base_room.__getitem__
         for kind, (size, count) in _by_class(geo, passing, room).items():
             yield Buffer(tier, f"base ring {kind}", size, 1 if kind in ENDS else min(window, count))
+    yield Buffer("gpu", "decoded", max((geo.decoded[u].span for u, _ in units), default=0))
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
@@ -110,9 +114,10 @@ def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
 
 
 def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
-    wide = geo.gradients if plan.n_micro > 1 else geo.weights
+    wide = geo.gradients if plan.sums_wide else geo.weights
     tied = geo.cfg.tied  # then the head adds to the embedding's gradient too
-    yield Buffer("gpu", "gradient", max((wide[u].span for u, _ in units if u >= tied), default=0))
+    slots = 1 if plan.hosts == 1 else SUMS  # sums leave while the next unit's begins
+    yield Buffer("gpu", "gradient", max((wide[u].span for u, _ in units if u >= tied), default=0), slots)
     yield Buffer("gpu", "gradient embed", max((wide[u].span for u, _ in units if u < tied), default=0))
     for u, alike in units:
         if plan.units[u].state == "gpu":
@@ -120,15 +125,17 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
         if plan.units[u].state != "ssd":
             yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record), alike)
     on_cpu = [(u, n) for u, n in units if plan.units[u].state != "gpu" and geo.numel[u]]
-    if on_cpu:
+    if on_cpu and plan.last_host:
         pieces = {geo.pieces(u, plan.piece) for u, _ in on_cpu}
         largest = max(piece[-1].stop - piece[0].start for unit in pieces for piece in unit)
         count = max(sum(n for _, n in on_cpu), *map(len, pieces))
         yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
-    for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.weights[u].span).items():
+    for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.share_span(u, plan.record)).items():
         spilled = sum(n for u, n in on_cpu if plan.spilled(u) and geo.size_class(u) == kind)
         passing = count if plan.mode == "backward" else spilled
         yield Buffer("host", f"gradient {kind}", size, count - passing + min(plan.host_window, passing))
+    if plan.hosts > 1:
+        yield from _shared_buffers(geo, plan, on_cpu)
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.spilled(u)])
     size = round_up(n * ITEMSIZE[plan.dtype]) + 4096  # a record begins and ends within a drive's block
     yield Buffer("host", "gradient ring", size, min(GRADIENT_SLOTS, count))
@@ -137,6 +144,17 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
     yield Buffer("gpu", "stream ring", size, min(plan.stream_slots, count))
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state == "ssd"])
     yield Buffer("host", "state ring", geo.state_layout(n).span, min(plan.state_slots, count))
+
+
+def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
+    """For gradients between hosts: pieces of sums; at the last host whole units, until their shares are dealt."""
+    pieces = [piece for u, _ in units for piece in geo.pieces(u, plan.sum_piece)]
+    largest = max((piece[-1].stop - piece[0].start for piece in pieces), default=0)
+    tied = geo.cfg.tied  # then the last host hands a sum to the first
+    for way, used in (("in", plan.host > 0 or tied), ("out", not plan.last_host or tied)):
+        yield Buffer("host", f"sums {way}", round_up(4 * largest), SUM_SLOTS * used)
+    for kind, (size, count) in _by_class(geo, units, lambda u: geo.weights[u].span).items():
+        yield Buffer("host", f"whole gradient {kind}", size, min(WHOLE_SLOTS, count) * plan.last_host)
 
 
 def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
@@ -158,7 +176,9 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
         yield Buffer("host", "x", x, n * homes["host"])
     yield Buffer("gpu", "dx ring", x, 2 * plan.swap_slots if away else n + 1)
     yield Buffer("host", "dx", x, n if away else 0)
-    spans = {tier: [geo.saved_layout(plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in TIERS}
+    spans = {
+        tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in TIERS
+    }
     for (u, alike), gpu, host in zip(inner, spans["gpu"], spans["host"], strict=True):
         yield Buffer("gpu", f"saved {geo.names[u]}", gpu, n * alike)
         yield Buffer("host", f"saved {geo.names[u]}", host, n * alike)
@@ -170,7 +190,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
 
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
-    wide = 4 if plan.n_micro > 1 else ITEMSIZE[plan.dtype]
+    wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.units[u].gpu == gpu}.values()  # by kind
     needs = [costs.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each]
     temporaries = max(needs, default=0)

@@ -1,12 +1,14 @@
-"""Assembly of an engine from a plan."""
+"""Assembly of an engine from a plan, and of a step's inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trireme.engine.activations import ActivationSwap
 from trireme.engine.buffers import workspace
@@ -17,12 +19,17 @@ from trireme.engine.lanes import Lanes, Task
 from trireme.engine.memory import Memory, Slot
 from trireme.engine.optimizer import Optimizer
 from trireme.engine.plan import Limits, Plan
+from trireme.engine.shared import SharedGradients, Wire
 from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
 from trireme.engine.weights import UnitStream
+from trireme.kernels import ops
 from trireme.models import costs
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.rows import Load, Tables, make_rows
+from trireme.models.rows import Load, Rows, Tables
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 def build(
@@ -35,6 +42,7 @@ def build(
     store: Store | None = None,
     scratch: Scratch | None = None,
     files: BaseFiles | None = None,
+    wire: Wire | None = None,
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
@@ -42,8 +50,6 @@ def build(
 
     `poison`: NaN in released slots (tests). `pinned`: register RAM with CUDA, for copies several times faster.
     """
-    if plan.gpus > 1 and cfg.experts is not None:
-        raise InputError("plan: a mixture of experts is trained on one GPU: its load is counted over all layers")
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
     assert len(lanes.devices) == plan.gpus, "lanes for other GPUs than the plan's"
@@ -56,7 +62,11 @@ def build(
     homes = Homes(geo, plan, memory, lanes, store, scratch, files)
     weights = UnitStream(geo, plan, homes, lanes)
     swap = ActivationSwap(geo, plan, homes, lanes, scratch, homes.base_bytes)
-    gradients = Gradients(geo, plan, homes, lanes, scratch, homes.base_bytes + swap.scratch_bytes)
+    first = homes.base_bytes + swap.scratch_bytes
+    alone = plan.hosts == 1
+    gradients = (
+        Gradients(geo, plan, homes, lanes, scratch, first) if alone else SharedGradients(geo, plan, homes, lanes, wire)
+    )
     optimizer = Optimizer(homes, weights.trained, gradients, lanes, adamw or AdamW())
     return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer)
 
@@ -86,27 +96,77 @@ def inputs(
     micro_batch: MicroBatch,
     tables: Tables,
     device: torch.device | str,
-    load: Load | None = None,
 ) -> Inputs:
-    """On the device; `tables` from rope_tables, in training `load` from make_load."""
-    return inputs_on(cfg, micro_batch, [(tables, device)], load)
+    """On the device; `tables` from rope_tables."""
+    return inputs_on(cfg, micro_batch, [(tables, device)])
 
 
 def inputs_on(
     cfg: ModelConfig,
     micro_batch: MicroBatch,
     places: Sequence[tuple[Tables, torch.device | str]],
-    load: Load | None = None,
 ) -> Inputs:
     """On several GPUs."""
-    pairs, trained = costs.layer_pairs(cfg, micro_batch.lengths), int((micro_batch.labels >= 0).sum())
-    packed = tuple(_packed(micro_batch, tables, device, load) for tables, device in places)
-    return Inputs(len(micro_batch.labels), trained, pairs, packed)
+    return placed(in_ram(cfg, micro_batch), places)
 
 
-def _packed(micro_batch: MicroBatch, tables: Tables, device: torch.device | str, load: Load | None) -> Packed:
-    labels = torch.from_numpy(micro_batch.labels).long()
-    loss_rows = torch.nonzero(labels >= 0)[:, 0]
-    tensors = (torch.from_numpy(micro_batch.ids).long(), labels, loss_rows)
-    ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in tensors)
-    return Packed(ids, labels, loss_rows, make_rows(micro_batch.lengths, tables, device, load))
+class InRam(NamedTuple):
+    """A micro-batch on its way to GPUs."""
+
+    tokens: int
+    trained: int
+    pairs: int
+    ids: Tensor  # (N,) int64
+    labels: Tensor  # (N,) int64
+    loss_rows: Tensor  # (M,) int64
+    docs: ops.Laid
+    idle: bool = False  # of a host without any
+
+
+def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False) -> InRam:
+    """`pinned`: so that copies to a GPU need no wait."""
+    given = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
+    ids, labels, loss_rows = (torch.from_numpy(array.astype(np.int64)) for array in given)
+    docs = ops.lay_docs(micro_batch.lengths)
+    if pinned:
+        ids, labels, loss_rows = (t.pin_memory() for t in (ids, labels, loss_rows))
+        docs = docs._replace(content=docs.content.pin_memory())
+    pairs = costs.layer_pairs(cfg, micro_batch.lengths)
+    return InRam(len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs)
+
+
+def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
+    """A host's micro-batches of a step, in a row; where there are too few, one without a label, which adds zeros."""
+    n, first = len(batch), batch[0]
+    no_label = torch.full_like(first.labels, -100)
+    unlabelled = first._replace(trained=0, labels=no_label, loss_rows=first.loss_rows[:0], idle=True)
+    return batch[n * host // hosts : n * (host + 1) // hosts] or [unlabelled]
+
+
+def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads: Sequence[Load | None] = ()) -> Inputs:
+    """On each of the devices; in training with `loads`, from make_load on each."""
+    packed = []
+    for (tables, device), load in zip(places, loads or [None] * len(places), strict=True):
+        ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in (mb.ids, mb.labels, mb.loss_rows))
+        counts = load and load._replace(counted=not mb.idle)
+        packed.append(Packed(ids, labels, loss_rows, Rows(ops.place_docs(mb.docs, device), tables, counts)))
+    return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed))
+
+
+class Ahead(Generic[Key, Value]):
+    """Values of keys, the following one made by a thread while one is in use."""
+
+    def __init__(self, make: Callable[[Key], Value]):
+        self.make, self.thread = make, ThreadPoolExecutor(1, "ahead")
+        self.coming: tuple[Key, Future[Value]] | None = None
+
+    def take(self, key: Key, following: Key | None) -> Value:
+        """Raises what `make` raised."""
+        if self.coming is None or self.coming[0] != key:
+            self.coming = key, self.thread.submit(self.make, key)
+        value = self.coming[1].result()
+        self.coming = None if following is None else (following, self.thread.submit(self.make, following))
+        return value
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,12 @@ import torch
 from torch import Tensor
 
 from trireme.engine.homes import Entry, Homes, Progress, Reader, Writer, silent
+from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.lora import initial
+from trireme.models.shapes import FP8, ROWS, SCALE, SCALES, Group
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.files import partial_of, sync_folder
 from trireme.storage.layout import TensorSpec
@@ -24,26 +28,36 @@ from trireme.storage.untrusted import checksum, summed
 Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> elements in pieces
 LOADERS = 8  # tensors read at once
 PIECE = 1 << 18  # elements at a time, in a core's cache
+LARGEST_SCALE = 252  # of MXFP4: times 6 it is finite
 
 
 class Exchange:
     """For use between steps: all lanes idle."""
 
-    def __init__(self, cfg: ModelConfig, source: Source, homes: Homes, adapters: Read | None = None):
-        """`adapters`: their values; None begins as peft does."""
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        source: Source,
+        homes: Homes,
+        adapters: Read | None = None,
+        reader: Reader | None = None,
+    ):
+        """`adapters`: their values; None begins as peft does. `reader`: of what is saved, the homes by default."""
+        self.reader = reader or Reader(homes)
         self.source, self.homes, self.adapters = source, homes, adapters
         self.shapes = {t.name: t.shape for layout in homes.geo.stored for t in layout.tensors}
         shapes = {name: t.shape for name, t in source.tensors.items()}
         self.stored = hf.sources(cfg, shapes)  # canonical -> source's name
         self.canonical = hf.canonical_names(cfg, shapes)  # source's -> canonical name, None if not trained
         self.base: dict[str, str] = {}  # checksums of frozen weights as they were loaded, by unit
+        self.trained = ""  # that of trained ones
         self.unit = {t.name: u for u, layout in enumerate(homes.geo.stored) for t in layout.tensors}
 
     def load(self, progress: Progress = silent) -> None:
         """Fills the homes, moments with zeros. Raises InputError as `fill`, StoreError."""
         self._check_tied()
-        in_bf16 = {name for name, stored in self.stored.items() if self.source.tensors[stored].dtype == "BF16"}
-        fill(self.homes, self._values, in_bf16, progress)
+        in_bf16 = {name for name, stored in self.stored.items() if self.source.place(stored).dtype == "BF16"}
+        self.trained = fill(self.homes, self._values, in_bf16, progress)
         self.load_base(progress)
 
     def load_base(self, progress: Progress = silent) -> None:
@@ -51,14 +65,13 @@ class Exchange:
         self.base = fill_base(self.homes, self._values, progress)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
-        """Writes the current checkpoint. Raises StoreError."""
-        reader = Reader(self.homes)
+        """Writes the checkpoint. Raises StoreError."""
 
         def values(stored: str) -> Iterator[np.ndarray] | None:
             name = self.canonical[stored]
             if name not in self.unit:  # frozen or unused
                 return None
-            return fetch(reader, self.unit[name], name, exact=self.source.tensors[stored].dtype != "BF16")
+            return fetch(self.reader, self.unit[name], name, exact=self.source.tensors[stored].dtype != "BF16")
 
         export(self.source, folder, values, progress)
 
@@ -121,21 +134,66 @@ def take_over(folder: Path, out: Path) -> None:
         sync_folder(target.parent)
 
 
+class Kept(Reader):
+    """Weights of one moment in RAM: all that a checkpoint is made of, whatever steps do to the homes since."""
+
+    def __init__(self, homes: Homes, exact: bool):
+        """`exact`: a checkpoint is written from fp32 masters."""
+        super().__init__(homes)
+        self.exact = exact and homes.geo.dtype == "BF16"
+        self._copies: dict[tuple[int, int, int], Tensor] = {}  # by unit and record, weights by 0, 0
+
+    def take(self) -> None:
+        """Copies the homes, all lanes idle; what was kept before is gone. Raises StoreError.
+
+        Of several hosts the first has weights for all.
+        """
+        reader, geo, plan = Reader(self.homes), self.homes.geo, self.homes.plan
+        for u in (u for u, n in enumerate(geo.numel) if n):
+            weights = Entry("weights", u)
+            if plan.host == 0:
+                self._copy((u, 0, 0), reader.read(weights)[: self.homes.layout(weights).span])
+            for a, b in geo.records(u, plan.record) if self.exact else ():
+                self._copy((u, a, b), reader.low(u, a, b))
+
+    def _copy(self, what: tuple[int, int, int], buffer: Tensor) -> None:
+        if what not in self._copies:
+            self._copies[what] = torch.empty_like(buffer)
+        self._copies[what].copy_(buffer)
+
+    def read(self, entry: Entry, *parts: str) -> Tensor:
+        """Weights."""
+        assert (entry.kind, parts) == ("weights", ())
+        return self._copies[entry.u, 0, 0]
+
+    def low(self, u: int, a: int, b: int) -> Tensor:
+        return self._copies[u, a, b]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(copy) for copy in self._copies.values())
+
+
 # ---------------------------------------------------------------- homes
 
 
-def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progress = silent) -> None:
+def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progress = silent) -> str:
     """Fills every home: weights as read, moments zero. Raises InputError on values that are not finite.
 
-    `in_bf16`: tensors without low halves.
+    `in_bf16`: tensors without low halves. Returns the checksum of the values read.
     """
     blank, homes.blank = homes.blank, False
+    sums = list[str]()
     with ThreadPoolExecutor(LOADERS) as pool:  # numpy and reads release the GIL
         for u in range(homes.geo.n_units):
-            _fill_weights(homes, Entry("weights", u), read, pool, progress)
+            sums.append(_fill_weights(homes, Entry("weights", u), read, pool, progress))
             for r in range(len(homes.state[u])):
                 _fill_record(homes, u, r, read, in_bf16, blank)
                 progress(homes.layout(Entry("state", u, r)).span)
+    for device in homes.lanes.devices:
+        if device.type == "cuda":  # zeros on the GPU, which other streams read
+            torch.cuda.current_stream(device).synchronize()
+    return checksum(found.encode() for found in sums)
 
 
 def fill_base(homes: Homes, read: Read, progress: Progress = silent) -> dict[str, str]:
@@ -150,15 +208,52 @@ def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecut
     layout, sums = homes.layout(entry), list[str]()
     if layout.tensors:
         with Writer(homes, entry) as buffer:
-            sums += pool.map(lambda t: _fill_weight(t, buffer, read), layout.tensors)
+            for group in homes.geo.kept_in_fp8(entry.u) if entry.kind == "base" else ():
+                sums += _fill_codes(group, homes, entry, buffer, read, pool)
+            plain = [t for t in layout.tensors if not t.name.endswith(FP8)]
+            sums += pool.map(lambda t: _fill_weight(t, buffer, read), plain)
         progress(layout.span)
     return checksum(found.encode() for found in sums)
+
+
+def _fill_codes(
+    group: Group, homes: Homes, entry: Entry, buffer: Tensor, read: Read, pool: ThreadPoolExecutor
+) -> list[str]:
+    """Quantises a product's matrices, read twice: their largest value comes first. Checksums of the values read."""
+    layout, dtype, name = homes.layout(entry), homes.geo.dtype, group[0][0]
+    sizes = {part: prod(shape) for part, shape in group}
+    firsts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    out = _numpy(buffer, layout[name + ROWS])
+
+    def largest(part: str) -> tuple[Tensor, str]:
+        sums, most = list[str](), torch.zeros(1)
+        for raw in summed(read(part, 0, sizes[part]), sums.append):
+            for values in map(_tensor, _pieces(_computed(part, raw, dtype))):
+                most = torch.maximum(most, values.abs().amax().float())
+        return most, sums[0]
+
+    def write(part: str) -> None:
+        at = firsts[part]
+        for raw in read(part, 0, sizes[part]):
+            for values in map(_tensor, _pieces(_computed(part, raw, dtype))):
+                out[at : at + len(values)] = fp8.codes_of(values.float(), power).view(torch.uint8).numpy()
+                at += len(values)
+
+    found = list(pool.map(largest, sizes))
+    power = fp8.power_of(torch.stack([most for most, _ in found]).amax(0))
+    _numpy(buffer, layout[name + SCALE])[:] = fp8.power2(-power).numpy()
+    list(pool.map(write, sizes))
+    return [told for _, told in found]
 
 
 def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[str], blank: bool) -> None:
     """`blank`: its home in RAM is zero, and so untouched where it stays zero."""
     a, b = homes.geo.records(u, homes.plan.record)[r]
     entry = Entry("state", u, r)
+    home = homes.home(entry)
+    if home is not None and home is not homes.in_ram(entry) and _is_zero(homes, u, in_bf16):
+        home.zero_()  # on the GPU: nothing to bring
+        return
     with Writer(homes, entry) as buffer:
         if not (blank and homes.in_ram(entry) is buffer):
             buffer.zero_()
@@ -174,6 +269,11 @@ def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[st
             start += t.numel
 
 
+def _is_zero(homes: Homes, u: int, in_bf16: Container[str]) -> bool:
+    """Whether unit u's records begin as zeros: no low halves, no moments."""
+    return homes.geo.dtype == "F32" or all(t.name in in_bf16 for t in homes.geo.stored[u].tensors)
+
+
 def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
     """A tensor, flat, in pieces: bf16 bits, or with `exact` the fp32 master."""
     homes, weights = reader.homes, Entry("weights", u)
@@ -185,11 +285,10 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
     if homes.in_ram(weights) is None:
         high = high.copy()  # low halves come through the same buffer
     start = t.offset // 2
-    for r, (a, b) in enumerate(homes.geo.records(u, homes.plan.record)):
+    for a, b in homes.geo.all_records(u, homes.plan.record):
         first, last = max(a, start), min(b, start + t.numel)
         if first < last:
-            entry = Entry("state", u, r)
-            low = _numpy(reader.read(entry, "low"), homes.layout(entry)["lo"])[first - a : last - a]
+            low = reader.low(u, a, b).numpy().view(np.int16)[first - a : last - a]
             for hi, lo in zip(_pieces(high[first - start : last - start]), _pieces(low), strict=True):
                 high_bits = torch.from_numpy(hi.view(np.int16)).view(torch.bfloat16)
                 yield join_master(high_bits, torch.from_numpy(lo)).numpy()
@@ -199,8 +298,15 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
 
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
-    """Flat; bf16 as bits."""
-    return buffer[t.offset : t.offset + t.nbytes].numpy().view(np.int16 if t.dtype == "I16" else NUMPY[t.dtype])
+    """Flat; bf16 and codes as bits."""
+    kind = {"I16": np.int16, "U8": np.uint8, "F8_E4M3": np.uint8}.get(t.dtype) or NUMPY[t.dtype]
+    return buffer[t.offset : t.offset + t.nbytes].numpy().view(kind)
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    """Of bf16's bits, or fp32."""
+    bits = values.dtype == np.uint16
+    return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16) if bits else torch.from_numpy(values)
 
 
 def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
@@ -211,12 +317,24 @@ def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> str:
     """The checksum of the values read."""
     out, at, sums = _numpy(buffer, t), 0, list[str]()
     for raw in summed(read(t.name, 0, t.numel), sums.append):
-        values = raw if dtype_of(raw) == t.dtype == "BF16" else convert(raw, dtype_of(raw), "F32")
-        exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
-        if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:
-            raise InputError(f"{t.name} holds NaN or infinite values; the checkpoint is damaged or diverged")
-        if dtype_of(values) != t.dtype:
-            values = split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
+        if t.dtype == "U8":  # MXFP4
+            if t.name.endswith(SCALES) and raw.max(initial=0) > LARGEST_SCALE:
+                raise InputError(f"{t.name} scales by more than 2^125; the checkpoint is damaged")
+            out[at : at + len(raw)] = raw
+            at += len(raw)
+            continue
+        values = _computed(t.name, raw, t.dtype)
         out[at : at + len(values)] = values
         at += len(values)
     return sums[0]
+
+
+def _computed(name: str, raw: np.ndarray, dtype: str) -> np.ndarray:
+    """Values in a run's dtype. Raises InputError where one is not finite."""
+    values = raw if dtype_of(raw) == dtype == "BF16" else convert(raw, dtype_of(raw), "F32")
+    exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
+    if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:
+        raise InputError(f"{name} holds NaN or infinite values; the checkpoint is damaged or diverged")
+    if dtype_of(values) != dtype:
+        values = split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
+    return values

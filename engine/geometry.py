@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -37,15 +37,16 @@ class Stretch(NamedTuple):
 class Geometry:
     @staticmethod
     def of(cfg: ModelConfig, plan: Plan) -> Geometry:
-        return geometry(plan.cut(cfg), plan.dtype, plan.adam_bits)
+        return geometry(plan.cut(cfg), plan.dtype, plan.adam_bits, plan.host, plan.hosts)
 
-    def __init__(self, cfg: ModelConfig, dtype: str, adam_bits: int = 32):
-        self.cfg, self.dtype, self.adam_bits = cfg, dtype, adam_bits
+    def __init__(self, cfg: ModelConfig, dtype: str, adam_bits: int = 32, host: int = 0, hosts: int = 1):
+        self.cfg, self.dtype, self.adam_bits, self.host, self.hosts = cfg, dtype, adam_bits, host, hosts
         self.names = shapes.unit_names(cfg)
         self.n_units = len(self.names)
         self.kinds = [shapes.kind(cfg, u) for u in range(self.n_units)]
         self.head = self.n_units - 1
-        self._saved: dict[tuple[frozenset[str], int], Layout] = {}
+        self.inner_kinds = tuple(dict.fromkeys(self.kinds[1:-1]))
+        self._saved: dict[tuple[str, frozenset[str], int], Layout] = {}
         self._state: dict[int, Layout] = {}
         self._parts: dict[int, dict[str, tuple[int, Layout]]] = {}
         self._names: dict[str, tuple[str, ...]] = {}
@@ -61,8 +62,43 @@ class Geometry:
 
     @cached_property
     def base(self) -> tuple[Layout, ...]:
-        """Of each unit's frozen weights."""
-        return tuple(pack(shapes.frozen_groups(self.cfg, u), self.dtype) for u in range(self.n_units))
+        """Of each unit's frozen weights, those of products in fp8 as codes."""
+        units = range(self.n_units)
+        return tuple(pack(shapes.base_groups(self.cfg, u), self.dtype, shapes.own_dtypes(self.cfg, u)) for u in units)
+
+    @cached_property
+    def decoded(self) -> tuple[Layout, ...]:
+        """Of what a pass makes of each unit's weights: experts that are packed in `base`, and codes in fp8."""
+        made = (shapes.made_groups(self.cfg, u) for u in range(self.n_units))
+        return tuple(pack(groups, self.dtype, dtypes) for groups, dtypes in made)
+
+    @cached_property
+    def decode_bytes(self) -> tuple[tuple[int, int], ...]:
+        """Read and written to make them of each unit, in forward and in backward."""
+        return tuple(map(self._decode_bytes, range(self.n_units)))
+
+    def _decode_bytes(self, u: int) -> tuple[int, int]:
+        """Of a trained matrix in fp8 twice its bytes are read; in backward codes are written in both orders. Codes of a
+        frozen one are read, and written in the other order.
+        """
+        packed = sum(t.nbytes for t in self.base[u].tensors if t.name.endswith(shapes.MXFP4))
+        packed += sum(t.nbytes for t in self.decoded[u].tensors if not t.name.endswith(shapes.FP8))
+        made = Counter[str]()  # codes by their order
+        for t in self.decoded[u].tensors:
+            made.update({part: t.nbytes for part in shapes.FP8 if t.name.endswith(part)})
+        read = packed + 2 * ITEMSIZE[self.dtype] * made[shapes.ROWS]
+        turned = 2 * (made[shapes.COLUMNS] - made[shapes.ROWS])  # of frozen ones
+        forward = read + made[shapes.ROWS] + turned * self.cfg.names.in_out
+        return forward, read + 2 * made[shapes.ROWS] + turned
+
+    @cached_property
+    def quantised(self) -> tuple[bool, ...]:
+        """Whether some of each unit's trained weights are, each pass."""
+        return tuple(any(t.name.endswith(shapes.ROWS) for t in layout.tensors) for layout in self.decoded)
+
+    def kept_in_fp8(self, u: int) -> list[shapes.Group]:
+        """Frozen matrices of unit u that are codes wherever they lie."""
+        return [group for group in shapes.fp8_groups(self.cfg, u) if shapes.is_frozen(self.cfg, group)]
 
     @cached_property
     def stored(self) -> tuple[Layout, ...]:
@@ -146,15 +182,36 @@ class Geometry:
     def size_class(self, u: int) -> str:
         """Units of a class share rings; untied, both ends share a slot in turn."""
         if 0 < u < self.head or self.cfg.tied:
-            return self.kinds[u]
+            return self.kinds[u].removeprefix(shapes.DENSE)
         return "ends"
 
     def records(self, u: int, record: int) -> list[tuple[int, int]]:
-        """Elements [start, stop) of a unit's records."""
+        """Elements [start, stop) of a unit's records, of several hosts this one's."""
         n = self.numel[u]
         if (n, record) not in self._records:
-            self._records[n, record] = [(a, min(a + record, n)) for a in range(0, n, record)]
+            own = range(n)[self.share(u, record)]
+            self._records[n, record] = [(a, min(a + record, own.stop)) for a in range(own.start, own.stop, record)]
         return self._records[n, record]
+
+    def all_records(self, u: int, record: int) -> list[tuple[int, int]]:
+        """Those of all hosts."""
+        n = self.numel[u]
+        return [(a, min(a + record, n)) for a in range(0, n, record)]
+
+    def shares(self, u: int, record: int) -> list[slice]:
+        """Elements that each host updates: whole records, about equally many."""
+        n, hosts = self.numel[u], self.hosts
+        ends = [min(n, -(-n // record) * h // hosts * record) for h in range(hosts + 1)]
+        return [slice(a, b) for a, b in pairwise(ends)]
+
+    def share(self, u: int, record: int) -> slice:
+        """Elements that this host updates."""
+        return self.shares(u, record)[self.host]
+
+    def share_span(self, u: int, record: int) -> int:
+        """Bytes of their gradient; of one host a unit's span."""
+        own = self.share(u, record)
+        return self.weights[u].span if self.hosts == 1 else round_up((own.stop - own.start) * ITEMSIZE[self.dtype])
 
     def record_sizes(self, u: int, record: int) -> list[int]:
         return [b - a for a, b in self.records(u, record)]
@@ -192,18 +249,19 @@ class Geometry:
             self._names[kind] = tuple(shapes.saved_shapes(self.cfg, 1, kind))
         return self._names[kind]
 
-    def saved_layout(self, names: Iterable[str], tokens: int) -> Layout:
-        wanted = frozenset(names)
-        if (wanted, tokens) not in self._saved:
-            found = shapes.saved_shapes(self.cfg, tokens)
-            specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in wanted]
-            self._saved[wanted, tokens] = sequential(specs, align=256)  # as torch's: cuBLAS chooses by alignment
-        return self._saved[wanted, tokens]
+    def saved_layout(self, u: int, names: Iterable[str], tokens: int) -> Layout:
+        """Of the tensors `names` that unit u saves."""
+        key = self.kinds[u], frozenset(names), tokens
+        if key not in self._saved:
+            found = shapes.saved_shapes(self.cfg, tokens, self.kinds[u])
+            specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in key[1]]
+            self._saved[key] = sequential(specs, align=256)  # as torch's: cuBLAS chooses by alignment
+        return self._saved[key]
 
     def x_bytes(self, tokens: int) -> int:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
 
 
 @lru_cache(maxsize=4)
-def geometry(cfg: ModelConfig, dtype: str, adam_bits: int) -> Geometry:
-    return Geometry(cfg, dtype, adam_bits)
+def geometry(cfg: ModelConfig, dtype: str, adam_bits: int, host: int = 0, hosts: int = 1) -> Geometry:
+    return Geometry(cfg, dtype, adam_bits, host, hosts)

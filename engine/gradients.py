@@ -7,7 +7,7 @@ norm is known, those with SSD-home state wait on the SSD.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,16 +16,16 @@ from torch import Tensor
 from trireme.engine.geometry import Geometry, Stretch
 from trireme.engine.homes import Homes, Scratch
 from trireme.engine.lanes import Lanes, Task, numbered
-from trireme.engine.memory import Slot, flat, memory_of, views
+from trireme.engine.memory import NOTHING, Slot, flat, memory_of, views
 from trireme.engine.plan import Plan
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
 
 
 class Gradient(NamedTuple):
-    """A unit's accumulator by tensor names; additions come after `ready`."""
+    """A unit's accumulator; additions come after `ready`."""
 
-    tensors: dict[str, Tensor]
+    buffer: Tensor
     ready: tuple[Task, ...]
 
 
@@ -37,7 +37,7 @@ class Gradients:
     ):
         """`scratch`: for gradients on the SSD, from byte `first` on."""
         self.geo, self.plan, self.homes, self.lanes, self.scratch = geo, plan, homes, lanes, scratch
-        self.wide = geo.gradients if plan.n_micro > 1 else geo.weights  # of the accumulators
+        self.wide = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
         self.accumulators, self.tied = homes.gpu_rings("gradient"), homes.gpu_rings("gradient embed")
         self.out = homes.gpu_rings("gradient out")  # rounded
         self.landings, self.back = homes.rings("host", "gradient"), homes.ring("host", "gradient ring")
@@ -58,21 +58,29 @@ class Gradients:
     def get(self, u: int) -> Gradient:
         """Unit u's accumulator, zero at first."""
         if not self.geo.numel[u]:
-            return Gradient({}, ())
+            return Gradient(NOTHING, ())
         if u not in self.holding:
-            rings, gpu = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators, self.plan.units[u].gpu
-            slot = rings[gpu].acquire(self.geo.names[u])
-            nbytes = self.wide[u].span
-
-            def zero() -> None:
-                slot.buffer[:nbytes].zero_()
-
-            lane = numbered("compute", gpu)
-            task = self.lanes.run(lane, "zero", self.geo.names[u], zero, slot.ready, nbytes=nbytes)
-            self.holding[u] = slot
-            slot.ready = (task,)
+            self._begin(u)
         slot = self.holding[u]
-        return Gradient({} if self.lanes.simulated else views(self.wide[u], slot.buffer), slot.ready)
+        return Gradient(slot.buffer, slot.ready)
+
+    def tensors(self, u: int, gradient: Gradient) -> dict[str, Tensor]:
+        return views(self.wide[u], gradient.buffer) if self.geo.numel[u] else {}
+
+    def _begin(self, u: int) -> None:
+        """Takes unit u's accumulator, zero."""
+        slot, nbytes = self._accumulator(u), self.wide[u].span
+
+        def zero() -> None:
+            slot.buffer[:nbytes].zero_()
+
+        lane = numbered("compute", self.plan.units[u].gpu)
+        slot.ready = (self.lanes.run(lane, "zero", self.geo.names[u], zero, slot.ready, nbytes=nbytes),)
+
+    def _accumulator(self, u: int) -> Slot:
+        rings = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
+        self.holding[u] = rings[self.plan.units[u].gpu].acquire(self.geo.names[u])
+        return self.holding[u]
 
     def finish(self, u: int, after: Task) -> None:
         """Rounds unit u's gradient, sums its squares, sends it to its update."""
@@ -85,15 +93,36 @@ class Gradients:
             self.landed[u] = (None, task)
         else:
             host = self.landings[self.geo.size_class(u)].acquire(name)
-            for piece in self.geo.pieces(u, self.plan.piece):
-                out = self.out[self.plan.units[u].gpu].acquire(name)
-                task = self._round(u, piece, accumulator, out.buffer, (after, *out.ready))
-                landed = self._land(u, piece, out, host, task)
-                out.ring.release(out, (landed,))
-            self.landed[u] = (host, landed)  # first in, first out: the last piece lands last
+            task, landed = self._leave(u, accumulator, host, after)
+            self.landed[u] = (host, landed)
             if u in self.offset:
                 self.landed[u] = (None, self._spill(u, host, landed))
         accumulator.ring.release(accumulator, (task,))
+
+    def set_aside(self, u: int, after: Task) -> None:
+        """Unit u's sum goes on later; until `after` it has the head's part."""
+
+    def _leave(self, u: int, accumulator: Slot, host: Slot, after: Task) -> tuple[Task, Task]:
+        """Rounds unit u's gradient piece by piece into `host`: (last read of the accumulator, arrival)."""
+        for piece in self.geo.pieces(u, self.plan.piece):
+            out = self.out[self.plan.units[u].gpu].acquire(self.geo.names[u])
+            task = self._round(u, piece, accumulator, out.buffer, (after, *out.ready))
+            landed = self._land(u, piece, out, host, task)
+            out.ring.release(out, (landed,))
+        return task, landed  # first in, first out: the last piece lands last
+
+    def shared(self, u: int, hi: Tensor, updated: Task) -> Task:  # noqa: ARG002 (of several hosts)
+        """The task after which unit u's weights in RAM are updated, other hosts' share of them too."""
+        return updated
+
+    def over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Loads of experts of all hosts, given those of this one's GPUs."""
+        return loads
+
+    def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """A step's (sum of losses, gradient norm), fp64 on a GPU. `loss` adds to a sum; `others` as of `norm`."""
+        norm = self.norm(gpu, others)
+        return loss(torch.zeros_like(norm)), norm
 
     def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor, after: Sequence[Task]) -> Task:
         """Rounds a piece and sums its squares by stretch."""
@@ -104,9 +133,8 @@ class Gradients:
             wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, first + n)
             narrow = flat(out, self.geo.dtype, n)
             for start, stop, i in piece:
-                self.sums[gpu][place + i] = ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first])[
-                    0
-                ]
+                total = self.sums[gpu][place + i : place + i + 1]
+                ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first], total=total)
 
         nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
         return self.lanes.run(numbered("compute", gpu), "finish", self.geo.names[u], finish, after, nbytes=nbytes)

@@ -92,6 +92,19 @@ class Stored:
     layout: Layout
 
 
+def stored(geo: Geometry, record: int, entry: Entry, *parts: str) -> list[Stored]:
+    """The shards of an entry, or of these parts of a record (Geometry.state_parts); their names are any host's."""
+    if entry.kind != "state":
+        return [Stored(entry, f"{entry.kind}-{entry.u:05d}", 0, _by_names(geo, entry))]
+    a, b = geo.records(entry.u, record)[entry.r]
+    found, r = geo.state_parts(b - a), a // record  # of all hosts' records
+    return [Stored(entry, f"{part}-{entry.u:05d}-{r:04d}", *found[part]) for part in parts or found]
+
+
+def _by_names(geo: Geometry, entry: Entry) -> Layout:
+    return (geo.stored if entry.kind == "weights" else geo.stored_base)[entry.u]
+
+
 class Homes:
     """The plan's buffers, made at once, and the store."""
 
@@ -186,16 +199,12 @@ class Homes:
 
     def shards_of(self, entry: Entry, *parts: str) -> list[Stored]:
         """Of an entry, or of these parts of a record (Geometry.state_parts)."""
-        if entry.kind != "state":
-            return [Stored(entry, f"{entry.kind}-{entry.u:05d}", 0, self.layout(entry))]
-        a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
-        found = self.geo.state_parts(b - a)
-        return [Stored(entry, f"{part}-{entry.u:05d}-{entry.r:04d}", *found[part]) for part in parts or found]
+        return stored(self.geo, self.plan.record, entry, *parts)
 
     def layout(self, entry: Entry) -> Layout:
         """Of the entry's bytes, weights by a checkpoint's names."""
         if entry.kind != "state":
-            return (self.geo.stored if entry.kind == "weights" else self.geo.stored_base)[entry.u]
+            return _by_names(self.geo, entry)
         a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
         return self.geo.state_layout(b - a)
 
@@ -363,6 +372,12 @@ class Reader:
                 buffer.copy_(home[: len(buffer)])
             self._staged = shards[0].name
         return buffer
+
+    def low(self, u: int, a: int, b: int) -> Tensor:
+        """The low halves of the record of elements a..b, as `read` gives them."""
+        entry = Entry("state", u, self.homes.geo.records(u, self.homes.plan.record).index((a, b)))
+        lo = self.homes.layout(entry)["lo"]
+        return self.read(entry, "low")[lo.offset : lo.offset + lo.nbytes]
 
 
 class Writer:

@@ -29,7 +29,10 @@ import torch
 READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
 LANES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer on the GPU
 HOPS = ("hop_in", "hop_out")  # activations between GPUs, which would wait behind weights
-ON_GPU = ("compute", "h2d", "d2h", "update", *HOPS)
+# Between hosts: shares and weights; sums from the host before, to the next. On the bus too a sum would hold others up.
+NET, SUMS = ("net", "sum_in", "sum_out"), ("sum_up", "sum_down")
+ON_GPU = ("compute", "h2d", "d2h", "update", *HOPS, *SUMS)
+BUS = {"hop_in": "h2d", "hop_out": "d2h", "sum_up": "h2d", "sum_down": "d2h"}  # lane -> the way that it shares
 
 
 def numbered(name: str, gpu: int) -> str:
@@ -47,18 +50,18 @@ def gpu_of(lane: str) -> int:
 
 
 def plain(lane: str) -> str:
-    """A lane's kind; of a hop, the way on the bus that it takes."""
-    return {"hop_in": "h2d", "hop_out": "d2h"}.get(kind_of(lane), kind_of(lane))
+    """A lane's kind; of hops and sums, the way on the bus that they take."""
+    return BUS.get(kind_of(lane), kind_of(lane))
 
 
-def lanes_of(gpus: int) -> tuple[str, ...]:
-    if gpus == 1:
-        return LANES
-    return (*LANES, *HOPS, *(numbered(lane, gpu) for gpu in range(1, gpus) for lane in ON_GPU))
+def lanes_of(gpus: int, hosts: int = 1) -> tuple[str, ...]:
+    own = tuple(lane for lane in ON_GPU if (gpus > 1 or lane not in HOPS) and (hosts > 1 or lane not in SUMS))
+    others = (numbered(lane, gpu) for gpu in range(1, gpus) for lane in own)
+    return (*LANES, *(lane for lane in own if lane not in LANES), *(NET if hosts > 1 else ()), *others)
 
 
 Kind = Literal[
-    "forward", "backward", "loss", "zero", "finish", "statistics",  # computation
+    "forward", "backward", "loss", "zero", "finish", "statistics", "decode",  # computation
     "adamw", "adamw weights", "adamw moments",  # updates and their parts
     "weights", "state", "gradient", "activations",  # transfers, by content
     "other",
@@ -249,18 +252,23 @@ def execute(
 
 
 SWITCH = 5e-4  # seconds between GIL switches; the usual 5e-3 is a whole copy or update
+USUAL: list[float] = []  # the interval without lanes, for each RealLanes that is open
+SWITCHING = threading.Lock()
 
 
 class RealLanes(InlineLanes):
     """A thread per lane, on CUDA with a stream where it is a GPU's; one GPU's `compute`: the caller's.
 
-    SWITCH is the interpreter's switch interval until `close`.
+    SWITCH is the interpreter's switch interval until all are closed.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1):
+    def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1, hosts: int = 1):
         super().__init__(device, gpus)
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH)
+        self.names = lanes_of(gpus, hosts)
+        with SWITCHING:
+            USUAL.append(USUAL[0] if USUAL else sys.getswitchinterval())
+            sys.setswitchinterval(SWITCH)
+        self.open = True
         self.error: BaseException | None = None
         self.at: dict[str, RealTask] = {}  # by lane: its task, waiting or begun
         self.over: Counter[str] = Counter()  # by lane: tasks executed, on streams issued
@@ -270,18 +278,21 @@ class RealLanes(InlineLanes):
             for gpu in range(gpus):
                 self._open(gpu)
             self.zero = self.origins[0][1]
-        names = (*lanes_of(gpus)[gpus == 1 :], *extra)
-        self.queues: dict[str, queue.SimpleQueue[Any]] = {name: queue.SimpleQueue() for name in names}
-        self.threads = []
-        for name in self.queues:
-            thread = threading.Thread(target=self._serve, args=(name,), name=f"lane-{name}", daemon=True)
-            thread.start()
-            self.threads.append(thread)
+        self.queues: dict[str, queue.SimpleQueue[Any]] = {}
+        self.threads: list[threading.Thread] = []
+        for name in (*self.names[gpus == 1 :], *extra):
+            self._start(name)
+
+    def _start(self, lane: str) -> None:
+        self.queues[lane] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True)
+        thread.start()
+        self.threads.append(thread)
 
     def _open(self, gpu: int) -> None:
         """Makes its streams; `compute` shares the caller's, which brings inputs."""
         device = self.devices[gpu]
-        for name in ("h2d", "d2h", "update", *(HOPS if len(self.devices) > 1 else ())):
+        for name in (lane for lane in ON_GPU[1:] if lane in self.names):
             self.streams[numbered(name, gpu)] = torch.cuda.Stream(device)
         stream = self.streams[numbered("compute", gpu)] = torch.cuda.current_stream(device)
         origin = torch.cuda.Event(enable_timing=True)
@@ -363,7 +374,11 @@ class RealLanes(InlineLanes):
         if self.origins:
             for stream in self.streams.values():
                 stream.synchronize()
-        sys.setswitchinterval(self._interval)
+        with SWITCHING:
+            usual = USUAL.pop() if self.open else None
+            self.open = False
+            if usual is not None and not USUAL:
+                sys.setswitchinterval(usual)
 
     def trace(self) -> list[Span]:
         for t in self.tasks:

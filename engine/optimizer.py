@@ -1,4 +1,4 @@
-"""When units are updated: out-of-core AdamW under the GPU's work (Fuyou, section 4.3), exact global-norm clipping.
+"""When units are updated: out-of-core AdamW under the GPU's work (Fuyou, section 4.3), exact clipping, learning rates.
 
 - Mode `forward`: when the norm is known, ahead of the unit's next forward. `late_moments` are the second part of an
   update: weights under forward (in RAM 18 of 26 bytes a parameter; on the SSD 10 read and 2 written of 10 and 10),
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,9 +72,12 @@ class Optimizer:
         home, others = self._home, [gpu for gpu in range(self.plan.gpus) if gpu != self._home]
         sums = [self._on(gpu, "sums of squares", partial(self._sums_of, gpu)) for gpu in others]
 
+        def add(begun: Tensor) -> Tensor:
+            return sum((part.double().sum() for part in losses), begun)
+
         def conclude() -> Tensor:
-            norm = self.gradients.norm(home, [task.wait() for task in sums])
-            self.stats[0] = sum((part.double().sum() for part in losses), self.stats.new_zeros(())) / trained
+            loss, norm = self.gradients.totals(add, home, [task.wait() for task in sums])
+            self.stats[0] = loss / trained
             self.stats[1] = norm
             self.stats[2] = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit else 1.0
             if clipped:
@@ -137,3 +141,17 @@ class Optimizer:
 
     def close(self) -> None:
         self.kernels.close()
+
+
+def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int) -> float:
+    """The rate of `step` (from 1): linear from 0 over `warmup`; then constant, cosine to 10 %, or linear to 0 in step
+    total + 1 (transformers).
+    """
+    if step <= warmup:
+        return peak * step / warmup
+    left = max(1, total - warmup)
+    if schedule == "cosine":
+        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / left))))
+    if schedule == "linear":
+        return peak * max(0.0, 1 - (step - warmup - 1) / left)
+    return peak

@@ -17,6 +17,8 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST = 1 << 48
 MOST_GPUS = 64
+MOST_HOSTS = 1024
+SUM_PIECE = 1 << 24
 COUNTS = ("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots")
 
 
@@ -87,6 +89,8 @@ class Plan:
     between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit
     gradients: Literal["host", "ssd"] = "host"  # where those with SSD-home state wait
     halves: bool = False  # half blocks as units
+    hosts: int = 1  # that deal a step's micro-batches among themselves; n_micro: of each, at most
+    host: int = 0  # this one
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -123,6 +127,7 @@ class Plan:
         if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
         self._check_gpus()
+        self._check_hosts()
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
@@ -131,11 +136,37 @@ class Plan:
             raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
         if self.gpus == 1:
             return
-        if self.between != "host" or any(unit.x == "gpu" for unit in self.units[1:]):
-            raise InputError("plan: with several GPUs inputs of units go through RAM: between host, x host or ssd")
+        if self.between != "host":
+            raise InputError("plan: with several GPUs what units leave for the next goes through RAM: between is host")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
+
+    def _check_hosts(self) -> None:
+        if not (0 <= self.host < self.hosts <= MOST_HOSTS):
+            raise InputError(f"plan: host {self.host} of {self.hosts}; there are at most {MOST_HOSTS}")
+        if self.hosts == 1:
+            return
+        if self.mode != "forward" or self.gradients != "host":
+            raise InputError("plan: with several hosts the mode is forward, and gradients wait in host")
+        for unit in map(self.units.__getitem__, self.distinct()):
+            if unit.state == "gpu" or unit.update == "gpu":
+                raise InputError("plan: with several hosts state is in host or ssd, and the cpu updates it")
+
+    @property
+    def last_host(self) -> bool:
+        """Whether sums of gradients end here."""
+        return self.host == self.hosts - 1
+
+    @property
+    def sum_piece(self) -> int:
+        """Most elements of a sum that go to the next host at once."""
+        return min(self.piece, SUM_PIECE)
+
+    @property
+    def sums_wide(self) -> bool:
+        """Whether gradients are summed in fp32: over several micro-batches."""
+        return self.n_micro > 1 or self.hosts > 1
 
     @cached_property
     def gpus(self) -> int:
@@ -148,12 +179,11 @@ class Plan:
         """
         head, halves = len(self.units) - 1, 2 if self.halves else 1
         last = (head - 1) // halves % gpus
-        through: dict[Tier, Tier] = {"gpu": "host", "host": "host", "ssd": "ssd"} if gpus > 1 else {t: t for t in TIERS}
         made: dict[tuple[int, int], UnitPlan] = {}
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
             gpu = last if u == head or (u == 0 and tied) else (u - 1) // halves % gpus if u else 0
-            return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, x=through[unit.x]))
+            return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
         return replace(self, units=units, between="host" if gpus > 1 else self.between)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ from trireme.engine.plan import Plan
 from trireme.engine.weights import UnitStream, Weights
 from trireme.models import costs, head, model
 from trireme.models.config import ModelConfig
-from trireme.models.rows import Rows
+from trireme.models.rows import Load, Rows
 from trireme.storage.devices import Device
 from trireme.storage.scratch import Scratch
 
@@ -73,6 +73,7 @@ class Engine:
     activations: ActivationSwap
     gradients: Gradients
     optimizer: Optimizer
+    views: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)  # of slots, by unit and address
 
     def claim_scratch(self, devices: Sequence[Device]) -> None:
         """Takes scratch space for frozen weights, activations and gradients. Raises StoreError."""
@@ -84,6 +85,7 @@ class Engine:
     def close(self) -> None:
         """Ends threads; frees scratch space and memory. The lanes are the caller's."""
         self.optimizer.close()
+        self.views.clear()
         if self.activations.scratch is not None:
             self.activations.scratch.close()
         if self.homes.files is not None:
@@ -145,15 +147,16 @@ class Route:
 # ---------------------------------------------------------------- the step
 
 
-def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float) -> StepStats:
-    """Forward, backward and update; `step` counts from 1.
+def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float, trained: int | None = None) -> StepStats:
+    """Forward, backward and update; `step` counts from 1. `trained`: labels of all hosts, if several.
 
     In mode `forward` the next call runs the update, ahead of each unit's forward, or `e.optimizer.flush()` does.
     """
-    trained = sum(mb.trained for mb in batch)
+    trained = sum(mb.trained for mb in batch) if trained is None else trained
     route = _forward(e, batch, train=True)
     e.optimizer.begin(step, lr)
     losses, _ = _head(e, route, 1 / trained)
+    _pool_load(e, batch)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
     e.optimizer.read_ahead()
@@ -217,7 +220,7 @@ def _outputs(
 def _forward_embedding(e: Engine, w: Weights, mb: Inputs, out: OnGpu) -> Task:
     def forward() -> None:
         ids, rows = mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows
-        head.embed_forward(_weights(e, 0, w), ids, rows, _rows(e, out, mb))
+        head.embed_forward(weights_of(e, 0, w), ids, rows, _rows(e, out, mb))
 
     return e.compute("forward", 0, forward, (*w.ready, *out.ready))
 
@@ -229,7 +232,7 @@ def _forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu
 
     def forward() -> None:
         saved, rows = swap.tensors(spans, mb.tokens), mb.on(e.gpu(u)).rows
-        model.forward(e.cfg, u, _weights(e, u, w), _rows(e, x, mb), rows, saved, _rows(e, out, mb))
+        model.forward(e.cfg, u, weights_of(e, u, w), _rows(e, x, mb), rows, saved, _rows(e, out, mb))
 
     ready = _ready(w, x, out, *spans.values())
     done = e.compute("forward", u, forward, ready, costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs))
@@ -255,6 +258,8 @@ def _head(e: Engine, route: Route, scale: float | None) -> tuple[list[Tensor], T
         e.weights.release(v, done)
     if g:
         e.optimizer.finish(e.geo.head, done)
+        for v in read[1:]:
+            e.gradients.set_aside(v, done)
     return losses, done
 
 
@@ -274,8 +279,8 @@ def _loss(
     dx = swap.open(target) if g else None
 
     def loss() -> None:
-        tops = {v: _weights(e, v, held) for v, held in w.items()}
-        grads = {v: model.gradients(e.cfg, v, gradient.tensors) for v, gradient in g.items()}
+        tops = {v: weights_of(e, v, held) for v, held in w.items()}
+        grads = {v: _gradients(e, v, gradient) for v, gradient in g.items()}
         w_out = model.output_matrix(e.cfg, tops.get(0), tops[u])
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
         labels, rows, out = mb.on(e.gpu(u)).labels, mb.on(e.gpu(u)).loss_rows, _rows(e, dx, mb) if dx else None
@@ -290,6 +295,28 @@ def _loss(
     if g:
         swap.send(target, mb.tokens, done)
     return done
+
+
+def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:
+    """Tells every GPU the load of experts on all, and on all hosts, which gradients of its balance need."""
+    if e.cfg.experts is None or e.plan.gpus == e.plan.hosts == 1:
+        return
+
+    def run(gpu: int, fn: Callable[[Load], Any], after: Sequence[Task] = ()) -> Task:
+        def with_load() -> Any:
+            load = batch[0].on(gpu).rows.load
+            return None if load is None or not (load.weight or e.plan.gpus > 1) else fn(load)
+
+        return e.lanes.run(numbered("compute", gpu), "other", "load", with_load, after)
+
+    def of_hosts(load: Load) -> list[tuple[Tensor, Tensor]]:
+        here = [task.wait() for task in told]
+        return e.gradients.over_hosts(here) if load.weight else here
+
+    told = [run(gpu, lambda load: load.in_ram()) for gpu in range(e.plan.gpus)]
+    every = run(0, of_hosts, told)
+    for gpu in range(e.plan.gpus):
+        run(gpu, lambda load: load.pool_(every.wait()), (every,))
 
 
 # ---------------------------------------------------------------- backward
@@ -307,7 +334,7 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     fetched = (saved, *_outputs(e, batch, swap.dx, (e.geo.head, *blocks)))
     route = Route(batch, units_ahead(e, blocks, e.geo.n_units, e.weights.prefetch), fetched)
     for u in route.units:
-        w, gradient = e.weights.get(u), e.gradients.get(u)
+        w, gradient = e.weights.get(u, backward=True), e.gradients.get(u)
         for b, mb in route.micro_batches():
             done = _backward_block(e, u, b, w, gradient, mb)
         e.weights.release(u, done)
@@ -323,10 +350,10 @@ def _backward_block(e: Engine, u: int, b: int, w: Weights, gradient: Gradient, m
     dx = swap.open(target)
 
     def backward() -> None:
-        saved, g = swap.tensors(spans, mb.tokens), model.gradients(e.cfg, u, gradient.tensors)
+        saved, g = swap.tensors(spans, mb.tokens), _gradients(e, u, gradient)
         rows = mb.on(e.gpu(u)).rows
         tensors = (_rows(e, x, mb), saved, _rows(e, dy, mb), rows, _rows(e, dx, mb))
-        model.backward(e.cfg, u, _weights(e, u, w), g, *tensors)
+        model.backward(e.cfg, u, weights_of(e, u, w), g, *tensors)
 
     ready = _ready(w, x, dy, *spans.values(), dx, gradient)
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
@@ -346,7 +373,7 @@ def _backward_embedding(e: Engine, route: Route) -> None:
         dy = e.activations.get(above)
 
         def backward(mb: Inputs = mb, dy: OnGpu = dy) -> None:
-            g = model.gradients(e.cfg, 0, gradient.tensors)
+            g = _gradients(e, 0, gradient)
             head.embed_backward(g, _rows(e, dy, mb), mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows)
 
         done = e.compute("backward", 0, backward, (*gradient.ready, *dy.ready))
@@ -362,9 +389,20 @@ def _ready(*used: OnGpu | Weights | Gradient) -> list[Task]:
     return [task for one in used for task in one.ready]
 
 
-def _weights(e: Engine, u: int, held: Weights) -> Any:
-    """Unit u's weights by the block's names."""
-    return model.weights(e.cfg, u, e.weights.tensors(u, held))
+def weights_of(e: Engine, u: int, held: Weights) -> Any:
+    """Unit u's weights by the block's names, as model.weights."""
+    key = u, held.trained.buffer.data_ptr(), held.frozen.buffer.data_ptr()
+    if key not in e.views:
+        e.views[key] = model.weights(e.cfg, u, e.weights.tensors(u, held))
+    return e.views[key]
+
+
+def _gradients(e: Engine, u: int, held: Gradient) -> Any:
+    """As `weights_of`, of its gradients."""
+    key = u, held.buffer.data_ptr()
+    if key not in e.views:
+        e.views[key] = model.gradients(e.cfg, u, e.gradients.tensors(u, held))
+    return e.views[key]
 
 
 def _rows(e: Engine, span: OnGpu, mb: Inputs) -> Tensor:

@@ -175,6 +175,8 @@ class CpuWork:
         self.kernels, self.geo, self.lanes = kernels, kernels.geo, lanes
         self.u, self.hi, self.gradient, self.part = u, hi, gradient, part
         self.ranges = self.geo.records(u, kernels.plan.record)
+        self.first = self.geo.share(u, kernels.plan.record).start  # element of the gradient's first
+        self.weights_first = self.first if part == "moments" else 0
         self.updates = [kernels.bind(u, a, b, part=part) for a, b in self.ranges]
 
     def whole(self, states: Sequence[Tensor], after: Sequence[Task]) -> Task:
@@ -185,7 +187,7 @@ class CpuWork:
                 for r, state in enumerate(states):
                     self._update(r, state, self._gradient_of(r))
 
-        n = self.ranges[-1][1]
+        n = sum(b - a for a, b in self.ranges)
         return self._run(self.geo.names[self.u], update, after, n)
 
     def record(self, r: int, state: Tensor, after: Sequence[Task], gradient: Tensor | None = None) -> Task:
@@ -207,13 +209,14 @@ class CpuWork:
 
     def _gradient_of(self, r: int) -> Tensor:
         assert self.gradient is not None
-        a, b = self.ranges[r]
-        return self.gradient[a * ITEMSIZE[self.geo.dtype] : b * ITEMSIZE[self.geo.dtype]]
+        size, (a, b) = ITEMSIZE[self.geo.dtype], self.ranges[r]
+        return self.gradient[(a - self.first) * size : (b - self.first) * size]
 
     def _update(self, r: int, state: Tensor, gradient: Tensor) -> None:
         a, b = self.ranges[r]
         dtype, layout = self.geo.dtype, self.geo.state_layout(b - a)
-        self.updates[r](flat(self.hi, dtype, b)[a:], views(layout, state), flat(gradient, dtype, b - a))
+        hi = flat(self.hi, dtype, b - self.weights_first)[a - self.weights_first :]
+        self.updates[r](hi, views(layout, state), flat(gradient, dtype, b - a))
 
 
 class Read(NamedTuple):
@@ -290,11 +293,12 @@ class CpuUpdates:
         late = unit.state in self.plan.late_moments
         in_ram = gradient.buffer if gradient else None
         work = CpuWork(self.kernels, self.lanes, u, hi, in_ram, "weights" if late else "all")
-        if unit.state == "ssd":
+        if unit.state == "ssd" and work.ranges:
             for r in range(len(work.ranges)):  # first in, first out: the last record ends last
                 done = self._record(work, r, after, late)
         else:
             done = work.whole(self.homes.state[u], after)
+        current = self.gradients.shared(u, hi, done)
         if late:
             # Moments read no weights, and SSD-home weights are gone by then: any buffer of that size will do.
             stand_in = in_ram if in_ram is not None else hi
@@ -302,7 +306,7 @@ class CpuUpdates:
             self.late.append((u, gradient, moments, done))
         elif gradient:
             gradient.ring.release(gradient, (done,))
-        self.weights.updated_in_ram(u, done, slot)
+        self.weights.updated_in_ram(u, current, slot)
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Updates one record from the SSD; with late moments only its low halves go back."""
@@ -331,7 +335,7 @@ class CpuUpdates:
         """Queues due moments, last unit first, down to unit `first`."""
         while self.late and self.late[-1][0] >= first:
             u, gradient, work, weights = self.late.pop()
-            if self.plan.units[u].state == "ssd":
+            if self.plan.units[u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
                     read = self.records.take_moments(u, r)
                     done = self._with_gradient(work, r, read, (weights, read.task))

@@ -14,8 +14,9 @@ from torch import Tensor
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes
 from trireme.engine.lanes import Lanes, Task, numbered
-from trireme.engine.memory import OnGpu, Slot, views
+from trireme.engine.memory import NOTHING, OnGpu, Slot, views
 from trireme.engine.plan import Plan, Tier
+from trireme.models import model
 
 
 class WeightStream:
@@ -166,17 +167,20 @@ class WeightStream:
 class Weights(NamedTuple):
     trained: OnGpu
     frozen: OnGpu
+    decoded: OnGpu  # what a pass makes of both
 
     @property
     def ready(self) -> tuple[Task, ...]:
-        return (*self.trained.ready, *self.frozen.ready)
+        return (*self.trained.ready, *self.frozen.ready, *self.decoded.ready)
 
 
 class UnitStream:
-    """Both streams as one."""
+    """Both streams as one, and what each pass makes of them once, by the lane that computes."""
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
-        self.geo = geo
+        self.geo, self.plan, self.lanes = geo, plan, lanes
+        self.rings = homes.gpu_rings("decoded")
+        self.decoded: dict[int, OnGpu] = {}
         self.trained = WeightStream("weights", geo, plan, homes, lanes)
         self.frozen = WeightStream("base", geo, plan, homes, lanes)
         self._streams = (self.trained, self.frozen)
@@ -185,26 +189,55 @@ class UnitStream:
         for stream in self._streams:
             stream.prefetch(u)
 
-    def get(self, u: int) -> Weights:
-        return Weights(self.trained.get(u), self.frozen.get(u))
+    def get(self, u: int, backward: bool = False) -> Weights:
+        trained, frozen = self.trained.get(u), self.frozen.get(u)
+        if u not in self.decoded and self.geo.decoded[u].tensors:
+            self.decoded[u] = self._decode(u, trained, frozen, backward)
+        return Weights(trained, frozen, self.decoded.get(u, OnGpu(NOTHING, ())))
+
+    def _decode(self, u: int, trained: OnGpu, frozen: OnGpu, backward: bool) -> OnGpu:
+        gpu, geo = self.plan.units[u].gpu, self.geo
+        slot, nbytes = self.rings[gpu].acquire(geo.names[u]), geo.decode_bytes[u][backward]
+        if not nbytes:  # this pass reads frozen codes as they lie
+            return OnGpu(slot.buffer, slot.ready, slot)
+
+        def decode() -> None:
+            given = views(geo.weights[u], trained.buffer) | views(geo.base[u], frozen.buffer)
+            model.make_codes(geo.cfg, u, given, views(geo.decoded[u], slot.buffer), backward)
+
+        after = (*(trained.ready if geo.quantised[u] else ()), *frozen.ready, *slot.ready)
+        done = self.lanes.run(numbered("compute", gpu), "decode", geo.names[u], decode, after, nbytes=nbytes)
+        return OnGpu(slot.buffer, (done,), slot)
 
     def tensors(self, u: int, held: Weights) -> dict[str, Tensor]:
-        return views(self.geo.weights[u], held.trained.buffer) | views(self.geo.base[u], held.frozen.buffer)
+        geo, (trained, frozen, decoded) = self.geo, held
+        found = views(geo.weights[u], trained.buffer) | views(geo.base[u], frozen.buffer)
+        return found | views(geo.decoded[u], decoded.buffer)
 
     def release(self, u: int, after: Task) -> None:
+        self._release_decoded(u, after)
         for stream in self._streams:
             stream.release(u, after)
 
+    def _release_decoded(self, u: int, after: Task) -> None:
+        held = self.decoded.pop(u, None)
+        if held is not None and held.slot is not None:
+            held.slot.ring.release(held.slot, (*held.ready, after))
+
     def release_in_forward(self, u: int, after: Task, train: bool) -> None:
-        """As release, but keeps the units of `kept_for_turn`."""
+        """As release, but keeps the units of `kept_for_turn`, packed."""
+        self._release_decoded(u, after)
         for stream in self._streams:
             stream.release(u, after, keep=stream.kept_for_turn(u, train))
 
     def release_all(self, after: Task) -> None:
+        for u in list(self.decoded):
+            self._release_decoded(u, after)
         for stream in self._streams:
             for u in list(stream.held):
                 stream.release(u, after)
 
     @property
     def held(self) -> list[OnGpu]:
-        return [held for stream in self._streams for held in stream.held.values()]
+        streams = [held for stream in self._streams for held in stream.held.values()]
+        return streams + list(self.decoded.values())

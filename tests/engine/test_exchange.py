@@ -7,26 +7,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import LIMITS, LLAMA, MemoryStore, gpu_plan
+from engines import LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan
 from safetensors.numpy import save_file
 
+from trireme.engine import exchange as module
 from trireme.engine.build import build
-from trireme.engine.exchange import Exchange, bring_back
+from trireme.engine.exchange import Exchange, Kept, bring_back
 from trireme.engine.homes import Entry, Reader, Writer
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.memory import views
 from trireme.engine.plan import UnitPlan
+from trireme.kernels.fp8.reference import quantize
 from trireme.kernels.reference import split_master
 from trireme.models import shapes
 from trireme.models.config import InputError
-from trireme.storage.checkpoint import NUMPY, open_source
+from trireme.storage.checkpoint import NUMPY, convert, dtype_of, open_source
+from trireme.storage.layout import ITEMSIZE
 
 TIED = replace(LLAMA, tied=True)
 
 
-def checkpoint(folder, cfg, dtype="F32", **extra):
+def checkpoint(folder, cfg, dtype="F32", seed=0, **extra):
     """A safetensors file of random weights; bf16 is written through its bits."""
-    dice = np.random.default_rng(0)
+    dice = np.random.default_rng(seed)
     tensors = {
         name: dice.normal(size=shape).astype(np.float32)
         for u in range(cfg.n_units)
@@ -62,6 +65,24 @@ def test_in_and_out_again_is_the_same_bytes(tmp_path, tier, stored, compute):
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("stored", ["F32", "BF16"])
+@pytest.mark.parametrize("compute", ["F32", "BF16"])
+def test_what_is_kept_is_of_its_moment(tmp_path, tier, stored, compute):
+    """Twice: of the second moment. In as many bytes as are foretold."""
+    one, two = (checkpoint(tmp_path / name, LLAMA, stored, seed=seed) for seed, name in enumerate(("one", "two")))
+    x = exchange(LLAMA, one, tier, compute)
+    kept = Kept(x.homes, exact=stored == "F32")
+    for source in (two, one):
+        Exchange(LLAMA, source, x.homes).load()
+        kept.take()
+    Exchange(LLAMA, two, x.homes).load()
+    Exchange(LLAMA, one, x.homes, reader=kept).save(tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "one/model.safetensors").read_bytes()
+    low = 2 * sum(x.homes.geo.numel) * (stored == "F32" and compute == "BF16")
+    assert kept.nbytes == sum(layout.span for layout in x.homes.geo.weights) + low
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 def test_moments_are_zero_however_often_homes_are_filled(tmp_path, tier):
     """The first time, homes in RAM are zero already; a later time they are not."""
     x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA), tier)
@@ -80,6 +101,22 @@ def test_moments_are_zero_however_often_homes_are_filled(tmp_path, tier):
         assert not found[m.offset : m.offset + m.nbytes].any(), entry
 
 
+@pytest.mark.parametrize("stored", ["F32", "BF16"])
+def test_zeros_are_not_brought_to_a_gpu(tmp_path, monkeypatch, stored):
+    """Pretended: a home that the CPU cannot address. A checkpoint in bf16 has no low halves."""
+    x, brought = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, stored)), []
+    x.load()
+    first = [home.clone() for unit in x.homes.state for home in unit]
+    for home in (home for unit in x.homes.state for home in unit):
+        home.fill_(7)
+    in_ram = x.homes.in_ram
+    monkeypatch.setattr(x.homes, "in_ram", lambda entry: None if entry.kind == "state" else in_ram(entry))
+    monkeypatch.setattr(module, "Writer", lambda homes, entry: brought.append(entry.kind) or Writer(homes, entry))
+    x.load()
+    assert all(map(torch.equal, first, (home for unit in x.homes.state for home in unit)))
+    assert ("state" in brought) == (stored == "F32")
+
+
 def test_a_tied_matrix_stored_twice_must_be_the_same(tmp_path):
     embedding = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
     same = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
@@ -95,6 +132,40 @@ def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
     source = checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": bad})
     with pytest.raises(InputError, match="lm_head.weight holds NaN"):
         exchange(LLAMA, source).load()
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize(("stored", "compute"), [("F32", "BF16"), ("BF16", "BF16"), ("F16", "F32")])
+def test_frozen_matrices_are_loaded_as_codes(tmp_path, tier, stored, compute, monkeypatch):
+    """Of what bf16 keeps of them, a product's as one matrix, read in pieces: half the bytes, and a scale."""
+    monkeypatch.setattr(module, "PIECE", 100)
+    cfg = replace(LLAMA, ffn=32, fp8=True, frozen=("*",))
+    source = checkpoint(tmp_path / "in", cfg, stored)
+    plan = gpu_plan(cfg, units=(UnitPlan(base=tier),) * cfg.n_units, dtype=compute)
+    x = Exchange(cfg, source, build(cfg, plan, LIMITS, InlineLanes(), scratch=MemoryScratch()).homes)
+    x.load()
+    geo, dtype = x.homes.geo, {"F32": torch.float32, "BF16": torch.bfloat16}[compute]
+    for u in range(1, geo.head):
+        found = views(geo.base[u], Reader(x.homes).read(Entry("base", u)))
+        assert len(shapes.fp8_groups(cfg, u)) == 4
+        for group in shapes.fp8_groups(cfg, u):
+            name, parts = group[0][0], [np.concatenate(list(source.values(name))) for name, _ in group]
+            whole = torch.cat([torch.from_numpy(convert(part, dtype_of(part), "F32")) for part in parts])
+            expected = quantize(whole.view(shapes.fused(group)).to(dtype))
+            assert torch.equal(found[name + shapes.ROWS].view(torch.uint8), expected.rows.view(torch.uint8))
+            assert torch.equal(found[name + shapes.SCALE], expected.scale)
+            assert not found.keys() & {name for name, _ in group}
+        matrices = sum(t.numel for t in geo.base[u].tensors if len(t.shape) == 2)
+        assert geo.base[u].nbytes == matrices + 4 * 4 + 2 * cfg.width * ITEMSIZE[compute]
+
+
+def test_a_frozen_value_that_is_not_finite_is_refused_by_name(tmp_path):
+    cfg = replace(LLAMA, ffn=32, fp8=True, frozen=("*",))
+    bad = np.ones((cfg.ffn, cfg.width), np.float32)
+    bad[3, 4] = np.inf
+    source = checkpoint(tmp_path / "in", cfg, **{"model.layers.1.mlp.up_proj.weight": bad})
+    with pytest.raises(InputError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinite"):
+        exchange(cfg, source).load()
 
 
 def test_the_older_checkpoint_goes_when_the_name_of_the_new_one_is_on_the_drive(tmp_path, monkeypatch):

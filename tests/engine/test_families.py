@@ -39,6 +39,7 @@ def trained(cfg, plan, lanes):
         "glm4",
         "qwen3 moe",
         "gpt oss",
+        "glm4 moe",
     ],
 )
 def test_placement_never_changes_the_numbers(case, halves):
@@ -67,7 +68,7 @@ def check_placement(cfg, halves):
         inner = 0 < u < cut.n_units - 1
         names = list(shapes.saved_shapes(cut, 1, shapes.kind(cut, u))) if inner else []
         saved = tuple((name, ("gpu", "host", "ssd")[(u + i) % 3]) for i, name in enumerate(names) if (u + i) % 4)
-        units.append(UnitPlan(tier, tier, x="host", saved=saved))
+        units.append(UnitPlan(tier, tier, x="host", saved=saved, base=tier))
     for lanes in (InlineLanes(), RealLanes("cpu", extra=("poison",))):
         seen, found = trained(cfg, replace(plan, units=tuple(units)), lanes)
         assert seen == alone

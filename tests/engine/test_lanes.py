@@ -8,6 +8,7 @@ import threading
 import pytest
 from engines import LIMITS, LLAMA, batches, gpu_plan, make, relayed
 
+from trireme.engine import lanes as lanes_
 from trireme.engine.build import build, inputs_on
 from trireme.engine.lanes import LANES, RealLanes, busy, kind_of, lanes_of, write_perfetto
 from trireme.engine.plan import UnitPlan
@@ -76,12 +77,16 @@ def test_a_lane_whose_stream_is_refused_fails_its_tasks(lanes, monkeypatch):
         task.wait()
 
 
-def test_the_interpreter_switches_threads_as_before_once_lanes_are_closed():
-    before = sys.getswitchinterval()
-    lanes = RealLanes()
-    assert sys.getswitchinterval() < before
-    lanes.close()
-    assert sys.getswitchinterval() == before
+def test_the_interpreter_switches_threads_as_before_once_all_lanes_are_closed(monkeypatch):
+    monkeypatch.setattr(lanes_, "USUAL", [])
+    said, before = [], sys.getswitchinterval()
+    monkeypatch.setattr(sys, "setswitchinterval", said.append)
+    first, second = RealLanes(), RealLanes()
+    first.close()
+    first.close()
+    assert said == [lanes_.SWITCH] * 2
+    second.close()
+    assert said == [lanes_.SWITCH] * 2 + [before]
 
 
 @pytest.mark.parametrize("lane", [lane for lane in lanes_of(2) if kind_of(lane) != "update"])

@@ -19,7 +19,8 @@ from trireme.engine.exchange import fill
 from trireme.engine.lanes import RealLanes
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.rule import Wanted, simple_plan
-from trireme.engine.run import demo, live
+from trireme.engine.run import demo
+from trireme.engine.run.begin import filled
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.engine.step import train_step
@@ -32,7 +33,7 @@ from trireme.storage.store import Store
 MIB = 1 << 20
 BIG = replace(LLAMA, width=512, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=64, ffn=1376, vocab=4096, rope=Rope(1e4))
 LIMITS = Limits(112 * MIB, 176 * MIB)
-SLACK = 32 * MIB  # stacks of the lanes' threads, allocator arenas, code touched for the first time
+SLACK = 48 * MIB  # stacks of the lanes' threads, allocator arenas, code touched for the first time: 27 to 35 were seen
 
 
 def resident(kind: str) -> int:
@@ -123,8 +124,8 @@ def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
 
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
-    real = live.build
-    monkeypatch.setattr(live, "build", build)
+    real = filled.build
+    monkeypatch.setattr(filled, "build", build)
     where = dict(model=str(tmp_path / "model"), data=(str(tmp_path / "stories.txt"),), out=str(tmp_path / "out"))
     limits = dict(gpu_memory=16 * MIB, ram=64 * MIB, device="cpu", seq_len=64, batch_size=4, max_steps=1)
     finetune(Options(**where, **limits))

@@ -9,14 +9,31 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import LLAMA, LateLanes, batches, final_weights, fork, gpu_plan, make, relayed, train
+from engines import (
+    LIMITS,
+    LLAMA,
+    MIXTURE,
+    PACKED,
+    LateLanes,
+    batches,
+    final_weights,
+    fork,
+    gpu_plan,
+    make,
+    relayed,
+    train,
+)
 
-from trireme.engine.buffers import usage
+from trireme.engine import step
+from trireme.engine.buffers import buffers, usage
+from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
 from trireme.engine.lanes import ON_GPU, InlineLanes, RealLanes, gpu_of, kind_of, lanes_of
 from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
-from trireme.engine.step import evaluate
+from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models.config import InputError
 
 DEEP = replace(LLAMA, n_layers=6)
@@ -47,7 +64,7 @@ def check(plan, lanes, expected, tied=False):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tier", TIERS)
 def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, tier):
-    unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),))
+    unit = UnitPlan(tier, tier, x=tier, saved=(("qkv", tier),))
     plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
     plan = relayed(plan, DEALS[deal], tied)
     check(plan, RealLanes("cpu", extra=("poison",), gpus=plan.gpus), in_one_memory, tied)
@@ -55,9 +72,72 @@ def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, 
 
 @pytest.mark.parametrize("late", lanes_of(2))
 def test_any_lane_of_any_gpu_may_be_late(in_one_memory, late):
-    units = (UnitPlan("host", "host", "gpu"), UnitPlan(x="host", saved=(("qkv", "gpu"),)), UnitPlan("ssd", "ssd")) * 3
-    plan = relayed(gpu_plan(DEEP, units=units[:8], dtype="BF16", n_micro=3, record=700), (0, 1))
+    units = (
+        UnitPlan("host", "host", "gpu"),
+        UnitPlan(x="host", saved=(("qkv", "gpu"),)),
+        UnitPlan("ssd", "ssd", x="ssd"),
+        UnitPlan("host", "host"),
+    ) * 2
+    plan = relayed(gpu_plan(DEEP, units=units, dtype="BF16", n_micro=3, record=700), (0, 1))
     check(plan, LateLanes({late}, 2), in_one_memory)
+
+
+OF_EXPERTS = {"mixture": replace(MIXTURE, n_layers=4), "packed": replace(PACKED, n_layers=4)}
+BASES = (UnitPlan("host", "host", "gpu"), UnitPlan(x="host", base="ssd"), UnitPlan("ssd", "ssd", base="host"))
+
+
+@pytest.fixture(scope="module", params=OF_EXPERTS)
+def experts_in_one_memory(request):
+    """Losses, norms and loads of three steps with a loss of balance, then the weights."""
+    cfg = OF_EXPERTS[request.param]
+    e = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=3))
+    return cfg, train(e, batches(cfg, 3, 3, 24)), final_weights(e)
+
+
+def check_experts(expected, lanes, deal):
+    cfg, losses, weights = expected
+    plan = relayed(gpu_plan(cfg, units=BASES * 2, dtype="BF16", n_micro=3, record=700), deal, cfg.tied)
+    e = make(cfg, plan, lanes(plan.gpus))
+    assert train(e, batches(cfg, 3, 3, 24)) == losses
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
+    e.lanes.close()
+    e.close()
+
+
+@pytest.mark.parametrize("deal", [(0, 1), (2, 0, 1, 3)])
+def test_the_load_of_experts_is_that_of_all_gpus(experts_in_one_memory, deal):
+    check_experts(experts_in_one_memory, lambda gpus: RealLanes("cpu", extra=("poison",), gpus=gpus), deal)
+
+
+@pytest.mark.parametrize("late", ["compute", "compute1", "hop_in"])
+def test_the_load_of_experts_waits_for_any_lane(experts_in_one_memory, late):
+    check_experts(experts_in_one_memory, lambda gpus: LateLanes({late}, gpus), (0, 1))
+
+
+def test_without_the_load_of_all_gpus_a_mixture_learns_something_else(experts_in_one_memory, monkeypatch):
+    monkeypatch.setattr(step, "_pool_load", lambda e, batch: None)
+    with pytest.raises(AssertionError):
+        check_experts(experts_in_one_memory, lambda gpus: InlineLanes(gpus=gpus), (0, 1))
+
+
+def test_an_input_at_home_on_its_gpu_hops_there_once():
+    """Backward brings none, RAM has one place for each micro-batch, and the next pass waits for the last reader."""
+    plan = relayed(gpu_plan(DEEP, dtype="BF16", n_micro=2), (0, 1))
+    lanes = SimulatedLanes(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 2)
+    e, batch = build(DEEP, plan, LIMITS, lanes), [Inputs(24, 20, 300)] * 2
+    train_step(e, batch, 1, 1e-3)
+    turn = next(i for i, task in enumerate(lanes.tasks) if task.kind == "loss")
+    hops = [task for task in lanes.tasks if kind_of(task.lane) == "hop_in" and " x " in task.of]
+    assert len(hops) == 2 * sum(a.gpu != b.gpu for a, b in zip(plan.units, plan.units[1:], strict=False))
+    assert all(task in lanes.tasks[: turn + 1] for task in hops)
+    assert {b.key: b.count for b in buffers(e.geo, plan) if b.tier == "host" and b.key in ("x", "dx")} == {"dx": 2}
+    readers = {f"{task.of} x": task for task in lanes.tasks if task.kind == "backward"}  # of the last micro-batch
+    begun = len(lanes.tasks)
+    evaluate(e, batch)
+    again = {task.of: task for task in lanes.tasks[begun:] if kind_of(task.lane) == "hop_in"}
+    for name in e.geo.names[2 : e.geo.head]:
+        assert readers[f"{name} x"] in again[f"{name} x 1"].after
 
 
 class Guarded(InlineLanes):
@@ -103,8 +183,9 @@ def guarded_run(monkeypatch, swapped) -> int:
             UnitPlan("host", "host", "gpu", x="host"),
             UnitPlan(x="host", saved=(("qkv", "gpu"),)),
             UnitPlan("ssd", "ssd"),
+            UnitPlan("host", "host"),
         )
-        plan = relayed(gpu_plan(DEEP, units=(units * 3)[:8], dtype="BF16", record=700), (0, 1))
+        plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1))
         e = make(DEEP, plan, lanes, poison=False)
         if swapped:
             e.homes.weights[1], e.homes.weights[4] = e.homes.weights[4], e.homes.weights[1]

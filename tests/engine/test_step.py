@@ -1,5 +1,6 @@
 """Placement never changes the numbers: any plan, any lanes, any delays, the same bits as the run in one memory."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from engines import (
     BESIDE,
+    FP8,
     FROZEN,
     GPT,
     GPT_LORA,
@@ -14,6 +16,7 @@ from engines import (
     LLAMA,
     LORA,
     MIXTURE,
+    PACKED,
     JitterLanes,
     LateLanes,
     Words,
@@ -27,6 +30,7 @@ from engines import (
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from trireme.engine import geometry
 from trireme.engine.build import build, inputs, inputs_on
 from trireme.engine.homes import Entry, Reader
 from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, lanes_of
@@ -36,12 +40,21 @@ from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
-from trireme.models import shapes
+from trireme.models import model, shapes
 from trireme.models.rows import rope_tables
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
-MODELS |= {"lora": LORA, "gpt lora": GPT_LORA, "frozen": FROZEN, "mixture": MIXTURE}
+MODELS |= {"lora": LORA, "gpt lora": GPT_LORA, "frozen": FROZEN, "mixture": MIXTURE, "packed": PACKED}
+IN_FP8 = {
+    "fp8": FP8,
+    "gpt in fp8": replace(GPT, fp8=True, ffn=32),
+    "some frozen, in fp8": replace(FROZEN, fp8=True, ffn=32),
+    "packed in fp8": replace(PACKED, fp8=True),
+    "fp8 lora": replace(LORA, fp8=True),
+    "gpt lora in fp8": replace(GPT_LORA, fp8=True, ffn=32),
+}
+MODELS |= IN_FP8
 LLAMAS = ("untied", "tied")
 LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # lanes that are late: all but the caller's, or one alone
 
@@ -196,7 +209,7 @@ def plans(draw):
 
     mode = draw(st.sampled_from(("forward", "backward")))
     bits = draw(st.sampled_from((32, 16, 8)))
-    gpus = draw(st.sampled_from((1, 1, 2, 3, 4))) if cfg.experts is None else 1
+    gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
     dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
     plan = gpu_plan(
         cfg,
@@ -337,6 +350,48 @@ def frozen_bytes(e) -> list[bytes]:
     return [bytes(reader.read(entry)[: e.geo.base[entry.u].nbytes].numpy()) for entry in entries]
 
 
+@pytest.mark.parametrize("model", IN_FP8)
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_matrices_are_quantised_once_a_pass(model, dtype, monkeypatch):
+    """Frozen ones once, as they are loaded: to the bit as each micro-batch's products would quantise them."""
+    cfg = IN_FP8[model]
+    plan = gpu_plan(cfg, dtype=dtype, n_micro=3)
+    e, micro = make(cfg, plan, RealLanes("cpu", extra=("poison",))), batches(cfg, 2, 3, 24)
+    e.lanes.tracing = True
+    seen = train(e, micro), final_weights(e)
+    made = Counter((task.of, task.kind) for task in e.lanes.trace())
+    blocks = e.geo.names[1:-1]
+    passes = {"fp8 lora": {1}, "some frozen, in fp8": {1, 2}}.get(model, {2})  # forward reads codes as they lie
+    assert {made[name, "decode"] for name in blocks} == {n * len(micro) for n in passes}
+    assert {made[name, "backward"] for name in blocks} == {3 * len(micro)}
+    e.lanes.close()
+    monkeypatch.setattr(shapes, "fp8_groups", lambda cfg, u: [])
+    geometry.geometry.cache_clear()
+    each = make(cfg, plan)
+    assert not any(t.name.endswith(shapes.FP8) for layout in each.geo.decoded for t in layout.tensors)
+    assert seen[0] == train(each, micro)
+    for name, value in final_weights(each).items():
+        assert torch.equal(value, seen[1][name]), name
+    geometry.geometry.cache_clear()
+
+
+def test_codes_that_would_take_too_much_of_a_gpu_are_made_by_each_product(monkeypatch):
+    """Of larger units; by the model's sizes, to the bit."""
+    plan = gpu_plan(FP8, dtype="BF16", n_micro=2, halves=True)
+    weights = in_one_memory("fp8", "BF16", 2, 1.0, 32)[2]
+    monkeypatch.setattr(shapes, "MOST_CODES", 32 * 16 + 16 * 16)  # attention's
+    geometry.geometry.cache_clear()
+    e = make(FP8, plan, RealLanes("cpu", extra=("poison",)), AdamW(max_grad_norm=1.0))
+    e.lanes.tracing = True
+    train(e, batches(e.cfg, 3, 2, 24))
+    made = Counter(task.of for task in e.lanes.trace() if task.kind == "decode")
+    assert made == dict.fromkeys(("attn000", "attn001", "attn002"), 2 * 3)
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
+    e.lanes.close()
+    geometry.geometry.cache_clear()
+
+
 def test_where_nothing_is_trained_a_step_is_an_evaluation():
     cfg = replace(LLAMA, frozen=("*",))
     e = make(cfg, gpu_plan(cfg, dtype="BF16"))
@@ -346,3 +401,18 @@ def test_where_nothing_is_trained_a_step_is_an_evaluation():
     assert stats.loss == float(sum(part.double().sum() for part in losses) / sum(mb.trained for mb in micro))
     assert stats.grad_norm == 0
     assert all(map(torch.equal, evaluate(e, micro), losses))
+
+
+def test_views_of_slots_are_made_once(monkeypatch):
+    """They cost more Python than all else in a step."""
+    made, weights = [], model.weights
+    monkeypatch.setattr(model, "weights", lambda cfg, u, views: made.append(u) or weights(cfg, u, views))
+    lanes = InlineLanes()
+    e = make(LLAMA, gpu_plan(LLAMA), lanes)
+    train(e, batches(LLAMA, 2, 2, 24))
+    first, made[:] = len(made), []
+    train(e, batches(LLAMA, 2, 2, 24))
+    assert first > 0
+    assert made == []
+    e.close()
+    assert e.views == {}, "they would keep the memory"

@@ -7,6 +7,8 @@ import pytest
 import torch
 from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, relayed, train
 
+from trireme.engine import geometry
+from trireme.engine.exchange import Kept
 from trireme.engine.plan import UnitPlan
 from trireme.engine.updates import AdamW
 from trireme.models import shapes
@@ -38,7 +40,20 @@ OTHERS = {
     "shared expert": replace(
         CFG, model_type="qwen2_moe", qkv_bias=True, experts=Experts(8, 2, 32, False, shared=48, shared_gate=True)
     ),
+    "adapters of experts in MXFP4": replace(
+        CFG,
+        model_type="gpt_oss",
+        experts=Experts(8, 2, 32, True, limit=7.0, bias=True, packed=True),
+        lora=Lora(8, 16.0, ("q_proj", "experts")),
+        frozen=("*",),
+    ),
+    "a dense layer among experts": replace(
+        CFG, model_type="glm4_moe", experts=Experts(8, 2, 32, True, shared=48, sigmoid=True, scale=1.5, dense=(0,))
+    ),
     "adapters": replace(CFG, lora=Lora(8, 16.0, ADAPTED), frozen=("*",)),
+    "fp8": replace(CFG, fp8=True),
+    "fp8 adapters": replace(CFG, fp8=True, lora=Lora(8, 16.0, ADAPTED), frozen=("*",)),
+    "fp8, some tensors frozen": replace(CFG, fp8=True, frozen=("*layers.1.*", "*norm*", "*layers.2.mlp*")),
     "frozen tensors": replace(CFG, tied=True, frozen=("*embed*", "*layers.1.*", "*norm*", "*layers.2.mlp*")),
 }
 
@@ -82,6 +97,25 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     e.close()
 
 
+@pytest.mark.parametrize("units", ["all on the GPU", "host", "ssd", "mixed"])
+def test_what_is_kept_is_of_its_moment(units):
+    """As a checkpoint of those steps, after more of them."""
+    plan = gpu_plan(CFG, dtype="BF16", tokens=48, units=UNITS.get(units, (UnitPlan(),) * CFG.n_units), record=5000)
+    e = make(CFG, plan, RealLanes("cuda", extra=("poison",)))
+    kept = Kept(e.homes, exact=True)
+    for steps in (1, 2):
+        train(e, batches(CFG, steps, 1, 48))
+        before = final_weights(e)
+        kept.take()
+    train(e, batches(CFG, 2, 1, 48))
+    found, after = final_weights(e, kept), final_weights(e)
+    for name, value in before.items():
+        assert torch.equal(found[name], value), name
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+    e.lanes.close()
+    e.close()
+
+
 @pytest.mark.parametrize("n_micro", [1, 3])
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 def test_half_blocks_are_the_same_to_the_bit(tier, n_micro):
@@ -116,17 +150,39 @@ def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves)
     e.close()
 
 
+@pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("fp8")])
+def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
+    """To the bit, made by the GPU, or for frozen weights by the CPU as they are loaded."""
+    cfg = OTHERS[name]
+    losses, weights = on_the_gpu(2, 1.0, cfg)
+    monkeypatch.setattr(shapes, "fp8_groups", lambda cfg, u: [])
+    geometry.geometry.cache_clear()
+    e = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48), RealLanes("cuda", extra=("poison",)))
+    assert not any(layout.tensors for layout in e.geo.decoded)
+    assert train(e, batches(cfg, 4, 2, 48)) == losses
+    for tensor, value in final_weights(e).items():
+        assert torch.equal(value, weights[tensor]), tensor
+    geometry.geometry.cache_clear()
+    e.lanes.close()
+    e.close()
+
+
+TWO_GPUS = ["dense", "mixture", "adapters of experts in MXFP4", "a dense layer among experts", "fp8", "fp8 adapters"]
+
+
+@pytest.mark.parametrize("name", TWO_GPUS)
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 @pytest.mark.parametrize("deal", [(0, 1), (1, 0, 0)])
-def test_units_on_two_gpus_leave_the_bits_of_one(tier, deal):
+def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),))
-    plan = gpu_plan(CFG, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
+    cfg = OTHERS.get(name, CFG)
+    unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),), base=tier)
+    plan = gpu_plan(cfg, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
     plan = relayed(plan, deal)
-    e = make(CFG, plan, RealLanes("cuda", extra=("poison",), gpus=plan.gpus))
-    losses, weights = on_the_gpu(3, 1.0)
-    assert train(e, batches(CFG, 4, 3, 48)) == losses
+    e = make(cfg, plan, RealLanes("cuda", extra=("poison",), gpus=plan.gpus))
+    losses, weights = on_the_gpu(3, 1.0, cfg)
+    assert train(e, batches(cfg, 4, 3, 48)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     e.lanes.close()

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,16 +17,18 @@ import pytest
 import torch
 
 from trireme.engine import geometry
-from trireme.engine.build import build, inputs_on
+from trireme.engine.build import InRam, build, in_ram, placed
 from trireme.engine.exchange import fetch, fill, fill_base
 from trireme.engine.homes import Reader
 from trireme.engine.lanes import LANES, InlineLanes, RealLanes, RealTask, execute, lanes_of
 from trireme.engine.plan import Limits, Plan, UnitPlan
+from trireme.engine.run.evaluation import load_record
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.families.experts import Experts
-from trireme.models.rows import rope_tables
+from trireme.models.rows import make_load, rope_tables
+from trireme.models.shapes import BLOCKS, MXFP4, stored_tensors
 
 LIMITS = Limits(1 << 30, 1 << 30)
 LLAMA = ModelConfig("llama", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, ffn=24,
@@ -37,7 +40,12 @@ GPT = ModelConfig("gpt2", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=
 
 
 MIXTURE = replace(LLAMA, model_type="qwen3_moe", qk_norm=True, experts=Experts(5, 2, 8, renormalise=True))
+FP8 = replace(LLAMA, fp8=True, ffn=32)
 LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
+PACKED = replace(  # adapters of experts in MXFP4, and beside them
+    LORA, lora=Lora(2, 4.0, ("q_proj", "experts")), model_type="gpt_oss", width=32, ffn=32, tied=True,
+    experts=Experts(3, 2, 32, renormalise=True, limit=1.5, bias=True, packed=True),
+)  # fmt: skip
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.
 FROZEN = replace(LLAMA, tied=True, frozen=("*embed*", "*layers.1.*", "*norm*", "*layers.2.mlp*"))
@@ -88,6 +96,7 @@ def _done() -> Future:
 
 
 BESIDE = (*LANES[1:], "poison")  # all lanes but compute
+BALANCE = 0.3  # weight of the loss of balance
 
 
 def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False) -> Plan:
@@ -99,20 +108,25 @@ def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False) -> Plan:
     dealt[-1] = dealt[0] if tied else dealt[-1]
     if not any(dealt):
         return plan
-    away = {"gpu": "host", "host": "host", "ssd": "ssd"}
-    units = (replace(unit, gpu=gpu, x=away[unit.x]) for unit, gpu in zip(plan.units, dealt, strict=True))
+    units = (replace(unit, gpu=gpu) for unit, gpu in zip(plan.units, dealt, strict=True))
     return replace(plan, units=tuple(units), between="host")
 
 
 class JitterLanes(RealLanes):
-    """Real lanes that start every task after a random delay."""
+    """Real lanes that start every task after a random delay; slots of each ring are poisoned on a lane of their own.
 
-    def __init__(self, seed: int, most: float = 0.002, gpus: int = 1):
-        super().__init__("cpu", extra=("poison",), gpus=gpus)
+    On one lane what waits for another host would hold up the slots that this one needs.
+    """
+
+    def __init__(self, seed: int, most: float = 0.002, gpus: int = 1, hosts: int = 1):
+        super().__init__("cpu", gpus=gpus, hosts=hosts)
         self.random, self.most = np.random.default_rng(seed), most
 
     def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
         delay = float(self.random.random()) * self.most
+        lane = of if lane == "poison" else lane
+        if lane not in self.queues and lane != "compute":
+            self._start(lane)
 
         def late():
             time.sleep(delay)
@@ -206,6 +220,9 @@ def random_weights(seed: int = 0):
 
     def read(name: str, numel: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) * 7919)
+        if name.endswith(MXFP4):
+            low, high = (0, 256) if name.endswith(BLOCKS) else (122, 126)
+            return torch.randint(low, high, (numel,), dtype=torch.uint8, generator=generator)
         values = torch.randn(numel, generator=generator) * 0.1
         return values + 1 if "norm" in name or "ln_" in name else values
 
@@ -218,7 +235,8 @@ def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, p
     e = build(
         cfg, plan, LIMITS, lanes, adamw=adamw, store=MemoryStore(), scratch=MemoryScratch(), poison=poison, **more
     )
-    sizes = {t.name: t.numel for layout in (*e.geo.stored, *e.geo.stored_base) for t in layout.tensors}
+    sizes = {name: prod(shape) for name, shape in stored_tensors(e.cfg).items()}
+    sizes |= {t.name: t.numel for layout in (*e.geo.stored, *e.geo.stored_base) for t in layout.tensors}
     read = random_weights()
     values = lambda name, a, b: [read(name, sizes[name])[a:b].numpy()]
     fill(e.homes, values)
@@ -235,25 +253,32 @@ class Words:
         return " ".join(map(str, ids))
 
 
-def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None):
-    """(loss, gradient norm) of each step; all updates applied at the end. `between(i, micro)` is called after i steps
-    with the first step's micro-batches on the device."""
+def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None, of=None):
+    """(loss, gradient norm) of each step, of a mixture its load too, with a loss that evens it out; all
+    updates applied at the end. `between(i, micro)` is called after i steps with the first step's micro-batches on the
+    device. `of`: the steps of all hosts."""
     places = [(rope_tables(e.cfg, 64, device), device) for device in e.lanes.devices]
-    made = [[inputs_on(e.cfg, mb, places) for mb in step] for step in steps]
+    made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb) for mb in step] for step in steps]
+    first = [placed(mb, places) for mb in made[0]]
+    weight = BALANCE if e.cfg.experts and not e.cfg.experts.sigmoid else 0.0
     seen = []
-    for i, micro in enumerate(made):
-        between(i, made[0])
-        stats = train_step(e, micro, i + 1, lr)
-        seen.append((stats.loss, stats.grad_norm))
-    between(len(made), made[0])
+    for i, step in enumerate(made):
+        between(i, first)
+        whole = (of or made)[i]
+        tokens, trained = sum(mb.tokens for mb in whole), sum(mb.trained for mb in whole)
+        loads = [make_load(e.cfg, tokens, weight, device) for device in e.lanes.devices]
+        micro = [placed(mb, places, loads) for mb in step]
+        stats = train_step(e, micro, i + 1, lr, trained)
+        seen.append((stats.loss, stats.grad_norm, *(load_record(loads[0]).values() if loads[0] else ())))
+    between(len(made), first)
     e.optimizer.flush()
     e.lanes.drain()
     return seen
 
 
-def final_weights(e: Engine) -> dict[str, torch.Tensor]:
-    """Every tensor's fp32 master by name."""
-    reader = Reader(e.homes)
+def final_weights(e: Engine, reader: Reader | None = None) -> dict[str, torch.Tensor]:
+    """Every tensor's fp32 master by name; of the homes, or as `reader` has them."""
+    reader = reader or Reader(e.homes)
     return {
         t.name: torch.from_numpy(np.concatenate([piece.copy() for piece in fetch(reader, u, t.name, exact=True)]))
         for u, layout in enumerate(e.geo.stored)
