@@ -14,7 +14,7 @@ from itertools import product
 from trireme.engine.amounts import gib
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import PART_BYTES, Geometry
-from trireme.engine.lanes import LANES
+from trireme.engine.lanes import LANES, numbered
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner import variants
 from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
@@ -28,7 +28,7 @@ from trireme.models.config import ModelConfig
 WEAR = 1.05  # gain that swapping activations to the SSD has to bring, for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
 REFINED = 4  # best plans that are varied
-WORK, LEAST = 8000, 3  # units x micro-batches of all simulations, for seconds of planning; simulations at least
+WORK, LEAST = 8000, 3  # units x micro-batches in all simulations, twice as many for several GPUs; simulations at least
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def choose(
         plans = alike
         trials.found.clear()  # `first` may update units elsewhere
         trials.simulate(plans[0])
-    most = max(LEAST, WORK // (trials.geo.n_units * max(FEW, first.n_micro // together(first.n_micro, wanted.gpus))))
+    groups = max(FEW, first.n_micro // together(first.n_micro, wanted.gpus))
+    most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
     _by_floors(trials, limits, plans, most)
     _around_the_best(trials, limits, first.piece, most, updates=begun is None)
     best = trials.best()
@@ -185,14 +186,16 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
     """
     seconds = unit_seconds(geo.cfg, plan, rates, batch)
     forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward") / plan.gpus
-    compute = plan.n_micro * sum(seconds.values()) / plan.gpus
+    decode = [sum(way) / rates.copy for way in zip(*geo.decode_bytes, strict=True)]  # in forward and in backward
+    forward += decode[0]
+    compute = plan.n_micro * sum(seconds.values()) / plan.gpus + sum(decode)
     moved = Traffic()
     for u in range(geo.n_units):
         _activations(geo, plan, u, moved)
         _weights_and_state(geo, plan, u, moved)
         _base(geo, plan, u, moved)
     for way, half in product(("h2d", "d2h"), (moved.forward, moved.backward)):
-        half[way] /= plan.gpus
+        half.update(dict.fromkeys((numbered(way, gpu) for gpu in range(plan.gpus)), half[way] / plan.gpus))
     up, down = lane_seconds(moved.forward, rates), lane_seconds(moved.backward, rates)
     passes = max(forward, *up.values()) + max(compute - forward, down["h2d"], down["d2h"])
     lanes = {lane: up[lane] + down[lane] for lane in up}
@@ -202,15 +205,17 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
 def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
     """Adds unit u's saved tensors and input."""
     unit, n = plan.units[u], plan.n_micro
-    saved = n * geo.saved_layout(unit.names("host") + unit.names("ssd"), plan.tokens).span
+    saved = n * geo.saved_layout(u, unit.names("host") + unit.names("ssd"), plan.tokens).span
     x, away = n * geo.x_bytes(plan.tokens) * (u > 0), unit.x != "gpu"
     moved.forward["d2h"] += saved + x * away
     moved.backward["h2d"] += saved + x * away
+    hops = away or unit.gpu != plan.units[u - 1].gpu
     if plan.between == "host":  # inputs return in forward too; gradients leave and return
-        moved.forward["h2d"] += x * away
+        moved.forward["d2h"] += x * (hops and not away)
+        moved.forward["h2d"] += x * hops
         moved.backward["d2h"] += x
         moved.backward["h2d"] += x
-    swapped = n * geo.saved_layout(unit.names("ssd"), plan.tokens).span + x * (unit.x == "ssd")
+    swapped = n * geo.saved_layout(u, unit.names("ssd"), plan.tokens).span + x * (unit.x == "ssd")
     moved.read += swapped + x * (unit.x == "ssd" and plan.between == "host")
     moved.written += swapped
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trireme.engine.lanes import READS, WRITES, Span, busy, kind_of, plain
+from trireme.engine.lanes import NET, READS, WRITES, Span, busy, kind_of, plain
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import COMPUTATION, Rates
 from trireme.engine.planner.simulate import drive_seconds
@@ -41,8 +41,8 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def at_work(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each lane at work, the drive's as "ssd"."""
-    found = {lane: seconds for lane, seconds in busy(spans).items() if lane not in READS + WRITES}
+    """Seconds of each lane at work, the drive's as "ssd"; not those between hosts, which wait for each other."""
+    found = {lane: seconds for lane, seconds in busy(spans).items() if lane not in READS + WRITES + NET}
     return found | {"ssd": measured(spans)["ssd"]}
 
 

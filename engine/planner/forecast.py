@@ -23,12 +23,13 @@ from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
 ROWS = {  # row of the memory table -> prefixes of its buffers' keys
-    "weights": ("weights", "weight ring", "base"),
-    "gradients": ("gradient",),
+    "weights": ("weights", "weight ring", "base", "decoded"),
+    "gradients": ("gradient", "sums", "whole gradient"),
     "optimizer state": ("state", "stream ring"),
     "activations": ("x", "dx", "saved", "swap ring"),
     "workspace": ("workspace", "staging"),
 }
+BEST = "best so far"  # its row: what is written with the next snapshot, or at the end
 SHORT = 4  # leans of a search for what is faster
 WORTH_SAYING = 1.1  # gain from which a change is offered
 ENDLESS = 1 << 40  # sequences
@@ -57,8 +58,10 @@ class Work:
         return [length] * whole + [rest] * (rest > 0)
 
     def batch(self, plan: Plan) -> Batch:
-        n_micro = min(plan.n_micro, math.ceil(self.sequences * self.seq_len / plan.tokens))
-        return Batch(math.ceil(self.tokens / n_micro), self.document or self.seq_len, n_micro, self.trained)
+        n_micro = min(plan.n_micro, math.ceil(self.sequences * self.seq_len / plan.tokens / plan.hosts))
+        return Batch(
+            math.ceil(self.tokens / plan.hosts / n_micro), self.document or self.seq_len, n_micro, self.trained
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Files:
     merged: int = 0  # the written model with its adapters in it
     copied: str = "the checkpoint's, or a copy"  # why they take room on the SSD; "": read from the checkpoint
     best: bool = False  # kept for a while beside the next or the last
+    exact: bool = False  # the checkpoint is written from fp32 masters
     tokens: int = 0  # the tokenized data
     held: int = 0  # of these and the state, what the run has already
     keep: int = 1
@@ -134,12 +138,30 @@ class Forecast:
             held["weights"]["ssd"] += geo.base[u].span * (unit.base == "ssd")
             held["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")
         held["activations"]["ssd"], held["gradients"]["ssd"] = scratch(geo, plan)
-        return held
+        return held | ({BEST: {"gpu": 0, "host": self.kept, "ssd": 0}} if self.kept else {})
+
+    @property
+    def kept(self) -> int:
+        """Bytes of RAM for the best weights so far; 0 where beside the plan there is no room."""
+        if not self.files.best:
+            return 0
+        geo, need, low = self.geo, usage(self.geo, self.plan), 2 * (self.files.exact and self.plan.dtype == "BF16")
+        nbytes = sum(w.span * bool(n) + low * n for w, n in zip(geo.weights, geo.numel, strict=True))
+        room = self.limits.host - need["host"]
+        if not self.machine.rates.host:  # a CPU: both tiers are RAM
+            room += self.plan.gpus * (self.limits.gpu - need["gpu"])
+        return nbytes if nbytes <= room else 0
 
     @property
     def frozen(self) -> int:
         """Bytes of frozen weights."""
         return sum(layout.span for layout in self.geo.base)
+
+    @property
+    def frozen_read(self) -> int:
+        """Bytes read to load them: those kept in fp8 twice, in the compute dtype."""
+        codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(shapes.ROWS))
+        return self.frozen + (2 * ITEMSIZE[self.plan.dtype] - 1) * sum(codes)
 
     @property
     def frozen_on_ssd(self) -> int:
@@ -206,7 +228,7 @@ class Forecast:
             drives = replace(m, ssd=2 * m.ssd, rates=replace(r, ssd_read=2 * r.ssd_read, ssd_write=2 * r.ssd_write))
             yield "twice the drives", lambda: replace(self, machine=drives).again()
         yield "a GPU with twice the memory", lambda: self.again(replace(limits, gpu=2 * limits.gpu))
-        quick = replace(m, rates=replace(r, matmul=2 * r.matmul, copy=2 * r.copy))
+        quick = replace(m, rates=replace(r, matmul=2 * r.matmul, fp8=2 * r.fp8, copy=2 * r.copy))
         yield "a GPU twice as fast", lambda: replace(self, machine=quick).again()
 
     def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
@@ -241,7 +263,7 @@ def check_drive(f: Forecast) -> None:
 def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
     """Bytes of activations and gradients on the SSD, as in Engine.claim_scratch."""
     units = [(u, plan.units[u]) for u in range(geo.n_units)]
-    saved = sum(geo.saved_layout(unit.names("ssd"), plan.tokens).span for _, unit in units)
+    saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in units)
     x = geo.x_bytes(plan.tokens) * sum(u > 0 and unit.x == "ssd" for u, unit in units)
     return plan.n_micro * (saved + x), sum(geo.weights[u].span for u, _ in units if plan.spilled(u))
 

@@ -16,6 +16,7 @@ class Gpu:
     matmul: float  # FLOP/s of a bf16 product (fp16 on a V100)
     copy: float  # bytes/s
     bus: float
+    fp8: float  # FLOP/s of an fp8 product, summed in fp32; 0: none
 
 
 # NVIDIA's data sheets: GiB, dense tensor-core TFLOP/s with fp32 accumulation, GB/s of memory (an H200 reaches 0.86).
@@ -74,6 +75,9 @@ H100 80 989 3350 0.79 55
 H200 141 989 4800 0.79 55
 B200 180 2250 8000 0.79 55
 """
+# Ada, Hopper and Blackwell; twice bf16's rate by their sheets (RTX 4090: 330 TFLOP/s, H200: 1979). Of its own an H200
+# reaches 0.73 (1437 TFLOP/s); a GeForce board is taken to reach all of it, as of bf16's.
+_WITH_FP8 = re.compile(r"RTX [45]0\d\d|.* Ada|RTX Pro|L4|H[12]00|B200")
 _ALSO = {"a100": "a10080g", "h10080g": "h100", "4060ti8g": "4060ti", "5060ti8g": "5060ti"}
 _WITHOUT_BF16 = "T4 P4 P40 P100 TitanV TitanRTX V100 V100-16G V100-32G 1070 1080 1080Ti 1660 2060 2070 2080 2080Ti"
 
@@ -87,7 +91,8 @@ def _key(name: str) -> str:
 def _read(line: str) -> Gpu:
     name, gib, peak, bandwidth, share, bus = line.rsplit(" ", 5)
     matmul, copy = float(f"{peak}e12") * float(share), float(f"{bandwidth}e9") * 0.86
-    return Gpu(name, int(gib) << 30, matmul, copy, float(f"{bus}e9"))
+    fp8 = 2 * matmul * (1 if share == "1" else 0.92) if _WITH_FP8.match(name) else 0.0
+    return Gpu(name, int(gib) << 30, matmul, copy, float(f"{bus}e9"), fp8)
 
 
 _BY_KEY = {_key(gpu.name): gpu for gpu in map(_read, _SHEETS.strip().splitlines())}

@@ -8,7 +8,7 @@ from trireme.engine.amounts import compact, count, duration, gb, seconds
 from trireme.engine.buffers import usage
 from trireme.engine.plan import Plan, Tier
 from trireme.engine.planner.clock import PARTS, Clock, Times
-from trireme.engine.planner.forecast import Forecast
+from trireme.engine.planner.forecast import BEST, Forecast
 from trireme.engine.planner.rates import ENDURANCE, TB
 
 BINDS = {
@@ -18,6 +18,7 @@ BINDS = {
     "d2h": "the bus from the GPU",
     "cpu": "updates on the CPU",
     "ssd": "the SSD",
+    "net": "the network",
 }
 MEMORIES: dict[Tier, str] = {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
 LONG = 5  # seconds of a start worth a line
@@ -64,6 +65,8 @@ def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
         return f"   homes: {_counted((u.state for u in plan.units), names)}; {plan.adam_bits}-bit moments{where}"
     if row == "gradients":
         return f"   consumed under {'the next forward' if plan.mode == 'forward' else 'backward'}"
+    if row == BEST:
+        return "   written to OUT/best with each snapshot, and at the end"
     if row == "activations":
         kept = sum(bool(u.saved) for u in plan.units)
         return f"   kept of {kept} of {n - 2} {units}, recomputed in the others"

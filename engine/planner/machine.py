@@ -17,11 +17,16 @@ from trireme.engine.planner.host import places_of
 from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, rates_of
 
 
-def this_machine(device: torch.device, dtype: str, limits: Limits, folders: Sequence[str | Path]) -> Machine:
+def this_machine(
+    device: torch.device, dtype: str, limits: Limits, folders: Sequence[str | Path], fp8: bool = False
+) -> Machine:
     """This machine, its rates measured in seconds or before, its drives, under `folders`, taken as usual ones."""
     cuda = device.type == "cuda"
     measure = lambda: {"matmul": probe.matmul_rate(device, DTYPE[dtype])} | probe.processor_rates(device, dtype)
     found, how = probe.kept(probe.processor(device, dtype), measure) if cuda else (measure(), "measured")
+    if fp8:
+        quick = lambda: {"fp8": probe.fp8_rate(device)}
+        found |= probe.kept(probe.processor(device, "FP8"), quick)[0] if cuda else quick()
     places, usual = places_of(folders), DRIVES["gen4"]
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
     disks, count = [shutil.disk_usage(place) for place in places], len(places)

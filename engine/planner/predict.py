@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
-from trireme.engine.lanes import Kind, Span, Task, gpu_of, plain
+from trireme.engine.lanes import NET, Kind, Span, Task, gpu_of, plain
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds
@@ -19,9 +19,14 @@ from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
 
-PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3}  # bytes copied for each byte of a task
-KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 2, "statistics": 10}  # others: 1
+PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
+KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10}  # others: 1
 LOSS_KERNELS = 12, 6  # and for each chunk of logits
+FP8_LAYERS = 4  # of a block: two kernels each make a matrix's codes
+EMBED_KERNELS: dict[Kind, int] = {"forward": 1, "backward": 4}  # sorts ids, adds in place
+# Python of a block between its kernels, in tasks' (Rates.task): 0.2 and 0.43 ms where a task takes 47 us
+WITHIN: dict[Kind, int] = {"forward": 4, "backward": 9}
+MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro-batch
 FEW = 8  # micro-batches simulated apart, at least
 APART = 4  # of each of several GPUs
 PIECES = 16  # of the largest gradient, `roughly`
@@ -33,7 +38,7 @@ STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extra
 class Prediction:
     """A steady state's step. `bound`: the busiest lane.
 
-    `busy`: seconds of compute, h2d, d2h, ssd, cpu, update; of several GPUs the most.
+    `busy`: seconds of compute, h2d, d2h, ssd, cpu, update, with several hosts net; of several GPUs the most.
     """
 
     step_s: float
@@ -84,7 +89,8 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     k = together(batch.n_micro, plan.gpus) if roughly or plan.between == "gpu" else 1
     if plan.gpus > 1:
         rates = replace(rates, host=plan.gpus * rates.host)  # one interpreter launches for all
-    lanes = SimulatedLanes(durations(cfg, plan, rates, batch, k), rates, plan.gpus)
+    issue = issues(cfg, plan, rates, batch, k)
+    lanes = SimulatedLanes(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
     if k > 1:
         plan = replace(plan, tokens=k * plan.tokens, n_micro=batch.n_micro // k)
         batch = replace(batch, tokens=k * batch.tokens, n_micro=batch.n_micro // k)
@@ -92,7 +98,7 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
         plan = replace(plan, piece=max(plan.piece, max(Geometry.of(cfg, plan).numel) // PIECES))
     with _no_collection():
         e = build(cfg, plan, Limits(1 << 60, 1 << 60), lanes)
-        seconds = _steady(e, lanes, batch.inputs(cfg))
+        seconds = _steady(e, lanes, batch.inputs(cfg)) + _lag(plan, unit_seconds(cfg, plan, rates, batch), e.geo, rates)
         found = _prediction(seconds, lanes, () if roughly else tuple(lanes.trace()))
         lanes.close()
     return found
@@ -113,6 +119,12 @@ def _steady(e: Engine, lanes: SimulatedLanes, inputs: Sequence[Inputs]) -> float
         if all(abs(more) < STEADY * seconds for more in grown):
             return seconds
     return seconds + max(grown[1:])  # once slots wait for the lane that falls behind
+
+
+def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rates: Rates) -> float:
+    """Seconds that the last of several hosts begins backward later than the first: a unit and its sum each."""
+    slowest = max(known.get((kind, geo.names[u]), 0.0) for kind in ("loss", "backward") for u in range(geo.n_units))
+    return (plan.hosts - 1) * (plan.n_micro * slowest + 4 * max(geo.numel) / rates.net)
 
 
 @contextmanager
@@ -142,7 +154,8 @@ def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) 
         else:
             working[plain(t.lane), gpu_of(t.lane)] += t.end - t.start
     for (lane, _), at_work in working.items():
-        busy[lane] = max(busy[lane], at_work)
+        name = "net" if lane in NET else lane
+        busy[name] = max(busy.get(name, 0.0), at_work)
     busy["ssd"] = drive_seconds(moved["ssd_read"], moved["ssd_write"], lanes.rates)  # spans include waits for the drive
     bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
@@ -153,9 +166,11 @@ def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) 
 
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
     """A task's seconds alone, k micro-batches as one."""
+    cfg = plan.cut(cfg)
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {lane: getattr(rates, DRIVE.get(lane, lane)) for lane in ("h2d", "d2h", *DRIVE)}
+    speed |= dict.fromkeys(NET, rates.net)
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
 
     def duration(task: Task) -> float:
@@ -163,10 +178,41 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
             return latency + task.nbytes / speed[lane]
         if (task.kind, task.of) in known:
             return k * known[task.kind, task.of]
-        kernels, passed = KERNELS.get(task.kind, 1), passes.get(task.kind, 1.0)
+        kernels, passed = kernels_of(cfg, task.kind, False, batch.learned), passes.get(task.kind, 1.0)
         return _launched(kernels, task.nbytes * passed / rates.copy, rates)
 
     return duration
+
+
+def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
+    """Seconds of the interpreter for a task's kernels, k micro-batches as one. Several GPUs' threads start theirs."""
+    cfg = plan.cut(cfg)
+    embed = shapes.unit_names(cfg)[0]
+
+    def issue(task: Task) -> float:
+        if plain(task.lane) != "compute" or plan.gpus > 1:
+            return 0.0
+        started = rates.host * kernels_of(cfg, task.kind, task.of == embed, batch.learned)
+        if task.kind not in MICRO:
+            return started
+        within = 0 if task.of == embed else WITHIN.get(task.kind, 0) / len(shapes.inner_kinds(cfg))
+        return k * (started + within * rates.task) + (k - 1) * rates.task
+
+    return issue
+
+
+def kernels_of(cfg: ModelConfig, kind: Kind, embeds: bool, learned: int) -> float:
+    """Kernels of a task on the GPU; `learned`: labels of a micro-batch."""
+    if kind == "loss":
+        return LOSS_KERNELS[0] + LOSS_KERNELS[1] * -(-learned // costs.LOSS_CHUNK)
+    if embeds and kind in MICRO:
+        return EMBED_KERNELS[kind]
+    thin = (2 if cfg.lora else 1) * (1.6 if cfg.fp8 else 1)  # adapters double the kernels; others make codes
+    if kind == "decode" and cfg.fp8:
+        return 2 * FP8_LAYERS / len(shapes.inner_kinds(cfg))
+    if kind in MICRO or kind == "finish":
+        return (thin if kind in MICRO else 1) * KERNELS[kind] / len(shapes.inner_kinds(cfg))
+    return KERNELS.get(kind, 1)
 
 
 def _launched(kernels: float, seconds: float, rates: Rates) -> float:
@@ -184,56 +230,73 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     long = batch.seq_len / (batch.seq_len + HALF)
     forward_attention = attended / (rates.matmul * rates.attention * long)
     backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
-    # Norms, residuals, rotation, activation: read and written once, in backward twice.
-    features = {"attention": 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)}
-    features["mlp"] = 4.5 * cfg.width + (3 if cfg.gated else 2) * costs.hidden_width(cfg)
-    features["mlp"] += 2 * shapes.chosen(cfg) * cfg.width if cfg.experts else 0  # rows by expert, and their sum
-    features["block"] = features["attention"] + features["mlp"]
-    parts = len(shapes.inner_kinds(cfg))  # of a block
-    thin = 2 if cfg.lora else 1  # adapters double the kernels
+    fast = rates.fp8 * rates.gemm_fp8
 
-    def launched(kind: Kind, seconds: float) -> float:
-        return _launched(thin * KERNELS[kind] / parts, seconds, rates)
+    def launched(kind: Kind, seconds: float, embeds: bool = False) -> float:
+        return _launched(kernels_of(cfg, kind, embeds, batch.learned), seconds, rates)
+
+    def multiplied(flops: float, in_fp8: float, moved: float) -> float:
+        """Seconds of products, so many FLOPs of them in fp8, whose codes move so many bytes."""
+        return (flops - in_fp8) / gemm + (in_fp8 / fast if in_fp8 else 0.0) + moved / rates.copy
+
+    def slower(forward: float, gradients: float = 0.0) -> float:
+        """Seconds that experts' products take beyond those of a dense matrix."""
+        more = forward / rates.grouped + gradients / rates.grouped_add - (forward + gradients) / rates.gemm
+        return more / rates.matmul
 
     known: dict[tuple[Kind, str], float] = {
-        ("forward", names[0]): _launched(1, 2 * row * cfg.width / rates.copy, rates),
-        ("backward", names[0]): _launched(4, 7 * row * cfg.width / rates.copy, rates),  # sorts ids, adds in place
+        ("forward", names[0]): launched("forward", 2 * row * cfg.width / rates.copy, embeds=True),
+        ("backward", names[0]): launched("backward", 7 * row * cfg.width / rates.copy, embeds=True),
         ("loss", names[-1]): _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
     }
     # Gradients are read and written each micro-batch, in fp32 if several.
-    wide = 8 if batch.n_micro > 1 else 2 * ITEMSIZE[plan.dtype]
+    wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
     trained = Geometry.of(cfg, plan).numel
     for u in range(1, cfg.n_units - 1):
         kind = shapes.kind(cfg, u)
         kept = frozenset(name for name, _ in plan.units[u].saved)
         missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
-        attends, again = kind != "mlp", bool(missing & {"attn_out", "lse"})
+        attends, again = not kind.endswith("mlp"), bool(missing & {"attn_out", "lse"})
         once = costs.forward_flops(cfg, u, N, pairs) - attends * attended
         back = costs.backward_flops(cfg, u, N, pairs) - attends * (attended * 5 // 2)
         up, down = (row * n / rates.copy for n in _beside(cfg, u))
         rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
-        small = row * features[kind] / rates.copy
+        quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
+        small = row * _features(cfg, kind) / rates.copy
         summed = wide * trained[u] / rates.copy
-        forward = once / gemm + attends * forward_attention + small + up
+        forward = multiplied(once, quick.forward, quick.forward_bytes) + attends * forward_attention + small + up
         backward = (
-            (back + rebuilt) / gemm
+            multiplied(back + rebuilt, quick.backward + quick.rebuilt, quick.backward_bytes + quick.rebuilt_bytes)
             + attends * backward_attention
             + again * forward_attention
             + small * (3 if missing else 2)
             + summed
             + down
             + up * rebuilt / once
+            + slower(own.backward + own.rebuilt, own.gradients)
         )
+        forward += slower(own.forward)
         known["forward", names[u]] = launched("forward", forward) / rates.forward
         known["backward", names[u]] = launched("backward", backward) / rates.backward
     return known
 
 
+def _features(cfg: ModelConfig, kind: str) -> float:
+    """Features of a token that norms, residuals, rotation, activation read and write once, in backward twice."""
+    cfg, kind = shapes.seen(cfg, kind)
+    attention = 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)
+    mlp = 4.5 * cfg.width + (3 if cfg.gated else 2) * costs.hidden_width(cfg)
+    mlp += 2 * shapes.chosen(cfg) * cfg.width if cfg.experts else 0  # rows by expert, and their sum
+    return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]
+
+
 def _beside(cfg: ModelConfig, u: int) -> tuple[int, int]:
     """Features of a token that adapters read and write, in forward and backward: products too thin for their FLOPs."""
     tensors = [group for part in shapes.trained_parts(cfg, u) for group in part if ".lora_" in group[0][0]]
-    ins = sum(group[0][1][1] for group in tensors if group[0][0].endswith("lora_A.weight"))
-    outs = sum(shape[0] for group in tensors for name, shape in group if name.endswith("lora_B.weight"))
+    rows = lambda name: shapes.chosen(cfg) if shapes.adapts_experts(name) else 1
+    out = lambda name, shape: shape[1] if shapes.adapts_experts(name) else shape[0]
+    ins = sum(rows(group[0][0]) * group[0][1][1] for group in tensors if group[0][0].endswith("lora_A.weight"))
+    outs = sum(rows(n) * out(n, s) for group in tensors for n, s in group if n.endswith("lora_B.weight"))
     return ins + 2 * outs, 4 * ins + 3 * outs
 
 
@@ -243,4 +306,4 @@ def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, ge
     once, back = (count(cfg, head, tokens, 0) for count in (costs.forward_flops, costs.backward_flops))
     moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width * (back > once)
     seconds = (once + back) / gemm + moved / rates.copy
-    return _launched(LOSS_KERNELS[0] + LOSS_KERNELS[1] * chunks, seconds, rates)
+    return _launched(kernels_of(cfg, "loss", False, tokens), seconds, rates)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
+from trireme.engine.lanes import RealLanes, Task
 from trireme.engine.memory import DTYPE, Memory
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
@@ -32,14 +34,16 @@ from trireme.storage.devices import open_device
 from trireme.storage.scratch import Scratch
 from trireme.storage.temporary import HIDDEN, Temporary
 
-VERSION = 5  # of what is measured
+VERSION = 6  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy, copies queued
 PHASE = 0.4  # seconds of a flow
 AGREE = 0.1  # change of a drive's rate between two turns that is noise
 # In a virtual drive's path in sysfs, or its model: virtio, Xen, Hyper-V, QEMU, clouds' network drives.
 LENT = ("/virtio", "/vbd-", "/vmbus", "/VMBUS", "QEMU", "Virtual", "Elastic Block Store", "nvme_card-pd", "Persistent")
-STARTS = 200  # of a kernel in a turn
+STARTS = 200  # of a kernel or task in a turn
+BOOKS = 6  # times that of a task's hand-over: all of the engine's bookkeeping, and events (5 without)
+LASTING = 0.62  # of the rate of pinning half a gigabyte, for tens of them: 3.3 of 5.4 GB/s on an H200's host
 TURNS = 6  # the first warms up, the fastest counts
 
 
@@ -95,6 +99,19 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n**3 * 5 / timed(lambda: [a @ b for _ in range(5)], device)
 
 
+def fp8_rate(device: torch.device) -> float:
+    """FLOP/s of a large square product in fp8, codes made before."""
+    n = 8192 if device.type == "cuda" else 512
+    a, b = (ops.quantize(torch.randn(n, n, device=device, dtype=torch.bfloat16)) for _ in range(2))
+    assert a.rows is not None
+    assert b.rows is not None
+    out = torch.empty(n, n, device=device, dtype=torch.bfloat16)
+    once = partial(ops.product, a.rows, a.scale, b.rows, b.scale, out)
+    for _ in range(2):
+        once()
+    return 2 * n**3 * 5 / timed(lambda: [once() for _ in range(5)], device)
+
+
 def processor(device: torch.device, dtype: str) -> dict[str, Any]:
     """Identity for `kept`, GPU included."""
     found = {
@@ -119,7 +136,7 @@ def _first(path: str, key: str) -> str:
 
 def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
     """Rates by name, without matmul and drives, in about five seconds."""
-    found = {"copy": _copy_rate(device)}
+    found = {"copy": _copy_rate(device), "task": BOOKS * task_seconds()}
     with Workers() as workers:
         if device.type == "cuda":
             found |= _bus(device, _update(workers, dtype, 1 << 25, lots=4), 1 << 25)
@@ -143,6 +160,22 @@ def start_seconds(device: torch.device) -> float:
     x, w = torch.ones(8, 128, dtype=torch.bfloat16, device=device), torch.ones(128, dtype=torch.bfloat16, device=device)
     calls = lambda: [ops.rmsnorm_fwd(x, w, 1e-5) for _ in range(STARTS)]
     return min(timed(calls, device) for _ in range(TURNS)) / STARTS
+
+
+def task_seconds() -> float:
+    """Seconds of the interpreter for a task without work, a quarter of them on another lane."""
+    lanes, took = RealLanes(), []
+    try:
+        for _ in range(TURNS):
+            begun, after = time.process_time(), tuple[Task, ...]()
+            for i in range(STARTS):
+                task = lanes.run("compute", "other", "probe", lambda: None, after)
+                after = (task if i % 3 else lanes.run("update", "other", "probe", lambda: None, (task,)),)
+            lanes.drain()
+            took.append((time.process_time() - begun) / (STARTS + len(range(0, STARTS, 3))))
+    finally:
+        lanes.close()
+    return min(took)
 
 
 def _update(workers: Workers, dtype: str, n: int, lots: int = 1) -> Callable[[], object]:
@@ -197,7 +230,7 @@ def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str
     bus.memory.close()
     lost = max(0.01, 1 - crowded / alone)  # share of the updates' time
     return {
-        "pin": bus.pin,
+        "pin": LASTING * bus.pin,
         "h2d": up,
         "d2h": down,
         "duplex": min(1.0, both[0] / up, both[1] / down),

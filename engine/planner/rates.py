@@ -35,13 +35,21 @@ class Rates:
     reading: float = 0.82  # of h2d beside CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
     beside: float = 0.88  # of adam in a step, where not measured out of caches beside copies
     launch: float = 3e-6  # the gap before a kernel
-    host: float = 0.0  # seconds of the host to start a kernel
+    host: float = 0.0  # seconds of the host to start a kernel; 0: it computes itself
+    task: float = 0.0  # of the interpreter to hand over and run a task, kernels and copies left out
     latency: float = 5e-5  # of handing a task to another lane
     pin: float = 3e9  # bytes/s of pinning RAM
     mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
+    fp8: float = 0.0  # FLOP/s of a large fp8 product, sums in fp32; 0: none
+    net: float = 1.25e9  # bytes/s from a host to another; 10 Gb/s where not measured
     # Share of `matmul`: a block's products, attention over long documents (d 128). Medians of task times on an H200,
     # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
     gemm: float = 0.885
+    gemm_fp8: float = 0.84  # of `fp8`
+    # Products of experts (kernels/experts) at 32,768 tokens, Qwen3-30B, gpt-oss, Mixtral: 0.59 to 0.76, their tiles'
+    # padding apart; gradients of matrices.
+    grouped: float = 0.65
+    grouped_add: float = 0.50
     attention: float = 0.76
     attention_backward: float = 0.50
     # Share of these that tasks reach; corrected in a run.
@@ -79,6 +87,7 @@ ENDURANCE = 600  # warranted writes over capacity of a consumer drive (1,200 TB 
 
 SHARED = 1.05  # dram over what AdamW alone takes of it, in measured steps bound by it
 HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
+TASK = 6e-5  # seconds of the interpreter for a task: 4.2e-5 to 4.9e-5 in steps without kernels on a Zen 4, and events
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CODE = 600 << 20  # RAM for code loaded and compiled in the first steps on a GPU
 GPU_OVERHEAD = 5 << 28  # of an assumed GPU: the driver's context and late kernels
@@ -131,7 +140,7 @@ def machine(
     gpu: Gpu, ram: int, drive: Drive | None = None, drives: int = 1, dram: float = CONSUMER_DRAM, name: str = ""
 ) -> Machine:
     """A machine from its parts. `dram`: bytes/s of RAM."""
-    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam=dram / ADAM_BYTES, dram=dram, host=HOST)
+    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, dram / ADAM_BYTES, dram, host=HOST, fp8=gpu.fp8)
     made = Machine(name or gpu.name, gpu.memory, ram, rates)
     if drive is None:
         return made
@@ -147,7 +156,8 @@ def machine(
 def assume(text: str) -> Machine:
     """The machine of `gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,dram=70`; dram in GB/s. Raises InputError.
 
-    `gpu=24GiB`: an RTX 4090 of that memory. `ssd` without @READ/WRITE (GB/s a drive): DRIVES["gen4"].
+    `gpu=2xrtx4090`: two; `gpu=24GiB`: an RTX 4090 of that memory. `ssd` without @READ/WRITE (GB/s a drive):
+    DRIVES["gen4"].
     """
     given = dict(part.split("=", 1) for part in text.replace(" ", "").split(",") if "=" in part)
     unknown = given.keys() - {"gpu", "ram", "ssd", "dram"}
@@ -156,7 +166,9 @@ def assume(text: str) -> Machine:
     try:
         drive, drives = _drives(given["ssd"]) if "ssd" in given else (None, 0)
         dram = positive(given.get("dram", str(CONSUMER_DRAM / GB))) * GB
-        return machine(find_gpu(given["gpu"]), size(given["ram"]), drive, drives, dram)
+        several = re.fullmatch(r"(\d+)x(.+)", given["gpu"])
+        gpus, gpu = (whole(several[1]), several[2]) if several else (1, given["gpu"])
+        return replace(machine(find_gpu(gpu), size(given["ram"]), drive, drives, dram), gpus=gpus)
     except ValueError as error:
         raise InputError(f"--assume {text}: {error}.") from None
 

@@ -55,7 +55,7 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
     for tier, where in PLACES.items():
         away = [u for u in range(1, n - 1) if plan.units[u].names(tier)]
         if away:
-            nbytes = plan.n_micro * sum(geo.saved_layout(plan.units[u].names(tier), plan.tokens).span for u in away)
+            nbytes = plan.n_micro * sum(geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u in away)
             yield (
                 f"{', '.join(plan.units[away[0]].names(tier))} of {len(away)} of {n - 2} {blocks} wait {where} "
                 f"({gib(nbytes, 1)}): computation takes {compute:.3g} s of a step rather than {before:.3g} s"

@@ -11,7 +11,6 @@ from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import fits, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Tier, UnitPlan
-from trireme.models import shapes
 from trireme.models.config import ModelConfig
 
 UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
@@ -44,13 +43,14 @@ class Wanted:
     document: int = 1024  # tokens of a usual document
     trained: float = 1.0  # share of tokens with a label
     gpus: int = 1
+    hosts: int = 1  # plans are of the last, which needs most
 
     @classmethod
     def like(cls, plan: Plan, document: int, trained: float) -> Wanted:
         """The same step and records, for a GPU."""
         sizes = ((plan.tokens, plan.n_micro),)
         same = plan.dtype, plan.mode, plan.record, plan.adam_bits
-        return cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus)
+        return cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts)
 
     @property
     def free(self) -> bool:
@@ -58,8 +58,8 @@ class Wanted:
 
     @property
     def gpu_updates(self) -> bool:
-        """Whether the device can update: CUDA has no kernel for narrow moments."""
-        return not self.on_cuda or self.adam_bits == 32
+        """Whether the device can update: CUDA has no kernel for narrow moments. Shares of hosts lie in RAM."""
+        return self.hosts == 1 and (not self.on_cuda or self.adam_bits == 32)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = L
     """The rule's plan, with the first of `wanted.sizes` that fits. Raises DoesNotFit with numbers and ways out."""
     refused = []
     for halves in cuts(cfg, wanted):
-        geo = geometry(replace(cfg, halves=halves), wanted.dtype, wanted.adam_bits)
+        last = wanted.hosts - 1, wanted.hosts
+        geo = geometry(replace(cfg, halves=halves), wanted.dtype, wanted.adam_bits, *last)
         plan = _smallest(geo, limits, wanted, lean)
         if fits(geo, plan, limits):
             return _fill(geo, plan, limits, wanted, lean)
@@ -130,16 +131,18 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     # (weight slots on the GPU, gradient piece, weight slots in RAM)
     half = geo.half_piece()
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
-    gradients: tuple[Waiting, ...] = ("host", "ssd") if state == "ssd" and wanted.mode != "backward" else ("host",)
+    may_spill = state == "ssd" and wanted.mode != "backward" and wanted.hosts == 1
+    gradients: tuple[Waiting, ...] = ("host", "ssd") if may_spill else ("host",)
     betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 else ("host",)
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
-        for x in inputs if between == "gpu" else inputs[inputs.index("host") :]:
+        for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("host") :]:
             base = weights if frozen else "gpu"
             # Adapters and their state are small; their base is not.
             low = UnitPlan("host", "host", x=x, base=base) if small else UnitPlan(weights, state, x=x, base=base)
+            needed_at_once: Tier = "gpu" if between == "gpu" else "host" if x == "gpu" else x
             plan = Plan(
-                units=(low,) * (geo.n_units - 1) + (replace(low, x="gpu" if between == "gpu" else x),),
+                units=(low,) * (geo.n_units - 1) + (replace(low, x=needed_at_once),),
                 tokens=tokens,
                 n_micro=n_micro,
                 dtype=geo.dtype,
@@ -153,6 +156,8 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 between=between,
                 gradients=waiting,
                 halves=geo.cfg.halves,
+                hosts=wanted.hosts,
+                host=wanted.hosts - 1,
             )
             yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied)
 
@@ -167,8 +172,7 @@ def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
 def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
     """Moves parts of a plan up, most useful first."""
     n, to_gpu = geo.n_units, wanted.free and wanted.gpu_updates
-    everything = plan.changed(range(n), weights="gpu", state="gpu", base="gpu")
-    if to_gpu and fits(geo, everything, limits):
+    if to_gpu and fits(geo, everything := plan.changed(range(n), weights="gpu", state="gpu", base="gpu"), limits):
         return _keep_activations(geo, everything, limits)
     if geo.cfg.lora:
         return _fill_adapted(geo, plan, limits, wanted)
@@ -192,8 +196,8 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean)
 def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> Plan:
     """As _fill, of adapters: first they, then activations, then their base."""
     if wanted.free:
-        trained = plan.changed(range(geo.n_units), weights="gpu", state="gpu")
-        plan = trained if wanted.gpu_updates and fits(geo, trained, limits) else plan
+        trained = plan.changed(range(geo.n_units), weights="gpu", state="gpu") if wanted.gpu_updates else plan
+        plan = trained if fits(geo, trained, limits) else plan
         plan = fill_ram(geo, plan, limits)
     plan = _keep_activations(geo, plan, limits)
     if wanted.free:
@@ -285,7 +289,7 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
     def kept(k: int) -> Plan:
         base = plan
-        for kind in shapes.inner_kinds(geo.cfg):
+        for kind in geo.inner_kinds:
             chosen = {u for u in range(geo.head - k, geo.head) if geo.kinds[u] == kind}
             base = base.changed(chosen, saved=tuple((name, "gpu") for name in geo.saved_names(kind)))
         return base

@@ -5,6 +5,7 @@
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
   moment by moment a faster lane would slow others.
 - **One wait**: tasks handed over after the step's statistics begin after them.
+- **One interpreter**: a task begins once it is handed over, its kernels once they are started, in program order.
 """
 
 from __future__ import annotations
@@ -18,40 +19,47 @@ from typing import Any
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.lanes import HOPS, READS, WRITES, Kind, Span, Task, gpu_of, kind_of, lanes_of, numbered
+from trireme.engine.lanes import BUS, READS, WRITES, Kind, Span, Task, gpu_of, lanes_of, numbered, plain
 from trireme.engine.planner.rates import Rates
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lane -> its rate
-BUS = ("h2d", "d2h", *HOPS)
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
 class Noted(Task):
-    """A task, with its seconds alone."""
+    """A task, with its seconds alone, and the interpreter's to start its kernels."""
 
-    __slots__ = ("after", "seconds")
+    __slots__ = ("after", "seconds", "issue")
 
     def __init__(self, lane: str, kind: Kind, of: str, nbytes: float, flops: float, after: Sequence[Task]):
         super().__init__(lane, kind, of, nbytes, flops)
-        self.after, self.seconds = after, 0.0
+        self.after, self.seconds, self.issue = after, 0.0, 0.0
 
 
 class SimulatedLanes:
-    """Notes the tasks of a step, then times them. `duration`: seconds of a task alone.
+    """Notes the tasks of a step, then times them. `duration`: seconds of a task alone; `issue`: to start its kernels.
 
     Steady steps are alike: timing one's tasks again is ten times as fast as the step's code.
     """
 
     simulated = True
 
-    def __init__(self, duration: Callable[[Task], float], rates: Rates, gpus: int = 1):
-        self.duration, self.rates = duration, rates
+    def __init__(
+        self,
+        duration: Callable[[Task], float],
+        rates: Rates,
+        gpus: int = 1,
+        issue: Callable[[Task], float] | None = None,
+        hosts: int = 1,
+    ):
+        self.duration, self.rates, self.issue = duration, rates, issue
         self.devices: Sequence[torch.device] = [torch.device("cpu")] * gpus
         self.tasks: list[Noted] = []  # of a step, in program order
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each lane
-        self.free = dict.fromkeys(lanes_of(gpus), 0.0)
+        self.free = dict.fromkeys(lanes_of(gpus, hosts), 0.0)
         self.drive = Intervals()
         self.waited = 0.0  # end of the last statistics
+        self.handed = 0.0  # the interpreter is done with the last task
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +77,7 @@ class SimulatedLanes:
     ) -> Noted:
         task = Noted(lane, kind, of, nbytes, flops, after)
         task.seconds = self.duration(task)
+        task.issue = self.issue(task) if self.issue else 0.0
         self.tasks.append(task)
         return task
 
@@ -107,6 +116,7 @@ class SimulatedLanes:
             if self.tasks[b - 1].kind == "statistics":
                 self.waited = self.tasks[b - 1].end
                 self.free = {lane: max(t, self.waited) for lane, t in self.free.items()}
+                self.handed = self.waited
         return self.waited - begun
 
     def behind(self) -> list[float]:
@@ -123,10 +133,12 @@ class SimulatedLanes:
         return [(a, b, down if turn <= a < end else up) for a, b in places]
 
     def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
-        free, take = self.free, self.drive.take
+        free, take, each, handed = self.free, self.drive.take, self.rates.task, self.handed
+        inline = each > 0 and self.rates.host == 0  # on a CPU
         for task in tasks:
             lane = task.lane
-            start, seconds = free[lane], task.seconds * slow[lane]
+            handed += each
+            start, seconds = max(free[lane], handed), task.seconds * slow[lane]
             for other in task.after:
                 if other.end > start:
                     start = other.end
@@ -137,6 +149,8 @@ class SimulatedLanes:
                     end = min(end, start + 3 * seconds)
             task.start, task.end = start, end
             free[lane] = end
+            handed = end if inline and lane == "compute" else handed + task.issue
+        self.handed = handed
 
 
 class Intervals:
@@ -183,18 +197,19 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """The slow-down of buses and the CPU, from a pass's bytes of each lane. On a GPU's bus hops go first."""
-    beside = sum(moved[lane] for lane in moved if kind_of(lane) in BUS or lane in DRIVE)
+    """The slow-down of buses and the CPU, from a pass's bytes of each lane. On a GPU's bus hops and sums go first."""
+    beside = sum(moved[lane] for lane in moved if plain(lane) in ("h2d", "d2h") or lane in DRIVE)
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
     slow = {"cpu": crowd}
     for gpu in {gpu_of(lane) for lane in moved}:
-        ways = {way: (numbered(way, gpu), numbered(hop, gpu)) for way, hop in (("h2d", "hop_in"), ("d2h", "hop_out"))}
-        total = {way: sum(moved.get(lane, 0.0) for lane in lanes) for way, lanes in ways.items()}
+        ways = {way: [numbered(lane, gpu) for lane in BUS if BUS[lane] == way] for way in ("h2d", "d2h")}
+        first = {way: sum(moved.get(lane, 0.0) for lane in lanes) for way, lanes in ways.items()}
+        total = {way: moved.get(numbered(way, gpu), 0.0) + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
         lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
-        for way, (lane, hop) in ways.items():
-            slow[hop] = 1.0
-            slow[lane] = 1 + (lost[way] + moved.get(hop, 0.0)) / moved[lane] if moved[lane] else 1.0
+        for way in ways:
+            lane = numbered(way, gpu)
+            slow[lane] = 1 + (lost[way] + first[way]) / moved[lane] if moved[lane] else 1.0
     return slow
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from typing import Any
 
-from trireme.models.config import InputError, ModelConfig, Rope
+from trireme.models.config import InputError, ModelConfig, Rope, parse_config
 
 
 def llama(width: int, layers: int, heads: int, ffn: int, vocab: int = 32000, kv: int | None = None) -> ModelConfig:
@@ -17,6 +18,17 @@ def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
                        qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
 
 
+def mixture(model_type: str, width: int, layers: int, heads: int, kv: int, vocab: int, **keys: Any) -> ModelConfig:
+    """Of its config.json, with these keys beside the usual."""
+    return parse_config(dict(
+        model_type=model_type, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv, vocab_size=vocab, **keys,
+    ))  # fmt: skip
+
+
+_YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
+_OSS: dict[str, Any] = dict(width=2880, heads=64, kv=8, vocab=201088, intermediate_size=2880, rope_parameters=_YARN,
+                             quantization_config=dict(quant_method="mxfp4"))  # fmt: skip
 MODELS = {
     "llama-tiny": llama(256, 4, 4, 688, vocab=2048),
     "llama-0.15b": llama(768, 12, 12, 2048),
@@ -31,7 +43,16 @@ MODELS = {
     "llama-405b": llama(16384, 126, 128, 53248, vocab=128256, kv=8),
     "gpt3-13b": gpt3(5120, 40, 40),
     "gpt3-175b": gpt3(12288, 96, 96),
-}
+    "qwen3-30b": mixture("qwen3_moe", 2048, 48, 32, 4, 151936, intermediate_size=6144, head_dim=128, rope_theta=1e6,
+                         norm_topk_prob=True),
+    "qwen3-235b": mixture("qwen3_moe", 4096, 94, 64, 4, 151936, intermediate_size=12288, head_dim=128, rope_theta=1e6,
+                          moe_intermediate_size=1536, norm_topk_prob=True),
+    "mixtral-8x7b": mixture("mixtral", 4096, 32, 32, 8, 32000, intermediate_size=14336),
+    "gpt-oss-20b": mixture("gpt_oss", layers=24, num_local_experts=32, **_OSS),
+    "gpt-oss-120b": mixture("gpt_oss", layers=36, num_local_experts=128, **_OSS),
+    "glm-air": mixture("glm4_moe", 4096, 46, 96, 8, 151552, intermediate_size=10944, head_dim=128, rope_theta=1e6,
+                       attention_bias=True),
+}  # fmt: skip
 
 
 def find_model(name: str) -> ModelConfig:

@@ -194,7 +194,7 @@ def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, 
     """`plan` with `names` of k blocks in `tier`, everything of the last `keep` on the GPU."""
     n = geo.cfg.n_layers
     away = spread(max(n - keep, 0), min(k, n - keep))
-    for kind in shapes.inner_kinds(geo.cfg):
+    for kind in geo.inner_kinds:
         layers = [(u, shapes.layer(geo.cfg, u)) for u in range(1, geo.head) if geo.kinds[u] == kind]
         everything, some = geo.saved_names(kind), [name for name in geo.saved_names(kind) if name in names]
         plan = plan.changed({u for u, i in layers if i >= n - keep}, saved=tuple((name, "gpu") for name in everything))

@@ -14,12 +14,18 @@ from trireme.engine.plan import Plan, Tier
 from trireme.engine.planner import probe
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.planner.predict import KERNELS, unit_seconds
+from trireme.engine.planner.predict import unit_seconds
 from trireme.engine.planner.rates import DRIVES
 from trireme.models.config import ModelConfig, numbers
 
-NEW = 15.0  # seconds of compilation: a tiny LLaMA on an H200; 46 kernels for sm_90 take a core 9 to 16 s
-KNOWN = 1.0  # with Triton's cache, until measured
+# Seconds beyond rates, medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
+NEW, SOME, KNOWN = 11.0, 5.0, 1.0  # of compilation: Triton's cache is empty; has other models' kernels; has all
+FIRST: Times = {"evaluations": 1.0, "samples": 0.3}  # on a GPU the first time: kernels of a pass without backward
+FIXED, CLOSING = 0.1, 0.25  # of files written and made durable; of the end: threads, pinned memory, the store
+LOADING = 4e9  # bytes/s of values from a checkpoint to their homes, at most
+COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
+SAMPLED = 40  # kernels of a block for a token that is sampled, 0.65 ms
+OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 LOSS_FORWARD = 1 / 3  # of the loss's three products
 
 
@@ -43,19 +49,23 @@ def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None
     """
     twice = 1 / _write(f) + 1 / _read(f)  # written and read back
     each: dict[Part, float] = {
-        "evaluations": evaluation_s(f, events.held_out),
+        "evaluations": evaluation_s(f, events.held_out) + f.kept / min(COPIED, f.machine.rates.d2h),
         "samples": min(events.longest, events.tokens * token_s(f)) if events.samples else 0.0,
-        "snapshots": unsaved(f) / _write(f),
-        "export": f.files.export * twice,
+        "snapshots": FIXED + unsaved(f) / _write(f),
+        "export": FIXED + f.files.export * twice,
     }
     each |= known or {}
+    first: Times = FIRST if f.machine.rates.host and not known else {}  # of a GPU
+    many = lambda part, times: times * each[part] + (times > 0) * first.get(part, 0.0)
     return {
-        "load": max(f.files.export, f.frozen) / _read(f) + f.pinning_s(),
+        "load": max(f.files.export, f.frozen_read) / min(LOADING, _read(f)) + f.pinning_s(),
         "steps": steps * f.step.step_s,
-        "evaluations": events.evaluations * each["evaluations"],
-        "samples": events.samples * each["samples"],
+        "evaluations": events.evaluations * each["evaluations"]
+        + (events.evaluations > 0) * first.get("evaluations", 0),
+        "samples": many("samples", events.samples),
         "snapshots": events.snapshots * each["snapshots"],
         "export": events.exports * each["export"] + f.files.merged * twice,
+        "close": CLOSING,
     }
 
 
@@ -91,7 +101,8 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
 def token_s(f: Forecast) -> float:
     """Of a sampled token: weights read once, kernels started."""
     rates, resident = f.machine.rates, sum(nbytes for tier, nbytes in _homes(f) if tier == "gpu")
-    started = KERNELS["forward"] * f.cfg.n_layers * max(rates.host, rates.launch)
+    each = max(rates.host or rates.task / OPS, rates.launch)
+    started = f.cfg.n_layers * SAMPLED * each + 2 * f.cfg.n_units * rates.task  # waits for a unit, and has read it
     return max(resident / rates.copy + sum(_streamed(f).values()), started)
 
 
@@ -115,12 +126,12 @@ def _homes(f: Forecast) -> Iterator[tuple[Tier, int]]:
 def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device) -> float:
     """Seconds of the first step beyond the second; 0 on a CPU.
 
-    NEW unless this machine has run the model with Triton's present cache.
+    KNOWN or as measured if this machine has run the model with Triton's present cache.
     """
     if device.type != "cuda":
         return 0.0
     found = probe.remembered(_forms(cfg, plan, device))
-    return found["seconds"] if found else NEW
+    return found["seconds"] if found else SOME if _cached() else NEW
 
 
 def note_compilation(cfg: ModelConfig, plan: Plan, device: torch.device, seconds: float) -> None:
@@ -136,6 +147,14 @@ def _forms(cfg: ModelConfig, plan: Plan, device: torch.device) -> dict[str, Any]
         "micro-batch": plan.tokens,
         "kernels": _cache_folder(),
     }
+
+
+def _cached() -> bool:
+    """Whether Triton's cache has anything."""
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    return folder.exists() and any(folder.iterdir())
 
 
 def _cache_folder() -> list[Any]:

@@ -86,6 +86,10 @@ def test_compilation_is_foretold_by_what_the_machine_has_run(tmp_path, monkeypat
     monkeypatch.setattr(whole, "_cache_folder", lambda: folder)
     foretold = lambda: whole.compile_s(ONE_B, p, cuda)
     assert whole.compile_s(ONE_B, p, torch.device("cpu")) == 0
+    cached = [True]
+    monkeypatch.setattr(whole, "_cached", cached.pop)
+    assert foretold() == whole.SOME, "kernels of another model"
+    monkeypatch.setattr(whole, "_cached", lambda: False)
     assert foretold() == whole.NEW
     whole.note_compilation(ONE_B, p, cuda, 14.0)
     assert foretold() == whole.KNOWN, "the next run finds the kernels in Triton's cache"

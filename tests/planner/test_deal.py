@@ -6,13 +6,13 @@ import pytest
 from engines import LIMITS, LLAMA, gpu_plan
 from plans import H200, SEVEN_B, SMALL, plan
 
-from trireme.engine.buffers import fits
+from trireme.engine.buffers import fits, usage
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Limits, UnitPlan
-from trireme.engine.planner.choose import choose
+from trireme.engine.planner.choose import choose, floors
 from trireme.engine.planner.predict import Batch, predict
-from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.rule import Lean, Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.step import Inputs, train_step
 
@@ -86,3 +86,19 @@ def test_the_planner_deals_and_fills_each_gpu():
     assert [u.state == "gpu" or u.update == "gpu" for u in begun.units] == [
         u.state == "gpu" or u.update == "gpu" for u in choice.plan.units
     ]
+
+
+def test_where_ram_is_short_inputs_are_at_home_on_their_gpus():
+    """Each GPU has those of its own blocks: a plan fits that has no room for them in RAM."""
+    wanted = Wanted(((512, 8),), document=512, gpus=2, homes="host")
+    roomy = Limits(300 * MIB, 4000 * MIB, 2)
+    low = simple_plan(SMALL, roomy, wanted, Lean("host"))
+    assert all(unit.x == "host" for unit in low.units)
+    short = replace(roomy, host=usage(Geometry.of(SMALL, low), low)["host"] - 8 * MIB)
+    choice = choose(SMALL, short, H200, wanted)
+    geo = Geometry.of(SMALL, choice.plan)
+    assert {unit.x for unit in choice.plan.units[1:-1]} == {"gpu"}
+    assert choice.plan.units[-1].x == "host"
+    assert fits(geo, choice.plan, short)
+    batch = Batch(512, 512, 8)
+    assert max(floors(geo, choice.plan, H200, batch).values()) <= choice.found.step_s

@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, plan
 
+from trireme.engine.buffers import usage
 from trireme.engine.geometry import ADAM_BYTES, Geometry
-from trireme.engine.plan import Plan, UnitPlan
-from trireme.engine.planner.predict import Batch, predict, together, unit_seconds
-from trireme.engine.planner.rates import GPUS, assume, rates_of
+from trireme.engine.plan import Limits, Plan, UnitPlan
+from trireme.engine.planner.predict import WITHIN, Batch, predict, together, unit_seconds
+from trireme.engine.planner.rates import GPUS, Rates, assume, rates_of
 from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.sizes import MODELS
+from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models import shapes
-from trireme.models.config import InputError
+from trireme.models.config import InputError, Lora
 
 
 def test_a_drive_that_binds_is_never_idle():
@@ -112,6 +115,26 @@ def test_measured_steps_are_met(cfg, plan, rates, seconds):
     assert predict(cfg, plan, rates, Batch(16384, 1024, 2)).step_s == pytest.approx(seconds, rel=0.05)
 
 
+def test_a_measured_step_of_a_mixture_is_met():
+    """gpt-oss-120b with adapters in 24 GiB of an H200, its base in MXFP4 in RAM: 3.03 s."""
+    cfg = MODELS["gpt-oss-120b"]
+    cfg = adapted(cfg, Lora(16, 32.0, targets(cfg, ())))
+    rates = Rates(7.77e14, 3.93e12, 5.53e10, 5.53e10, adam=6.3e9, dram=1.94e11, duplex=0.9, beside=1.0, host=1.87e-5)
+    plan = simple_plan(cfg, Limits(24_581_963_776, 73_861_693_440), Wanted(((8192, 4),), document=4096))
+    assert predict(cfg, plan, rates, Batch(8192, 4096, 4)).step_s == pytest.approx(3.03, rel=0.1)
+
+
+def test_experts_products_are_slower_than_dense_ones_and_small_groups_slower_still():
+    cfg = replace(MODELS["qwen3-30b"], n_layers=1)
+    rates = replace(RATES, copy=1e15, launch=0.0)
+    batches = [Batch(n, 256, 2) for n in (32768, 512)]
+    seconds = lambda batch, **shares: unit_seconds(cfg, plan(cfg, UnitPlan()), replace(rates, **shares), batch)
+    for kind, shares in (("forward", dict(grouped=0.1)), ("backward", dict(grouped_add=0.1))):
+        long, short = (seconds(batch, **shares)[kind, "block000"] / batch.tokens for batch in batches)
+        assert long > 2 * seconds(batches[0])[kind, "block000"] / batches[0].tokens
+        assert short > 1.5 * long  # 32 rows an expert, and half a tile of nothing
+
+
 def test_labels_that_do_not_count_cost_nothing():
     """Of a head that is most of the model."""
     cfg = replace(SMALL, n_layers=1, vocab=65536)
@@ -135,6 +158,25 @@ def test_small_blocks_wait_for_the_host():
         if waits:
             assert found[1]["backward", "block000"] == pytest.approx(40 * 1e-4)
             assert found[1]["backward", "block000"] > found[0]["backward", "block000"]
+
+
+@pytest.mark.parametrize("tokens", [64, 65536])
+def test_a_step_takes_as_long_as_the_interpreter_for_its_tasks(tokens):
+    """Of small blocks; large ones hide it."""
+    p, batch = plan(SMALL, UnitPlan(), tokens=tokens), Batch(tokens, 64, 1)
+    alone, handed = (predict(SMALL, p, replace(RATES, host=1e-5, task=task), batch) for task in (0.0, 1e-3))
+    tasks = (len(alone.spans) + SMALL.n_layers * sum(WITHIN.values())) * 1e-3
+    if tokens == 64:
+        assert handed.step_s == pytest.approx(tasks + alone.step_s, rel=0.2)
+    else:
+        assert alone.step_s < handed.step_s < alone.step_s + 0.1 * tasks
+
+
+def test_on_a_cpu_computation_waits_for_the_interpreter():
+    """It is one: no kernel runs while a task is handed over."""
+    p, batch = plan(SMALL, UnitPlan(), tokens=65536), Batch(65536, 64, 1)
+    alone, handed = (predict(SMALL, p, replace(RATES, task=task), batch) for task in (0.0, 1e-3))
+    assert handed.step_s == pytest.approx(alone.step_s + len(alone.spans) * 1e-3, rel=0.02)
 
 
 def test_half_blocks_take_as_long_as_whole_ones():
@@ -189,7 +231,8 @@ def test_a_gpu_by_its_memory_is_as_fast_as_a_known_one():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "gpu=rtx4090", "gpu=gtx8800,ram=64GiB", "gpu=rtx4090,ram=64", "gpu=a100,ram=64GiB,ssd=0x2TB",
+    ["", "gpu=rtx4090", "gpu=0xrtx4090,ram=64GiB", "gpu=gtx8800,ram=64GiB", "gpu=rtx4090,ram=64",
+     "gpu=a100,ram=64GiB,ssd=0x2TB",
      "gpu=a100,ram=64GiB,ssd=2TB@7", "gpu=a100,ram=64GiB,color=blue", "gpu=a100,ram=64GiB,dram=x", "gpu=,ram=64GiB",
      "gpu=a100,ram=64GiB,dram=0", "gpu=a100,ram=64GiB,dram=nan", "gpu=a100,ram=64GiB,dram=inf",
      "gpu=a100,ram=64GiB,ssd=0TB", "gpu=a100,ram=64GiB,ssd=2TB@1.2.3/4", "gpu=a100,gpu=h100,ram=64GiB",
@@ -222,3 +265,35 @@ def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
     assert rough.step_s == pytest.approx(exact.step_s, rel=0.01)
     assert not rough.spans
     assert sum((s.kind, s.of) == ("finish", "block000") for s in exact.spans) > 60
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_products_in_fp8_take_its_time_and_that_of_codes(halves):
+    """Where multiplying costs little, codes are all that is added; where it is all, each rate has its FLOPs."""
+    cfg = replace(SEVEN_B, halves=halves)
+    p, batch = plan(cfg, UnitPlan("host", "host"), keep=3, halves=halves), Batch(16384, 4096, 2)
+    unit = lambda on, **rates: unit_seconds(replace(cfg, fp8=on), p, replace(RATES, launch=0.0, **rates), batch)
+    slow, fast = unit(False, copy=1e30), unit(True, copy=1e30, fp8=2 * RATES.matmul)
+    last = [name for _, name in slow if name.startswith(("block", "attn", "mlp"))][-1]
+    for kind in ("forward", "backward"):
+        assert 1.5 < slow[kind, last] / fast[kind, last] <= 2.0
+        same = unit(True, copy=1e30, fp8=RATES.matmul * RATES.gemm / RATES.gemm_fp8)[kind, last]
+        assert same == pytest.approx(slow[kind, last], rel=1e-9)
+        codes = unit(True, fp8=1e40)[kind, last] - unit(True, fp8=1e40, copy=1e30)[kind, last]
+        assert codes > unit(False)[kind, last] - slow[kind, last]
+    assert slow["loss", "head"] == fast["loss", "head"]
+
+
+def test_a_base_in_fp8_takes_half_the_bus_and_half_the_ram():
+    """But for embedding and head; and what a pass makes of matrices is a task of it, not of each micro-batch."""
+    cfg = adapted(SEVEN_B, Lora(8, 16.0, ("q_proj",)))
+    p, batch = plan(cfg, UnitPlan(base="host"), n_micro=2, tokens=4096), Batch(4096, 1024, 2)
+    rates = replace(RATES, fp8=2 * RATES.matmul)
+    plain, quick = (predict(replace(cfg, fp8=on), p, rates, batch) for on in (False, True))
+    assert 0.5 < quick.busy["h2d"] / plain.busy["h2d"] < 0.54
+    host = [usage(Geometry.of(replace(cfg, fp8=on), p), p)["host"] for on in (False, True)]
+    assert 0.5 < host[1] / host[0] < 0.54
+    made = [(span.of, span.kind) for span in quick.spans if span.kind == "decode"]
+    assert len(made) == len(set(made)) == cfg.n_layers  # in backward: forward reads codes as they lie
+    whole = predict(replace(SEVEN_B, fp8=True), plan(SEVEN_B, UnitPlan("host", "host"), n_micro=2), rates, batch)
+    assert sum(span.kind == "decode" for span in whole.spans) == 2 * cfg.n_layers

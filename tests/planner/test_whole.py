@@ -7,14 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import ONE_B, plan
 
+from trireme.engine.buffers import usage
 from trireme.engine.plan import UnitPlan
-from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.forecast import BEST, Files, Forecast, Work
 from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.rates import assume
-from trireme.engine.planner.whole import Events, evaluation_s, foretold, token_s, unsaved
+from trireme.engine.planner.whole import (
+    CLOSING,
+    COPIED,
+    FIRST,
+    FIXED,
+    LOADING,
+    SAMPLED,
+    Events,
+    evaluation_s,
+    foretold,
+    token_s,
+    unsaved,
+)
 from trireme.engine.run import demo, train
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Every, Options
-from trireme.engine.run.report import often
+from trireme.engine.run.report import often, promise
 
 EXPORT = 10**9
 
@@ -35,11 +49,49 @@ def faster(f: Forecast, **times: float) -> Forecast:
 
 def test_parts_are_bytes_over_rates():
     found = foretold(RAM, 10, Events(snapshots=3, exports=2))
-    assert found["export"] == pytest.approx(2 * (EXPORT / 7e9 + EXPORT / 5e9))
-    assert found["snapshots"] == pytest.approx(3 * RAM.stored() / 5e9)
+    assert found["export"] == pytest.approx(2 * (FIXED + EXPORT / 7e9 + EXPORT / 5e9))
+    assert found["snapshots"] == pytest.approx(3 * (FIXED + RAM.stored() / 5e9))
     assert found["steps"] == pytest.approx(10 * RAM.step.step_s)
-    assert found["load"] == pytest.approx(EXPORT / 7e9 + RAM.pinning_s())
+    assert found["load"] == pytest.approx(EXPORT / LOADING + RAM.pinning_s())
+    assert found["close"] == CLOSING
     assert found["evaluations"] == found["samples"] == 0
+
+
+def test_the_best_is_kept_in_ram_beside_the_plan():
+    """Also its low halves, if the checkpoint needs them; without room it costs an export each time."""
+    f = replace(RAM, files=Files(export=EXPORT, best=True))
+    weights, n = sum(layout.span for layout in RAM.geo.weights), sum(RAM.geo.numel)
+    assert (RAM.kept, f.kept, replace(f, files=replace(f.files, exact=True)).kept) == (0, weights, weights + 2 * n)
+    assert f.memory()[BEST] == {"gpu": 0, "host": weights, "ssd": 0}
+    assert BEST not in RAM.memory()
+    need = usage(f.geo, f.plan)
+    tight = replace(f, limits=replace(f.limits, host=need["host"] + weights - 1))
+    assert tight.kept == 0
+    cpu = faster(tight, host=0)
+    assert cpu.kept == weights, "of one memory, the other tier's room is room too"
+    assert replace(cpu, limits=replace(cpu.limits, gpu=need["gpu"])).kept == 0
+    three = Events(evaluations=3, held_out=32)
+    assert foretold(f, 1, three)["evaluations"] == pytest.approx(
+        foretold(RAM, 1, three)["evaluations"] + 3 * weights / COPIED
+    )
+
+
+@pytest.mark.parametrize(("room", "exports"), [(True, 1 + 1), (False, 1 + 4)])
+def test_exports_are_foretold_by_snapshots_or_by_evaluations(tmp_path, monkeypatch, room, exports):
+    """Five evaluations after steps; the last one's weights are the result."""
+    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
+    when = dict(eval_every=Every(steps=2), save_every=Every(steps=6), max_steps=10)
+    job = prepare(Options(model=model, data=(text,), out=out, val="0.1", seq_len=64, device="cpu", **when))
+    found = []
+    monkeypatch.setattr(
+        "trireme.engine.run.report.foretold", lambda f, steps, events, known: found.append(events) or {}
+    )
+    if not room:
+        monkeypatch.setattr(Forecast, "kept", 0)
+    promise(job)
+    assert (found[0].exports, found[0].evaluations, found[0].snapshots) == (exports, 6, 1)
 
 
 def test_what_an_event_took_is_believed():
@@ -51,8 +103,16 @@ def test_what_an_event_took_is_believed():
 
 def test_a_sample_ends_after_its_longest_time():
     events = Events(samples=3, tokens=48)
-    assert foretold(RAM, 1, events)["samples"] == pytest.approx(3 * 48 * token_s(RAM))
-    assert foretold(RAM, 1, replace(events, longest=0.001))["samples"] == pytest.approx(0.003)
+    assert foretold(RAM, 1, events)["samples"] == pytest.approx(FIRST["samples"] + 3 * 48 * token_s(RAM))
+    assert foretold(RAM, 1, replace(events, longest=0.001))["samples"] == pytest.approx(FIRST["samples"] + 0.003)
+
+
+def test_kernels_of_a_first_pass_are_compiled_on_a_gpu_alone():
+    events = Events(evaluations=3, held_out=32, samples=3, tokens=48)
+    cpu = replace(RAM, machine=replace(RAM.machine, rates=replace(RAM.machine.rates, host=0.0)))
+    assert foretold(RAM, 1, events)["evaluations"] == pytest.approx(FIRST["evaluations"] + 3 * evaluation_s(RAM, 32))
+    assert foretold(cpu, 1, events)["evaluations"] == pytest.approx(3 * evaluation_s(cpu, 32))
+    assert foretold(cpu, 1, events)["samples"] == pytest.approx(3 * 48 * token_s(cpu))
 
 
 def test_a_snapshot_writes_only_what_is_on_no_drive():
@@ -80,8 +140,8 @@ def test_what_is_frozen_is_read_too():
     assert evaluation_s(faster(frozen("ssd"), matmul=1e3, copy=1e3), 32) == pytest.approx(weights / 7e9, rel=0.01)
     few = replace(frozen("ssd"), files=Files(export=10**6, merged=EXPORT))  # adapters, and the model with them
     found = foretold(few, 1, Events(exports=3))
-    assert found["load"] == pytest.approx(weights / 7e9 + few.pinning_s())
-    assert found["export"] == pytest.approx((EXPORT + 3e6) * (1 / 7e9 + 1 / 5e9))
+    assert found["load"] == pytest.approx(weights / LOADING + few.pinning_s())
+    assert found["export"] == pytest.approx(3 * FIXED + (EXPORT + 3e6) * (1 / 7e9 + 1 / 5e9))
     assert few.disk_parts()["export"] == EXPORT + 10**6
 
 
@@ -91,8 +151,9 @@ def test_a_sampled_token_reads_every_weight_once():
     assert token_s(SSD) > token_s(RAM) > token_s(GPU)
     stay = replace(RAM, plan=RAM.plan.changed(range(RAM.geo.n_units), resident=True))
     assert token_s(stay) == token_s(GPU)
-    slow = faster(GPU, host=1e3)
-    assert token_s(slow) == pytest.approx(12 * ONE_B.n_layers * slow.machine.rates.host), "its kernels have to start"
+    slow = faster(GPU, host=1e3, task=1e3)
+    kernels, tasks = SAMPLED * ONE_B.n_layers * slow.machine.rates.host, 2 * ONE_B.n_units * slow.machine.rates.task
+    assert token_s(slow) == pytest.approx(kernels + tasks), "they have to start"
 
 
 @given(
