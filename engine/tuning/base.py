@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from trireme.engine.geometry import geometry
 from trireme.engine.homes import Piece
-from trireme.engine.tuning.packed import Packed
-from trireme.models import shapes
 from trireme.models.config import ModelConfig
+from trireme.models.shapes import FP8
 from trireme.storage.aio import File, together
 from trireme.storage.checkpoint import Source
 from trireme.storage.devices import Device
@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> Way:
     """The extents of a unit's tensors, neighbours as one, and the tensors within. `stored`: their names in `source`."""
-    found = [(source.tensors[stored[t.name]], t) for t in layout.tensors]
+    found = [(source.place(stored[t.name]), t) for t in layout.tensors]
     extents: list[Extent] = []
     pieces: list[Piece] = []
     for there, t in sorted(found, key=lambda pair: (pair[0].file, pair[0].offset)):
@@ -86,13 +86,15 @@ class CheckpointBase:
 
 def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str, str], stores: Sequence[Path]) -> str:
     """Why frozen weights cannot be read where they lie; "" where they can. `stores`: folders that the run writes."""
-    groups = (group for u in range(cfg.n_units) for group in shapes.frozen_groups(cfg, u))
-    frozen = [there for group in groups for name, shape in group for there, _ in shapes.on_disk(cfg, name, shape)]
+    frozen = {t.name: t.dtype for layout in geometry(cfg, dtype, 32).stored_base for t in layout.tensors}
+    if any(name.endswith(FP8) for name in frozen):
+        return "they are kept in fp8"
     if any(name not in stored for name in frozen):
         return "they are stored in other shapes"
-    if isinstance(source, Packed):
+    places = {name: source.place(stored[name]) for name in frozen}
+    if not all(place.file for place in places.values()):
         return "they are packed, and decoded as they are read"
-    other = {source.tensors[stored[name]].dtype for name in frozen} - {dtype}
+    other = {place.dtype for name, place in places.items() if place.dtype != frozen[name]}
     if other:
         return f"they are {', '.join(sorted(other))}, and computed with in {dtype}"
     if len(stores) > 1:

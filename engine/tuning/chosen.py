@@ -85,7 +85,7 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
     """`cfg` with adapters, which alone are trained. InputError where the rank or a target fits nothing."""
     if not 1 <= lora.rank <= cfg.width:
         raise InputError(f"a LoRA rank of {lora.rank}: expected 1 to {cfg.width}, the width of the model.")
-    modules = linear_layers(cfg)
+    modules = (*linear_layers(cfg), *((cfg.names.experts,) if cfg.experts else ()))
     for target in lora.targets:
         if not any(replace(lora, targets=(target,)).adapts(module) for module in modules):
             raise InputError(f"no linear layer of the blocks is called {target}; there are {', '.join(modules)}.")
@@ -94,14 +94,23 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
 
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers within a block."""
-    dense = cfg.experts is None or cfg.experts.shared
-    mlp = (*cfg.names.up, cfg.names.down) if dense else ()
-    return (*cfg.names.qkv, cfg.names.o, *mlp)
+    mlps = [own.names for own in _layers_seen(cfg) if own.experts is None or own.experts.shared]
+    return (*cfg.names.qkv, cfg.names.o, *(name for names in mlps for name in (*names.up, names.down)))
+
+
+def _layers_seen(cfg: ModelConfig) -> tuple[ModelConfig, ...]:
+    """The model as its layers see it: with experts, without, or both."""
+    return (cfg, cfg.dense) if cfg.experts and cfg.experts.dense else (cfg,)
 
 
 def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:
-    """Targets of adapters: those given, or every linear layer of the blocks."""
-    if given and not (len(given) == 1 and given[0] in ALL):
+    """Targets of adapters: those given, or every linear layer of the blocks; of a mixture of experts attention's.
+
+    peft takes a gate_proj for that of all experts, in GLM even behind shared_experts: it would not open such adapters.
+    """
+    everything = len(given) == 1 and given[0] in ALL
+    if given and not everything:
         return tuple(given)
-    words = 1 if cfg.experts is None else 2  # peft takes a plain gate_proj for that of all experts
-    return tuple(dict.fromkeys(".".join(name.split(".")[-words:]) for name in linear_layers(cfg)))
+    words = 1 if cfg.experts is None else 2
+    layers = linear_layers(cfg) if everything or cfg.experts is None else (*cfg.names.qkv, cfg.names.o)
+    return tuple(dict.fromkeys(".".join(name.split(".")[-words:]) for name in layers))

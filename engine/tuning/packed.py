@@ -1,47 +1,57 @@
-"""Experts in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss has them: decoded to bf16, exactly, as they are read.
+"""Experts in MXFP4 (kernels/experts/mxfp4.py), as gpt-oss has them: X_blocks, X_scales of the matrices X (E, in, out).
 
-X_blocks (E, out, in / 32, 16) U8 holds 32 numbers of 4 bits a row, the even ones in the low halves, X_scales (E, out,
-in / 32) U8 the powers of two that they are times, with a bias of 127; X is (E, in, out). Where experts are trained, all
-is written in bf16; otherwise they are copied as they are.
+Frozen, they stay packed up to the GPU, and are copied as they are. Where experts are trained, they are decoded to bf16,
+exactly, as they are read, and all is written in bf16.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from trireme.models import shapes
 from trireme.models.config import ModelConfig
-from trireme.storage.checkpoint import INDEX, Source, SourceTensor, open_source, stored_values
+from trireme.models.shapes import BLOCKS, SCALES
+from trireme.storage.checkpoint import CHUNK, INDEX, Source, SourceTensor, open_source, stored_values
 from trireme.storage.companions import CONTENT, content_of
 from trireme.storage.files import Say, to_stderr
 from trireme.storage.headers import CheckpointError, encode_header
 from trireme.storage.layout import sequential
-
-BLOCKS, SCALES = "_blocks", "_scales"
-MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-NUMBERS = np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32)  # by 4 bits
-PAIRS = np.stack([NUMBERS[np.arange(256) & 15], NUMBERS[np.arange(256) >> 4]], 1)  # by a byte
 
 
 @dataclass(frozen=True)
 class Packed(Source):
     """A checkpoint with tensors in MXFP4, which look like bf16 without a place in a file."""
 
-    packed: dict[str, tuple[SourceTensor, SourceTensor]] = field(default_factory=dict)  # name -> blocks, scales
+    parts: dict[str, SourceTensor] = field(default_factory=dict)  # blocks and scales
+
+    def packs(self, name: str) -> bool:
+        return name + BLOCKS in self.parts
+
+    def place(self, name: str) -> SourceTensor:
+        return self.parts.get(name) or super().place(name)
 
     def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
-        if name not in self.packed:
+        """As Source.values; of blocks and scales their bytes."""
+        if name in self.parts:
+            t = self.parts[name]
+            last = t.nbytes if last is None else last
+            for a in range(first, last, CHUNK):
+                yield self.bytes_of(t.file, t.offset + a, min(CHUNK, last - a))
+        elif self.packs(name):
+            yield from self._decoded(name, first, last)
+        else:
             yield from super().values(name, first, last)
-            return
+
+    def _decoded(self, name: str, first: int, last: int | None) -> Iterator[np.ndarray]:
         experts, rows, columns = self.tensors[name].shape
         one, last = rows * columns, experts * rows * columns if last is None else last
         for e in range(first // one, -(-last // one)):
-            blocks, scales = (self._expert(t, e) for t in self.packed[name])
+            blocks, scales = (self._expert(self.parts[name + part], e) for part in (BLOCKS, SCALES))
             begin, end = max(first - e * one, 0), min(last - e * one, one)
             yield decode(blocks.reshape(columns, -1), scales.reshape(columns, -1)).reshape(-1)[begin:end]
 
@@ -58,7 +68,7 @@ class Unpacked(Packed):
     headers: dict[str, bytes] = field(default_factory=dict)  # of the files
 
     def place(self, name: str) -> SourceTensor:
-        return self.places[name]
+        return self.parts.get(name) or self.places[name]
 
     def size_of(self, file: str) -> int:
         return len(self.headers[file]) + sum(t.nbytes for t in self.tensors.values() if t.file == file)
@@ -86,25 +96,37 @@ class Unpacked(Packed):
 
 def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """(in, out) bf16 bits of blocks (out, in / 2) and scales (out, in / 32)."""
-    values = PAIRS[blocks].reshape(*scales.shape, 32)
-    with np.errstate(over="ignore"):  # a scale of 255 is not finite, and refused
-        values = np.ldexp(values, (scales.astype(np.int32) - 127)[..., None])
-    bits = (values.reshape(len(scales), -1).view(np.uint32) >> 16).astype(np.uint16)
-    return np.ascontiguousarray(bits.T)
+    import torch  # what else is here needs none
+
+    from trireme.kernels import ops
+
+    out, groups = scales.shape
+    found = torch.empty((1, 32 * groups, out), dtype=torch.bfloat16)
+    ops.mxfp4_decode(torch.from_numpy(blocks).view(1, out, groups, 16), torch.from_numpy(scales)[None], found)
+    return found[0].view(torch.int16).numpy().view(np.uint16)
 
 
 def open_checkpoint(folder: str | Path, say: Say = to_stderr) -> Source:
     """As open_source, with tensors in MXFP4 as if they were bf16. Raises CheckpointError."""
     source = open_source(folder, say)
-    packed, tensors = {}, dict(source.tensors)
+    parts, tensors = dict[str, SourceTensor](), dict(source.tensors)
     for stored in source.tensors:
         name = stored.removesuffix(BLOCKS)
         if stored.endswith(BLOCKS) and name + SCALES in source.tensors:
-            blocks, scales = packed[name] = tensors.pop(stored), tensors.pop(name + SCALES)
+            parts[stored], parts[name + SCALES] = blocks, scales = tensors.pop(stored), tensors.pop(name + SCALES)
             tensors[name] = _decoded(source, name, blocks, scales)
-    if not packed:
+    if not parts:
         return source
-    return Packed(source.folder, source.files, tensors, source.companions, packed)
+    return Packed(source.folder, source.files, tensors, source.companions, parts)
+
+
+def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
+    """`cfg` with its experts packed if all of them are in `source`, whatever config.json says."""
+    if cfg.experts is None:
+        return cfg
+    matrices = sum(len(shape) == 3 for shape in shapes.stored_tensors(cfg).values())
+    packed = isinstance(source, Packed) and 2 * matrices == len(source.parts)
+    return replace(cfg, experts=replace(cfg.experts, packed=packed))
 
 
 def _decoded(source: Source, name: str, blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
@@ -123,13 +145,14 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     """`source`, as one in bf16 where experts in MXFP4 are trained. `stored`: canonical name -> name in `source`."""
     if not isinstance(source, Packed):
         return source
-    trained = [n for n, there in stored.items() if there in source.packed and not shapes.is_frozen(cfg, [(n, ())])]
+    trained = [n for n, there in stored.items() if source.packs(there) and not shapes.is_frozen(cfg, [(n, ())])]
     return unpacked(source) if trained else source
 
 
 def unpacked(source: Packed) -> Unpacked:
     """A checkpoint that is written in bf16: the same files, tensors in the same order."""
-    places = source.tensors | {name: blocks for name, (blocks, _) in source.packed.items()}
+    blocks = {name.removesuffix(BLOCKS): t for name, t in source.parts.items() if name.endswith(BLOCKS)}
+    places = source.tensors | blocks
     tensors, headers = {}, {}
     for file in source.files:
         names = sorted((t.offset, name) for name, t in places.items() if t.file == file)
@@ -137,4 +160,4 @@ def unpacked(source: Packed) -> Unpacked:
         headers[file] = encode_header(layout, {"format": "pt"})
         for t in layout.tensors:
             tensors[t.name] = SourceTensor(t.dtype, t.shape, file, len(headers[file]) + t.offset)
-    return Unpacked(source.folder, source.files, tensors, source.companions, source.packed, source.tensors, headers)
+    return Unpacked(source.folder, source.files, tensors, source.companions, source.parts, source.tensors, headers)

@@ -3,14 +3,10 @@
 from pathlib import Path
 
 import pytest
-
-from trireme.engine.run import demo
+from runs import make_small
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """A folder with `checkpoint` and `stories.txt`."""
-    folder = tmp_path_factory.mktemp("tuning")
-    demo.make_text(folder / "stories.txt", 40, seed=1)
-    demo.make_checkpoint(folder / "checkpoint", folder / "stories.txt", seed=1)
-    return folder
+    return make_small(tmp_path_factory.mktemp("tuning"))

@@ -55,10 +55,10 @@ def far(checkpoint):
 def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, whole, far, monkeypatch):
     moved, real = [], train.train_step
 
-    def counted(e, micro, number, rate):
+    def counted(e, micro, number, rate, trained=None):
         assert e.homes.files is not None, "the base is copied"
         before = [e.lanes.moved[lane] for lane in WRITES]
-        stats = real(e, micro, number, rate)
+        stats = real(e, micro, number, rate, trained)
         weights = sum(e.geo.x_bytes(mb.tokens) for mb in micro) * (e.geo.n_units - 2)  # x of blocks is swapped there
         moved.append(sum(e.lanes.moved[lane] for lane in WRITES) - sum(before) - weights)
         return stats
@@ -106,10 +106,10 @@ def test_a_base_that_changed_is_refused(checkpoint, whole, far, monkeypatch):
     changed(checkpoint)
     real = train.train_step
 
-    def meanwhile(e, micro, number, rate):
+    def meanwhile(e, micro, number, rate, trained=None):
         if number == 5:
             changed(checkpoint)
-        return real(e, micro, number, rate)
+        return real(e, micro, number, rate, trained)
 
     with monkeypatch.context() as m, pytest.raises(StoreError, match="was changed while the run trained"):
         m.setattr(train, "train_step", meanwhile)

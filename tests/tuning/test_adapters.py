@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import Exchange
+from trireme.engine.homes import Reader
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.step import evaluate
@@ -23,7 +24,9 @@ from trireme.models.config import InputError, Lora
 from trireme.models.rows import rope_tables
 from trireme.storage.checkpoint import open_source
 
-TARGETS = {"gpt2": ("c_attn", "c_fc"), "llama": ("q_proj", "v_proj", "down_proj"), "qwen3": ("k_proj", "gate_proj")}
+TARGETS = {"gpt2": ("c_attn", "c_fc"), "llama": ("q_proj", "v_proj", "down_proj"), "qwen3": ("k_proj", "gate_proj"),
+           "qwen3 moe": ("q_proj", "experts"), "gpt oss": ("experts",), "mixtral": ("o_proj", "experts"),
+           "glm4 moe": ("mlp.experts", "o_proj")}  # fmt: skip
 CASE = pytest.mark.parametrize("case", TARGETS)
 
 
@@ -45,7 +48,7 @@ def trained(case, folder):
     cfg, source = based(case, folder / "base")
     e = engine(cfg, source)
     train(e, batches(cfg, 3, 2, 24), lr=0.05)
-    save_adapter(folder / "adapter", cfg, e.homes, str(folder / "base"))
+    save_adapter(folder / "adapter", cfg, Reader(e.homes), str(folder / "base"))
     return cfg, source, e
 
 

@@ -68,4 +68,5 @@ def test_all_targets_by_the_words_of_others():
     assert targets(GPT2, ("all-linear",)) == targets(GPT2, ()) == ("c_attn", "c_proj", "c_fc")
     assert targets(GPT2, ("c_fc",)) == ("c_fc",)
     mixture = oracle(*CASES["qwen2 moe"])[1]
-    assert targets(mixture, ())[0::4] == ("self_attn.q_proj", "shared_expert.gate_proj")
+    assert targets(mixture, ("all",))[0::4] == ("self_attn.q_proj", "shared_expert.gate_proj")
+    assert targets(mixture, ())[0::3] == ("self_attn.q_proj", "self_attn.o_proj")

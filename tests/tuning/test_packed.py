@@ -1,11 +1,12 @@
 """gpt-oss as it is released: experts in MXFP4 are read as transformers reads them, and copied as they are."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from engines import LIMITS, MemoryScratch, MemoryStore, batches, gpu_plan, train
+from engines import LIMITS, JitterLanes, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
 from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
 from transformers import AutoModelForCausalLM
@@ -13,14 +14,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
+from trireme.engine.geometry import geometry
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.run.verify import reopen
-from trireme.engine.tuning.base import why_copied
+from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.packed import as_trained, decode, open_checkpoint
+from trireme.engine.tuning.packed import as_stored, as_trained, decode, open_checkpoint
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, parse_config, read_config
+from trireme.storage.devices import open_device
 from trireme.storage.headers import CheckpointError
 
 KEYS = CASES["gpt oss"][1] | dict(hidden_size=64, intermediate_size=32)
@@ -56,12 +59,16 @@ def folder(tmp_path_factory):
 
 def opened(folder, cfg):
     source = open_checkpoint(folder)
-    return source, hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    cfg = as_stored(cfg, source)
+    return cfg, source, hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
 
 
-def exchange(cfg, source, tier="host", dtype="BF16"):
-    plan = gpu_plan(cfg, units=(UnitPlan(tier, tier, base=tier),) * cfg.n_units, dtype=dtype, record=700)
-    e = build(cfg, plan, LIMITS, InlineLanes(), store=MemoryStore(), scratch=MemoryScratch())
+def exchange(cfg, source, tier="host", dtype="BF16", files=None, lanes=None, **change):
+    halves = change.get("halves", False)
+    units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=halves).n_units
+    plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
+    lanes = lanes or InlineLanes()
+    e = build(cfg, plan, LIMITS, lanes, store=MemoryStore(), scratch=MemoryScratch(), files=files, poison=True)
     return e, Exchange(cfg, source, e.homes)
 
 
@@ -81,27 +88,54 @@ def test_parts_of_a_tensor_are_those_of_the_whole(folder):
         assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
 
 
+def adapters(folder, cfg, device, tier, in_place=False, **change):
+    """What three steps with adapters give, and the engine's buffers."""
+    cfg, source, stored = opened(folder, cfg)
+    assert as_trained(cfg, source, stored) is source
+    files = None
+    if in_place:
+        assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
+        geo = geometry(replace(cfg, halves=change.get("halves", False)), "BF16", 32)
+        files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, device)
+    e, x = exchange(cfg, source, tier, files=files, **change)
+    x.load()
+    seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)
+    base = sum(layout.nbytes for layout in e.geo.base)
+    e.lanes.close()
+    e.close()
+    return seen, base
+
+
 def test_adapters_are_trained_on_the_release_as_on_its_copy_in_bf16(folder, tmp_path):
+    """Packed in every tier, in place too, whole blocks and halves: the bits of the run on decoded weights."""
     path, exact = folder
     state = {n: t for n, t in load_file(path / "model.safetensors").items() if not n.endswith(("_blocks", "_scales"))}
     save_file(state | {n: t.contiguous() for n, t in exact.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
-    cfg, seen = adapted(read_config(path), Lora(2, 4.0, ("q_proj", "o_proj"))), []
-    for place in (path, tmp_path):
-        source, stored = opened(place, cfg)
-        assert as_trained(cfg, source, stored) is source
-        e, x = exchange(cfg, source)
-        x.load()
-        seen.append(train(e, batches(cfg, 3, 2, 24)))
-    assert seen[0] == seen[1]
-    source, stored = opened(path, cfg)
-    assert why_copied(cfg, "BF16", source, stored, [tmp_path]) == "they are packed, and decoded as they are read"
+    cfg, device = adapted(read_config(path), Lora(2, 4.0, ("q_proj", "experts"))), open_device(tmp_path)
+    (losses, weights), decoded = adapters(tmp_path, cfg, device, "gpu")
+    late = lambda: JitterLanes(1)
+    ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(lanes=late())), ("ssd", True, {}),
+            ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, lanes=late())))  # fmt: skip
+    for tier, in_place, change in ways:
+        (found, after), packed = adapters(path, cfg, device, tier, in_place, **change)
+        assert found == losses, (tier, change)
+        assert all(torch.equal(t, weights[name]) for name, t in after.items())
+        assert decoded - packed == sum(t.numel() for t in exact.values()) * (16 - 4.25) / 8
+
+
+def test_a_scale_that_is_not_finite_is_refused(folder, tmp_path):
+    state, name = load_file(folder[0] / "model.safetensors"), "model.layers.0.mlp.experts.down_proj_scales"
+    state[name][1, 2, 0] = 255
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    cfg = adapted(read_config(folder[0]), Lora(2, 4.0, ("q_proj",)))
+    with pytest.raises(InputError, match=f"{name} scales by more than 2\\^125; the checkpoint is damaged"):
+        adapters(tmp_path, cfg, None, "host")
 
 
 def test_the_rest_is_trained_and_the_experts_are_copied(folder, tmp_path):
     path, _ = folder
-    cfg = chosen(read_config(path), EXPERTS, ())
-    source, stored = opened(path, cfg)
+    cfg, source, stored = opened(path, chosen(read_config(path), EXPERTS, ()))
     assert as_trained(cfg, source, stored) is source
     e, x = exchange(cfg, source)
     x.load()
@@ -112,6 +146,20 @@ def test_the_rest_is_trained_and_the_experts_are_copied(folder, tmp_path):
     same = {name for name, t in before.items() if torch.equal(t, after[name])}
     assert same == {name for name in before if name.endswith(("_blocks", "_scales"))}
     assert open_checkpoint(tmp_path / "out").tensors == source.tensors
+
+
+def test_one_layer_is_trained_and_the_experts_of_the_other_stay_packed_in_memory(folder, tmp_path):
+    path, exact = folder
+    cfg, source, stored = opened(path, chosen(read_config(path), ("*layers.0*.experts.*_proj",), ()))
+    source = as_trained(cfg, source, stored)
+    e, x = exchange(cfg, source)
+    packed = {t.name for layout in e.geo.base for t in layout.tensors if t.dtype == "U8"}
+    assert packed == {f"{n}{part}" for n in exact if ".layers.0." in n for part in ("_blocks", "_scales")}
+    x.load()
+    train(e, batches(cfg, 1, 2, 24))
+    x.save(tmp_path / "out")
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(after[name], t) == (".layers.0." in name) for name, t in exact.items())
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -127,8 +175,7 @@ def test_where_experts_are_trained_all_is_written_in_bf16(folder, tmp_path, shar
         weight_map = {name: file for file, mine in names.items() for name in mine}
         (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         path = tmp_path / "in"
-    cfg = read_config(path)
-    source, stored = opened(path, cfg)
+    cfg, source, stored = opened(path, read_config(path))
     source, out = as_trained(cfg, source, stored), tmp_path / "out"
     e, x = exchange(cfg, source)
     x.load()
