@@ -70,17 +70,22 @@ class TokenFile:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32, trained bool) of tokens [start, stop). Raises StoreError."""
-        size, top = self.dtype.itemsize, _top_bit(self.dtype)
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) as stored, for `decode`. Raises StoreError."""
+        size = self.dtype.itemsize
         try:
             block = os.pread(self.fd, (stop - start) * size, start * size)
         except OSError as error:
             raise StoreError(error.errno, error.strerror, str(self.path)) from error
         if len(block) < (stop - start) * size:
             raise StoreError(errno.EIO, "was cut while the run was reading it", str(self.path))
-        raw = np.frombuffer(block, self.dtype)
-        return (raw & (top - 1)).astype(np.int32), raw >= top
+        return np.frombuffer(block, self.dtype)
+
+
+def decode(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32, trained bool)"""
+    top = _top_bit(stored.dtype)
+    return (stored & (top - 1)).astype(np.int32), stored >= top
 
 
 def _top_bit(dtype: np.dtype) -> int:

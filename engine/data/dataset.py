@@ -20,7 +20,7 @@ import numpy as np
 
 from trireme.engine.amounts import compact, count
 from trireme.engine.data import documents, pack
-from trireme.engine.data.cache import Shelf, TokenFile
+from trireme.engine.data.cache import Shelf, TokenFile, decode
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.formats import parse_map
 from trireme.engine.data.prepare import Progress, Reading, tokenize
@@ -104,8 +104,8 @@ class Dataset:
         rows = self.report.rows
         if rows["length"].sum() == self.tokens:
             return float(rows["trained"].sum() / self.tokens)
-        labels = [self._piece(piece)[1] for piece in self.pieces[:: max(1, len(self.pieces) // SAMPLED)]]
-        return sum(int((of_piece >= 0).sum()) for of_piece in labels) / sum(map(len, labels))
+        _, labels = self._read(self.pieces[:: max(1, len(self.pieces) // SAMPLED)])
+        return float((labels >= 0).mean())
 
     @property
     def fingerprint(self) -> str:
@@ -139,28 +139,31 @@ class Dataset:
     def example(self, k: int = 0) -> str:
         """The beginning of document k, decoded; the trained part in [..]."""
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
-        ids, labels = self._piece(self.pieces[in_order[k % len(in_order)]])
+        ids, labels = self._read(self.pieces[in_order[[k % len(in_order)]]])
         learned = np.concatenate([[False], labels[:-1] >= 0])  # labels are shifted by one
         return example_text(ids, learned, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
         return pack.shuffled(self.n_sequences, self.seed, epoch)
 
-    def _piece(self, piece: np.void) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, labels) of a piece, each (length,) int32."""
-        start, length = int(piece["start"]), int(piece["length"])
-        ids, trained = self.files[piece["file"]].read(start, start + length + bool(piece["goes_on"]))
-        labels = np.full(length, IGNORED, np.int32)
-        n = len(ids) - 1
-        labels[:n] = np.where(trained[1:], ids[1:], IGNORED)
-        return ids[:length], labels
-
     def _gather(self, rows: np.ndarray) -> MicroBatch:
         pieces = np.concatenate([self.pieces[self.rows[r] : self.rows[r + 1]] for r in rows])
-        parts = [self._piece(piece) for piece in pieces]
-        ids = np.concatenate([ids for ids, _ in parts])
-        labels = np.concatenate([labels for _, labels in parts])
-        return MicroBatch(ids, labels, tuple(int(n) for n in pieces["length"]))
+        return MicroBatch(*self._read(pieces), tuple(pieces["length"].tolist()))
+
+    def _read(self, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, labels) of the pieces, one after another, each (N,) int32."""
+        goes_on = pieces["goes_on"].astype(bool)
+        starts, lengths = pieces["start"].astype(np.int64), pieces["length"] + goes_on.astype(np.int64)
+        places = zip(pieces["file"].tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+        stored = [self.files[file].read(start, stop) for file, start, stop in places]
+        alike = [np.concatenate(stored)] if len({block.dtype for block in stored}) == 1 else stored
+        ids, trained = (np.concatenate(parts) for parts in zip(*map(decode, alike), strict=True))
+        labels = np.append(np.where(trained[1:], ids[1:], IGNORED), IGNORED).astype(np.int32)
+        last = np.cumsum(lengths) - 1
+        labels[last] = IGNORED
+        mine = np.ones(len(ids), bool)
+        mine[last[goes_on]] = False  # the token after a piece is a label alone
+        return ids[mine], labels[mine]
 
 
 def load_dataset(
@@ -223,7 +226,7 @@ def _lay_out(
     """`rows`: DOCUMENT."""
     if not rows["trained"].any():
         start, length = int(rows["start"][0]), int(rows["length"][0])
-        ids, trained = files[rows["file"][0]].read(start, start + min(length, 60))
+        ids, trained = decode(files[rows["file"][0]].read(start, start + min(length, 60)))
         raise InputError(
             f"no row of {len(rows):,} has a trained token after masking: no text is marked as the assistant's. "
             f"The first row begins: {example_text(ids, trained, codec)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trireme.engine.data.cache import TokenFile
+from trireme.engine.data.cache import TokenFile, decode
 from trireme.engine.data.pack import cut_points, shuffled
 from trireme.models.config import InputError
 
@@ -127,5 +127,6 @@ def _pieces(documents: np.ndarray, split: np.ndarray, seq_len: int) -> tuple[np.
 
 def _learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
     start = int(piece["start"])
-    _, trained = files[piece["file"]].read(start + 1, start + int(piece["length"]) + bool(piece["goes_on"]))
+    stop = start + int(piece["length"]) + bool(piece["goes_on"])
+    _, trained = decode(files[piece["file"]].read(start + 1, stop))
     return bool(trained.any())

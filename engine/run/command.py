@@ -10,7 +10,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import Field, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import yaml
 
 from trireme.engine.amounts import size
-from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Every, Options, Parser
+from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Every, Options, Parser, store_folders
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
@@ -43,7 +44,7 @@ _ELSEWHERE = {
         "packing sample-packing eval-sample-packing pad-to-sequence-len group-by-length"
     ),
     "offloading needs no configuration here; leave it out": "deepspeed*",
-    "one machine, one GPU; leave it out": "fsdp* ddp-*",
+    "--gpus N, or torchrun for several hosts; leave it out": "fsdp* ddp-*",
     "the optimizer is AdamW; leave it out": "optim optimizer",
     "an output folder is never overwritten; remove it yourself, or name another --out": "overwrite-output-dir",
     "it is supervised fine-tuning; leave it out": "stage",
@@ -113,6 +114,10 @@ class _Version(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        with suppress(OSError):  # as later Pythons do by themselves
+            super()._print_message(message, file)
 
 
 def _typed(parse: Parser) -> Parser:
@@ -188,9 +193,10 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def _from_yaml(path: Path) -> dict[str, Any]:
+def _from_yaml(path: Path, text: str | None = None) -> dict[str, Any]:
+    """`text`: its content, if it is not here. Raises InputError."""
     given, wrong = {}, []
-    for key, value in _read_yaml(path):
+    for key, value in _read_yaml(path, _read(path) if text is None else text):
         try:
             name = _resolve(key)
         except InputError as error:
@@ -210,16 +216,24 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     return given
 
 
-def _read_yaml(path: Path) -> list[tuple[str, Any]]:
+def _read(path: Path) -> str:
+    """Raises InputError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}.") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not YAML: {error}") from None
+
+
+def _read_yaml(path: Path, text: str) -> list[tuple[str, Any]]:
     """Keys and values, duplicates too."""
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
         content = [(loader.construct_object(k, True), loader.construct_object(v, True)) for k, v in pairs]
         other = None if node is None or pairs else loader.construct_document(node)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}.") from None
     except (yaml.YAMLError, *_TRUSTING) as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if other is not None and other != {}:
@@ -260,22 +274,62 @@ def latest_run(folder: Path) -> Path:
     return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.iterdir()))
 
 
-def parse(argv: Sequence[str]) -> Options:
-    """`argv` lacks the program's name. Raises InputError; --help exits."""
+def parse(
+    argv: Sequence[str], host: int = 0, hosts: int = 1, of_first: Callable[[str], str] = lambda text: text
+) -> Options:
+    """`argv` lacks the program's name. Of several `hosts` this is `host`, and `of_first` gives host 0's text.
+
+    Raises InputError; --help exits.
+    """
     given = _from_flags(argv)
-    if "resume" in given:
-        run = Path(given["resume"] or latest_run(Path("runs")))
-        if not (run / "config.yaml").is_file():
+    if hosts > 1:
+        given = _of_host(given, host, hosts)
+    run = Path(given["resume"] or latest_run(Path("runs"))) if "resume" in given else None
+    begun = run is not None and (run / "config.yaml").is_file()
+    text = of_first(_read(run / "config.yaml") if run and begun else "")
+    if run:
+        if not host and not begun:
             raise InputError(
                 f"--resume {run}: there is no run in that folder (no config.yaml). Begin one there: "
                 f"{program()} CHECKPOINT --data FILE --out {run}."
             )
         if _full(given.get("out", run)) != _full(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
-        given = {**_from_yaml(run / "config.yaml"), **given, "resume": str(run), "out": str(run)}
+        kept = _from_yaml(run / "config.yaml") if begun else _as_other(_from_yaml(run / "config.yaml", text), host)
+        given = {**kept, **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
         given = {**_from_yaml(Path(given["config"])), **given}
     return checked(Options(**given))
+
+
+def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
+    """A host's options: those behind the first keep their state in folders of their own. Raises InputError."""
+    if not (given.get("resume") or given.get("out")) or "config" in given or "demo" in given:
+        raise InputError(
+            f"torchrun began {hosts} hosts: say --out DIR, without --config or --demo. Host 0 writes the checkpoint "
+            "there; host N keeps its state in DIR/host-N, on a disk of its own or on one that they share."
+        )
+    if not host:
+        return given
+    given |= {name: _place(given[name], host) for name in ("resume", "out") if name in given}
+    return _as_other(given, host)
+
+
+def _as_other(given: dict[str, Any], host: int) -> dict[str, Any]:
+    """Host 0's options as another's."""
+    if "store" in given:
+        given["store"] = tuple(_place(folder, host) for folder in given["store"])
+    given.pop("log", None)
+    return given
+
+
+def _place(folder: str, host: int) -> str:
+    return str(Path(folder) / f"host-{host}")
+
+
+def stores_of(run: Path) -> list[Path]:
+    """The folders of a run's store. Raises InputError where its config.yaml is not one."""
+    return store_folders(_from_yaml(run / "config.yaml").get("store", ()), run)
 
 
 def checked(options: Options) -> Options:
@@ -362,6 +416,21 @@ def kept(options: Options) -> dict[str, Any]:
             value = f"{value}B"
         content[f.name] = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Every) else value
     return content
+
+
+_OWN = ("model", "tokenizer", "chat_template", "data", "val", "adapter", "store", "plan", "gpu_memory", "ram", "log")
+
+
+def to_agree(options: Options) -> dict[str, str]:
+    """What all hosts must be given alike: all but paths, limits of memory and trackers."""
+    same = {_flag(name): repr(value) for name, value in kept(options).items() if name not in _OWN}
+    return same | {"--resume": str(bool(options.resume)), "--dry-run": str(options.dry_run)}
+
+
+def is_same_run(run: Path, place: Path) -> bool:
+    """Whether two folders are of hosts of one run. Raises InputError."""
+    one, other = (_from_yaml(folder / "config.yaml") for folder in (run, place))
+    return all(one.get(name) == other.get(name) for name in _FIELDS if name not in _OWN)
 
 
 def config_yaml(options: Options) -> bytes:

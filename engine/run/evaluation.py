@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import islice
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trireme.engine.buffers import workspace
-from trireme.engine.build import inputs_on
+from trireme.engine.build import InRam, in_ram, placed
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.data.dataset import Dataset
 from trireme.engine.lanes import numbered
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.run.live import Live
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
-from trireme.engine.step import Engine, Inputs, evaluate, forward_units
-from trireme.models import model
+from trireme.engine.step import Engine, Inputs, evaluate, forward_units, weights_of
 from trireme.models.generate import generate, needs
 from trireme.models.rows import Load, rope_tables
 
@@ -96,7 +97,7 @@ def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
         arrived = e.lanes.run(lane, "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
         if e.plan.gpus > 1:
             arrived.wait()  # another thread's lane
-        yield u, model.weights(e.cfg, u, e.weights.tensors(u, held))
+        yield u, weights_of(e, u, held)
         done = e.lanes.run(lane, "other", f"read {e.geo.names[u]}", lambda: None)
         e.weights.release_in_forward(u, done, train=False)
     if e.cfg.tied:
@@ -116,7 +117,7 @@ def _let_go(e: Engine) -> None:
 
 
 class Evaluation:
-    """Loss on the held-out data, a sample, the best checkpoint in OUT/best."""
+    """Loss on the held-out data, a sample, the best weights so far."""
 
     def __init__(self, live: Live, stop: Stop):
         self.live, self.stop = live, stop
@@ -124,8 +125,8 @@ class Evaluation:
         job = live.job
         self.places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in live.lanes.devices]
 
-    def inputs(self, mb: MicroBatch, load: Load | None = None) -> Inputs:
-        return inputs_on(self.live.job.cfg, mb, self.places, load)
+    def inputs(self, mb: InRam, loads: Sequence[Load | None] = ()) -> Inputs:
+        return placed(mb, self.places, loads)
 
     @property
     def is_enough(self) -> bool:
@@ -138,14 +139,16 @@ class Evaluation:
         job, done = self.live.job, self.live.progress
         seconds = time.monotonic() - self.ended
         due = final or done.step == 0 or job.options.eval_every.due(done.step, job.total_steps, seconds)
+        due = self.live.group.first(due)
         if due and job.data.held_out and done.evaluated != done.step and not self.stop.leaving:
-            self._run(job.data.held_out)
+            with self.live.clock.at("evaluations"):
+                self._run(job.data.held_out)
 
     def _run(self, held_out: Dataset) -> None:
         """A request to stop discards the result: a resumed run evaluates anew."""
         live, done = self.live, self.live.progress
         began = time.monotonic()
-        with live.clock.at("evaluations"), live.watched("evaluation"):
+        with live.watched("evaluation"):
             loss = self._loss(held_out)
         samples = self.samples(1)
         if self.stop.leaving:
@@ -157,8 +160,7 @@ class Evaluation:
         if done.best is None or loss < done.best:
             done.best, done.best_step, done.worse = loss, done.step or None, 0
             if done.step:
-                live.settle()
-                live.export(live.job.out / "best")
+                live.keep_best()
         self.ended, done.evaluated = time.monotonic(), done.step
 
     def _loss(self, held_out: Dataset) -> float:
@@ -168,18 +170,19 @@ class Evaluation:
         batches = held_out.batches(job.micro_rows, rows)
         tokens = held_out.tokens if rows is None else held_out.tokens * rows // held_out.n_sequences
         with live.screen.working("evaluating", tokens, "tokens") as more:
-            while (group := list(islice(batches, job.plan.n_micro))) and not self.stop.leaving:
-                micro = [self.inputs(mb) for mb in group]
-                losses = [each.double().sum() for each in evaluate(live.engine, micro)]
-                total += float(sum(losses[1:], losses[0]))
-                count += sum(mb.trained for mb in micro)
-                more(sum(mb.tokens for mb in micro))
+            while (group := list(islice(batches, job.n_micro))) and not self.stop.leaving:
+                step = [in_ram(job.cfg, mb) for mb in group]
+                losses = evaluate(live.engine, [self.inputs(mb) for mb in live.dealt(step)])
+                own = [float(each.double().sum()) for each in losses]
+                total += reduce(add, live.group.numbers(own, job.plan.n_micro))
+                count += sum(mb.trained for mb in step)
+                more(sum(mb.tokens for mb in step))
         return total / max(1, count)
 
     def samples(self, count: int) -> list[Sample]:
         """Greedy continuations of `count` documents' beginnings, held-out if any."""
         job = self.live.job
-        if job.codec is None or not count or self.stop.leaving:
+        if job.codec is None or not count or self.stop.leaving or self.live.group.host:
             return []
         end = time.monotonic() + LONGEST
         enough = lambda: time.monotonic() > end or self.stop.leaving
@@ -194,6 +197,7 @@ def epoch(live: Live) -> float:
 
 def load_record(load: Load) -> Record:
     """The busiest expert's share of its layer's tokens, experts without a token, the loss if it has a weight."""
-    shares = load.counts / load.counts.sum(1, keepdim=True).clamp_min(1)
-    found: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((load.counts == 0).sum())}
+    counts = load.counts[load.counts.any(1)]  # dense layers count nothing
+    shares = counts / counts.sum(1, keepdim=True)
+    found: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((counts == 0).sum())}
     return found | ({"router_aux": round(load.loss(), 6)} if load.weight else {})

@@ -7,7 +7,7 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
 from trireme.engine.data.prepare import Progress
 from trireme.engine.geometry import Geometry
+from trireme.engine.hosts.group import Alone, Group
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work
@@ -27,12 +28,12 @@ from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, me
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.run.options import Options
-from trireme.engine.run.settle import Pinned, Planner, check_model, identity, pinned_of
+from trireme.engine.run.options import Options, store_folders
+from trireme.engine.run.settle import Pinned, Planner, check_model, check_updates, identity, pinned_of
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen, targets
-from trireme.engine.tuning.packed import as_trained, open_checkpoint
+from trireme.engine.tuning.packed import as_stored, as_trained, open_checkpoint
 from trireme.kernels.private import cache_folder
 from trireme.models import hf, shapes
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
@@ -71,7 +72,7 @@ class Job:
 
     @property
     def store_dirs(self) -> list[Path]:
-        return _stores(self.options) or [self.out / "store"]
+        return store_folders(self.options.store, self.out)
 
     @property
     def parameters(self) -> int:
@@ -111,6 +112,13 @@ class Job:
         return self.plan.tokens // self.seq_len
 
     @property
+    def n_micro(self) -> int:
+        """Micro-batches of a step, at most, over all hosts."""
+        if self.plan.hosts == 1:
+            return self.plan.n_micro
+        return min(self.plan.hosts * self.plan.n_micro, math.ceil(self.work.sequences / self.micro_rows))
+
+    @property
     def pinned(self) -> Pinned:
         return Pinned.of(self.plan, self.options.batch_size, self.micro_rows, identity(self.cfg, self.source))
 
@@ -125,24 +133,26 @@ def prepare(
     progress: Progress | None = None,
     say: Say = to_stderr,
     clock: Clock | None = None,
+    group: Alone | None = None,
 ) -> Job:
     """Reads and checks what the options name, and plans.
 
     `kept`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file. `clock` counts
-    the parts.
+    the parts. `group`: the hosts, which plan by the smallest of them.
     Raises InputError, CheckpointError, DoesNotFit.
     """
     assert options.model or options.shape
     assert options.out
-    clock, folder, out = clock or Clock(), Path(options.model), Path(options.out)
+    clock, folder, out, group = clock or Clock(), Path(options.model), Path(options.out), group or Alone()
     with clock.at("headers"):
-        pinned = None if kept is None else pinned_of(options, kept)
+        pinned = None if kept is None else pinned_of(options, kept, group.host, group.hosts)
         cfg = what_is_trained(options)
         if (adapter := _given(options, cfg)) and Path(adapter.base).name != folder.resolve().name:
             say(
                 f"--adapter {options.adapter} was made for {adapter.base or 'a model without a name'}, not for {folder}"
             )
         source = outlined(cfg, folder) if _is_absent(options, folder) else open_checkpoint(folder, say)
+        cfg = cfg if _is_absent(options, folder) else as_stored(cfg, source)
         if pinned:
             check_model(options, pinned, cfg, source)
         stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
@@ -154,8 +164,12 @@ def prepare(
             source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
     with clock.at("probe"):
         device, limits, assumed = place(options)
+        limits = least(group, options, limits)
     check_gpus(cfg, limits.gpus)
-    planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned, clock)
+    check_fp8(cfg, device, assumed)
+    if kept is not None and device.type == "cuda":
+        check_updates(options, kept, group.hosts)
+    planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned, clock, group.hosts)
     with clock.at("plan"):
         planner.refuse_early()
     with clock.at("tokens"):
@@ -163,11 +177,16 @@ def prepare(
         data = load_dataset(options.data, codec, read, progress) if options.data else None
     work = _work(options, data, seq_len)
     files = _files(options, cfg, out, source, data, work)
-    limits, stores = planner.limits_for(work.sequences), _stores(options) or [out]
+    exact = bool(cfg.lora) or {source.tensors[name].dtype for name in stored.values()} != {"BF16"}
+    files = replace(files, exact=exact)
+    limits, stores = planner.limits_for(work.sequences), [Path(d) for d in options.store] or [out]
     with clock.at("probe"):
-        machine = assumed or this_machine(device, planner.dtype, limits, stores)
+        machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)
+        if isinstance(group, Group):
+            machine = replace(machine, rates=replace(machine.rates, net=group.speed()))
     with clock.at("plan"):
         plan, because, machine = planner.find(work, files, limits, machine, stores)
+        plan = common(group, plan)
     if not (assumed or _is_absent(options, folder)):
         why = why_copied(cfg, plan.dtype, source, stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
@@ -177,7 +196,7 @@ def prepare(
 
 def _given(options: Options, cfg: ModelConfig) -> Adapter | None:
     """The adapter that --adapter names. Raises InputError."""
-    return read_adapter(Path(options.adapter), replace(cfg, lora=None, frozen=())) if options.adapter else None
+    return read_adapter(Path(options.adapter), cfg) if options.adapter else None
 
 
 def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
@@ -190,22 +209,49 @@ def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
     return device, memory_limits(device, options.gpu_memory, options.ram, gpus), None
 
 
+def least(group: Alone, options: Options, limits: Limits) -> Limits:
+    """Limits that every host has; those of a machine are shared by its hosts. Raises InputError."""
+    if options.ram is None:
+        limits = replace(limits, host=limits.host // group.beside)
+    gpu, host, gpus = (group.numbers([n], 1) for n in (limits.gpu, limits.host, limits.gpus))
+    if len(set(gpus)) > 1:
+        raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
+    return replace(limits, gpu=int(min(gpu)), host=int(min(host)))
+
+
+def common(group: Alone, plan: Plan) -> Plan:
+    """Host 0's plan, which all adopt."""
+    if group.hosts == 1:
+        return plan
+    return replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)
+
+
 def check_gpus(cfg: ModelConfig, gpus: int) -> None:
     """Raises InputError where the model cannot be dealt to so many."""
     if gpus > cfg.n_layers:
         raise InputError(f"--gpus {gpus}: the model has {count(cfg.n_layers, 'block')}, a GPU computes one at least.")
-    if gpus > 1 and cfg.experts is not None:
-        raise InputError(f"--gpus {gpus}: a mixture of experts is trained on one GPU.")
+
+
+def check_fp8(cfg: ModelConfig, device: torch.device, assumed: Machine | None) -> None:
+    """Raises InputError where the GPU has no fp8."""
+    if not cfg.fp8 or device.type != "cuda":
+        return
+    lacks = assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)
+    if lacks:
+        name = assumed.name if assumed else torch.cuda.get_device_name(device)
+        raise InputError(f"--dtype fp8: {name} multiplies no fp8; Ada, Hopper and newer do. Leave it out.")
 
 
 def what_is_trained(options: Options) -> ModelConfig:
-    """The model, and what of it is trained. Raises InputError."""
+    """The model, what of it is trained, and whether in fp8. Raises InputError."""
     if options.rope_factor and options.shape:
         raise InputError("--rope-factor changes a config.json, which --shape has not. Leave it out.")
     cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
+    cfg = replace(cfg, fp8=options.dtype == "fp8")
     details = options.lora_alpha is not None or bool(options.lora_targets)
-    if options.router_aux and cfg.experts is None:
-        raise InputError("--router-aux: the model has no experts. Leave it out.")
+    if options.router_aux and (cfg.experts is None or cfg.experts.sigmoid):
+        why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
+        raise InputError(f"--router-aux: {why}. Leave it out.")
     if (options.freeze or options.train) and (options.adapter or options.lora is not None):
         raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one or the other out.")
     if options.adapter:
@@ -257,9 +303,12 @@ def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
     if not options.dry_run:
         raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
     made = assume(machine)
-    if options.gpus == "all":
-        raise InputError("--gpus all: how many does the assumed machine have? Say --gpus N.")
-    made = replace(made, gpu=options.gpu_memory or made.gpu, gpus=int(options.gpus))
+    if options.gpus == "all" and made.gpus == 1:
+        raise InputError("--gpus all: how many does the assumed machine have? Say --gpus N, or --assume gpu=2xrtx4090.")
+    asked = made.gpus if options.gpus in ("all", 1) else int(options.gpus)
+    if asked > made.gpus > 1:
+        raise InputError(f"--gpus {asked}: the assumed machine has {made.gpus}.")
+    made = replace(made, gpu=options.gpu_memory or made.gpu, gpus=asked)
     limits = replace(made.limits, host=options.ram or made.limits.host)
     if limits.gpu <= 0:
         taken = gib(made.gpu - limits.gpu)
@@ -326,7 +375,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
 def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset | None, work: Work) -> Files:
     """What the run has and will have on drives, beside training state."""
     tokens = data.nbytes(shelf()) if data else 0
-    held = [*(file for d in _stores(options) or [out / "store"] for file in version_files(d))]
+    held = [*(file for d in store_folders(options.store, out) for file in version_files(d))]
     held += [file for kind in ("best", "step-*") for file in out.glob(f"{kind}/*.safetensors")]
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else tokens)
     export = 4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes
@@ -334,10 +383,6 @@ def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: 
     best = data is not None and data.held_out is not None
     apart = options.export_every.count(work.steps)
     return Files(export, merged, best=best, tokens=tokens, held=taken, keep=options.keep, apart=apart)
-
-
-def _stores(options: Options) -> list[Path]:
-    return [Path(d) for d in options.store]
 
 
 def check_room(job: Job) -> None:

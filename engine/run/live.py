@@ -1,94 +1,41 @@
-"""The state of a run: its store opened, its engine filled, saved as a snapshot, exported and freed."""
+"""The state of a run: loaded, saved as a snapshot, exported and freed."""
 
 from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from trireme.engine.amounts import gb, gib
-from trireme.engine.build import build
-from trireme.engine.exchange import Exchange, replace_folder, take_over
+from trireme.engine.amounts import count
+from trireme.engine.build import InRam, dealt
+from trireme.engine.exchange import Exchange, Kept, replace_folder, take_over
+from trireme.engine.homes import Reader
+from trireme.engine.hosts.gather import masters
+from trireme.engine.hosts.group import Alone
+from trireme.engine.hosts.held import Whole
 from trireme.engine.lanes import WRITES, RealLanes
 from trireme.engine.planner.clock import Clock, Part
-from trireme.engine.planner.host import hold_to
+from trireme.engine.run.begin.filled import fill_engine, make_engine
+from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
 from trireme.engine.run.command import kept, program
 from trireme.engine.run.job import Job
 from trireme.engine.run.log import RunLog, Tracker
-from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import LOGS, has_begun, tidy
+from trireme.engine.run.verify import LOGS
 from trireme.engine.step import Engine
 from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
-from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
+from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.merge import merge_adapter
-from trireme.engine.updates import AdamW
 from trireme.engine.watchdog import leave, patience, watched
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
-from trireme.storage.files import NoSnapshot, StoreError
-from trireme.storage.folders import FINISHED, IDENTITY, remove_finished
-from trireme.storage.shards import DAMAGED, Damaged
-from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
-from trireme.storage.store import Store
-
-TRIAL = 256 << 20  # bytes written to measure a drive, at most
-
-Snapshot = dict[str, Any]  # settle.SNAPSHOT
-
-
-def new_store(job: Job, screen: Screen) -> Store:
-    """Its drives are measured where steps use them. Raises StoreError."""
-    trial = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd")
-    return Store.create(job.store_dirs, job.options.keep, job.source.companions, trial, screen.warn)
-
-
-def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snapshot | None]:
-    """The store and last snapshot; (None, None) before the first.
-
-    Raises StoreError, and InputError where the run is finished or its store missing.
-    """
-    out = Path(options.out)
-    dirs = [Path(d) for d in options.store] or [out / "store"]
-    finished = any((d / FINISHED).exists() for d in dirs)
-    lost = [d for d in dirs if not (d / IDENTITY).exists()]
-    ours = not options.store or all(d.is_dir() for d in dirs)  # else a drive may not be mounted
-    exported = any(out.glob("*.safetensors"))
-    if (finished and (exported or has_begun(out))) or (lost and ours and exported):
-        remove_finished(dirs)
-        tidy(out)
-        raise InputError(
-            f"--resume {out}: that run is finished. To train its result further, name the folder as the checkpoint, "
-            "and another --out."
-        )
-    if lost and has_begun(out):
-        raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
-    try:
-        store = Store.open(dirs, options.keep, trial=0, say=screen.warn)
-    except NoSnapshot:
-        screen.say("no snapshot yet: starts from the beginning")
-        return None, None
-    return store, store.restore()
-
-
-def check_continues(job: Job, snapshot: Snapshot) -> None:
-    """Raises InputError where the job has other data or fewer steps."""
-    if snapshot["data"] != job.data.fingerprint:
-        seed = snapshot["options"].get("seed")
-        way = f"Leave out --seed {job.options.seed}" if seed not in (None, job.options.seed) else "Restore it"
-        raise InputError(f"--resume {job.out}: the data is not what the run was started with. {way}.")
-    if job.total_steps < snapshot["step"]:
-        raise InputError(
-            f"--resume {job.out}: the run stands at step {snapshot['step']}, and {job.total_steps} are asked for. "
-            "Ask for more: --max-steps or --epochs."
-        )
+from trireme.storage.files import StoreError
 
 
 @dataclass
@@ -112,25 +59,29 @@ class Live:
     def __init__(
         self,
         job: Job,
-        store: Store,
-        snapshot: Snapshot | None,
+        begun: Begun,
         screen: Screen,
         clock: Clock | None = None,
         trackers: Sequence[Tracker] = (),
+        group: Alone | None = None,
     ):
-        """`snapshot`: of a resumed run. Raises InputError, StoreError."""
-        self.job, self.store, self.screen = job, store, screen
+        """`begun`: with a store. Raises InputError, StoreError."""
+        assert begun.store is not None
+        self.job, self.store, self.screen, self.group = job, begun.store, screen, group or Alone()
+        snapshot, self.whole = begun.snapshot, begun.whole
         self.resumed = snapshot is not None
         self.progress = Progress.of(snapshot) if snapshot else Progress()
         if job.options.eval_tokens or not snapshot:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         since = Mark(*snapshot["log"]) if snapshot else None
         self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers)
-        self.lanes = RealLanes(job.device, gpus=job.plan.gpus)
+        self.lanes = RealLanes(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.clock, self.promised = clock or Clock(), dict[Part, float]()
         self._engine: Engine | None = None
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
         self._stamps = stamps(job.source)
+        self._best: Kept | None = None  # where there is room for it
+        self.best_kept = False  # in RAM alone: OUT/best is an earlier one
 
     @property
     def engine(self) -> Engine:
@@ -148,10 +99,23 @@ class Live:
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between pieces once `asked` is not empty.
         """
         with self.clock.at("load"):
-            self._engine = make_engine(self.job, self.lanes, self.store, self.screen)
+            self._engine = make_engine(self.job, self.lanes, self.store, self.screen, self.group)
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
-            self._loaded(fill_engine(self._engine, self.job, self.store, self.screen, self.resumed, asked))
+            given = self._engine, self.job, self.store, self.screen, self.resumed, asked
+            self._loaded(fill_engine(*given, group=self.group, whole=self.whole))
+        if self.whole is not None and not asked:
+            self._settle_in(self.whole)
+
+    def _settle_in(self, whole: Whole) -> None:
+        """Saves what was dealt anew; then the state of hosts that are no more can go."""
+        self._save(keep=1)
+        before = count(whole.key.hosts, "host")
+        self.screen.say(f"hosts    {self.group.hosts}, where the run had {before}: its state was dealt anew")
+        for host, place in sorted(hosts_in(run_folder(self.job.out, self.group.host)).items()):
+            if host in whole.mine and host >= self.group.hosts and whole.seer(host) == self.group.host:
+                remove_host(place)
+        self.whole = None
 
     def _loaded(self, base: dict[str, str]) -> None:
         """Raises InputError where frozen weights are not those that the run began with."""
@@ -188,17 +152,31 @@ class Live:
 
         def late(how: str) -> None:
             said = f"error: {what}: {how}. Is the GPU or a drive failing? {self.last_snapshot()}"
-            leave(lambda: self.screen.urgent(f"{said}. To go on: --resume {self.job.out}"))
+            self.group.tell(how)
+            leave(lambda: self._last_words(f"{said}. To go on: --resume {self.job.out}"))
 
         return watched(self.lanes, patience(self.job.forecast.step.step_s), late)
+
+    def _last_words(self, said: str) -> None:
+        self.screen.urgent(said)
+        self.group.judgement()  # until all hosts know
+
+    def dealt(self, batch: Sequence[InRam]) -> Sequence[InRam]:
+        """This host's micro-batches."""
+        return dealt(batch, self.group.host, self.group.hosts)
 
     @property
     def is_saved(self) -> bool:
         return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
 
     def save(self) -> None:
-        if self.is_saved:
-            return
+        """A snapshot, whose best is in OUT/best: after a kill both are of one moment."""
+        self.write_best()
+        if not self.is_saved:
+            self._save()
+
+    def _save(self, keep: int | None = None) -> None:
+        """`keep`: snapshots, if not --keep."""
         self.settle()
         self._check_base()
         homes, done = self.engine.homes, self.progress
@@ -216,38 +194,67 @@ class Live:
             "base": self.base,
             "log": self.log.sync(done.step, done.evaluated),
         }
-        self.store.commit(done.step, says)
+        self.store.commit(done.step, says, self.group.meet, keep)
 
     def last_snapshot(self) -> str:
         snapshots = self.store.snapshots
         return f"Last snapshot: step {snapshots[-1].step}" if snapshots else "There is no snapshot yet"
 
-    def export(self, folder: Path | None = None) -> None:
-        """Writes OUT, or replaces `folder`; reads it back."""
-        self._check_base(copied=self.job.cfg.lora is None)
-        job, homes = self.job, self.engine.homes
-        nbytes = 2 * job.source.nbytes  # written and read back
+    def keep_best(self) -> None:
+        """The present weights are the best: copied within RAM where there is room, else OUT/best at once."""
+        self.settle()
+        if self.group.any(not self.job.forecast.kept):
+            self.export(self.job.out / "best")
+        else:
+            self._best = self._best or Kept(self.engine.homes, self.job.files.exact)
+            with self.watched("the best"):
+                self._best.take()
+            self.best_kept = True
+
+    def write_best(self) -> None:
+        """OUT/best is the best so far."""
+        if self.best_kept:
+            self.export(self.job.out / "best", self._best)
+            self.best_kept = False
+
+    def export(self, folder: Path | None = None, kept: Kept | None = None) -> None:
+        """Writes OUT, or replaces `folder`, of weights `kept` or the present ones; reads it back.
+
+        Host 0 does, and asks the others for what it lacks.
+        """
+        own = kept or Reader(self.engine.homes)
+        with self.clock.at("export"), masters(own, self.group.wire) as reader:
+            if reader is not None:
+                self._check_base(copied=self.job.cfg.lora is None)
+                self._export(folder, reader)
+
+    def _export(self, folder: Path | None, reader: Reader) -> None:
+        job = self.job
         if job.cfg.lora is not None:
-            with self.clock.at("export"):
-                self._export_adapter(job.cfg, folder)
+            self._export_adapter(job.cfg, folder, reader)
             return
-        exchange = Exchange(job.cfg, job.source, homes)
-        with self.clock.at("export"), self.screen.working("writing the checkpoint", nbytes) as more:
+        exchange = Exchange(job.cfg, job.source, self.engine.homes, reader=reader)
+        with self.screen.working("writing the checkpoint", 2 * job.source.nbytes) as more:  # and reading it back
             if folder is not None:
                 exchange.replace(folder, more)
             else:
                 exchange.save(job.out, more)
 
-    def _export_adapter(self, cfg: ModelConfig, folder: Path | None) -> None:
-        job, homes, base = self.job, self.engine.homes, str(Path(self.job.options.model or "").resolve())
+    def _export_adapter(self, cfg: ModelConfig, folder: Path | None, reader: Reader) -> None:
+        job, base = self.job, str(Path(self.job.options.model or "").resolve())
         if folder is not None:
-            replace_folder(folder, lambda new: save_adapter(new, cfg, homes, base))
+            replace_folder(folder, lambda new: save_adapter(new, cfg, reader, base))
             return
-        save_adapter(job.out, cfg, homes, base)
+        save_adapter(job.out, cfg, reader, base)
         self._merge(cfg)
 
     def export_best(self) -> None:
-        """OUT becomes what OUT/best is, which stays."""
+        """OUT becomes the best, without writing it twice; OUT/best stays as it is."""
+        if self.best_kept:
+            self.export(kept=self._best)
+            return
+        if self.group.host:
+            return
         with self.clock.at("export"):
             take_over(self.job.out / "best", self.job.out)
             if self.job.cfg.lora is not None:
@@ -264,7 +271,7 @@ class Live:
         """Frees the engine's memory. Idempotent."""
         if self._engine is not None:
             self._engine.close()
-            self._engine = None
+            self._engine = self._best = None
             gc.collect()
             if self.job.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -278,7 +285,7 @@ class Live:
 def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     """Returns the lines to print. Raises StoreError where the adapter cannot be read."""
     try:
-        found = read_adapter(out, replace(cfg, lora=None, frozen=()))
+        found = read_adapter(out, cfg)
     except InputError as error:
         raise StoreError(errno.EIO, f"read back, it is not what was written: {error}", str(out)) from None
     logs = [name for name in LOGS if (out / name).exists()]
@@ -288,104 +295,3 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
         f"next     PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}), {str(out)!r}), or "
         f"{program()} merge {out} --out DIR",
     ]
-
-
-# ---------------------------------------------------------------- the engine
-
-
-def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen) -> Engine:
-    """An engine with empty homes. Raises DoesNotFit."""
-    o = job.options
-    adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
-    hold_to(job.limits, job.device)
-    e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store, files=_base_files(job, store, screen))
-    if e.memory.refused:
-        screen.warn(
-            f"CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
-            f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
-        )
-    return e
-
-
-def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None:
-    """Frozen weights on the SSD, in the user's checkpoint; None where they are copied."""
-    if job.files.copied or not job.forecast.frozen_on_ssd:
-        return None
-    layouts = {u: job.forecast.geo.stored_base[u] for u, unit in enumerate(job.plan.units) if unit.base == "ssd"}
-    try:
-        return CheckpointBase(layouts, job.source, job.stored, store.devices[0])
-    except StoreError as error:
-        screen.warn(f"{error}; so frozen weights are copied, {gb(job.forecast.frozen_on_ssd)}")
-        return None
-
-
-def fill_engine(
-    e: Engine,
-    job: Job,
-    store: Store,
-    screen: Screen,
-    resumed: bool,
-    asked: Sequence[int] = (),
-    everything: bool = True,
-) -> dict[str, str]:
-    """Loads the snapshot if `resumed`, else the checkpoint. Returns Exchange.base. Raises as Live.load.
-
-    Without `everything`, homes on the SSD are not read.
-    """
-    e.claim_scratch(store.devices)
-    adapter = None if resumed else job.adapter
-    exchange = Exchange(job.cfg, job.source, e.homes, adapter.values if adapter else None)
-    if resumed:
-        _load_snapshot(e, store, screen, asked, everything)
-        if e.homes.frozen_bytes:
-            with _loading(screen, "loading what is frozen", e.homes.frozen_bytes, asked) as more:
-                exchange.load_base(more)
-        return exchange.base
-    for shard in e.homes.shards():
-        store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
-    if job.plan.homes_on_ssd:
-        store.reserve()
-    with _loading(screen, "loading", e.homes.nbytes() + e.homes.frozen_bytes, asked) as more:
-        exchange.load(more)
-    return exchange.base
-
-
-def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:
-    expected = {shard.name: shard.layout for shard in e.homes.shards()}
-    if {name: shard.layout for name, shard in store.shards.items()} != expected:
-        folder = Path(store.devices[0].path) / store.snapshots[-1].folder
-        raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(folder))
-    try:
-        with _loading(screen, "loading", e.homes.nbytes(everything), asked) as more:
-            e.homes.load_from_store(more, everything)
-    except Damaged as damage:
-        back = _way_back(e, store, screen, asked)
-        raise StoreError(damage.errno, f"{DAMAGED}. {back}", damage.filename) from damage
-
-
-def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> str:
-    """Advice for a damaged snapshot; reads older ones until one is whole."""
-    *older, last = store.snapshots
-    newer = [last.folder]
-    for snapshot in reversed(older):
-        store.restore(snapshot.step)
-        try:
-            with _loading(screen, f"checking step {snapshot.step}", e.homes.nbytes(), asked) as more:
-                e.homes.load_from_store(more)
-        except Damaged:
-            newer.append(snapshot.folder)
-        else:
-            return f"The last whole snapshot is of step {snapshot.step}: to go back to it, remove {', '.join(newer)}"
-    return f"{'No snapshot is whole' if older else NONE_OLDER}: {NO_WAY_BACK}"
-
-
-@contextmanager
-def _loading(screen: Screen, what: str, nbytes: int, asked: Sequence[int]) -> Iterator[Callable[[int], None]]:
-    with screen.working(what, nbytes) as more:
-
-        def more_or_leave(nbytes: int) -> None:
-            more(nbytes)
-            if asked:
-                raise KeyboardInterrupt
-
-        yield more_or_leave

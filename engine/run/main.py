@@ -1,7 +1,7 @@
 """The command: options, a run, and each foreseen failure as one line and an exit code.
 
-Exit codes: 0 done; 1 bug; 2 input; 3 does not fit; 4 disk failed or full, or device hung; 130 interrupted; 141 output
-closed.
+Exit codes: 0 done; 1 bug; 2 input; 3 does not fit; 4 disk failed or full, device hung, host lost; 130 interrupted; 141
+output closed.
 """
 
 import errno
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from trireme.engine.hosts.group import Alone, Place, joined, place
+from trireme.engine.hosts.watch import LostHost
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.run.command import parse, parse_merge
@@ -33,21 +35,34 @@ def command() -> int:
 
 def main(argv: Sequence[str], began: float | None = None) -> int:
     """Returns the exit code. `began`: time.monotonic() at the command's start, if not now."""
-    options, screen, clock = Options(), Screen(), Clock(began=began)
+    options, screen, clock, at = Options(), Screen(), Clock(began=began), Place()
 
     def fail(message: str, code: int) -> int:
-        screen.urgent(f"error: {shown(' '.join(message.split()), LONGEST)}")
+        whose = f"host {at.host}: " if at.host else ""
+        screen.urgent(f"error: {whose}{shown(' '.join(message.split()), LONGEST)}")
         return code
+
+    def late(why: str) -> None:
+        from trireme.engine.watchdog import leave  # late: torch takes seconds
+
+        leave(lambda: fail(f"{why.rstrip('.')}. {again(options)}", 4))
 
     try:
         if argv[:1] == ["merge"]:
             return merge(argv[1:], screen)
-        options = parse(argv)
-        return run(options, screen, clock)
+        at = place()
+        if at.host:
+            screen = Screen(nowhere())
+        with joined(at, late) as group:
+            options = parse(argv, group.host, group.hosts, lambda text: group.texts(text)[0])
+            take_gpus(options, at)
+            return run(options, screen, clock, group)
     except (InputError, CheckpointError) as error:
         return fail(str(error), 2)
     except DoesNotFit as error:
         return fail(str(error), 3)
+    except LostHost as error:
+        return fail(f"{str(error).rstrip('.')}. {again(options)}", 4)
     except BrokenPipeError:  # the reader has gone
         return 141
     except OSError as error:
@@ -56,7 +71,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         return fail(f"there is not enough memory for that{f': {error}' if str(error) else ''}. Free some", 3)
     except KeyboardInterrupt:
         if is_resumable(options):
-            return fail(f"interrupted. To go on: --resume {options.out}", 130)
+            return fail(f"interrupted. To go on: --resume {run_folder(options)}", 130)
         return fail("interrupted before there was anything to save", 130)
     finally:
         give_up_output()
@@ -69,15 +84,43 @@ def is_resumable(options: Options) -> bool:
 def about_disk(error: OSError, options: Options) -> str:
     where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
     if is_resumable(options):
-        return f"{where}: {what}. When that is mended: --resume {options.out}"
+        return f"{where}: {what}. When that is mended: --resume {run_folder(options)}"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and where != OUTPUT
     return f"{where}: {what}." + " Make room there, or name another folder." * full
 
 
+def run_folder(options: Options) -> str:
+    """The folder of --resume."""
+    return str(Path(options.out).parent) if place().host else options.out
+
+
+def again(options: Options) -> str:
+    """How a run goes on whose hosts have ended."""
+    if is_resumable(options):
+        return f"To go on, on all hosts: --resume {run_folder(options)}"
+    return "There is nothing to go on with yet"
+
+
+def take_gpus(options: Options, at: Place) -> None:
+    """Shows a host its own GPUs where several are on a machine. Raises InputError."""
+    if at.beside == 1 or options.device == "cpu":
+        return
+    if options.gpus == "all":
+        raise InputError(f"--gpus all: {at.beside} hosts are on this machine. Say --gpus N, of each.")
+    each, shown_ = int(options.gpus), os.environ.get("CUDA_VISIBLE_DEVICES")
+    own = range(at.local * each, (at.local + 1) * each)
+    every = shown_.split(",") if shown_ else [str(gpu) for gpu in range(own.stop)]
+    if len(every) >= own.stop:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(every[gpu] for gpu in own)
+
+
+def nowhere() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.FileIO(os.devnull, "w"))
+
+
 def open_streams() -> None:
     """Closed streams go nowhere; unencodable characters are replaced."""
-    nowhere = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
-    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
+    sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -92,7 +135,7 @@ def give_up_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def run(options: Options, screen: Screen, clock: Clock) -> int:
+def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
     """Returns 0, or 130 if interrupted and saved."""
     # spinning threads of torch: steps ten times slower on a busy CPU
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -108,7 +151,7 @@ def run(options: Options, screen: Screen, clock: Clock) -> int:
         clock.spent["imports"] += clock.whole
         try:
             with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
-                train.finetune(given, screen, clock)
+                train.finetune(given, screen, clock, group)
         except train.Interrupted:
             return 130
     return 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from trireme.engine.amounts import MOST, number, positive, size, whole
@@ -273,7 +274,7 @@ class Options:
     )
     lora_targets: tuple[str, ...] = _option(
         TRAINING,
-        "matrices that have adapters [all of the blocks]",
+        "matrices with adapters, as q_proj, experts [all; in mixtures attention]",
         (),
         parse=listed(str),
         metavar="NAME[,NAME]",
@@ -305,7 +306,7 @@ class Options:
         PLACEMENT,
         "number format of the computation [bf16 on a GPU, else fp32]",
         "auto",
-        choices=("auto", "bf16", "fp32"),
+        choices=("auto", "bf16", "fp32", "fp8"),
     )
     gpus: str | int = _option(
         PLACEMENT,
@@ -355,3 +356,8 @@ class Options:
 
     def warmup_steps(self, total_steps: int) -> int:
         return int(self.warmup) if self.warmup >= 1 else round(self.warmup * total_steps)
+
+
+def store_folders(given: Sequence[str], out: Path) -> list[Path]:
+    """Where a run's store is: the folders of --store, or one in its output."""
+    return [Path(folder) for folder in given] or [out / "store"]

@@ -24,14 +24,14 @@ RANK = 16  # of adapters that are offered
 
 def better(job: Job, steps: int) -> Choice | None:
     """A plan worth a move through the drive and back for `steps` steps, updates where they are; else None."""
-    if job.device.type != "cuda" or job.options.plan:
+    if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
         return None
     p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
     wanted = replace(Wanted.like(p, document, trained), halves=p.halves)
     choice = choose(job.cfg, job.limits, rates, wanted, begun=p)
     now = predict(job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained), roughly=True).step_s
     move = 14 * job.trained_parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)
-    move += job.forecast.frozen / rates.ssd_read
+    move += job.forecast.frozen_read / rates.ssd_read
     worth = choice.found.step_s < WORTH_A_MOVE * now and steps * (now - choice.found.step_s) > 2 * move
     needs_room = choice.plan.uses("ssd") and not p.uses("ssd")  # not reserved
     return choice if worth and not needs_room and updated_alike(choice.plan, p) == choice.plan else None
@@ -51,7 +51,7 @@ def adapters_instead(options: Options) -> str:
         if not on_cuda:
             planner.refuse_early()
             return f"Or train adapters, which fit: --lora {RANK}."
-        machine = assumed or this_machine(device, planner.dtype, limits, stores)
+        machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)
         settled = planner.find(work, Files(export=1), limits, machine, stores)
     except (DoesNotFit, InputError):
         return ""

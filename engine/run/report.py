@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from trireme.engine.amounts import compact, count, duration, gib, seconds
+from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
+from trireme.engine.lanes import NET
+from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
@@ -11,7 +13,6 @@ from trireme.engine.planner.whole import NEW, Events, compile_s, evaluation_s, f
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every, Options
-from trireme.engine.schedule import learning_rate
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Unpacked
 from trireme.models import hf, shapes
@@ -31,6 +32,7 @@ def report(job: Job) -> list[str]:
         f"machine  {job.machine.describe(on_gpu)}",
         *_labelled("", _memory_notes(job)),
         steps_line(job),
+        *hosts_lines(job, on_gpu),
         *_labelled("", _length_notes(job)),
         *memory_lines(forecast, on_gpu),
     ]
@@ -57,7 +59,9 @@ def _labelled(label: str, lines: list[str]) -> list[str]:
 
 def model_line(job: Job) -> str:
     cfg = job.cfg
-    dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in job.stored.values()))
+    weights = (n for n in job.stored.values() if not n.endswith(shapes.MXFP4))
+    dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in weights))
+    dtypes += " and MXFP4" * (cfg.experts is not None and cfg.experts.packed)
     head = "tied head" if cfg.tied else "untied head"
     vocabulary = f"tokenizer {job.codec.facts.vocab_size:,}" if job.codec else "no tokenizer"
     files, given = count(len(job.source.files), "shard"), f"; {vocabulary}"
@@ -73,8 +77,8 @@ def _expert_lines(job: Job) -> list[str]:
     own, cfg = job.cfg.experts, job.cfg
     if own is None:
         return []
-    idle = cfg.n_layers * (own.count - own.chosen) * 3 * own.width * cfg.width
-    frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(0)}{cfg.names.router}.weight", ())])
+    idle = (cfg.n_layers - len(own.dense)) * (own.count - own.chosen) * 3 * own.width * cfg.width
+    frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(cfg.n_layers - 1)}{cfg.names.router}.weight", ())])
     how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
     written = "; MXFP4, written as bf16" if isinstance(job.source, Unpacked) else ""
     return [
@@ -114,9 +118,10 @@ def method_line(job: Job) -> str:
     what = "fine-tuning of some tensors" if job.cfg.frozen else "full fine-tuning"
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
     what += f"; {compact(job.trained_parameters)} parameters trained" if job.cfg.frozen else ""
+    fp8 = ", linear layers of blocks in fp8 (mfu is of its rate)" if job.cfg.fp8 else ""
     return (
         f"method   {what}, AdamW ({master}, {job.plan.adam_bits}-bit moments), peak lr {job.lr:g}, "
-        f"{o.schedule}, clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}"
+        f"{o.schedule}, clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}{fp8}"
     )
 
 
@@ -142,8 +147,21 @@ def steps_line(job: Job) -> str:
     fewer = f" (all there are, fewer than --batch-size {asked:,})" if work.sequences < asked else ""
     return (
         f"steps    {work.steps:,} of {count(work.sequences, 'sequence')}{fewer} of up to {work.seq_len:,} tokens, "
-        f"{n_micro} micro-batch{'es' * (n_micro > 1)} of {job.micro_rows}"
+        f"{n_micro} micro-batch{'es' * (n_micro > 1)} of {job.micro_rows}{' on each host' * (job.plan.hosts > 1)}"
     )
+
+
+def hosts_lines(job: Job, on_gpu: bool) -> list[str]:
+    """What several hosts share, and the network's share of a step: of the last host, which has most."""
+    hosts, step, rate = job.plan.hosts, job.forecast.step, job.machine.rates.net
+    if hosts == 1:
+        return []
+    moved = sum(span.nbytes for span in step.spans if span.lane in NET)
+    share = f": {seconds(step.busy['net'])} of a step of {seconds(step.step_s)}" if on_gpu else ""
+    return [
+        f"hosts    {hosts}, each with a share of micro-batches and optimizer state, and all weights; "
+        f"{gb(int(moved))} a step through the network at {rate / 1e9:.2g} GB/s{share}"
+    ]
 
 
 def _length_notes(job: Job) -> list[str]:
@@ -174,13 +192,14 @@ def promise(job: Job, done: int = 0, clock: Clock | None = None, step_s: float |
     if held_out:
         evaluations = often(o.eval_every, done, total, steps_s) + (done == 0)
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
+    snapshots, bests = often(o.save_every, done, total, steps_s), max(0, evaluations - (done == 0) - 1)
     events = Events(
         evaluations=evaluations,
         held_out=job.eval_rows or (held_out.n_sequences if held_out else 0),
-        exports=1
-        + max(0, evaluations - (done == 0))
-        + often(o.export_every, done, total, steps_s),  # the result, and the best if each is better
-        snapshots=often(o.save_every, done, total, steps_s),
+        exports=1  # the result, which is the last best where each is better
+        + (min(bests, snapshots) if job.forecast.kept else bests)
+        + often(o.export_every, done, total, steps_s),
+        snapshots=snapshots,
         samples=evaluations + 1 if job.codec else 0,
         tokens=MAX_NEW,
         longest=LONGEST,

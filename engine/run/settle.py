@@ -27,7 +27,7 @@ from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import complaint
 
 SAID = ("frozen", "lora")  # of a config: what a run says, not config.json
-DTYPES = {"bf16": "BF16", "fp32": "F32"}
+DTYPES = {"bf16": "BF16", "fp32": "F32", "fp8": "BF16"}  # of all but the products
 RECORDS = 1.03  # margin of RAM to ask for: more RAM brings larger records
 MICRO_TOKENS = {True: 16384, False: 4096}  # by on_cuda: larger micro-batches are no faster
 
@@ -75,6 +75,19 @@ class Pinned:
     def seq_len(self) -> int:
         return self.tokens // self.rows
 
+    def on(self, host: int, hosts: int) -> Pinned:
+        """The same run on another number of hosts."""
+        if hosts == self.plan.hosts:
+            return self
+        most = min(self.plan.hosts * self.n_micro, math.ceil(self.batch_size / self.rows))
+        n_micro = math.ceil(most / hosts)
+        plan = replace(self.plan, hosts=1, host=0, n_micro=n_micro)
+        if hosts > 1:
+            at_gpu = [u for u, unit in enumerate(plan.units) if "gpu" in (unit.state, unit.update)]
+            plan = plan.changed(at_gpu, weights="host", state="host", update="cpu")
+            plan = replace(plan, mode="forward", gradients="host", hosts=hosts, host=host)
+        return replace(self, n_micro=n_micro, plan=plan)
+
 
 # What Live.save writes into a snapshot's manifest.
 SNAPSHOT = {
@@ -114,18 +127,31 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
         )
 
 
-def pinned_of(options: Options, data: Mapping[str, Any]) -> Pinned:
-    """Raises InputError where the snapshot's form is old or the options contradict it."""
+def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None:
+    """Raises InputError where a GPU has updated what several hosts would update on the CPU."""
+    plan = Pinned.read(data).plan
+    if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in map(plan.units.__getitem__, plan.distinct())):
+        raise InputError(
+            f"--resume {options.resume}: the run updates state on the GPU, and {hosts} hosts would on the CPU, with "
+            "other roundings. Go on with one host."
+        )
+
+
+def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: int = 1) -> Pinned:
+    """Raises InputError where the snapshot's form is old, or the options contradict it."""
     try:
         pinned = Pinned.read(data)
     except (InputError, KeyError):
         old = "begun by an older version, which stored its state otherwise"
         raise InputError(f"--resume {options.resume}: {old}.") from None
+    pinned = pinned.on(host, hosts)
     asked: dict[str, tuple[object, object]] = {"--batch-size": (options.batch_size, pinned.batch_size)}
     if options.seq_len is not None:
         asked["--seq-len"] = options.seq_len, pinned.seq_len
-    if options.dtype != "auto":
-        asked["--dtype"] = options.dtype, next(name for name, dtype in DTYPES.items() if dtype == pinned.dtype)
+    fp8 = bool(pinned.model["config"].get("fp8"))
+    if options.dtype != "auto" or fp8:
+        begun = "fp8" if fp8 else next(name for name, dtype in DTYPES.items() if dtype == pinned.dtype)
+        asked["--dtype"] = options.dtype, begun
     if not options.plan:  # else the plan says these
         asked["--adam-bits"] = options.adam_bits, pinned.adam_bits
         if isinstance(options.micro_batch, int):
@@ -176,12 +202,18 @@ def misfit(plan: Plan, cfg: ModelConfig) -> str:
 
 
 def given_plan(
-    options: Options, cfg: ModelConfig, seq_len: int, pinned: Pinned | None, on_cuda: bool, gpus: int = 1
+    options: Options,
+    cfg: ModelConfig,
+    seq_len: int,
+    pinned: Pinned | None,
+    on_cuda: bool,
+    gpus: int = 1,
+    hosts: int = 1,
 ) -> Plan | None:
     """The plan of --plan. Raises InputError where it does not suit model, run or device."""
     if not options.plan:
         return None
-    plan = Plan.load(Path(options.plan))
+    plan = replace(Plan.load(Path(options.plan)), hosts=hosts, host=hosts - 1)
     if wrong := misfit(plan, cfg):
         raise InputError(f"{options.plan}: {wrong}")
     if plan.tokens % seq_len:
@@ -215,7 +247,7 @@ def check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: Limits)
 def check_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> None:
     """Raises InputError where a step has more micro-batches than the given plan."""
     rows = plan.tokens // seq_len
-    needed = math.ceil(sequences / rows)
+    needed = math.ceil(sequences / rows / plan.hosts)
     if needed > plan.n_micro:
         raise InputError(
             f"{options.plan}: a step of {sequences} sequences is {needed} micro-batches of {rows}, the plan has room "
@@ -242,10 +274,12 @@ class Planner:
     limits: Limits
     pinned: Pinned | None
     clock: Clock = field(default_factory=Clock, compare=False)
+    hosts: int = 1
 
     @cached_property
     def given(self) -> Plan | None:
-        return given_plan(self.options, self.cfg, self.seq_len, self.pinned, self.on_cuda, self.limits.gpus)
+        gpus, hosts = self.limits.gpus, self.hosts
+        return given_plan(self.options, self.cfg, self.seq_len, self.pinned, self.on_cuda, gpus, hosts)
 
     @property
     def dtype(self) -> str:
@@ -336,15 +370,17 @@ class Planner:
 
     def wanted(self, sequences: int) -> Wanted:
         """Raises InputError."""
-        o, pinned, gpus = self.options, self.pinned, self.limits.gpus
-        auto: Mode = "forward" if o.max_grad_norm else "backward"
+        o, pinned, gpus, hosts = self.options, self.pinned, self.limits.gpus, self.hosts
+        sequences = math.ceil(sequences / hosts)  # of each
+        begun: Mode = pinned.plan.mode if pinned else "backward"
+        auto: Mode = "forward" if o.max_grad_norm or hosts > 1 else begun
         mode = next((mode for mode in MODES if mode == o.optimizer_mode), auto)
         if mode == "backward" and o.max_grad_norm:
             raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
         if pinned:
             size, bits, halves = (pinned.tokens, pinned.n_micro), pinned.adam_bits, pinned.halves
             same = self.dtype, mode, pinned.record, bits
-            return Wanted((size,), *same, halves=halves, on_cuda=self.on_cuda, gpus=gpus)
+            return Wanted((size,), *same, halves=halves, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
         most = max(1, MICRO_TOKENS[self.on_cuda] // self.seq_len)
         if gpus > 1:
             most = max(1, min(most, sequences // gpus))  # fewer micro-batches would leave GPUs idle
@@ -354,7 +390,10 @@ class Planner:
             rows = sorted({min(sequences, most >> k) for k in range(20) if most >> k}, reverse=True)
         sizes = tuple((r * self.seq_len, math.ceil(sequences / r)) for r in rows)
         record = record_size(shapes.parameters(self.cfg), self.limits.host)
-        return Wanted(sizes, self.dtype, mode, record, o.adam_bits, on_cuda=self.on_cuda, gpus=gpus)
+        if hosts > 1:  # shares are whole records
+            quarter = shapes.parameters(self.cfg) // self.cfg.n_units // (4 * hosts) // 4096 * 4096
+            record = min(record, max(1 << 12, quarter))
+        return Wanted(sizes, self.dtype, mode, record, o.adam_bits, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
 
 
 def record_size(parameters: int, ram: int) -> int:

@@ -20,8 +20,10 @@ LEFT = 130  # exit code
 class Stop:
     """A request to stop after the step that has begun."""
 
-    def __init__(self, total: int, screen: Screen, last_snapshot: Callable[[], str]):
-        self.total, self.screen, self.last_snapshot = total, screen, last_snapshot
+    def __init__(self, total: int, screen: Screen, last_snapshot: Callable[[], str], alone: bool = True):
+        """Where not `alone`, hosts agree first, by `hear`."""
+        self.total, self.screen, self.last_snapshot, self.alone = total, screen, last_snapshot, alone
+        self.asked = False
         self.last = total  # last step to do
         self.begun = 0
         self.how = ""
@@ -37,8 +39,15 @@ class Stop:
 
     def ask(self, number: int) -> None:
         self.how = "^C " if number == signal.SIGINT else "asked to stop:"
-        self.last = self.begun
+        self.asked = True
+        if self.alone:
+            self.hear(True)
         self.screen.urgent(f"\n  finishing step {self.begun} and saving; again: leave at once")
+
+    def hear(self, asked: bool) -> None:
+        """A host was asked."""
+        if asked:
+            self.last, self.how = self.begun, self.how or "asked to stop:"
 
     def insist(self) -> None:
         """On the second signal."""

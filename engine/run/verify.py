@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trireme.engine.run.command import config_yaml
-from trireme.engine.run.options import Options
+from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.packed import open_checkpoint
 from trireme.models.config import InputError
 from trireme.storage import snapshots, temporary
@@ -145,9 +145,12 @@ def _is_same(options: Options, held: set[str]) -> bool:
     out = Path(options.out)
     if not (out / "config.yaml").is_file():
         return held == {partial_of(out / "config.yaml").name}
-    stores = [Path(d) for d in options.store] or [out / "store"]
+    stores = store_folders(options.store, out)
     begun = has_begun(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
-    ours = all(name in (*OURS, "store") or name.startswith(temporary.HIDDEN) for name in held)
+    ours = all(
+        name in (*OURS, "store") or name.startswith(temporary.HIDDEN) or re.fullmatch(r"host-\d+", name)
+        for name in held
+    )
     return ours and not begun and (out / "config.yaml").read_bytes() == config_yaml(options)
 
 

@@ -70,7 +70,7 @@ class File:
         self.lengths, self.n_documents, self.meta = np.diff(self.offsets), len(flags), {"format": form}
 
     def read(self, start, stop):
-        return np.arange(start, stop), self.flags[start:stop]
+        return np.arange(start, stop, dtype=np.uint16) + (self.flags[start:stop] * np.uint16(1 << 15))
 
 
 def text(*lengths):

@@ -106,10 +106,10 @@ def _command(argv: list[str], inside: str, before: int, stop: int, note: mmap.mm
 def _stop_in_step(stop: int) -> None:
     real = train.train_step
 
-    def asked(e, micro, number, rate):
+    def asked(e, micro, number, rate, trained=None):
         if number == stop:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(e, micro, number, rate)
+        return real(e, micro, number, rate, trained)
 
     train.train_step = asked
 

@@ -3,20 +3,30 @@
 import json
 import os
 import signal
+import traceback
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch.distributed as dist
 from engines import fork
 
-from trireme.engine.run import train
+from trireme.engine.run import demo, train
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import Interrupted, finetune
 
 LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
 LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
 STEPS = 12
+
+
+def make_small(folder: Path, name: str = "checkpoint") -> Path:
+    """The folder, with a checkpoint `name` and its text, stories.txt."""
+    demo.make_text(folder / "stories.txt", 40, seed=1)
+    demo.make_checkpoint(folder / name, folder / "stories.txt", seed=1)
+    return folder
 
 
 def options(folder: Path, out: Path, where: str, **more) -> Options:
@@ -68,11 +78,45 @@ def stopped(run: Options, step: int, monkeypatch) -> None:
     """Starts a run that is asked to stop in a step, and saves."""
     real = train.train_step
 
-    def asked(e, micro, number, rate):
+    def asked(e, micro, number, rate, trained=None):
         if number == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(e, micro, number, rate)
+        return real(e, micro, number, rate, trained)
 
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         m.setattr(train, "train_step", asked)
         finetune(run)
+
+
+class Hosts:
+    """`hosts` children as torchrun starts them, its store in this process: `body(host)` is the exit code."""
+
+    def __init__(self, hosts: int, body: Callable[[int], int]):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pids = [self._start(host, hosts, body) for host in range(hosts)]
+
+    def _start(self, host: int, hosts: int, body: Callable[[int], int]) -> int:
+        pid = fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            os.environ |= {
+                "RANK": str(host),
+                "WORLD_SIZE": str(hosts),
+                "LOCAL_RANK": str(host),
+                "LOCAL_WORLD_SIZE": str(hosts),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            code = body(host)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def codes(self) -> list[int]:
+        """Exit codes, of killed ones minus the signal."""
+        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]

@@ -4,10 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import child, ended, losses, options
+from runs import child, ended, losses, make_small, options
 
 from trireme.engine.planner import host
-from trireme.engine.run import demo
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,10 +20,7 @@ def _a_small_process():
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """A checkpoint and a text that nothing is wrong with."""
-    folder = tmp_path_factory.mktemp("made")
-    demo.make_text(folder / "stories.txt", 40, seed=1)
-    demo.make_checkpoint(folder / "model", folder / "stories.txt", seed=1)
-    return folder
+    return make_small(tmp_path_factory.mktemp("made"), "model")
 
 
 @pytest.fixture
@@ -37,10 +33,7 @@ def here(made, tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    demo.make_text(folder / "stories.txt", 40, seed=1)
-    demo.make_checkpoint(folder / "checkpoint", folder / "stories.txt", seed=1)
-    return folder
+    return make_small(tmp_path_factory.mktemp("resume"))
 
 
 @pytest.fixture(scope="module")

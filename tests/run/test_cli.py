@@ -179,6 +179,11 @@ REQUESTS = {
         2,
         ["--gpus all", "Say --gpus N"],
     ),
+    "more GPUs than are assumed": (
+        ["--dry-run", "--assume", "gpu=2xrtx4090,ram=64GiB", "--gpus", "3"],
+        2,
+        ["--gpus 3", "the assumed machine has 2"],
+    ),
     "GPUs by name": (["--gpus", "h200"], 2, ["--gpus", "all, or a whole number"]),
     "too little RAM": (["--ram", "1MiB"], 3, ["--ram 1.00 MiB: Python and its libraries alone take", "Raise it"]),
     "store in a file": (["--store", "stories.txt"], 4, ["stories.txt"]),

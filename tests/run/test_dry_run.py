@@ -10,7 +10,10 @@ from command import TRAIN, fails
 
 from trireme.engine.data import prepare
 from trireme.engine.data.cache import Shelf
+from trireme.engine.planner.rates import RAM_SHARE
 from trireme.engine.run import main as finetune
+from trireme.engine.run.command import parse
+from trireme.engine.run.job import place
 
 BOX = ["--dry-run", "--assume", "gpu=24GiB,ram=64GiB"]
 
@@ -63,6 +66,25 @@ def test_a_shape_needs_nothing_at_all(tmp_path, monkeypatch, capsys):
     assert "of the shape Llama-0.4b" in report
     assert re.search(r"a step \(2 sequences, 2.05k tokens", report)
     assert not list(tmp_path.iterdir())
+
+
+def test_adapters_on_a_packed_shape_are_planned(tmp_path, monkeypatch, capsys):
+    """The rows of the memory table know all buffers."""
+    monkeypatch.chdir(tmp_path)
+    report = said(capsys, "--shape", "gpt-oss-20b", *BOX, "--lora", "4", "--seq-len", "512", "--batch-size", "2")
+    assert "BF16 and MXFP4" in report
+
+
+@pytest.mark.parametrize(
+    ("gpu", "asked", "gpus"),
+    [("2xrtx4090", [], 2), ("rtx4090", ["2"], 2), ("3x24GiB", ["2"], 2), ("3x24GiB", ["all"], 3)],
+)
+def test_assumed_gpus_are_counted(gpu, asked, gpus):
+    more = ["--gpus", *asked] if asked else []
+    _, limits, made = place(parse(["model", "--dry-run", "--assume", f"gpu={gpu},ram=64GiB", *more]))
+    assert made.gpus == limits.gpus == gpus
+    assert made.describe().startswith(f"{gpus} x ")
+    assert (made.gpu, limits.host) == (24 << 30, int(RAM_SHARE * (64 << 30)))
 
 
 def test_without_weights_nothing_is_trained(here, config_alone, capsys):

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command import TRAIN, fails
 from safetensors.numpy import load_file
 
+from trireme.engine.exchange import Exchange
+from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run import evaluation, train
 from trireme.engine.run import main as finetune
 from trireme.engine.run.options import Options
@@ -63,6 +66,71 @@ def test_the_last_is_exported_and_the_best_kept(here, losses, capsys):
     assert sorted(p.name for p in Path("out").glob("step-*")) == ["step-2", "step-4", "step-6"]
     for folder in ("out", "out/step-4", "out/best"):
         reopen(open_source("model"), Path(folder))
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """(step, folder) of checkpoints as they are written."""
+    found, save = [], Exchange.save
+
+    def saved(self, folder, progress):
+        found.append((steps_of(Path("out")), folder.name))
+        save(self, folder, progress)
+
+    monkeypatch.setattr(Exchange, "save", saved)
+    return found
+
+
+def steps_of(out: Path) -> int:
+    return sum('"loss"' in line for line in (out / "log.jsonl").read_text().splitlines())
+
+
+BEST = "best.new"
+
+
+@pytest.mark.parametrize(("last", "export", "save", "when"), [
+    (7.0, "last", "never", [(6, "out"), (6, BEST)]),
+    (7.0, "best", "never", [(6, "out")]),
+    (2.0, "last", "never", [(6, "out")]),
+    (7.0, "last", "2", [(2, BEST), (6, "out")]),
+    (7.0, "best", "2", [(2, BEST)]),
+    (2.0, "last", "2", [(2, BEST), (6, BEST)]),
+])  # fmt: skip
+def test_the_best_is_written_with_snapshots_and_at_the_end(here, losses, capsys, written, last, export, save, when):
+    """Not with each evaluation, of which that of step 1 is better too; and nothing twice."""
+    losses[6] = last
+    said(capsys, *EVALUATED[:-1], save, "--export", export)
+    assert written == when
+    assert Path("out/best").exists() == (last == 7.0 and export == "last")
+    assert Path("out/model.safetensors").exists()
+
+
+def test_without_room_for_it_the_best_is_written_at_once(here, losses, capsys, written, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Forecast, "kept", 0)
+        said(capsys, *EVALUATED)
+    assert written == [(1, BEST), (2, BEST), (6, "out")]
+    assert weights("out/best") == at_step_two(capsys)
+
+
+def test_a_run_that_diverges_leaves_its_best(here, losses, capsys, monkeypatch):
+    """Again it would diverge again."""
+    step = train.train_step
+    bad = lambda e, micro, n, *more: replace(step(e, micro, n, *more), **({"loss": float("nan")} if n == 4 else {}))
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_step", bad)
+        said(capsys, *EVALUATED[:-1], "never", code=2)
+    assert weights("out/best") == at_step_two(capsys)
+
+
+def test_the_last_is_written_once_where_it_is_the_best(here, losses, capsys):
+    losses[6] = 2.0
+    said(capsys, *EVALUATED)
+    assert not Path("out/best").exists()
+    last = weights("out")
+    losses[6] = 7.0
+    said(capsys, *EVALUATED[:-2], "--out", "again")
+    assert last == weights("again")
 
 
 def test_adapters_too(here, losses, capsys):

@@ -144,9 +144,9 @@ def hangs(opts, lane: str, step: int, errors: str) -> None:
     """In a forked child: the run, in which a lane hangs in its first task of `step`."""
     real, run, at = train.train_step, RealLanes.run, [0]
 
-    def train_step(e, micro, number, rate):
+    def train_step(e, micro, number, rate, trained=None):
         at[0] = number
-        return real(e, micro, number, rate)
+        return real(e, micro, number, rate, trained)
 
     def run_or_hang(lanes, where, kind, of, fn, after=(), nbytes=0, flops=0):
         return run(lanes, where, kind, of, HANGS[lane] if (where, at[0]) == (lane, step) else fn, after, nbytes, flops)

@@ -16,7 +16,8 @@ from runs import losses, options, stopped
 
 from trireme.engine.lanes import InlineLanes
 from trireme.engine.plan import UnitPlan
-from trireme.engine.run import live, train
+from trireme.engine.run import train
+from trireme.engine.run.begin import filled, opened
 from trireme.engine.run.job import Job, prepare
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.screen import Screen
@@ -92,11 +93,11 @@ def flip(path: Path, dice: random.Random) -> None:
 def resumed(job: Job, run: Options) -> dict[str, bytes]:
     """Everything that the run goes on with, loaded as by a resumed run: spans, what the snapshot says, companions."""
     screen = Screen(io.StringIO())
-    store, said = live.open_snapshot(run, screen)
+    store, said = opened.open_snapshot(run, screen)
     with store:
-        e = live.make_engine(job, InlineLanes(), store, screen)
+        e = filled.make_engine(job, InlineLanes(), store, screen)
         with closing(e):
-            live.fill_engine(e, job, store, screen, resumed=True)
+            filled.fill_engine(e, job, store, screen, resumed=True)
             found = {"said": json.dumps(said).encode(), "step": b"%d" % store.snapshots[-1].step}
             for name, shard in store.shards.items():
                 buffer = arena(shard.layout.span)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from runs import ended, go, losses, options, stopped
 from safetensors.numpy import load_file, save_file
 
 from trireme.engine.data.cache import TokenWriter
+from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import demo, job, live, train, verify
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options, every
@@ -159,11 +161,11 @@ def test_a_run_that_fails_takes_nothing_from_one_that_trains(checkpoint, uninter
     trains, failed = os.pipe(), os.pipe()
     load, step, pids = job.load_dataset, train.train_step, []
 
-    def step_by_step(e, micro, number, rate):
+    def step_by_step(e, micro, number, rate, trained=None):
         if number == 2:  # there is no snapshot yet
             os.write(trains[1], b"!")
             os.read(failed[0], 1)
-        return step(e, micro, number, rate)
+        return step(e, micro, number, rate, trained)
 
     def meanwhile(*args):
         assert not drive.exists()
@@ -192,14 +194,14 @@ def test_a_run_that_fails_takes_nothing_from_one_that_trains(checkpoint, uninter
 def test_two_processes_are_not_at_one_run(checkpoint, monkeypatch):
     run = options(checkpoint, checkpoint / "once", "gpu")
     stopped(run, 3, monkeypatch)
-    again, real = replace(run, resume=run.out), train.open_snapshot
+    again, real = replace(run, resume=run.out), train.open_run
 
     def twice(*given):
         with pytest.raises(InputError, match="another process is at that run"):
             finetune(again)
         return real(*given)
 
-    monkeypatch.setattr(train, "open_snapshot", twice)
+    monkeypatch.setattr(train, "open_run", twice)
     stopped(again, 5, monkeypatch)
 
 
@@ -354,6 +356,19 @@ def test_a_run_whose_log_was_damaged_goes_on(paused, tmp_path, capsys, damage):
     assert "log.jsonl is not as it was at step 1: lines were lost or changed" in capsys.readouterr().out
     assert result(run)[1] == result(whole)[1]
     assert result(run)[0] == {2: result(whole)[0][2]}
+
+
+def test_the_next_steps_rows_are_read_while_a_step_runs(checkpoint, tmp_path, monkeypatch):
+    """By another thread, each once."""
+    read, take = [], Dataset.step
+
+    def step(data, i, *sizes):
+        read.append((i, threading.current_thread().name))
+        return take(data, i, *sizes)
+
+    monkeypatch.setattr(Dataset, "step", step)
+    finetune(replace(options(checkpoint, tmp_path / "out", "gpu"), max_steps=3))
+    assert read == [(i, "ahead_0") for i in range(3)]
 
 
 def test_the_log_is_on_the_drive_before_the_snapshot_that_counts_on_it(checkpoint, monkeypatch):

@@ -107,7 +107,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--gradient_checkpointing", "true"], "--gradient-checkpointing is not an option here: what is kept"),
         (["--lora_dropout", "0.1"], "--lora-dropout is not an option here: adapters have no dropout here"),
         (["--use_dora", "1"], "--use-dora is not an option here: DoRA is not supported"),
-        (["--dtype", "fp8"], "--dtype: 'fp8' is not one of auto, bf16, fp32."),
+        (["--dtype", "fp16"], "--dtype: 'fp16' is not one of auto, bf16, fp32, fp8."),
     ],
 )
 def test_refusals_say_what_and_what_to_do(argv, says):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from runs import STEPS, child, ended, losses, options, stopped
 
+from trireme.engine import exchange
 from trireme.engine.homes import READ_AHEAD, Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.run import evaluation, job, live, train
@@ -84,15 +85,39 @@ def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
     assert (out / "best" / "model.safetensors").read_bytes() == (before / "best" / "model.safetensors").read_bytes()
 
 
+def test_a_best_that_no_snapshot_has_is_lost_and_found_again(checkpoint, monkeypatch):
+    """Killed once step 5 was the best: OUT/best is step 4's, whole, as the snapshot says."""
+    often = dict(eval_every=every("1"), export_every=every("4"), export="best")
+    run = replace(options(checkpoint, checkpoint / "kept", "gpu", val="0.1", **often), save_every=every("4"))
+    loss = {step: abs(step - 5.0) for step in range(STEPS + 1)}
+    monkeypatch.setattr(evaluation.Evaluation, "_loss", lambda self, _: loss[self.live.progress.step])
+    finetune(run)
+    killed, keep = replace(run, out=f"{run.out}-killed"), live.Live.keep_best
+
+    def kept(self):
+        keep(self)
+        if self.progress.step == 5:
+            os._exit(9)
+
+    with monkeypatch.context() as m:
+        m.setattr(live.Live, "keep_best", kept)
+        assert ended(child(killed)) == 9
+    read = lambda out, folder: Path(out, folder, "model.safetensors").read_bytes()
+    assert read(killed.out, "best") == read(run.out, "step-4")
+    finetune(replace(killed, resume=killed.out))
+    assert read(killed.out, ".") == read(run.out, ".") != read(run.out, "step-4")
+
+
 @pytest.mark.parametrize("damage", [False, True])
 def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint, damage, monkeypatch):
     """The last evaluation comes after the last snapshot. A line lost meanwhile does not hide where that was."""
     out = checkpoint / f"export-{damage}"
     run = options(checkpoint, out, "gpu", val="0.1", eval_every=every("5"))
-    real = live.Exchange.save
-    killed = lambda self, folder, more: os._exit(9) if folder == out else real(self, folder, more)
+    real = exchange.Exchange.save
+    killed = lambda self, folder, *more: os._exit(9) if folder == out else real(self, folder, *more)
     with monkeypatch.context() as m:
-        m.setattr(live.Exchange, "save", killed)
+        m.setattr(exchange.Exchange, "save", killed)
+        m.setattr(live.Live, "export_best", lambda self: os._exit(9))  # where the last weights are the best
         assert ended(child(run)) == 9
         assert max(evaluations(out)) == STEPS
     log = out / "log.jsonl"

@@ -79,7 +79,7 @@ def small_store(*folders: Path) -> Store:
 
 
 def snapshot(store: Store, step: int = 7) -> None:
-    store.write("w", arena(store.shards["w"].layout.span)).result(10)
+    store.write("w", arena(store.shards["w"].layout.span)).result(60)
     store.commit(step, {})
 
 

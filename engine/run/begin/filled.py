@@ -1,0 +1,141 @@
+"""A run's engine, made and filled: from the checkpoint, a snapshot, or those of another number of hosts."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from trireme.engine.amounts import count, gb, gib
+from trireme.engine.build import build
+from trireme.engine.exchange import Exchange
+from trireme.engine.hosts import reshare
+from trireme.engine.hosts.group import Alone
+from trireme.engine.hosts.held import Whole
+from trireme.engine.lanes import RealLanes
+from trireme.engine.planner.host import hold_to
+from trireme.engine.run.job import Job
+from trireme.engine.run.screen import Screen
+from trireme.engine.step import Engine
+from trireme.engine.tuning.base import CheckpointBase
+from trireme.engine.updates import AdamW
+from trireme.storage.files import StoreError
+from trireme.storage.shards import DAMAGED, Damaged
+from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
+from trireme.storage.store import Store
+
+
+def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen, group: Alone | None = None) -> Engine:
+    """An engine with empty homes. Raises DoesNotFit."""
+    o = job.options
+    adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
+    hold_to(job.limits, job.device)
+    wire, files = group.wire if group else None, _base_files(job, store, screen)
+    e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store, files=files, wire=wire)
+    if e.memory.refused:
+        screen.warn(
+            f"CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
+            f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
+        )
+    return e
+
+
+def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None:
+    """Frozen weights on the SSD, in the user's checkpoint; None where they are copied."""
+    if job.files.copied or not job.forecast.frozen_on_ssd:
+        return None
+    layouts = {u: job.forecast.geo.stored_base[u] for u, unit in enumerate(job.plan.units) if unit.base == "ssd"}
+    try:
+        return CheckpointBase(layouts, job.source, job.stored, store.devices[0])
+    except StoreError as error:
+        screen.warn(f"{error}; so frozen weights are copied, {gb(job.forecast.frozen_on_ssd)}")
+        return None
+
+
+def fill_engine(
+    e: Engine,
+    job: Job,
+    store: Store,
+    screen: Screen,
+    resumed: bool,
+    asked: Sequence[int] = (),
+    everything: bool = True,
+    group: Alone | None = None,
+    whole: Whole | None = None,
+) -> dict[str, str]:
+    """Loads the snapshot if `resumed`, or a share of `whole`, else the checkpoint. Returns Exchange.base.
+
+    Without `everything`, homes on the SSD are not read. Raises as Live.load.
+    """
+    e.claim_scratch(store.devices)
+    adapter = None if resumed else job.adapter
+    exchange = Exchange(job.cfg, job.source, e.homes, adapter.values if adapter else None)
+    if resumed:
+        if whole is None:
+            _load_snapshot(e, store, screen, asked, everything)
+        else:
+            _new_shards(e, job, store)
+            what = f"dealing anew the state of {count(whole.key.hosts, 'host')}"
+            with _loading(screen, what, e.homes.nbytes(), asked) as more:
+                reshare.fill(e.homes, whole, group.wire if group else None, more)
+        if e.homes.frozen_bytes:
+            with _loading(screen, "loading what is frozen", e.homes.frozen_bytes, asked) as more:
+                exchange.load_base(more)
+        return exchange.base
+    _new_shards(e, job, store)
+    with _loading(screen, "loading", e.homes.nbytes() + e.homes.frozen_bytes, asked) as more:
+        exchange.load(more)
+    if group:
+        group.agree("weights", exchange.base | {"those that are trained": exchange.trained}, "Copy host 0's checkpoint")
+    return exchange.base
+
+
+def _new_shards(e: Engine, job: Job, store: Store) -> None:
+    """Raises StoreError where a drive has no room for them."""
+    store.clear()
+    for shard in e.homes.shards():
+        store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
+    if job.plan.homes_on_ssd:
+        store.reserve()
+
+
+def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:
+    expected = {shard.name: shard.layout for shard in e.homes.shards()}
+    if {name: shard.layout for name, shard in store.shards.items()} != expected:
+        folder = Path(store.devices[0].path) / store.snapshots[-1].folder
+        raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(folder))
+    try:
+        with _loading(screen, "loading", e.homes.nbytes(everything), asked) as more:
+            e.homes.load_from_store(more, everything)
+    except Damaged as damage:
+        back = _way_back(e, store, screen, asked)
+        raise StoreError(damage.errno, f"{DAMAGED}. {back}", damage.filename) from damage
+
+
+def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> str:
+    """Advice for a damaged snapshot; reads older ones until one is whole."""
+    *older, last = store.snapshots
+    newer = [last.folder]
+    for snapshot in reversed(older):
+        store.restore(snapshot.step)
+        try:
+            with _loading(screen, f"checking step {snapshot.step}", e.homes.nbytes(), asked) as more:
+                e.homes.load_from_store(more)
+        except Damaged:
+            newer.append(snapshot.folder)
+        else:
+            return f"The last whole snapshot is of step {snapshot.step}: to go back to it, remove {', '.join(newer)}"
+    return f"{'No snapshot is whole' if older else NONE_OLDER}: {NO_WAY_BACK}"
+
+
+@contextmanager
+def _loading(screen: Screen, what: str, nbytes: int, asked: Sequence[int]) -> Iterator[Callable[[int], None]]:
+    with screen.working(what, nbytes) as more:
+
+        def more_or_leave(nbytes: int) -> None:
+            more(nbytes)
+            if asked:
+                raise KeyboardInterrupt
+
+        yield more_or_leave
