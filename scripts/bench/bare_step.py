@@ -21,7 +21,9 @@ def bare_step(e: Engine, batch, step: int, lr: float) -> StepStats:
         -1, cfg.width
     )
     saved = lambda u, b: (
-        views(geo.saved_layout(e.plan.units[u].names("gpu"), batch[b].tokens), fixed[Activation(u, b, "saved", "gpu")])
+        views(
+            geo.saved_layout(u, e.plan.units[u].names("gpu"), batch[b].tokens), fixed[Activation(u, b, "saved", "gpu")]
+        )
         if e.plan.units[u].saved
         else {}
     )

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from trireme.engine.planner.probe import timed
+from trireme.kernels import ops
 from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 
@@ -54,7 +55,7 @@ def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) ->
 
 
 def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[list[Call], list[Call]]:
-    """(forward, backward) products of a block's matrices; a group (q, k, v; gate, up) as one."""
+    """(forward, backward) products of a block's matrices, of codes where in fp8; a group (q, k, v; gate, up) as one."""
     forward: list[Call] = []
     backward: list[Call] = []
     for group in shapes.weight_groups(cfg, 1):
@@ -65,6 +66,12 @@ def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple
         w, x, dy = (torch.randn(*shape, dtype=torch.bfloat16, device=device)
                     for shape in ((rows, columns), (tokens, columns), (tokens, rows)))  # fmt: skip
         y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
+        if shapes.in_fp8(cfg, rows, columns):
+            w8, x8, dy8 = (ops.quantize(t, columns=True) for t in (w, x, dy))
+            forward.append(partial(ops.product, x8.rows, x8.scale, w8.rows, w8.scale, y))
+            backward.append(partial(ops.product, dy8.rows, dy8.scale, w8.columns, w8.scale, dx))
+            backward.append(partial(ops.product, dy8.columns, dy8.scale, x8.columns, x8.scale, dw))
+            continue
         forward.append(partial(torch.mm, x, w.T, out=y))
         backward += [partial(torch.mm, dy, w, out=dx), partial(torch.mm, dy.T, x, out=dw)]
     return forward, backward

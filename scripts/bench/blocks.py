@@ -13,6 +13,8 @@ import importlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import block_parts
@@ -27,7 +29,7 @@ from trireme.engine.planner.sizes import llama as llama_shape
 from trireme.kernels import ops
 from trireme.models import attention, block, mlp, shapes
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear
+from trireme.models.linear import Codes, Linear
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows, make_rows, rope_tables
 
@@ -59,11 +61,22 @@ class Block(NamedTuple):
         self.backward()
 
 
+def codes_of(stored: Tensor) -> Codes:
+    """Of a matrix (out, in): a step makes them once for all micro-batches of a pass."""
+    scale, rows, columns = ops.quantize(stored, columns=True)
+    assert rows is not None
+    assert columns is not None
+    return Codes(rows, columns, scale)
+
+
 def make_block(cfg: ModelConfig, N: int) -> Block:
     D, F = cfg.width, cfg.ffn
 
     def make(matrix: Callable[[int, int], Tensor], vector: Callable[..., Tensor]) -> block.Weights:
-        new = lambda rows, columns: Linear(matrix(rows, columns).T)
+        def new(rows: int, columns: int) -> Linear:
+            stored = matrix(rows, columns)
+            return Linear(stored.T, fp8=cfg.fp8, codes=codes_of(stored) if cfg.fp8 else None)
+
         norms = [Norm(vector(D, device=DEVICE, dtype=BF16)) for _ in range(2)]
         first = attention.Weights(norms[0], new(cfg.qkv_width, D), new(D, cfg.q_width))
         return block.Weights(first, mlp.Weights(norms[1], new(2 * F, D), new(D, F)))
@@ -173,6 +186,26 @@ def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
                 attention=attention, peers=found)  # fmt: skip
 
 
+def in_fp8(name: str, cfg: ModelConfig, N: int) -> dict:
+    """A block in bf16 and in fp8, in turn."""
+    found: dict[str, list[tuple[float, ...]]] = {"bf16": [], "fp8": []}
+    gemms = {}
+    for _ in range(2):
+        for dtype, times in found.items():
+            b = make_block(replace(cfg, fp8=dtype == "fp8"), N)
+            b.both()
+            times.append((seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)))
+            gemms[dtype] = products(b)
+            del b
+    print(f"{name} block, {N} tokens, ms in bf16 and fp8")
+    best = {dtype: [min(t) for t in zip(*times, strict=True)] for dtype, times in found.items()}
+    rows = {what: [best[d][i] for d in found] for i, what in enumerate(("forward", "backward", "together"))}
+    rows["products, once"] = [sum(gemms[d]) for d in found]
+    for what, (old, new) in rows.items():
+        print(f"  {what:14s} {old * 1e3:7.3f} {new * 1e3:7.3f}: {old / new:.3f} times as fast", flush=True)
+    return dict(block=name, tokens=N, **rows)
+
+
 def looped(run: Callable, n: int = 50) -> tuple[float, float]:
     """(host seconds, wall seconds) a call."""
     run()
@@ -224,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peers", action="store_true", help="time transformers too")
     parser.add_argument("--small", action="store_true", help="how busy small models keep the GPU")
+    parser.add_argument("--fp8", action="store_true", help="blocks in fp8 beside those in bf16")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
@@ -233,8 +267,9 @@ def main() -> None:
     else:
         if args.profile:
             for name, cfg in LARGE.items():
-                profile(name, cfg, 8192)
-        rows = [report(name, cfg, 8192, args.peers) for name, cfg in LARGE.items()]
+                profile(name, replace(cfg, fp8=args.fp8), 8192)
+        compare = in_fp8 if args.fp8 else partial(report, with_peers=args.peers)
+        rows = [compare(name, cfg, 8192) for name, cfg in LARGE.items()]
     if args.json:
         with open(args.json, "w") as f:
             json.dump(rows, f, indent=1)

@@ -173,8 +173,10 @@ def _points(a, cfg: ModelConfig, rates: Rates, limits: Limits, sequences: int, w
 
 def away(geo: Geometry, plan: Plan) -> float:
     """Swapped share of all blocks' saved bytes: Fuyou's swap coefficient (section 5.6)."""
-    total = geo.saved_layout(shapes.saved_shapes(geo.cfg, 1), plan.tokens).span * geo.cfg.n_layers
-    return sum(geo.saved_layout(u.names("host") + u.names("ssd"), plan.tokens).span for u in plan.units) / total
+    units = range(1, geo.head)
+    total = sum(geo.saved_layout(u, geo.saved_names(geo.kinds[u]), plan.tokens).span for u in units)
+    names = {u: plan.units[u].names("host") + plan.units[u].names("ssd") for u in units}
+    return sum(geo.saved_layout(u, names[u], plan.tokens).span for u in units) / total
 
 
 # ---------------------------------------------------------------- a picture

@@ -108,6 +108,35 @@ def loss() -> Iterator[Case]:
                 yield Case(label, "linear_cross_entropy", args, 6 * N * D * V, flops=True)
 
 
+def fp8() -> Iterator[Case]:
+    """Quantisation of a block's tensors, read twice; products, beside those in bf16."""
+    for N, D in ((8192, 4096), (8192, 14336), (8192, 28672)):
+        x = randn(N, D)
+        for rows, columns in ((True, False), (False, True), (True, True)):
+            written = (rows + columns) * N * D
+            yield Case(
+                f"{N}x{D} {'rows' * rows} {'columns' * columns}", "quantize", (x, rows, columns), 4 * N * D + written
+            )
+    N, F = 8192, 14336
+    gate_up, dy = randn(N, 2 * F), randn(N, F)
+    plain = {"written in bf16": (lambda: ops.quantize(ops.swiglu_fwd(gate_up)), 1.0)}
+    yield Case(f"{N}x{F}", "swiglu_codes_fwd", (gate_up,), 9 * N * F, peers=lambda: plain)
+    apart = lambda: [
+        ops.quantize(t, rows, True) for t, rows in zip(ops.swiglu_bwd(dy, gate_up), (True, False), strict=True)
+    ]
+    yield Case(
+        f"{N}x{F}", "swiglu_codes_bwd", (dy, gate_up), 17 * N * F, peers=lambda: {"written in bf16": (apart, 1.0)}
+    )
+    for M, K, N in ((8192, 8192, 8192), (8192, 4096, 28672), (8192, 14336, 4096), (4096, 8192, 14336)):
+        x, w = randn(M, K), randn(N, K)
+        a, b = ops.quantize(x), ops.quantize(w)
+        for dtype in (BF16, torch.float32):
+            out = torch.empty(M, N, device=DEVICE, dtype=dtype)
+            peers = lambda x=x, w=w: {"in bf16": (lambda: torch.mm(x, w.T), 1.0)}
+            args = (a.rows, a.scale, b.rows, b.scale, out)
+            yield Case(f"{M}x{K}x{N} to {dtype}", "product", args, 2 * M * K * N, flops=True, peers=peers)
+
+
 class Attention(NamedTuple):
     """Inputs and gradients, packed."""
 
@@ -211,5 +240,6 @@ GROUPS = {
     "ends": ends,
     "loss": loss,
     "attention": attention,
+    "fp8": fp8,
     "experts": experts,
 }

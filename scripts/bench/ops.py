@@ -75,7 +75,13 @@ def copied(flush: str, n: int = 1 << 28) -> float:
     return 2 * n / seconds(lambda: y.copy_(x), flush=flusher(flush, lambda: y2.copy_(x2)))
 
 
-COMPARED = (BF16, torch.float32, torch.int32)  # not a split master's low halves
+EXACT = (torch.int32, torch.float8_e4m3fn)
+COMPARED = (BF16, torch.float32, *EXACT)  # not a split master's low halves
+
+
+def _flat(results) -> list:
+    """All that an op returns, in one list."""
+    return [t for part in results for t in _flat(part)] if isinstance(results, tuple) else [results]
 
 
 def error(case: Case) -> float:
@@ -85,9 +91,8 @@ def error(case: Case) -> float:
     for run in (op, op.__wrapped__):
         copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
         results = run(*copies, **case.kwargs)
-        results = results if isinstance(results, tuple) else (results,)
-        tensors = [t for t in (*results, *copies) if torch.is_tensor(t)]
-        found.append([t.float() if t.dtype == torch.int32 else t for t in tensors if t.dtype in COMPARED])
+        tensors = [t for t in (*_flat(results), *copies) if torch.is_tensor(t)]
+        found.append([t.float() if t.dtype in EXACT else t for t in tensors if t.dtype in COMPARED])
         del copies, results
     norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))
     return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))

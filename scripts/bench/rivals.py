@@ -1,10 +1,11 @@
 """Other trainers beside Trireme, in one run: python scripts/bench/rivals.py table
 
+Small models beside torch.compile, in one process: python scripts/bench/rivals.py small
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
-`torch` is transformers with torch's fused AdamW on bf16, with --lora beside peft's adapters; `zero-offload` DeepSpeed
-with fp32 AdamW on the CPU; both use Liger if installed. A step is one micro-batch, which moves weights and gradients
-least, without clipping.
+`torch` is transformers with torch's fused AdamW on bf16, with --lora beside peft's adapters, with --compile the whole
+model compiled and nothing recomputed; `zero-offload` DeepSpeed with fp32 AdamW on the CPU; both use Liger if installed.
+A step is one micro-batch, which moves weights and gradients least, without clipping.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import step as bench
 import torch
 from ceilings import forget_peaks
 from model_inputs import make_batch, with_adapters
@@ -45,6 +48,9 @@ LINES = (
     ("torch", "llama-8b", 32768, "--lora 16", "--lora 16 --ram 60GiB"),
 )
 
+
+SMALL = "llama-0.15b", "llama-0.4b"
+HERE = "--tokens 16384 --warmup 4 --steps 16"  # a step of them
 
 # ---------------------------------------------------------------- rivals
 
@@ -145,6 +151,10 @@ def run_rival(a) -> dict:
     if a.gpu_memory:
         torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
     model = transformers_model(cfg, device)
+    if a.compile:
+        model.gradient_checkpointing_disable()
+        model.compile()
+        a.recompute = [0]
     blocks = model.model.layers
     step, tried = RIVALS[a.rival](with_peft(model, a.lora) if a.lora else model), []
     for share in a.recompute:
@@ -205,10 +215,36 @@ def table() -> list[dict]:
     return rows
 
 
+def small(models: Sequence[str]) -> list[dict]:
+    """Trireme's steps beside those of torch.compile."""
+    rows = []
+    for model in models:
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            bench.main([model, *HERE.split(), "--json", out.name])
+            ours = json.load(out)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.compiler.reset()
+        theirs = run_rival(arguments(["torch", model, *HERE.split(), "--compile"]))
+        rows.append({"line": f"torch.compile, {model}", "theirs": theirs, "ours": ours})
+        print(f"{model}: {ours['step_s']:.4f} s, compiled {theirs['step_s']:.4f} s", flush=True)
+    return rows
+
+
 def main(argv: list[str]) -> int:
+    a = arguments(argv)
+    if a.rival == "small":
+        result = small([a.model] if a.model else SMALL)
+    else:
+        result = table() if a.rival == "table" else run_rival(a)
+    if a.json:
+        Path(a.json).write_text(json.dumps(result, indent=1))
+    return 0
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("rival", choices=("table", *RIVALS))
-    p.add_argument("model", nargs="?", default="llama-1.3b", choices=[name for name in MODELS if "llama" in name])
+    p.add_argument("rival", choices=("table", "small", *RIVALS))
+    p.add_argument("model", nargs="?", choices=[name for name in MODELS if "llama" in name])
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     p.add_argument("--lora", type=int, default=0, help="rank of peft's adapters; 0: all is trained")
     p.add_argument("--seq", type=int, default=1024)
@@ -216,14 +252,13 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--recompute", type=lambda t: [float(s) for s in t.split(",")], default=[1, 0.75, 0.5, 0], help="shares to try"
     )
+    p.add_argument("--compile", action="store_true", help="by torch.compile")
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--json")
     a = p.parse_args(argv)
-    result = table() if a.rival == "table" else run_rival(a)
-    if a.json:
-        Path(a.json).write_text(json.dumps(result, indent=1))
-    return 0
+    a.model = a.model or ("" if a.rival == "small" else "llama-1.3b")
+    return a
 
 
 if __name__ == "__main__":

@@ -12,27 +12,28 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from bare_step import bare_step
-from ceilings import against, floors, forget_peaks, held_rates, measure_rates
+from ceilings import against, blended, floors, forget_peaks, held_rates, measure_rates
 from model_inputs import make_batch, random_homes, with_adapters
 
 from trireme.engine.amounts import size
 from trireme.engine.buffers import usage
-from trireme.engine.build import build, inputs
+from trireme.engine.build import build, inputs_on
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.lanes import InlineLanes, RealLanes, Span, busy, write_perfetto
 from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.correct import corrected, measured
-from trireme.engine.planner.host import choose_device, hold_to, memory_in_use, memory_limits
+from trireme.engine.planner.host import choose_device, choose_gpus, hold_to, memory_in_use, memory_limits
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
@@ -56,7 +57,8 @@ GIB = 1 << 30
 
 
 def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wanted:
-    rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= min(a.tokens, 16384)]
+    most = min(a.tokens // a.gpus, 16384)  # a micro-batch for each GPU at least
+    rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= most] or [1]
     return Wanted(
         sizes_of(rows, math.ceil(a.tokens / a.seq), a.seq),
         dtype=dtype,
@@ -66,6 +68,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         homes=a.homes,
         on_cuda=dtype == "BF16",
         document=a.seq,
+        gpus=a.gpus,
     )
 
 
@@ -97,15 +100,15 @@ class Run(NamedTuple):
     last: list[Span]
 
 
-def run_steps(a: Arguments, e: Engine, device: torch.device, text: bytes | None) -> Run:
+def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch]]) -> Run:
     """Warms up, then times steps. The last but one of warm-up is traced between drains, like a run's second."""
-    cfg, tables = e.cfg, rope_tables(e.cfg, a.seq, device)
+    places = [(rope_tables(e.cfg, a.seq, gpu), gpu) for gpu in e.lanes.devices]
     times, losses, warm = [], [], []
     for step in range(1, a.warmup + a.steps + 1):
-        batch = make_batch(cfg, a.tokens, a.seq, e.plan.tokens // a.seq, step, text)
+        batch = batch_of(step)
         start = time.perf_counter()
         e.lanes.tracing = step in (a.warmup - 1, a.warmup + a.steps)
-        stats = _step(a, e, batch, tables, step)
+        stats = _step(a, e, batch, places, step)
         times.append(time.perf_counter() - start)
         losses.append(stats.loss)
         print(f"step {step}: {times[-1]:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}", flush=True)
@@ -120,8 +123,10 @@ def run_steps(a: Arguments, e: Engine, device: torch.device, text: bytes | None)
     return Run(times[a.warmup :], times[a.warmup - 2], losses, warm, e.lanes.trace())
 
 
-def _step(a: Arguments, e: Engine, batch: Sequence[MicroBatch], tables: Tables, step: int) -> StepStats:
-    on_device = (inputs(e.cfg, mb, tables, e.memory.device) for mb in batch)  # lazily, for "vertical"
+def _step(
+    a: Arguments, e: Engine, batch: Sequence[MicroBatch], places: Sequence[tuple[Tables, torch.device]], step: int
+) -> StepStats:
+    on_device = (inputs_on(e.cfg, mb, places) for mb in batch)  # lazily, for "vertical"
     if a.bare:
         return bare_step(e, list(on_device), step, a.lr)
     if "vertical" not in a.off:
@@ -139,7 +144,7 @@ def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device
     torch.manual_seed(0)
     folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
     store = Store.create([open_device(folder.name)]) if folder else None
-    lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device)
+    lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device, gpus=plan.gpus)
     start = time.perf_counter()
     hold_to(limits, device)
     adamw = AdamW(max_grad_norm=a.clip)
@@ -169,10 +174,12 @@ def measure(
     """Trains by a plan; prints and returns the figures. `at_start`: GiB of RAM resident before."""
     text = Path(a.text).read_bytes() if a.text else None
     with engine_of(a, cfg, plan, limits, device) as e:
-        run = run_steps(a, e, device, text)
+        run = run_steps(a, e, partial(make_batch, cfg, a.tokens, a.seq, plan.tokens // a.seq, text=text))
         result = {
             "model": a.model,
             "lora": a.lora,
+            "gpus": a.gpus,
+            "dtype": a.dtype,
             "tokens": a.tokens,
             "seq": a.seq,
             "losses": run.losses,
@@ -195,10 +202,11 @@ def measure(
 def against_floor(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, Any]:
     """Prints and returns lanes' floors and times at work, and the step's ratio."""
     on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
-    step_s, floor = statistics.median(run.times), floors(run.last, rates, on_cpu)
+    ceilings = blended(e.cfg, e.plan, a.tokens, a.seq, rates)
+    step_s, floor = statistics.median(run.times), floors(run.last, ceilings, on_cpu)
     at_work = busy(run.last) | {"ssd": measured(run.last)["ssd"]}
     bound = max(floor, key=lambda lane: floor[lane])
-    flops = costs.model_flops(e.cfg, a.tokens, costs.attended_pairs([a.seq] * (a.tokens // a.seq), e.cfg.window))
+    flops = costs.model_flops(e.cfg, a.tokens, costs.layer_pairs(e.cfg, [a.seq] * (a.tokens // a.seq)))
     print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
     for lane in floor:
         print(f"{lane:10} {floor[lane]:9.3f} {at_work.get(lane, 0):9.3f}")
@@ -222,7 +230,7 @@ def against_floor(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, 
 def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start: float) -> dict[str, Any]:
     """Prints and returns predicted and measured time and memory."""
     step_s, device = statistics.median(run.times), e.memory.device
-    gpu, ram = memory_in_use(device)
+    gpu, ram = memory_in_use(device, a.gpus)
     promised = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}
     promised["host"] += CODE / GIB if device.type == "cuda" else 0.0
     batch = Batch(e.plan.tokens, a.seq, e.plan.n_micro)
@@ -250,22 +258,24 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
 def main(argv: list[str]) -> int:
     a = arguments(argv)
     device = choose_device(a.device)
-    dtype = "BF16" if device.type == "cuda" or a.bf16 else "F32"
-    cfg = with_adapters(MODELS[a.model], a.lora)
-    limits = memory_limits(device, a.gpu_memory, a.ram)
+    dtype = "BF16" if device.type == "cuda" or a.dtype != "auto" else "F32"
+    cfg = replace(with_adapters(MODELS[a.model], a.lora), fp8=a.dtype == "fp8")
+    limits = memory_limits(device, a.gpu_memory, a.ram, choose_gpus(a.gpus, device))
     at_start = memory_in_use(device)[1]
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
-    rates = measure_rates(device, dtype, a.store)
+    rates = measure_rates(device, dtype, a.store, cfg.fp8)
     size_b = shapes.parameters(cfg) / 1e9
-    what = f", LoRA {a.lora}" if a.lora else ""
+    what = (f", LoRA {a.lora}" if a.lora else "") + ", fp8" * cfg.fp8
     print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
     plan = make_plan(a, cfg, dtype, limits, rates)
-    slower = held_rates(cfg, plan, a.seq, device) if device.type == "cuda" and not a.bare else {}
+    dense = device.type == "cuda" and not a.bare and cfg.experts is None
+    slower = held_rates(cfg, plan, a.seq, device) if dense else {}
     forget_peaks(device)
     result = measure(a, cfg, plan, limits, rates, device, at_start)
-    result["held"] = {what: against(result, rates, what, rate) for what, rate in slower.items()}
+    ceilings = blended(cfg, plan, a.tokens, a.seq, rates)
+    result["held"] = {what: against(result, ceilings, what, rate) for what, rate in slower.items()}
     if a.json:
         Path(a.json).write_text(json.dumps(result, indent=1))
     return 0
@@ -278,7 +288,8 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers; 0: all is trained")
     p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
-    p.add_argument("--gpu-memory", type=size)
+    p.add_argument("--gpus", type=int, default=1)
+    p.add_argument("--gpu-memory", type=size, help="of each GPU")
     p.add_argument("--ram", type=size)
     p.add_argument("--store", help="a folder on the SSD; without it the SSD is not used")
     p.add_argument(
@@ -296,7 +307,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--bare", action="store_true", help="plain calls without the engine's machinery, all on the GPU")
     p.add_argument("--text", help="a text file whose bytes are the tokens")
     p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    p.add_argument("--bf16", action="store_true", help="bf16 on the CPU too")
+    p.add_argument("--dtype", choices=("auto", "bf16", "fp8"), default="auto", help="bf16 on the CPU too; or fp8")
     p.add_argument("--json")
     p.add_argument("--trace")
     return p.parse_args(argv)

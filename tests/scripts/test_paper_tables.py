@@ -45,6 +45,6 @@ def test_the_page_shows_what_is_computed(tables):
     text = tables.PAGE.read_text()
     for p in tables.THROUGHPUT:
         assert f"| {p.system} | {p.model} |" in text
-    made = {"throughput": [], "sizes": [], "windows": [], "buyers": [], "adapters": []}
+    made = {"throughput": [], "sizes": [], "windows": [], "buyers": [], "adapters": [], "mixtures": []}
     frame = [line for line in tables.page(made).splitlines() if line]
     assert all(line in text for line in frame), "renew it: python scripts/bench/paper_tables.py --write"
