@@ -309,7 +309,7 @@ def switch_often():
 
 @needs_compiler
 def test_the_interpreter_runs_during_an_update(switch_often):
-    """This thread keeps looking at the clock in the middle half of a call on another thread: the GIL is free."""
+    """This thread keeps looking at the clock in the middle half of calls on another thread: the GIL is free."""
     w, lo, m, v, grad = state(1 << 22, True, BF16)
     calls, seen = [], []
 
@@ -319,13 +319,18 @@ def test_the_interpreter_runs_during_an_update(switch_often):
             host_adamw.adamw_(w, lo, m, v, grad, torch.ones(1), **HYPER, n_decay=0, step=1)
             calls.append((start, time.perf_counter()))
 
-    thread = threading.Thread(target=update)
-    thread.start()
-    while thread.is_alive():
-        seen.append(time.perf_counter())
-    middles = [((3 * start + end) / 4, (start + 3 * end) / 4) for start, end in calls]
-    inside = sum(any(low < t < high for t in seen) for low, high in middles)
-    assert inside >= 5
+    def looks() -> int:
+        """At how many of 20 calls."""
+        calls.clear()
+        seen.clear()
+        thread = threading.Thread(target=update)
+        thread.start()
+        while thread.is_alive():
+            seen.append(time.perf_counter())
+        middles = [((3 * start + end) / 4, (start + 3 * end) / 4) for start, end in calls]
+        return sum(any(low < t < high for t in seen) for low, high in middles)
+
+    assert any(looks() >= 5 for _ in range(5))  # of a busy machine, this thread may have no core for a while
 
 
 # ---------------------------------------------------------------- building
