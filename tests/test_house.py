@@ -18,18 +18,30 @@ from trireme.engine.run.options import Options
 
 ROOT = Path(__file__).parents[1]
 BELOW = {"models", "storage", "kernels"}
-ALL = BELOW | {"models/families", "engine", "engine/data", "engine/tuning", "engine/planner", "engine/run"}
+ALL = BELOW | {
+    "models/families",
+    "engine",
+    "engine/data",
+    "engine/hosts",
+    "engine/tuning",
+    "engine/planner",
+    "engine/run",
+    "engine/run/begin",
+}
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
     "kernels/attention": {"kernels"},
     "kernels/experts": {"kernels"},
+    "kernels/fp8": {"kernels"},
     "models": {"kernels", "models/families", "storage"},
     "models/families": set(),
     "storage": set(),
     "engine": BELOW,
     "engine/data": {"engine", "models", "storage"},
+    "engine/hosts": BELOW | {"engine"},
     "engine/planner": BELOW | {"engine"},
     "engine/run": ALL,
+    "engine/run/begin": ALL,
     "engine/tuning": BELOW | {"engine"},
     "scripts": {"engine/run"},
     "scripts/command": {"engine/run"},
@@ -42,7 +54,6 @@ TORCH_FREE = [
     *[
         "engine/amounts",
         "engine/plan",
-        "engine/schedule",
         "engine/planner/rates",
         "models/config",
         "models/shapes",
@@ -241,7 +252,9 @@ def test_the_wheel_runs_as_a_module(site, tmp_path):
 
 @pytest.mark.parametrize("page", USERS_PAGES)
 def test_the_pages_name_only_options_that_exist(page):
-    known = {"help", "local-dir"} | {f.name.replace("_", "-") for f in fields(Options)}
+    known = {"help", "local-dir", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint"} | {
+        f.name.replace("_", "-") for f in fields(Options)
+    }
     known |= {name for f in fields(Options) for name in f.metadata.get("also", "").split()}
     for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", (ROOT / page).read_text()):
         assert option.replace("_", "-") in known, f"{page} names --{option}"
