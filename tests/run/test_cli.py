@@ -342,6 +342,15 @@ def test_dry_run_writes_nothing(here, capsys):
     assert tree(here) == before
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heard() -> None:
+    """In a child: stops are not ignored, as under nohup."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 # ---------------------------------------------------------------- in a real terminal
 
 
@@ -356,7 +365,7 @@ def in_terminal(argv: list[str], when: str, key: bytes | None) -> tuple[int, str
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509, no threads here
+        preexec_fn=lambda: [fcntl.ioctl(0, termios.TIOCSCTTY, 0), heard()],  # noqa: PLW1509, no threads here
         env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"OMP_NUM_THREADS": "1"},
     )
     os.close(slave)
@@ -375,7 +384,10 @@ def in_terminal(argv: list[str], when: str, key: bytes | None) -> tuple[int, str
             os.write(master, key)
             pressed = True
     os.close(master)
-    return process.wait(timeout=60), seen
+    try:
+        return process.wait(timeout=60), seen
+    finally:
+        process.kill()
 
 
 def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
@@ -407,14 +419,11 @@ def reading(*argv: str) -> subprocess.Popen:
     """The command, at the moment when it reads more than a pipe holds from its standard input."""
     process = subprocess.Popen(
         [*COMMAND, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in STOPS],  # noqa: PLW1509, no threads here
+        preexec_fn=heard,  # noqa: PLW1509, no threads here
     )  # fmt: skip
     process.stdin.write(b"a story of sailors\n" * 20_000)
     process.stdin.flush()
     return process
-
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", STOPS)
