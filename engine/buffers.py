@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
-from trireme.models import costs
+from trireme.models.sizes.workspace import workspace_bytes
 from trireme.storage.layout import ITEMSIZE, round_up
 
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
@@ -192,7 +192,7 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.units[u].gpu == gpu}.values()  # by kind
-    needs = [costs.workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each]
+    needs = [workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each]
     temporaries = max(needs, default=0)
     inputs = plan.tokens * plan.n_micro * 48
     return round_up(int(temporaries * 1.02)) + inputs

@@ -24,9 +24,9 @@ from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
 from trireme.engine.weights import UnitStream
 from trireme.kernels import ops
-from trireme.models import costs
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Load, Rows, Tables
+from trireme.models.sizes import costs
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")

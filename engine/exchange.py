@@ -19,7 +19,7 @@ from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.lora import initial
-from trireme.models.shapes import FP8, ROWS, SCALE, SCALES, Group
+from trireme.models.sizes.shapes import FP8, ROWS, SCALE, SCALES, Group
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.files import partial_of, sync_folder
 from trireme.storage.layout import TensorSpec

@@ -11,8 +11,8 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from trireme.engine.plan import Plan
-from trireme.models import shapes
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import shapes
 from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 Part = Literal["all", "weights", "moments"]  # of an update

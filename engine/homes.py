@@ -19,7 +19,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.lanes import READS, Kind, Lanes, Task, numbered
 from trireme.engine.memory import NOTHING, Memory, Ring, memory_of
 from trireme.engine.plan import Plan, Tier
-from trireme.models.shapes import HALVES
+from trireme.models.sizes.shapes import HALVES
 from trireme.storage.layout import Layout
 
 Progress = Callable[[int], None]  # (bytes just moved)

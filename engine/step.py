@@ -23,9 +23,10 @@ from trireme.engine.memory import Memory, OnGpu, flat
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan
 from trireme.engine.weights import UnitStream, Weights
-from trireme.models import costs, head, model
+from trireme.models import head, model
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Load, Rows
+from trireme.models.sizes import costs
 from trireme.storage.devices import Device
 from trireme.storage.scratch import Scratch
 

@@ -82,7 +82,7 @@ def forward(
     attn_out, lse = _attend(cfg, layer, w, _heads(cfg, layer, w, qkv, rows), rows, saved.get("attn_out"), attend)
     if "lse" in saved:
         saved["lse"].copy_(lse)
-    del qkv, lse  # costs._block_workspace
+    del qkv, lse  # workspace._block_workspace
     add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out, saved.get("attn_branch"))
 
 
@@ -100,7 +100,7 @@ def backward(
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     result = recall(cfg, layer, w, x, saved, rows)
     d_qkv: Upstream = backward_to_qkv(cfg, layer, w, g, result, dy, rows, saved.get("attn_branch"))
-    del result  # costs._block_workspace
+    del result  # workspace._block_workspace
     d_qkv = upstream(d_qkv, w.qkv, g.qkv)
     backward_to_x(cfg, w, g, x, d_qkv, dy, dx)
 
@@ -142,7 +142,7 @@ def backward_to_qkv(
     add_gradients_(g.o, w.o, result.out, d_o)
     q, k, v, q_rstd, k_rstd = result.heads
     dout, out = linear_backward(d_o, w.o).view(q.shape), result.out.view(q.shape)
-    del d_o  # costs._block_workspace
+    del d_o  # workspace._block_workspace
     if w.sinks is not None and g.sinks is not None and trained(g.sinks):
         ops.sinks_bwd_(g.sinks, dout, out, result.lse, w.sinks)
     dqkv = torch.empty_like(result.qkv)
@@ -160,7 +160,7 @@ def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Up
     """Fills dx: the gradient through qkv, plus dy."""
     y, stats = norm(x, w.norm, cfg.eps)
     add_gradients_(g.qkv, w.qkv, y, d_qkv)
-    del y  # costs._block_workspace
+    del y  # workspace._block_workspace
     norm_backward(linear_backward(d_qkv, w.qkv), x, w.norm, stats, g.norm, dy, dx)
 
 

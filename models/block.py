@@ -17,7 +17,7 @@ from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.linear import Upstream, upstream
 from trireme.models.rows import Rows
-from trireme.models.shapes import saved_shapes
+from trireme.models.sizes.shapes import saved_shapes
 
 
 class Weights(NamedTuple):
@@ -65,12 +65,12 @@ def backward(
         result = recall()
         resid, product = attention.residual(cfg, w.attention, x, result.out, product)
     dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
-    del resid  # costs._block_workspace
+    del resid  # workspace._block_workspace
     result = result or recall()
     dbranch = dy if cfg.parallel else dresid
     half, grads = w.attention, g.attention
     d_qkv: Upstream = attention.backward_to_qkv(cfg, layer, half, grads, result, dbranch, rows, product)
-    del result, product  # costs._block_workspace
+    del result, product  # workspace._block_workspace
     d_qkv = upstream(d_qkv, half.qkv, grads.qkv)
     attention.backward_to_x(cfg, half, grads, x, d_qkv, dresid, dx)
 

@@ -69,14 +69,14 @@ def forward(
         rows.load.add(layer, found.order, found.logits)
     k = rule(cfg).k
     gate_up = _up(w, y, found.order, k, saved.get("gate_up"))
-    del y  # costs._block_workspace
+    del y  # workspace._block_workspace
     limit = _limit(cfg)
     act = ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
-    del gate_up  # costs._block_workspace
+    del gate_up  # workspace._block_workspace
     ranked = ops.grouped_mm(act, w.down, found.order, bias=w.down_bias)
     if w.down_adapters is not None:
         w.down_adapters.add_(ranked, act, found.order)
-    del act  # costs._block_workspace
+    del act  # workspace._block_workspace
     ops.combine(ranked, found.order, k, found.weights, residual, out)
 
 
@@ -119,12 +119,12 @@ def backward(
         d_down = w.down_adapters.down_gradient(dy, order, k)
         d_act += ops.grouped_mm(d_down, w.down_adapters.a, order)
     d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, found.weights, order, _limit(cfg))
-    del gate_up, d_act  # costs._block_workspace
+    del gate_up, d_act  # workspace._block_workspace
     if trained(g.down):
         ops.grouped_add_(g.down, act, dy, order, 0, k)
     if d_down is not None:
         _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, dy, order, k_dy=k)
-    del act  # costs._block_workspace
+    del act  # workspace._block_workspace
     if trained(g.up):
         ops.grouped_add_(g.up, y, d_gate_up, order, k)
     _bias_gradients_(w, g, found, d_weights, d_gate_up, dy)
@@ -133,16 +133,16 @@ def backward(
         d_up = w.up_adapters.down_gradient(d_gate_up, order)
         _adapter_gradients_(w.up_adapters, g.up_adapters, y, d_up, d_gate_up, order, k)
         d_rows += ops.grouped_mm(d_up, w.up_adapters.a, order)
-    del d_gate_up  # costs._block_workspace
+    del d_gate_up  # workspace._block_workspace
     d_norm = ops.combine(d_rows, order, k)
-    del d_rows  # costs._block_workspace
+    del d_rows  # workspace._block_workspace
     balance = None if rows.load is None else rows.load.balance()
     d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance).to(y.dtype)
     add_gradients_(g.router, w.router, y, d_logits)
     d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
         shared.backward(w.shared, g.shared, y, saved, dy, d_norm)
-    del y  # costs._block_workspace
+    del y  # workspace._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
 
 

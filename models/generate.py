@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trireme.kernels import ops
-from trireme.models import costs, head, model, shapes
+from trireme.models import head, model
 from trireme.models.attention import Attend
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Rows, make_rows, rope_tables
+from trireme.models.sizes import shapes, workspace
 
 Units = Callable[[], Iterator[tuple[int, Any]]]
 
@@ -76,7 +77,7 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
     positions, tokens = n_prompts * (length + max_new), n_prompts * length
     cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
     kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
-    blocks = [costs.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values()]
+    blocks = [workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values()]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
     single = 2 * positions * cfg.q_width * (itemsize + 4)  # a layer's cache, repeated per head, and in fp32
     ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits, copied

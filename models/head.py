@@ -15,7 +15,7 @@ from trireme.models.config import ModelConfig
 from trireme.models.linear import trained
 from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.rows import Rows
-from trireme.models.shapes import embedding_name, output_name
+from trireme.models.sizes.shapes import embedding_name, output_name
 
 
 class EmbedWeights(NamedTuple):

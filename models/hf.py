@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.shapes import MXFP4, output_name, packed_groups, stored_tensors
+from trireme.models.sizes.shapes import MXFP4, output_name, packed_groups, stored_tensors
 
 Shape = tuple[int, ...]
 

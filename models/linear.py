@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models import lora
-from trireme.models.costs import slice_rows
+from trireme.models.sizes.workspace import slice_rows
 
 
 class Codes(NamedTuple):

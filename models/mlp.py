@@ -28,7 +28,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.norm import Norm, norm, norm_backward
-from trireme.models.shapes import up_name
+from trireme.models.sizes.shapes import up_name
 
 
 class Weights(NamedTuple):
@@ -48,9 +48,9 @@ def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], o
     """
     y, _ = norm(x, w.norm, cfg.eps, copy=out if copies(w.norm, w.post) and not cfg.parallel else None)
     up = linear(y, w.up, saved.get(up_name(cfg)))
-    del y  # costs._block_workspace
+    del y  # workspace._block_workspace
     act = _activation(cfg, up, w)
-    del up  # costs._block_workspace
+    del up  # workspace._block_workspace
     add_branch(cfg, out if cfg.parallel else x, act, w.down, w.norm, w.post, out, saved.get("mlp_branch"))
 
 
@@ -68,15 +68,15 @@ def backward(
     up = saved[up_name(cfg)] if up_name(cfg) in saved else linear(y, w.up)
     d_down = upstream(_branch_backward(cfg, w, g, dy, up, saved), w.down, g.down)
     dup, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
-    del up  # costs._block_workspace
+    del up  # workspace._block_workspace
     add_gradients_(g.down, w.down, act, d_down)
-    del act, d_down  # costs._block_workspace
+    del act, d_down  # workspace._block_workspace
     d_up = upstream(dup, w.up, g.up)
-    del dup  # costs._block_workspace
+    del dup  # workspace._block_workspace
     add_gradients_(g.up, w.up, y, d_up)
-    del y  # costs._block_workspace
+    del y  # workspace._block_workspace
     d_norm = linear_backward(d_up, w.up)
-    del d_up  # costs._block_workspace
+    del d_up  # workspace._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
 
 

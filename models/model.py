@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models import attention, block, experts, head, mlp, shapes, shared
+from trireme.models import attention, block, experts, head, mlp, shared
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
@@ -18,6 +18,7 @@ from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows
+from trireme.models.sizes import shapes
 
 EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient; a matrix that is there as codes alone
 

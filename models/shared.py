@@ -28,7 +28,7 @@ def forward(w: Weights, x: Tensor, y: Tensor, saved: dict[str, Tensor], out: Ten
     """Fills out (N, D), which may be x, given the normalised y."""
     up = linear(y, w.up, saved.get("shared_up"))
     act = ops.swiglu_fwd(up)
-    del up  # costs._block_workspace
+    del up  # workspace._block_workspace
     ops.combine(linear(act, w.down), _each(x), 1, _weights(w, y), x, out)
 
 
@@ -38,11 +38,11 @@ def backward(w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Te
     s = _weights(w, y)
     d_down = upstream(dy, w.down, g.down)
     dup, act, ds = ops.routed_swiglu_bwd(linear_backward(d_down, w.down), up, s, _each(y))
-    del up  # costs._block_workspace
+    del up  # workspace._block_workspace
     add_gradients_(g.down, w.down, act, d_down)
-    del act, d_down  # costs._block_workspace
+    del act, d_down  # workspace._block_workspace
     d_up = upstream(dup, w.up, g.up)
-    del dup  # costs._block_workspace
+    del dup  # workspace._block_workspace
     add_gradients_(g.up, w.up, y, d_up)
     if w.gate is not None and g.gate is not None:
         d_gate = (ds * s * (1 - s)).to(y.dtype)

@@ -17,7 +17,7 @@ from script_files import script
 from trireme.engine.run.options import Options
 
 ROOT = Path(__file__).parents[1]
-BELOW = {"models", "storage", "kernels"}
+BELOW = {"models", "models/sizes", "storage", "kernels"}
 ALL = BELOW | {
     "models/families",
     "engine",
@@ -33,8 +33,9 @@ MAY_IMPORT = {  # beside files of the same room
     "kernels/attention": {"kernels"},
     "kernels/experts": {"kernels"},
     "kernels/fp8": {"kernels"},
-    "models": {"kernels", "models/families", "storage"},
+    "models": {"kernels", "models/families", "models/sizes", "storage"},
     "models/families": set(),
+    "models/sizes": {"models", "models/families"},
     "storage": set(),
     "engine": BELOW,
     "engine/data": {"engine", "models", "storage"},
@@ -56,8 +57,6 @@ TORCH_FREE = [
         "engine/plan",
         "engine/planner/rates",
         "models/config",
-        "models/shapes",
-        "models/costs",
         "models/hf",
     ],
     *(
@@ -86,7 +85,7 @@ def module(path: Path) -> str:
 
 MODULES = {module(path): path for room in ROOMS for path in sources(room)}
 TORCH_FREE = [f"trireme.{name.replace('/', '.')}" for name in TORCH_FREE]
-TORCH_FREE += [name for name, path in MODULES.items() if path.parent.name in ("storage", "data", "families")]
+TORCH_FREE += [name for name, path in MODULES.items() if path.parent.name in ("storage", "data", "families", "sizes")]
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:

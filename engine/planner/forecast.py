@@ -17,8 +17,8 @@ from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import RAM_SHARE, TB, Machine
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.variants import LEANS
-from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs, shapes
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 

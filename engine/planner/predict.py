@@ -15,8 +15,8 @@ from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds
 from trireme.engine.step import Engine, Inputs, train_step
-from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
 
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
@@ -204,7 +204,7 @@ def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1)
 def kernels_of(cfg: ModelConfig, kind: Kind, embeds: bool, learned: int) -> float:
     """Kernels of a task on the GPU; `learned`: labels of a micro-batch."""
     if kind == "loss":
-        return LOSS_KERNELS[0] + LOSS_KERNELS[1] * -(-learned // costs.LOSS_CHUNK)
+        return LOSS_KERNELS[0] + LOSS_KERNELS[1] * -(-learned // workspace.LOSS_CHUNK)
     if embeds and kind in MICRO:
         return EMBED_KERNELS[kind]
     thin = (2 if cfg.lora else 1) * (1.6 if cfg.fp8 else 1)  # adapters double the kernels; others make codes
@@ -285,7 +285,7 @@ def _features(cfg: ModelConfig, kind: str) -> float:
     """Features of a token that norms, residuals, rotation, activation read and write once, in backward twice."""
     cfg, kind = shapes.seen(cfg, kind)
     attention = 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)
-    mlp = 4.5 * cfg.width + (3 if cfg.gated else 2) * costs.hidden_width(cfg)
+    mlp = 4.5 * cfg.width + (3 if cfg.gated else 2) * shapes.hidden_width(cfg)
     mlp += 2 * shapes.chosen(cfg) * cfg.width if cfg.experts else 0  # rows by expert, and their sum
     return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]
 
@@ -302,7 +302,7 @@ def _beside(cfg: ModelConfig, u: int) -> tuple[int, int]:
 
 def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> float:
     """Five passes over the logits, two over a trained weight's fp32 gradient each chunk."""
-    chunks, head = -(-tokens // costs.LOSS_CHUNK), cfg.n_units - 1
+    chunks, head = -(-tokens // workspace.LOSS_CHUNK), cfg.n_units - 1
     once, back = (count(cfg, head, tokens, 0) for count in (costs.forward_flops, costs.backward_flops))
     moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width * (back > once)
     seconds = (once + back) / gemm + moved / rates.copy

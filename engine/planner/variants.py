@@ -20,8 +20,8 @@ from trireme.engine.planner.rule import (
     simple_plan,
     spread,
 )
-from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs, shapes
 
 MICRO_BATCHES = 2  # sizes tried, from the rule's down
 SHARES = (1.0, 0.5, 0.2)  # of the blocks with room outside the GPU

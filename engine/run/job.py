@@ -35,8 +35,9 @@ from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.engine.tuning.packed import as_stored, as_trained, open_checkpoint
 from trireme.kernels.private import cache_folder
-from trireme.models import hf, shapes
+from trireme.models import hf
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
+from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.companions import CONTENT, beside
 from trireme.storage.files import Say, existing, to_stderr

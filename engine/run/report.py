@@ -15,7 +15,8 @@ from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Unpacked
-from trireme.models import hf, shapes
+from trireme.models import hf
+from trireme.models.sizes import shapes
 
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 

@@ -21,8 +21,8 @@ from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import Machine
 from trireme.engine.planner.rule import Wanted, cuts, shortage, simple_plan
 from trireme.engine.run.options import Options
-from trireme.models import shapes
 from trireme.models.config import InputError, ModelConfig, default_number, numbers
+from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import complaint
 

@@ -41,9 +41,9 @@ from trireme.engine.run.settle import check_snapshot
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.verify import check_checkpoint, check_free, new_run, reopen, taken, tidy
 from trireme.engine.step import Inputs, train_step
-from trireme.models import costs
 from trireme.models.config import InputError
 from trireme.models.rows import Load, make_load
+from trireme.models.sizes import costs
 from trireme.storage.files import remove_folders, replace_synced
 
 BOUND_EVERY = 50  # steps between timings of lanes

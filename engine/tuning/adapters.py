@@ -20,8 +20,8 @@ import torch
 from trireme.engine.exchange import fetch
 from trireme.engine.homes import Reader
 from trireme.engine.tuning.chosen import adapted
-from trireme.models import shapes
 from trireme.models.config import InputError, Lora, ModelConfig
+from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
 from trireme.storage.files import StoreError, partial_of, sync_folder, write_synced
 from trireme.storage.headers import encode_header, read_header

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from math import prod
 
-from trireme.models import shapes
 from trireme.models.config import InputError, Lora, ModelConfig
+from trireme.models.sizes import shapes
 
 NEAREST = 3  # names offered where a pattern matches none
 ALL = ("all", "all-linear")  # words of other trainers for every target

@@ -14,8 +14,9 @@ from torch import Tensor
 from trireme.engine.homes import Progress, silent
 from trireme.engine.tuning.adapters import Adapter, base_of, read_adapter, read_adapter_config
 from trireme.engine.tuning.packed import Packed, open_checkpoint, unpacked
-from trireme.models import hf, shapes
+from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config
+from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, convert, dtype_of, export
 from trireme.storage.files import Say
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trireme.models import shapes
 from trireme.models.config import ModelConfig
-from trireme.models.shapes import BLOCKS, SCALES
+from trireme.models.sizes import shapes
+from trireme.models.sizes.shapes import BLOCKS, SCALES
 from trireme.storage.checkpoint import CHUNK, INDEX, Source, SourceTensor, open_source, stored_values
 from trireme.storage.companions import CONTENT, content_of
 from trireme.storage.files import Say, to_stderr

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trireme.engine.planner.probe import timed
 from trireme.kernels import ops
-from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs, shapes
 
 Call = Callable[[], object]
 LONG = 1.0  # seconds until the clock settles, and timed

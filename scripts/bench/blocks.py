@@ -27,11 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.sizes import llama as llama_shape
 from trireme.kernels import ops
-from trireme.models import attention, block, mlp, shapes
+from trireme.models import attention, block, mlp
 from trireme.models.config import ModelConfig
 from trireme.models.linear import Codes, Linear
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows, make_rows, rope_tables
+from trireme.models.sizes import shapes
 
 LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
 SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}

@@ -19,8 +19,8 @@ from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.planner.probe import drive_rates, fp8_rate, matmul_rate, processor_rates
 from trireme.engine.planner.rates import Rates, rates_of
-from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs, shapes
 
 
 def measure_rates(device: torch.device, dtype: str, store: str | None, fp8: bool = False) -> Rates:

@@ -30,8 +30,8 @@ from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import LEANS, front, most_kept, swapped
 from trireme.engine.run.settle import record_size
-from trireme.models import shapes
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import shapes
 
 BRUTE = (
     "llama-1.3b --gpu-memory 12GiB --ram 40GiB",

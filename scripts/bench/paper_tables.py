@@ -28,8 +28,8 @@ from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.planner.sizes import MODELS, gpt3
 from trireme.engine.run.settle import record_size
-from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs, shapes
 
 PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
 SEQ = 1024

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trireme.engine.amounts import size
 from trireme.engine.planner.host import choose_device, memory_in_use
 from trireme.engine.planner.sizes import MODELS
-from trireme.models import costs
+from trireme.models.sizes import costs
 
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 ADAMW = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01)

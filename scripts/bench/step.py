@@ -41,9 +41,9 @@ from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run.settle import record_size
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
-from trireme.models import costs, shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Tables, rope_tables
+from trireme.models.sizes import costs, shapes
 from trireme.storage.devices import open_device
 from trireme.storage.store import Store
 

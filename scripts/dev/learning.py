@@ -30,9 +30,9 @@ from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.host import choose_device
 from trireme.engine.planner.sizes import llama
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
-from trireme.models import shapes
 from trireme.models.config import ModelConfig
 from trireme.models.rows import rope_tables
+from trireme.models.sizes import shapes
 
 RUNS = {"bf16": (False, 2), "fp8": (True, 2), "bf16 rounded otherwise": (False, 1)}  # in fp8, micro-batches
 HELD_OUT = 4  # micro-batches

@@ -13,6 +13,7 @@ ROOMS = {
     "kernels/experts": "mixture of experts: rows sorted by expert, products by group",
     "models": "a block: weights, saved tensors, forward, backward; generation",
     "models/families": "what a config.json means, per model_type; no torch",
+    "models/sizes": "what of a model is counted before it computes: names, shapes, bytes, FLOPs; no torch",
     "storage": "bytes on the SSD; no torch, nothing of ours outside storage",
     "engine": "what a step is made of",
     "engine/data": "rows to micro-batches; no torch",

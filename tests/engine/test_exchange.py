@@ -19,8 +19,8 @@ from trireme.engine.memory import views
 from trireme.engine.plan import UnitPlan
 from trireme.kernels.fp8.reference import quantize
 from trireme.kernels.reference import split_master
-from trireme.models import shapes
 from trireme.models.config import InputError
+from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import NUMPY, convert, dtype_of, open_source
 from trireme.storage.layout import ITEMSIZE
 

@@ -9,8 +9,8 @@ from tiny import CASES
 
 from trireme.engine.lanes import InlineLanes, RealLanes
 from trireme.engine.plan import UnitPlan
-from trireme.models import shapes
 from trireme.models.config import parse_config
+from trireme.models.sizes import shapes
 
 
 def config(case):

@@ -33,7 +33,7 @@ from trireme.engine.homes import Reader
 from trireme.engine.hosts.gather import masters
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.updates import AdamW
-from trireme.models import shapes
+from trireme.models.sizes import shapes
 
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT, "lora": LORA, "frozen": FROZEN}
 MODELS |= {"fp8": FP8, "fp8 lora": replace(LORA, fp8=True)}

@@ -15,8 +15,8 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.step import Inputs, train_step
-from trireme.models import shapes
 from trireme.models.rows import rope_tables
+from trireme.models.sizes import shapes
 
 ALONE = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1e30, ssd_read=1.0, ssd_write=1.0, mixed=1.0, duplex=1.0, reading=1.0)
 ALL_SSD = UnitPlan("ssd", "ssd", x="ssd", saved=tuple((n, "ssd") for n in shapes.saved_shapes(LLAMA, 1)))

@@ -24,9 +24,9 @@ from trireme.engine.run.begin import filled
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.engine.step import train_step
-from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.rows import rope_tables
+from trireme.models.sizes import shapes
 from trireme.storage.devices import open_device
 from trireme.storage.store import Store
 

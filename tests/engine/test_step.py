@@ -40,8 +40,9 @@ from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
-from trireme.models import model, shapes
+from trireme.models import model
 from trireme.models.rows import rope_tables
+from trireme.models.sizes import shapes
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}

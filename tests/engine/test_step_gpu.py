@@ -11,9 +11,9 @@ from trireme.engine import geometry
 from trireme.engine.exchange import Kept
 from trireme.engine.plan import UnitPlan
 from trireme.engine.updates import AdamW
-from trireme.models import shapes
 from trireme.models.config import Lora
 from trireme.models.families.experts import Experts
+from trireme.models.sizes import shapes
 
 pytestmark = pytest.mark.gpu
 CFG = replace(LLAMA, width=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn=96, vocab=128)

@@ -8,7 +8,8 @@ from itertools import chain, combinations
 import torch
 from tiny import Tiny, empty_saved, oracle
 
-from trireme.models import model, shapes
+from trireme.models import model
+from trireme.models.sizes import shapes
 
 LENGTHS = [7, 1, 12]
 

@@ -6,8 +6,8 @@ from engines import LLAMA
 
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.rates import Rates
-from trireme.models import shapes
 from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models.sizes import shapes
 
 RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
 H200 = Rates(7.89e14, 4.1e12, 5.54e10, 5.53e10, 5.8e9, 5.8e9 * 28 * 1.2)

@@ -8,9 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.engine.memory import DTYPE, views
-from trireme.models import head, hf, model, shapes
+from trireme.models import head, hf, model
 from trireme.models.config import ModelConfig, parse_config
 from trireme.models.rows import make_rows, rope_tables
+from trireme.models.sizes import shapes
 from trireme.storage.layout import pack
 
 LLAMA = dict(

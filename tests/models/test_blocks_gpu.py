@@ -6,8 +6,9 @@ import pytest
 import torch
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
-from trireme.models import model, shapes
+from trireme.models import model
 from trireme.models.rows import make_load
+from trireme.models.sizes import shapes
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [13, 1, 20, 9]

@@ -7,8 +7,9 @@ import torch
 from blocks import block_gradients, check_every_subset
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
-from trireme.models import linear, shapes
+from trireme.models import linear
 from trireme.models.config import Lora
+from trireme.models.sizes import shapes
 
 KEYS = dict(
     vocab_size=64,

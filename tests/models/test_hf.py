@@ -4,7 +4,7 @@ import pytest
 
 from trireme.models.config import InputError, parse_config
 from trireme.models.hf import canonical_names, sources
-from trireme.models.shapes import weight_groups
+from trireme.models.sizes.shapes import weight_groups
 
 GPT2 = parse_config(dict(model_type="gpt2", vocab_size=11, n_embd=8, n_layer=2, n_head=2, n_positions=16))
 KEYS = dict(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)

@@ -15,10 +15,10 @@ from trireme.engine.run import demo
 from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
-from trireme.models import shapes
 from trireme.models.config import InputError, parse_config, read_config
 from trireme.models.families.extend import extended
 from trireme.models.rows import rope_tables
+from trireme.models.sizes import shapes
 
 TILED = ["gpt2", "llama biases", "qwen3", "granite", "gemma3", "qwen3 moe", "qwen2 moe"]
 

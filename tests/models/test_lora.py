@@ -7,8 +7,8 @@ import torch
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
 from trireme.engine.tuning.adapters import peft_names
-from trireme.models import shapes
 from trireme.models.config import InputError, Lora
+from trireme.models.sizes import shapes
 
 peft = pytest.importorskip("peft")
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from tiny import CASES, LLAMA, MIXTURE, OSS, YARN, Tiny, oracle, own_name, relative, shifted_labels
 
-from trireme.models import hf, shapes
+from trireme.models import hf
 from trireme.models.config import InputError, parse_config
 from trireme.models.rows import make_load
+from trireme.models.sizes import shapes
 
 MIXTURES = ["qwen3 moe", "qwen2 moe", "mixtral", "olmoe", "qwen3 moe among dense layers"]
 

@@ -5,9 +5,9 @@ import torch
 from tiny import own_name
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from trireme.models import shapes
 from trireme.models.config import parse_config
 from trireme.models.hf import canonical_names, carried
+from trireme.models.sizes import shapes
 
 YARN = dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0, beta_slow=1.0,
             mscale=1.0, mscale_all_dim=1.0, rope_theta=1e6, llama_4_scaling_beta=0.1)  # fmt: skip

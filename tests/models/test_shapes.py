@@ -16,8 +16,9 @@ from trireme.engine.planner.sizes import find_model
 from trireme.kernels import cross_entropy, ops
 from trireme.kernels.fp8.products import product
 from trireme.kernels.fp8.reference import E4M3, PAD
-from trireme.models import attention, costs, experts, head, linear, lora, mlp, model, norm, shapes, shared
+from trireme.models import attention, experts, head, linear, lora, mlp, model, norm, shared
 from trireme.models.config import Lora, parse_config
+from trireme.models.sizes import costs, shapes, workspace
 from trireme.storage.layout import pack
 
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
@@ -305,7 +306,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("frozen", [(), ("*lm_head*", "*embed*"), ("*",)])
 def test_the_head_has_fp32_sums_where_it_is_trained_alone(tied, frozen, monkeypatch):
-    cfg, tokens = parse_config(SMALL | dict(model_type="llama", tie_word_embeddings=tied)), costs.LOSS_CHUNK + 1
+    cfg, tokens = parse_config(SMALL | dict(model_type="llama", tie_word_embeddings=tied)), workspace.LOSS_CHUNK + 1
     cfg = replace(cfg, frozen=frozen)
     groups = [group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u)]
     tiny = Tiny(cfg, {name: torch.zeros(shape) for group in groups for name, shape in group}, "BF16")
@@ -319,7 +320,7 @@ def test_the_head_has_fp32_sums_where_it_is_trained_alone(tied, frozen, monkeypa
         head.head_loss(cfg, top, w_out, x, labels, rows, 1.0, g, g_out, torch.empty_like(x))
     sums = ((cfg.vocab, cfg.width), torch.float32)
     assert (sums in copies.made) == (not frozen)
-    wide, narrow = (costs.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, grads) for grads in (4, 2))
+    wide, narrow = (workspace.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, grads) for grads in (4, 2))
     assert narrow - wide == 4 * cfg.vocab * cfg.width * (not frozen)
 
 
@@ -331,8 +332,8 @@ UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 
 def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
     cfg, forward, backward = replace(parse_config(SMALL_MODELS[name]), halves=halves), Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    sums = 8 * cfg.width * TOKENS + costs.SLACK  # inside kernels, which these do not have
-    bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - sums
+    sums = 8 * cfg.width * TOKENS + workspace.SLACK  # inside kernels, which these do not have
+    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - sums
     assert 0 < forward.peak < backward.peak
     assert 0.98 * bound < backward.peak <= bound
 
@@ -345,7 +346,7 @@ def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch
     for tile in (TOKENS, 16, 15):
         tiled, forward, backward = replace(cfg, mlp_rows=tile), Watch(), Watch()
         _watched(tiled, u, monkeypatch, (), forward, backward)
-        bounds[tile] = costs.workspace_bytes(tiled, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
+        bounds[tile] = workspace.workspace_bytes(tiled, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
         assert 0.65 * bounds[tile] < max(forward.peak, backward.peak) <= bounds[tile]
     if shapes.kind(cfg, u).endswith("mlp"):
         assert bounds[16] < 0.3 * bounds[TOKENS]
@@ -362,7 +363,7 @@ def test_workspace_holds_the_codes_of_fp8(name, most, halves, u, monkeypatch):
     cfg = replace(parse_config((SMALL_MODELS | DIALECTS)[name]), halves=halves, fp8=True)
     forward, backward = Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
+    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > (0.97 if name in SMALL_MODELS and not cfg.experts else 0.6) * bound
     assert forward.flops == costs.forward_flops(cfg, u, TOKENS, 0)
@@ -378,8 +379,8 @@ def test_workspace_holds_slices_of_gradients(name, grads, halves, u, monkeypatch
     cfg = replace(parse_config(SMALL_MODELS[name]), halves=halves, fp8=True)
     forward, backward = Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward, "BF16", grads)
-    found = costs.workspace_bytes(cfg, u, TOKENS, 2, 2 if grads == "BF16" else 4)
-    bound = found - 8 * cfg.width * TOKENS - costs.SLACK
+    found = workspace.workspace_bytes(cfg, u, TOKENS, 2, 2 if grads == "BF16" else 4)
+    bound = found - 8 * cfg.width * TOKENS - workspace.SLACK
     assert 0.8 * bound < max(forward.peak, backward.peak) <= bound
 
 
@@ -388,7 +389,7 @@ def test_workspace_holds_slices_of_gradients(name, grads, halves, u, monkeypatch
 def test_workspace_is_enough_for_every_family(name, halves, u, monkeypatch):
     cfg, forward, backward = replace(parse_config(DIALECTS[name]), halves=halves), Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
+    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > 0.7 * bound
 
@@ -399,7 +400,7 @@ def test_workspace_is_enough_for_adapters_of_experts(rank, halves, u, monkeypatc
     cfg = replace(parse_config(MIXTURE), halves=halves, lora=Lora(rank, 8.0, ("experts",)), frozen=("*",))
     forward, backward = Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = costs.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - costs.SLACK
+    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
     assert 0.6 * bound < max(forward.peak, backward.peak) <= bound
     plain = replace(cfg, lora=None, frozen=("*",))
     more = costs.forward_flops(cfg, u, TOKENS, 0) - costs.forward_flops(plain, u, TOKENS, 0)

@@ -22,8 +22,8 @@ from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import front, updated_alike
 from trireme.engine.run.settle import misfit, record_size
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models import costs, shapes
 from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models.sizes import costs, shapes
 
 SMALL = replace(LLAMA, width=512, n_layers=8, n_heads=4, n_kv_heads=4, head_dim=128, ffn=1408, vocab=2048)
 GPT3_13B = ModelConfig("gpt2", 50257, 5120, 40, 40, 40, 128, 20480, 8192, 1e-5, True, qkv_bias=True, o_bias=True,

@@ -20,8 +20,8 @@ from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.report import report
 from trireme.engine.run.settle import record_size
-from trireme.models import shapes
 from trireme.models.config import ModelConfig, Rope
+from trireme.models.sizes import shapes
 from trireme.storage.store import Store
 
 SEVEN_B = ModelConfig("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, False, rope=Rope(1e4))

@@ -17,8 +17,8 @@ from trireme.engine.planner.rates import GPUS, Rates, assume, rates_of
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models import shapes
 from trireme.models.config import InputError, Lora
+from trireme.models.sizes import shapes
 
 
 def test_a_drive_that_binds_is_never_idle():

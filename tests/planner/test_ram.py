@@ -15,8 +15,8 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner import host
 from trireme.engine.planner.rates import RAM_SHARE
 from trireme.engine.run import demo
-from trireme.models import shapes
 from trireme.models.config import read_config
+from trireme.models.sizes import shapes
 
 CPU = torch.device("cpu")
 LIMIT = 1 << 30

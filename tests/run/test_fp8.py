@@ -13,8 +13,8 @@ from trireme.engine.planner.rates import assume
 from trireme.engine.run.job import check_fp8, prepare
 from trireme.engine.run.report import method_line
 from trireme.engine.run.train import finetune
-from trireme.models import shapes
 from trireme.models.config import InputError
+from trireme.models.sizes import shapes
 
 
 def test_a_resumed_run_is_the_run_to_the_bit(checkpoint, monkeypatch):

@@ -6,8 +6,8 @@ import pytest
 from tiny import CASES, oracle
 
 from trireme.engine.tuning.chosen import chosen, folded, matching, targets, trained_lines
-from trireme.models import shapes
 from trireme.models.config import InputError
+from trireme.models.sizes import shapes
 
 LLAMA, GPT2 = (oracle(*CASES[case])[1] for case in ("llama", "gpt2"))
 

@@ -1,7 +1,7 @@
-"""What computing with a unit costs: FLOPs, and temporaries on the GPU. No torch.
+"""What computing with a unit costs: FLOPs, and bytes that quantisation moves. No torch.
 
-Legend: N tokens, D width, F hidden width, V vocabulary. `pairs`: (query, key) pairs that one layer attends to
-(attended_pairs). FLOPs count two per multiply-add.
+Legend: N tokens. `pairs`: (query, key) pairs that one layer attends to (attended_pairs). FLOPs count two per
+multiply-add.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from math import prod
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
-from trireme.models.shapes import (
+from trireme.models.sizes.shapes import (
     DOWN,
     GATE_UP,
     adapts_experts,
     chosen,
+    hidden_width,
     in_fp8,
     is_frozen,
     kind,
@@ -31,9 +32,6 @@ from trireme.models.shapes import (
 )
 
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
-
-# ---------------------------------------------------------------- FLOPs
-
 TILE = 128  # rows of a tile of grouped products
 
 
@@ -79,11 +77,6 @@ def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
         found["mlp_branch" if cfg.names.post2 else "out"] = hidden_width(cfg) * cfg.width
         found["router"] = (cfg.experts.count + cfg.experts.shared_gate) * cfg.width
     return found
-
-
-def hidden_width(cfg: ModelConfig) -> int:
-    """Features of a token's activation in the MLP."""
-    return cfg.experts.chosen * cfg.experts.width if cfg.experts else cfg.ffn
 
 
 def attention_flops(cfg: ModelConfig, pairs: int) -> int:
@@ -221,170 +214,3 @@ def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
     trained = sum(_trained_params(cfg, u) + 3 * _adapter_params(cfg, u) for u in inner)
     trained += cfg.vocab * cfg.width * (not is_frozen(cfg, [(output_name(cfg), ())]))
     return 2 * tokens * (2 * matrices + trained) + 3 * cfg.n_layers * attention_flops(cfg, pairs)
-
-
-# ---------------------------------------------------------------- memory
-
-LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
-SLICE = 1 << 25  # bytes of an fp8 product on its way to a gradient's sum
-PROGRAMS = 1024  # most rows of fp32 partial sums in a norm's backward
-SLACK = 1 << 20
-
-
-def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_itemsize: int | None = None) -> int:
-    """Upper bound of a unit's temporaries on the GPU, forward or backward, with nothing saved.
-
-    Item sizes of compute dtype and gradients (default: the same). Excludes the caller's tensors (x, dy, dx, weights,
-    gradients, saved) and cuBLAS's workspace.
-    """
-    if u == 0:
-        extra = tokens * cfg.width * itemsize * (cfg.rope is None or cfg.embed_scale != 1.0)
-        sums = (tokens // 8 + 8) * cfg.width  # sorted ids; fp32 sums of frequent ones
-        return extra + sums + 80 * tokens + SLACK
-    partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
-    if u == cfg.n_units - 1:
-        return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
-    sizes = _Sizes(tokens, itemsize, grad_itemsize or itemsize, quantised_each(cfg, u))
-    return _block_workspace(cfg, kind(cfg, u), sizes) + partials
-
-
-def slice_rows(columns: int, itemsize: int) -> int:
-    """Rows of a matrix's gradient that are added at once in fp8."""
-    return max(128, SLICE // (columns * itemsize) // 128 * 128)
-
-
-class _Sizes(NamedTuple):
-    tokens: int
-    item: int  # bytes of a value
-    grad: int  # of a gradient's
-    each: bool  # shapes.quantised_each
-
-
-class _Codes(NamedTuple):
-    """Bytes that a linear layer's products take in fp8 (linear.py); in bf16 only `held`."""
-
-    x: int = 0  # codes of x, and of the matrix
-    matrix: int = 0  # where each product makes them
-    dy: int = 0  # codes of dy, in both orders
-    add: int = 0  # codes of x, and a slice of the gradient
-    held: int = 0  # what backward's products read of dy
-
-
-def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bool = False) -> _Codes:
-    """Of `inside` features to `outside`. `keeps`: biases or adapters read dy too."""
-    N, dy = sizes.tokens, sizes.tokens * outside * sizes.item
-    if not in_fp8(cfg, inside, outside):
-        return _Codes(held=dy)
-    padded, matrix = 0 if cfg.frozen == ("*",) else -(-N // 16) * 16, inside * outside * sizes.each
-    rows, columns = (inside, outside) if cfg.names.in_out else (outside, inside)
-    part = min(rows, slice_rows(columns, sizes.grad)) * columns * sizes.grad
-    codes = (N + padded) * outside
-    held = codes + (keeps or cfg.lora is not None) * dy
-    return _Codes(N * inside + matrix, matrix, codes, (padded > 0) * (padded * inside + part), held)
-
-
-def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
-    """The fullest moment: a sum of live tensors. Each `del` that it counts on names it."""
-    cfg, kind = seen(cfg, kind)
-    tokens, itemsize, *_ = sizes
-    x, tile = tokens * cfg.width * itemsize, min(tokens, cfg.mlp_rows)  # block.mlp_forward
-    y, row = tile * cfg.width * itemsize, tokens * 4  # one fp32 a token
-    # branch.branch_backward: scaled dy; product, norm, gradient; the other half's product
-    behind = (y if kind == "mlp" else x) * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
-    mlp_forward, mlp_backward = _mlp_moments(cfg, sizes._replace(tokens=tile))
-    result, attention = _attention_moments(cfg, sizes)
-    dresid = x if tile < tokens else 0
-    resid, before = (0, 0) if cfg.parallel else (x, result + x)
-    moments = {
-        "attention": attention,
-        "mlp": [*mlp_forward, *mlp_backward],
-        "block": [
-            *(resid + moment for moment in mlp_forward),
-            *(before + dresid + moment for moment in mlp_backward),  # block.backward: resid
-            *(x + moment for moment in attention),  # block.backward: dresid
-            x + x + x,
-        ],
-    }
-    rank = 3 * cfg.lora.rank if cfg.lora else 0  # fused adapters
-    return max(moments[kind]) + behind + 4 * row + 3 * tokens * rank * itemsize
-
-
-def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
-    """(bytes of attention.Result, the half's moments)."""
-    tokens, itemsize, *_ = sizes
-    x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
-    lse = cfg.n_heads * tokens * 4
-    normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # normed q, k
-    result = qkv + normed + attn + lse
-    first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
-    last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
-    product = x * (last.x > 0)  # added to what there is
-    return result, [
-        x + first.x + qkv,  # attention._project
-        attn + last.x + product,  # add_branch
-        result + last.x + product,  # attention.residual: beside it `out`
-        result + last.dy + last.add,  # attention.backward_to_qkv
-        result + last.dy + last.matrix + attn,
-        result + attn + qkv + lse,  # dout, dqkv, row sums of dout * out
-        qkv + first.dy,
-        first.held + x + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
-        first.held + first.matrix + x,
-    ]
-
-
-def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
-    """Of forward, of backward."""
-    tile, itemsize, *_ = sizes
-    y, act = (tile * width * itemsize for width in (cfg.width, hidden_width(cfg)))
-    up = tile * chosen(cfg) * up_width(cfg) * itemsize
-    activation = 2 * (up + act)  # mlp.backward: activation, argument, their gradients
-    if cfg.experts:
-        routes, wide = _routes_bytes(cfg, tile, itemsize), chosen(cfg) * y
-        forward = [routes + y + up, routes + up + act, routes + act + wide]
-        backward = [routes + y + activation, routes + y + up + wide, routes + y + wide + y]
-        forward.append(y + routes + tile * 8 * cfg.experts.count)  # rows.Load.add: y, softmax in fp32
-        if cfg.lora and cfg.lora.adapts(cfg.names.experts):  # lora.Stacked: products before they are added
-            thin = routes + 5 * tile * chosen(cfg) * cfg.lora.rank * itemsize
-            forward += [thin + y + 2 * up, thin + act + 2 * wide]
-            backward += [thin + y + max(activation, 2 * up), thin + y + up + 2 * wide]
-        if s := cfg.experts.shared:
-            first, last = _codes(cfg, sizes, cfg.width, 2 * s), _codes(cfg, sizes, s, cfg.width)
-            shared, codes = tile * s * itemsize, max(first.dy, last.dy) + max(first.add, last.add, first.x)
-            forward.append(2 * y + 3 * shared + first.x + last.x)  # shared.forward: y, shared_up, act
-            backward.append(routes + 2 * y + max(6 * shared, 2 * shared + y) + codes)  # y, d_norm
-        return forward, backward
-    first = _codes(cfg, sizes, cfg.width, up_width(cfg), cfg.mlp_bias and cfg.gated)
-    turned = 0 if cfg.frozen == ("*",) else -(-tile // 16) * 16 * cfg.ffn
-    last = _codes(cfg, sizes, cfg.ffn, cfg.width)  # dy is the caller's
-    inner, active = act, [y + last.dy + activation, y + last.dy + last.add + up + act, y + up + first.dy]
-    if cfg.gated and last.x and cfg.lora is None:
-        inner = 0  # codes, counted in last.x
-        if first.x and not cfg.mlp_bias:
-            active = [y + last.dy + up + act + first.dy + turned, y + last.dy + first.dy + last.add]
-    return [y + first.x + up, up + act, inner + last.x + y * (last.x > 0)], [
-        y + first.x + up,
-        *active,
-        y + last.dy + last.matrix + up + act,
-        y + first.held + first.add,
-        first.held + first.matrix + y,  # then y or d_norm
-        y + up + y,
-        y + up + (inner + last.x + y) * bool(cfg.names.post2),  # the argument of the norm behind, again
-    ]
-
-
-def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
-    """experts.Routes with the gradients of logits and weights, and what sorting takes."""
-    assert cfg.experts is not None
-    own = cfg.experts
-    logits = (8 + itemsize if own.sigmoid else 2 * itemsize) * own.count  # and their gradient
-    logits += own.bias * (2 * itemsize * own.count + own.chosen * (itemsize + 8))  # experts._bias_gradients_
-    sorting = own.chosen * (20 + own.count // 16 + 1)
-    return tokens * (logits + sorting) + 8 * own.count
-
-
-def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:
-    """Norm's result, a chunk's logits and rows, fp32 sums for narrower gradients where it is trained."""
-    chunk, output = min(tokens, LOSS_CHUNK), (output_name(cfg), (cfg.vocab, cfg.width))
-    summed = grad_itemsize < 4 and tokens > chunk and not is_frozen(cfg, [output])
-    sums = 4 * cfg.vocab * cfg.width * summed
-    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens

@@ -353,6 +353,11 @@ def up_width(cfg: ModelConfig) -> int:
     return 2 * ffn if cfg.gated else ffn
 
 
+def hidden_width(cfg: ModelConfig) -> int:
+    """Features of a token's activation in the MLP."""
+    return cfg.experts.chosen * cfg.experts.width if cfg.experts else cfg.ffn
+
+
 def chosen(cfg: ModelConfig) -> int:
     """Rows of the MLP's products for each token."""
     return cfg.experts.chosen if cfg.experts else 1
