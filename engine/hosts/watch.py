@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 BEAT = 0.5  # seconds between signs of life
 SILENT = 60.0  # seconds without one: lost
 SUSPECTED = 5.0  # the same once a connection has broken
+ANSWER = 60.0  # seconds for the store to answer
 GRACE = 10.0  # seconds to end in order, then at once
 END, OVER = "end", "over"
+GONE = "torchrun's store does not answer: is the machine that it is on lost?"
 
 
 def beat(host: int) -> str:
@@ -67,23 +70,32 @@ class Watch:
         seen, silent, count = [b""] * len(self.names), [0.0] * len(self.names), 0
         while not self.why:
             left, count = self._left.wait(BEAT), count + 1
-            try:
-                end, signs = self._exchange(OVER if left and not self._told else str(count))
-            except RuntimeError:  # gone with its machine
-                end, signs = "torchrun's store does not answer: is the machine that it is on lost?", seen
+            self.why, signs = self._asked(OVER if left and not self._told else str(count)) or (GONE, seen)
             if left:
                 return
             for h, sign in enumerate(signs):
                 silent[h] = silent[h] + BEAT if sign == seen[h] and sign != OVER.encode() else 0.0
             seen = signs
             longest = max(range(len(silent)), key=silent.__getitem__)
-            if not end and silent[longest] >= (SUSPECTED if self.suspicious else SILENT):
+            if silent[longest] >= (SUSPECTED if self.suspicious else SILENT):
                 lost = f"{self.names[longest]} is lost or hangs: no sign of life for {silent[longest]:.0f} s"
-                end = self.store.compare_set(END, "", lost).decode(errors="replace")
-            self.why = end
+                self._told = self._told or lost  # to all, with the next sign
         self._judged.set()
         if not self._left.wait(GRACE):
             self.late(self.why)
+
+    def _asked(self, sign: str) -> tuple[str, list[bytes]] | None:
+        """As _exchange; None where the store is gone, or hangs with its machine: then a call does not return."""
+        found: list[tuple[str, list[bytes]]] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                found.append(self._exchange(sign))
+
+        asking = threading.Thread(target=ask, name="sign of life", daemon=True)
+        asking.start()
+        asking.join(ANSWER)
+        return found[0] if found else None
 
     def _exchange(self, sign: str) -> tuple[str, list[bytes]]:
         """Leaves a sign of life: (why the run ends, the last sign of each host)."""
