@@ -270,6 +270,7 @@ class RealLanes(InlineLanes):
             sys.setswitchinterval(SWITCH)
         self.open = True
         self.error: BaseException | None = None
+        self.failed: Callable[[BaseException], object] = lambda _: None  # hears of the first of a thread
         self.at: dict[str, RealTask] = {}  # by lane: its task, waiting or begun
         self.over: Counter[str] = Counter()  # by lane: tasks executed, on streams issued
         self.streams: dict[str, torch.cuda.Stream] = {}
@@ -346,6 +347,7 @@ class RealLanes(InlineLanes):
             self._execute(task, fn, after, stream)
             if task.error is not None and self.error is None:
                 self.error = task.error
+                self.failed(task.error)
             del task, fn, after, item  # an idle thread's locals would keep a slot's memory
 
     def drain(self) -> None:

@@ -41,7 +41,14 @@ def place() -> Place:
         found = Place(*(int(os.environ.get(name, str(usual))) for name, usual in zip(names, Place(), strict=True)))
     except ValueError:
         raise InputError(f"{', '.join(names)} of the environment are no numbers. Start with torchrun.") from None
-    return found if found.hosts > 1 else Place()
+    if found.hosts < 2:
+        return Place()
+    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT", "").isdecimal()):
+        raise InputError(
+            f"WORLD_SIZE of the environment is {found.hosts}, MASTER_ADDR and MASTER_PORT do not say where to meet. "
+            "Start with torchrun, or unset WORLD_SIZE."
+        )
+    return found
 
 
 class Alone:
@@ -76,6 +83,11 @@ class Alone:
 
     def tell(self, why: str) -> None:
         """Has all hosts end, as this one is about to: what unwinds it may wait for them."""
+
+    def failed(self, error: BaseException) -> None:
+        """As tell, of an error, unless another host is to blame."""
+        if not (isinstance(error, LostHost) and self.judgement()):
+            self.tell(_reason(error))
 
     def judgement(self) -> str:
         """Why the run ends, once a connection has broken."""
@@ -179,7 +191,13 @@ def joined(at: Place, late: Callable[[str], object]) -> Iterator[Alone]:
     except LostHost as error:
         raise LostHost(group.judgement() or str(error)) from error
     except BaseException as error:
-        group.tell(str(error) or type(error).__name__)
+        group.tell(_reason(error))
         raise
     finally:
         group.close()
+
+
+def _reason(error: BaseException) -> str:
+    """An error as other hosts hear of it."""
+    where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+    return where or str(error) or type(error).__name__

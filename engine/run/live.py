@@ -76,6 +76,7 @@ class Live:
         since = Mark(*snapshot["log"]) if snapshot else None
         self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers)
         self.lanes = RealLanes(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
+        self.lanes.failed = self.group.failed  # where this thread waits for a host that waits for a lane
         self.clock, self.promised = clock or Clock(), dict[Part, float]()
         self._engine: Engine | None = None
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit

@@ -16,7 +16,6 @@ from trireme.engine.amounts import count, duration
 from trireme.engine.build import Ahead, InRam, in_ram
 from trireme.engine.exchange import bring_back
 from trireme.engine.hosts.group import Alone
-from trireme.engine.hosts.watch import LostHost
 from trireme.engine.lanes import READS, Span, write_perfetto
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.plan import DoesNotFit
@@ -169,11 +168,10 @@ def _telling(group: Alone) -> Iterator[None]:
     """Tells the other hosts of an exception before it unwinds what waits for them."""
     try:
         yield
-    except (Interrupted, LostHost):
+    except Interrupted:
         raise
     except BaseException as error:
-        where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-        group.tell(where or str(error) or type(error).__name__)
+        group.failed(error)
         raise
 
 
@@ -441,7 +439,7 @@ class Run:
         live.group.meet()
         live.store.remove()
         shutil.rmtree(live.job.out, ignore_errors=True)
-        remove_folders([live.job.out.parent])
+        remove_folders([*live.job.store_dirs, live.job.out.parent])
 
     def _about_best(self, exported: bool) -> list[str]:
         """Where the best weights are, if they are not the last."""
