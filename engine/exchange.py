@@ -21,7 +21,7 @@ from trireme.models.config import InputError, ModelConfig
 from trireme.models.lora import initial
 from trireme.models.sizes.shapes import FP8, ROWS, SCALE, SCALES, Group
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
-from trireme.storage.files import partial_of, sync_folder
+from trireme.storage.files import partial_of, read_back, sync_folder, write_synced
 from trireme.storage.layout import TensorSpec
 from trireme.storage.untrusted import checksum, summed
 
@@ -129,7 +129,7 @@ def take_over(folder: Path, out: Path) -> None:
         try:
             part.hardlink_to(path)
         except OSError:
-            shutil.copyfile(path, part)
+            write_synced(part, read_back(path))
         part.replace(target)
         sync_folder(target.parent)
 

@@ -44,7 +44,7 @@ def choose_gpus(wanted: str | int, device: torch.device) -> int:
     gpus = here if wanted == "all" else int(wanted)
     if gpus > here:
         raise InputError(f"--gpus {gpus}: torch sees {here}. Lower it, or look at CUDA_VISIBLE_DEVICES.")
-    first, *others = (_model(torch.device("cuda", (device.index or 0) + gpu)) for gpu in range(gpus))
+    first, *others = (model_of(torch.device("cuda", (device.index or 0) + gpu)) for gpu in range(gpus))
     for gpu, other in enumerate(others, 1):
         if other != first:
             raise InputError(
@@ -54,7 +54,10 @@ def choose_gpus(wanted: str | int, device: torch.device) -> int:
     return gpus
 
 
-def _model(device: torch.device) -> str:
+def model_of(device: torch.device) -> str:
+    """Equal ones give equal bits."""
+    if device.type != "cuda":
+        return "the CPU"
     found = torch.cuda.get_device_properties(device)
     return f"{found.name} ({found.multi_processor_count} multiprocessors)"
 

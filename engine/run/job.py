@@ -24,7 +24,7 @@ from trireme.engine.hosts.group import Alone, Group
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, memory_limits
+from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, memory_limits, model_of
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.planner.sizes import find_model
@@ -165,6 +165,9 @@ def prepare(
             source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
     with clock.at("probe"):
         device, limits, assumed = place(options)
+        if not assumed:
+            unequal = "Unequal ones round differently: use equal ones, or --device cpu on all"
+            group.agree("GPUs", {"--device": model_of(device)}, unequal)
         limits = least(group, options, limits)
     check_gpus(cfg, limits.gpus)
     check_fp8(cfg, device, assumed)

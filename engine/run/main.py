@@ -110,8 +110,11 @@ def take_gpus(options: Options, at: Place) -> None:
     each, shown_ = int(options.gpus), os.environ.get("CUDA_VISIBLE_DEVICES")
     own = range(at.local * each, (at.local + 1) * each)
     every = shown_.split(",") if shown_ else [str(gpu) for gpu in range(own.stop)]
-    if len(every) >= own.stop:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(every[gpu] for gpu in own)
+    if len(every) < own.stop:
+        raise InputError(
+            f"--gpus {each}: CUDA_VISIBLE_DEVICES shows {len(every)} to the {at.beside} hosts of this machine."
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(every[gpu] for gpu in own)
 
 
 def nowhere() -> io.TextIOWrapper:

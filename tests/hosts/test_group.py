@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -9,6 +10,8 @@ from runs import Hosts
 
 from trireme.engine.hosts import group, watch
 from trireme.engine.hosts.watch import LostHost
+from trireme.engine.run import main
+from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 
 
@@ -112,3 +115,66 @@ def test_without_torchrun_a_run_is_alone():
         assert alone.any(True)
         alone.agree("options", {"a": "b"}, "")
         alone.meet()
+
+
+def test_an_environment_that_names_no_meeting_place_is_refused(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "a"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="WORLD_SIZE of the environment is 2.* Start with torchrun, or unset"):
+        group.place()
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(InputError, match="do not say where to meet"):
+        group.place()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert group.place().hosts == 2
+
+
+@pytest.mark.parametrize(("shown", "own"), [(None, "2,3"), ("4,5,6,7", "6,7"), ("4,5,6", None)])
+def test_hosts_of_one_machine_take_gpus_of_their_own(monkeypatch, shown, own):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown or "")
+    take = lambda: main.take_gpus(Options(gpus=2), group.Place(1, 2, 1, 2))
+    if own:
+        take()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+    else:
+        with pytest.raises(InputError, match="--gpus 2: CUDA_VISIBLE_DEVICES shows 3 to the 2 hosts"):
+            take()
+
+
+class Unwell:
+    """torchrun's store, of which one call hangs, or is refused."""
+
+    def __init__(self, call: str, hangs: bool):
+        self.call, self.hangs, self.values = call, hangs, {watch.END: b"", watch.beat(1): b"0"}
+
+    def _ail(self, call: str) -> None:
+        if call == self.call:
+            if self.hangs:
+                threading.Event().wait()
+            raise RuntimeError("Connection reset by peer")
+
+    def set(self, key, value):
+        self._ail("set")
+        self.values[key] = value.encode()
+
+    def multi_get(self, keys):
+        self._ail("multi_get")
+        return [self.values[key] for key in keys]
+
+    def compare_set(self, key, expected, desired):
+        self._ail("compare_set")
+        return b""
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+@pytest.mark.parametrize("call", ["set", "multi_get", "compare_set"])
+def test_a_store_that_does_not_answer_ends_the_run(monkeypatch, call, hangs):
+    """compare_set: to say that another host is lost."""
+    for name, seconds in {"BEAT": 0.01, "ANSWER": 0.2, "SILENT": 0.05, "GRACE": 0.01}.items():
+        monkeypatch.setattr(watch, name, seconds)
+    said, late = [], threading.Event()
+    found = watch.Watch(0, ["host 0", "host 1"], Unwell(call, hangs), lambda why: (said.append(why), late.set()))
+    assert late.wait(60)
+    assert said == [found.judgement()] == [watch.GONE]
+    found.close()

@@ -13,8 +13,10 @@ from runs import Hosts, losses, make_small
 from tiny import CASES, oracle
 
 from trireme.engine.hosts import group, watch
-from trireme.engine.run import demo, evaluation, main, train
+from trireme.engine.hosts.watch import LostHost
+from trireme.engine.run import demo, evaluation, job, main, train
 from trireme.engine.run.begin import opened
+from trireme.engine.shared import SharedGradients
 from trireme.storage.files import StoreError
 from trireme.storage.store import Store
 
@@ -93,10 +95,11 @@ def evals(out: Path) -> list[str]:
 
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
-    out = folder / f"on-{hosts}"
-    run = Run(out, hosts, command(folder, out))
+    out, drive = folder / f"on-{hosts}", folder / f"drive-{hosts}"
+    run = Run(out, hosts, command(folder, out, "--store", str(drive)))
     assert run.ended() == [0] * hosts, run.errors()
     assert same(out, whole)
+    assert not list(drive.iterdir())
     said = run.said[0].read_text()
     assert f"hosts    {hosts}, each with a share of micro-batches and optimizer state, and all weights; " in said
     assert not any(path.read_text() for path in run.said[1:])  # one speaks for all
@@ -197,6 +200,43 @@ def test_where_one_host_cannot_save_no_hosts_snapshot_advances(folder, whole):
     assert same(out, whole)
 
 
+def ailing(error: Exception):
+    """Host 0 fails where its last sum leaves, when it waits already for the norm, which host 1 has by all sums."""
+
+    def changed(host: int) -> None:
+        watch.GRACE = 0.5
+        real = SharedGradients.finish
+
+        def fail() -> None:
+            time.sleep(1)
+            raise error
+
+        def finish(self, u, after):
+            if host == 0 and u == 0:
+                self.lanes.run("sum_out", "other", "sum", fail)
+            real(self, u, after)
+
+        SharedGradients.finish = finish
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (StoreError(5, "Input/output error", "/there"), "host 0: /there: Input/output error"),
+        (LostHost("another host does not answer: reset"), "host 0: another host does not answer: reset"),
+    ],
+    ids=["drive", "connection"],
+)
+def test_what_fails_beside_a_host_that_waits_for_another_ends_all(folder, error, says):
+    out = folder / "ailing"
+    run = Run(out, 2, command(folder, out), ailing(error))
+    assert run.ended() == [4, 4]
+    assert all(says in line for line in run.errors())
+    shutil.rmtree(out)
+
+
 @pytest.fixture(scope="module")
 def stopped(folder):
     """By number of hosts: gives a copy of a run's folder, asked to stop in its third step, and saved by all."""
@@ -284,9 +324,15 @@ def test_killed_while_state_is_dealt_anew_either_number_goes_on(stopped, whole, 
     assert same(out, whole)
 
 
-def refused(out: Path, hosts: int, argv) -> str:
+def other_gpu(host: int) -> None:
+    """One host's driver is broken, say."""
+    if host == 1:
+        job.model_of = lambda device: "another"
+
+
+def refused(out: Path, hosts: int, argv, changed=lambda host: None) -> str:
     """The error of the host that has one of its own."""
-    run = Run(out, hosts, argv)
+    run = Run(out, hosts, argv, changed)
     codes = run.ended()
     assert 2 in codes, run.errors()
     assert set(codes) <= {2, 4}
@@ -309,4 +355,7 @@ def test_what_hosts_are_given_is_compared_before_anything_is_written(folder):
     bits = lambda host: [str(grown if host else folder / "checkpoint"), *command(folder, out)[1:]]
     assert "host 1 was started with other weights than host 0: those that are trained." in refused(out, 2, bits)
     assert "torchrun began 2 hosts: say --out DIR" in refused(out, 2, command(folder, out)[:3])
+    assert "host 1 was started with other GPUs than host 0: --device." in refused(
+        out, 2, command(folder, out), other_gpu
+    )
     assert not [path for path in out.rglob("*") if path.is_file()]

@@ -1,6 +1,8 @@
 """The end of a run: the last weights or the best, early or asked for, once or twice."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -57,6 +59,19 @@ def test_the_best_is_exported(here, losses, capsys):
     assert "\nsample " not in report
     assert not Path("out/best").exists()
     reopen(open_source("model"), Path("out"))
+
+
+def test_without_hard_links_the_best_is_copied_and_synced(here, losses, capsys, monkeypatch):
+    def refuse(self, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    two, synced, real = at_step_two(capsys), [], os.fsync
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "hardlink_to", refuse)
+        patch.setattr(os, "fsync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name) or real(fd))
+        said(capsys, *EVALUATED, "--export", "best")
+    assert weights("out") == two
+    assert synced.count(".model.safetensors.partial") == 2  # in out/best, and in out
 
 
 def test_the_last_is_exported_and_the_best_kept(here, losses, capsys):
