@@ -19,7 +19,8 @@ from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.lora import initial
-from trireme.models.sizes.shapes import FP8, ROWS, SCALE, SCALES, Group
+from trireme.models.sizes.narrow import FP8, ROWS, SCALE, SCALES
+from trireme.models.sizes.shapes import Group
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.files import partial_of, read_back, sync_folder, write_synced
 from trireme.storage.layout import TensorSpec

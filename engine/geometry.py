@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from trireme.engine.plan import Plan
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 Part = Literal["all", "weights", "moments"]  # of an update
@@ -64,12 +64,12 @@ class Geometry:
     def base(self) -> tuple[Layout, ...]:
         """Of each unit's frozen weights, those of products in fp8 as codes."""
         units = range(self.n_units)
-        return tuple(pack(shapes.base_groups(self.cfg, u), self.dtype, shapes.own_dtypes(self.cfg, u)) for u in units)
+        return tuple(pack(narrow.base_groups(self.cfg, u), self.dtype, narrow.own_dtypes(self.cfg, u)) for u in units)
 
     @cached_property
     def decoded(self) -> tuple[Layout, ...]:
         """Of what a pass makes of each unit's weights: experts that are packed in `base`, and codes in fp8."""
-        made = (shapes.made_groups(self.cfg, u) for u in range(self.n_units))
+        made = (narrow.made_groups(self.cfg, u) for u in range(self.n_units))
         return tuple(pack(groups, self.dtype, dtypes) for groups, dtypes in made)
 
     @cached_property
@@ -81,24 +81,24 @@ class Geometry:
         """Of a trained matrix in fp8 twice its bytes are read; in backward codes are written in both orders. Codes of a
         frozen one are read, and written in the other order.
         """
-        packed = sum(t.nbytes for t in self.base[u].tensors if t.name.endswith(shapes.MXFP4))
-        packed += sum(t.nbytes for t in self.decoded[u].tensors if not t.name.endswith(shapes.FP8))
+        packed = sum(t.nbytes for t in self.base[u].tensors if t.name.endswith(narrow.MXFP4))
+        packed += sum(t.nbytes for t in self.decoded[u].tensors if not t.name.endswith(narrow.FP8))
         made = Counter[str]()  # codes by their order
         for t in self.decoded[u].tensors:
-            made.update({part: t.nbytes for part in shapes.FP8 if t.name.endswith(part)})
-        read = packed + 2 * ITEMSIZE[self.dtype] * made[shapes.ROWS]
-        turned = 2 * (made[shapes.COLUMNS] - made[shapes.ROWS])  # of frozen ones
-        forward = read + made[shapes.ROWS] + turned * self.cfg.names.in_out
-        return forward, read + 2 * made[shapes.ROWS] + turned
+            made.update({part: t.nbytes for part in narrow.FP8 if t.name.endswith(part)})
+        read = packed + 2 * ITEMSIZE[self.dtype] * made[narrow.ROWS]
+        turned = 2 * (made[narrow.COLUMNS] - made[narrow.ROWS])  # of frozen ones
+        forward = read + made[narrow.ROWS] + turned * self.cfg.names.in_out
+        return forward, read + 2 * made[narrow.ROWS] + turned
 
     @cached_property
     def quantised(self) -> tuple[bool, ...]:
         """Whether some of each unit's trained weights are, each pass."""
-        return tuple(any(t.name.endswith(shapes.ROWS) for t in layout.tensors) for layout in self.decoded)
+        return tuple(any(t.name.endswith(narrow.ROWS) for t in layout.tensors) for layout in self.decoded)
 
     def kept_in_fp8(self, u: int) -> list[shapes.Group]:
         """Frozen matrices of unit u that are codes wherever they lie."""
-        return [group for group in shapes.fp8_groups(self.cfg, u) if shapes.is_frozen(self.cfg, group)]
+        return [group for group in narrow.fp8_groups(self.cfg, u) if shapes.is_frozen(self.cfg, group)]
 
     @cached_property
     def stored(self) -> tuple[Layout, ...]:

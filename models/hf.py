@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.sizes.shapes import MXFP4, output_name, packed_groups, stored_tensors
+from trireme.models.sizes.narrow import MXFP4, packed_groups
+from trireme.models.sizes.shapes import output_name, stored_tensors
 
 Shape = tuple[int, ...]
 

@@ -18,7 +18,7 @@ from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 
 EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient; a matrix that is there as codes alone
 
@@ -96,19 +96,19 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
 
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
-    """Fills `out`, views of shapes.made_groups, for a pass over unit u: experts decoded, codes of products in fp8."""
-    for ((name, _),) in shapes.packed_groups(cfg, u):
-        ops.mxfp4_decode(views[name + shapes.BLOCKS], views[name + shapes.SCALES], out[name])
+    """Fills `out`, views of narrow.made_groups, for a pass over unit u: experts decoded, codes of products in fp8."""
+    for ((name, _),) in narrow.packed_groups(cfg, u):
+        ops.mxfp4_decode(views[name + narrow.BLOCKS], views[name + narrow.SCALES], out[name])
     rows, columns = backward or not cfg.names.in_out, backward or cfg.names.in_out  # orders that the pass reads
-    for group in shapes.fp8_groups(cfg, u):
+    for group in narrow.fp8_groups(cfg, u):
         name = group[0][0]
-        if name + shapes.ROWS in views:
+        if name + narrow.ROWS in views:
             if columns:
-                ops.turn(views[name + shapes.ROWS], out[name + shapes.COLUMNS])
+                ops.turn(views[name + narrow.ROWS], out[name + narrow.COLUMNS])
             continue
-        if name + shapes.SCALE not in out:
+        if name + narrow.SCALE not in out:
             continue
-        codes = ops.Quantized(*(out[name + part] for part in (shapes.SCALE, shapes.ROWS, shapes.COLUMNS)))
+        codes = ops.Quantized(*(out[name + part] for part in (narrow.SCALE, narrow.ROWS, narrow.COLUMNS)))
         ops.quantize(fuse(*(views[name] for name, _ in group)), rows, columns, codes)
 
 
@@ -178,14 +178,14 @@ def _linear(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) 
     codes = _codes(cfg, f"{names[0]}.weight", views)
     weight = EMPTY if f"{names[0]}.weight" not in views else fuse(*(views[f"{name}.weight"] for name in names))
     bias = fuse(*(views[f"{name}.bias"] for name in names)) if f"{names[0]}.bias" in views else None
-    fp8 = codes is not None or (names != (cfg.names.router,) and shapes.in_fp8(cfg, *weight.shape))
+    fp8 = codes is not None or (names != (cfg.names.router,) and narrow.in_fp8(cfg, *weight.shape))
     return Linear(weight if cfg.names.in_out else weight.T, bias, _adapters(cfg, names, views), fp8, codes)
 
 
 def _codes(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Codes | None:
-    if name + shapes.SCALE not in views:
+    if name + narrow.SCALE not in views:
         return None
-    rows, columns, scale = (views[name + part] for part in shapes.FP8)
+    rows, columns, scale = (views[name + part] for part in narrow.FP8)
     return Codes(columns, rows, scale) if cfg.names.in_out else Codes(rows, columns, scale)
 
 

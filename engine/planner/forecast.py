@@ -18,7 +18,7 @@ from trireme.engine.planner.rates import RAM_SHARE, TB, Machine
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.variants import LEANS
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import costs, shapes
+from trireme.models.sizes import costs, narrow, shapes
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
@@ -160,7 +160,7 @@ class Forecast:
     @property
     def frozen_read(self) -> int:
         """Bytes read to load them: those kept in fp8 twice, in the compute dtype."""
-        codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(shapes.ROWS))
+        codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
         return self.frozen + (2 * ITEMSIZE[self.plan.dtype] - 1) * sum(codes)
 
     @property

@@ -16,7 +16,7 @@ from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Unpacked
 from trireme.models import hf
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
@@ -60,7 +60,7 @@ def _labelled(label: str, lines: list[str]) -> list[str]:
 
 def model_line(job: Job) -> str:
     cfg = job.cfg
-    weights = (n for n in job.stored.values() if not n.endswith(shapes.MXFP4))
+    weights = (n for n in job.stored.values() if not n.endswith(narrow.MXFP4))
     dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in weights))
     dtypes += " and MXFP4" * (cfg.experts is not None and cfg.experts.packed)
     head = "tied head" if cfg.tied else "untied head"

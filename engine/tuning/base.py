@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trireme.engine.geometry import geometry
 from trireme.engine.homes import Piece
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.shapes import FP8
+from trireme.models.sizes.narrow import FP8
 from trireme.storage.aio import File, together
 from trireme.storage.checkpoint import Source
 from trireme.storage.devices import Device

@@ -15,7 +15,7 @@ import numpy as np
 
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
-from trireme.models.sizes.shapes import BLOCKS, SCALES
+from trireme.models.sizes.narrow import BLOCKS, SCALES
 from trireme.storage.checkpoint import CHUNK, INDEX, Source, SourceTensor, open_source, stored_values
 from trireme.storage.companions import CONTENT, content_of
 from trireme.storage.files import Say, to_stderr

@@ -12,17 +12,16 @@ from math import prod
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
+from trireme.models.sizes.narrow import in_fp8, quantised_each
 from trireme.models.sizes.shapes import (
     DOWN,
     GATE_UP,
     adapts_experts,
     chosen,
     hidden_width,
-    in_fp8,
     is_frozen,
     kind,
     output_name,
-    quantised_each,
     saved_shapes,
     seen,
     trained_parts,

@@ -8,17 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.shapes import (
-    chosen,
-    hidden_width,
-    in_fp8,
-    is_frozen,
-    kind,
-    output_name,
-    quantised_each,
-    seen,
-    up_width,
-)
+from trireme.models.sizes.narrow import in_fp8, quantised_each
+from trireme.models.sizes.shapes import chosen, hidden_width, is_frozen, kind, output_name, seen, up_width
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
 SLICE = 1 << 25  # bytes of an fp8 product on its way to a gradient's sum
@@ -52,7 +43,7 @@ class _Sizes(NamedTuple):
     tokens: int
     item: int  # bytes of a value
     grad: int  # of a gradient's
-    each: bool  # shapes.quantised_each
+    each: bool  # narrow.quantised_each
 
 
 class _Codes(NamedTuple):

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trireme.engine.planner.probe import timed
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import costs, shapes
+from trireme.models.sizes import costs, narrow, shapes
 
 Call = Callable[[], object]
 LONG = 1.0  # seconds until the clock settles, and timed
@@ -66,7 +66,7 @@ def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple
         w, x, dy = (torch.randn(*shape, dtype=torch.bfloat16, device=device)
                     for shape in ((rows, columns), (tokens, columns), (tokens, rows)))  # fmt: skip
         y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
-        if shapes.in_fp8(cfg, rows, columns):
+        if narrow.in_fp8(cfg, rows, columns):
             w8, x8, dy8 = (ops.quantize(t, columns=True) for t in (w, x, dy))
             forward.append(partial(ops.product, x8.rows, x8.scale, w8.rows, w8.scale, y))
             backward.append(partial(ops.product, dy8.rows, dy8.scale, w8.columns, w8.scale, dx))

@@ -21,7 +21,7 @@ from trireme.engine.tuning.chosen import adapted, targets
 from trireme.kernels.fp8.reference import Quantized, quantize
 from trireme.models.config import Lora, ModelConfig
 from trireme.models.sizes import shapes
-from trireme.models.sizes.shapes import BLOCKS, ROWS, SCALE, SCALES
+from trireme.models.sizes.narrow import BLOCKS, ROWS, SCALE, SCALES
 
 TILE, WRITERS = 8 << 20, 8  # bytes of a checkpoint's repeated values; threads that write them
 

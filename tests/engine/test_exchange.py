@@ -20,7 +20,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.kernels.fp8.reference import quantize
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 from trireme.storage.checkpoint import NUMPY, convert, dtype_of, open_source
 from trireme.storage.layout import ITEMSIZE
 
@@ -147,13 +147,13 @@ def test_frozen_matrices_are_loaded_as_codes(tmp_path, tier, stored, compute, mo
     geo, dtype = x.homes.geo, {"F32": torch.float32, "BF16": torch.bfloat16}[compute]
     for u in range(1, geo.head):
         found = views(geo.base[u], Reader(x.homes).read(Entry("base", u)))
-        assert len(shapes.fp8_groups(cfg, u)) == 4
-        for group in shapes.fp8_groups(cfg, u):
+        assert len(narrow.fp8_groups(cfg, u)) == 4
+        for group in narrow.fp8_groups(cfg, u):
             name, parts = group[0][0], [np.concatenate(list(source.values(name))) for name, _ in group]
             whole = torch.cat([torch.from_numpy(convert(part, dtype_of(part), "F32")) for part in parts])
-            expected = quantize(whole.view(shapes.fused(group)).to(dtype))
-            assert torch.equal(found[name + shapes.ROWS].view(torch.uint8), expected.rows.view(torch.uint8))
-            assert torch.equal(found[name + shapes.SCALE], expected.scale)
+            expected = quantize(whole.view(narrow.fused(group)).to(dtype))
+            assert torch.equal(found[name + narrow.ROWS].view(torch.uint8), expected.rows.view(torch.uint8))
+            assert torch.equal(found[name + narrow.SCALE], expected.scale)
             assert not found.keys() & {name for name, _ in group}
         matrices = sum(t.numel for t in geo.base[u].tensors if len(t.shape) == 2)
         assert geo.base[u].nbytes == matrices + 4 * 4 + 2 * cfg.width * ITEMSIZE[compute]

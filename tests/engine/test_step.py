@@ -42,7 +42,7 @@ from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import model
 from trireme.models.rows import rope_tables
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
@@ -366,10 +366,10 @@ def test_matrices_are_quantised_once_a_pass(model, dtype, monkeypatch):
     assert {made[name, "decode"] for name in blocks} == {n * len(micro) for n in passes}
     assert {made[name, "backward"] for name in blocks} == {3 * len(micro)}
     e.lanes.close()
-    monkeypatch.setattr(shapes, "fp8_groups", lambda cfg, u: [])
+    monkeypatch.setattr(narrow, "fp8_groups", lambda cfg, u: [])
     geometry.geometry.cache_clear()
     each = make(cfg, plan)
-    assert not any(t.name.endswith(shapes.FP8) for layout in each.geo.decoded for t in layout.tensors)
+    assert not any(t.name.endswith(narrow.FP8) for layout in each.geo.decoded for t in layout.tensors)
     assert seen[0] == train(each, micro)
     for name, value in final_weights(each).items():
         assert torch.equal(value, seen[1][name]), name
@@ -380,7 +380,7 @@ def test_codes_that_would_take_too_much_of_a_gpu_are_made_by_each_product(monkey
     """Of larger units; by the model's sizes, to the bit."""
     plan = gpu_plan(FP8, dtype="BF16", n_micro=2, halves=True)
     weights = in_one_memory("fp8", "BF16", 2, 1.0, 32)[2]
-    monkeypatch.setattr(shapes, "MOST_CODES", 32 * 16 + 16 * 16)  # attention's
+    monkeypatch.setattr(narrow, "MOST_CODES", 32 * 16 + 16 * 16)  # attention's
     geometry.geometry.cache_clear()
     e = make(FP8, plan, RealLanes("cpu", extra=("poison",)), AdamW(max_grad_norm=1.0))
     e.lanes.tracing = True

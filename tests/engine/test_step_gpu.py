@@ -13,7 +13,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora
 from trireme.models.families.experts import Experts
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 
 pytestmark = pytest.mark.gpu
 CFG = replace(LLAMA, width=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn=96, vocab=128)
@@ -155,7 +155,7 @@ def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
     """To the bit, made by the GPU, or for frozen weights by the CPU as they are loaded."""
     cfg = OTHERS[name]
     losses, weights = on_the_gpu(2, 1.0, cfg)
-    monkeypatch.setattr(shapes, "fp8_groups", lambda cfg, u: [])
+    monkeypatch.setattr(narrow, "fp8_groups", lambda cfg, u: [])
     geometry.geometry.cache_clear()
     e = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48), RealLanes("cuda", extra=("poison",)))
     assert not any(layout.tensors for layout in e.geo.decoded)

@@ -28,7 +28,8 @@ from trireme.engine.updates import AdamW
 from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.families.experts import Experts
 from trireme.models.rows import make_load, rope_tables
-from trireme.models.sizes.shapes import BLOCKS, MXFP4, stored_tensors
+from trireme.models.sizes.narrow import BLOCKS, MXFP4
+from trireme.models.sizes.shapes import stored_tensors
 
 LIMITS = Limits(1 << 30, 1 << 30)
 LLAMA = ModelConfig("llama", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, ffn=24,

@@ -11,7 +11,7 @@ from trireme.engine.memory import DTYPE, views
 from trireme.models import head, hf, model
 from trireme.models.config import ModelConfig, parse_config
 from trireme.models.rows import make_rows, rope_tables
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import pack
 
 LLAMA = dict(
@@ -188,7 +188,7 @@ class Tiny:
         trained = [[group for part in shapes.trained_parts(cfg, u) for group in part] for u in units]
         zeros = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device)
         memory = lambda u, groups, dtype: views(
-            layout := pack(groups, dtype, shapes.own_dtypes(cfg, u)), zeros(layout.span)
+            layout := pack(groups, dtype, narrow.own_dtypes(cfg, u)), zeros(layout.span)
         )
         self.views = [memory(u, trained[u], dtype) | memory(u, shapes.frozen_groups(cfg, u), dtype) for u in units]
         self.grad_views = [memory(u, trained[u], grad_dtype or dtype) for u in units]

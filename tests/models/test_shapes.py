@@ -18,7 +18,7 @@ from trireme.kernels.fp8.products import product
 from trireme.kernels.fp8.reference import E4M3, PAD
 from trireme.models import attention, experts, head, linear, lora, mlp, model, norm, shared
 from trireme.models.config import Lora, parse_config
-from trireme.models.sizes import costs, shapes, workspace
+from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import pack
 
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
@@ -278,7 +278,7 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=No
     tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()}, dtype, grads)
     x, dy, out, dx = (torch.zeros(TOKENS, cfg.width, dtype=tiny.dtype) for _ in range(4))
     rows, saved = tiny.rows([TOKENS]), empty_saved(cfg.at(0), TOKENS, tiny.dtype, keep)
-    groups, dtypes = shapes.made_groups(cfg, u)  # codes are a step's, as weights are
+    groups, dtypes = narrow.made_groups(cfg, u)  # codes are a step's, as weights are
     codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
     tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
     for module in (attention, experts, linear, lora, mlp, norm, shared):
@@ -320,8 +320,8 @@ def test_the_head_has_fp32_sums_where_it_is_trained_alone(tied, frozen, monkeypa
         head.head_loss(cfg, top, w_out, x, labels, rows, 1.0, g, g_out, torch.empty_like(x))
     sums = ((cfg.vocab, cfg.width), torch.float32)
     assert (sums in copies.made) == (not frozen)
-    wide, narrow = (workspace.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, grads) for grads in (4, 2))
-    assert narrow - wide == 4 * cfg.vocab * cfg.width * (not frozen)
+    in_fp32, in_bf16 = (workspace.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, grads) for grads in (4, 2))
+    assert in_bf16 - in_fp32 == 4 * cfg.vocab * cfg.width * (not frozen)
 
 
 UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])
@@ -359,7 +359,7 @@ def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch
 @pytest.mark.parametrize("most", [1 << 29, 0])
 def test_workspace_holds_the_codes_of_fp8(name, most, halves, u, monkeypatch):
     """`most`: whether matrices' codes are made before, or by each product."""
-    monkeypatch.setattr(shapes, "MOST_CODES", most)
+    monkeypatch.setattr(narrow, "MOST_CODES", most)
     cfg = replace(parse_config((SMALL_MODELS | DIALECTS)[name]), halves=halves, fp8=True)
     forward, backward = Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)

@@ -1,0 +1,91 @@
+"""Weights in fewer bits: frozen experts in MXFP4, and the codes of products in fp8; names, shapes, dtypes. No torch.
+
+Legend: shapes.py.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from trireme.models.config import ModelConfig
+from trireme.models.sizes.shapes import Group, frozen_groups, is_frozen, weight_groups
+
+MXFP4 = BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a matrix
+FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a product's first matrix: its codes
+MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
+FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
+GROUP = 32  # numbers of a scale
+
+
+def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """Those frozen_groups that are in MXFP4 until the GPU decodes them: matrices (E, in, out)."""
+    if cfg.experts is None or not cfg.experts.packed:
+        return []
+    return [group for group in frozen_groups(cfg, u) if len(group[0][1]) == 3]
+
+
+def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """frozen_groups as they lie in memory: of packed ones blocks (E, out, in / 32, 16) and scales (E, out, in / 32); of
+    fp8_groups codes as stored, and their scale.
+    """
+    packed, found, quantised = packed_groups(cfg, u), list[Group](), fp8_groups(cfg, u)
+    for group in frozen_groups(cfg, u):
+        if group in quantised:
+            name = group[0][0]
+            found += [[(name + ROWS, fused(group))], [(name + SCALE, (1,))]]
+            continue
+        if group not in packed:
+            found.append(group)
+            continue
+        ((name, (experts, rows, columns)),) = group
+        scales = (experts, columns, rows // GROUP)
+        found += [[(name + BLOCKS, (*scales, GROUP // 2))], [(name + SCALES, scales)]]
+    return found
+
+
+def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
+    """name -> dtype of a unit's base_groups that are not of the run's."""
+    names = [name for group in base_groups(cfg, u) for name, _ in group]
+    wide = {name: "F32" for name in names if cfg.names.correction and name.endswith(cfg.names.correction)}
+    wide |= {name: FP8_DTYPES[part] for name in names for part in FP8 if name.endswith(part)}
+    return wide | {name: "U8" for name in names if name.endswith(MXFP4)}
+
+
+def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
+    """Whether a linear layer's matrix is multiplied in fp8: the hardware's products are of multiples of 16."""
+    return cfg.fp8 and rows % 16 == 0 and columns % 16 == 0
+
+
+def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """Matrices of the products in fp8."""
+    if not cfg.fp8 or u in (0, cfg.n_units - 1):
+        return []
+    router = f".{cfg.names.router}.weight"
+    found = [g for g in weight_groups(cfg, u) if len(g[0][1]) == 2 and not g[0][0].endswith(router)]
+    return [group for group in found if in_fp8(cfg, *fused(group))]
+
+
+def fused(group: Group) -> tuple[int, int]:
+    """Shape of a product's matrices as one."""
+    return sum(shape[0] for _, shape in group), group[0][1][1]
+
+
+def quantised_each(cfg: ModelConfig, u: int) -> bool:
+    """Whether each product quantises unit u's trained matrices: codes of all would leave too little of a GPU."""
+    return sum(prod(fused(group)) for group in fp8_groups(cfg, u) if not is_frozen(cfg, group)) > MOST_CODES
+
+
+def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
+    """(what a pass makes of a unit's weights, dtypes that are not of the run's): packed_groups, and of fp8_groups codes
+    in both orders, if frozen in the one that base_groups lack.
+    """
+    found, dtypes, each = packed_groups(cfg, u), dict[str, str](), quantised_each(cfg, u)
+    for group in fp8_groups(cfg, u):
+        if each and not is_frozen(cfg, group):
+            continue
+        name, (rows, columns) = group[0][0], fused(group)
+        shapes = {ROWS: (rows, columns), COLUMNS: (columns, rows), SCALE: (1,)}
+        made = [COLUMNS] if is_frozen(cfg, group) else FP8
+        found += [[(name + part, shapes[part])] for part in made]
+        dtypes |= {name + part: FP8_DTYPES[part] for part in made}
+    return found, dtypes
