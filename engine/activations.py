@@ -14,7 +14,8 @@ from torch import Tensor
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Homes, Scratch
-from trireme.engine.lanes import HOPS, Lanes, Task, numbered
+from trireme.engine.lanes.names import HOPS, numbered
+from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import OnGpu, Ring, memory_of, views
 from trireme.engine.plan import TIERS, Plan, Tier
 

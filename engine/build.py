@@ -15,7 +15,7 @@ from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import BaseFiles, Homes, Scratch, Store
-from trireme.engine.lanes import Lanes, Task
+from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import Memory, Slot
 from trireme.engine.optimizer import Optimizer
 from trireme.engine.plan import Limits, Plan

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trireme.engine.geometry import Geometry, Stretch
 from trireme.engine.homes import Homes, Scratch
-from trireme.engine.lanes import Lanes, Task, numbered
+from trireme.engine.lanes.names import numbered
+from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import NOTHING, Slot, flat, memory_of, views
 from trireme.engine.plan import Plan
 from trireme.kernels import ops

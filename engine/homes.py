@@ -16,7 +16,8 @@ from torch import Tensor
 
 from trireme.engine.buffers import ENDS, buffers
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes import READS, Kind, Lanes, Task, numbered
+from trireme.engine.lanes.names import READS, numbered
+from trireme.engine.lanes.task import Kind, Lanes, Task
 from trireme.engine.memory import NOTHING, Memory, Ring, memory_of
 from trireme.engine.plan import Plan, Tier
 from trireme.models.sizes.shapes import HALVES

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from trireme.engine.amounts import gib
-from trireme.engine.lanes import Task, numbered
+from trireme.engine.lanes.names import numbered
+from trireme.engine.lanes.task import Task
 from trireme.engine.plan import DoesNotFit
 from trireme.storage.layout import Layout, round_up
 

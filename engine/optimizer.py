@@ -18,7 +18,8 @@ from torch import Tensor
 
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Lanes, Task, numbered
+from trireme.engine.lanes.names import numbered
+from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.updates import AdamW, CpuUpdates, Kernels, OnGpuUpdates, StreamedUpdates
 from trireme.engine.weights import WeightStream
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradient, Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Lanes, Task, numbered
+from trireme.engine.lanes.names import numbered
+from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import Slot, flat
 from trireme.engine.plan import Plan
 from trireme.storage.layout import ITEMSIZE

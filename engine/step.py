@@ -18,7 +18,8 @@ from trireme.engine.activations import Activation, ActivationSwap
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradient, Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Kind, Lanes, Task, numbered
+from trireme.engine.lanes.names import numbered
+from trireme.engine.lanes.task import Kind, Lanes, Task
 from trireme.engine.memory import Memory, OnGpu, flat
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan

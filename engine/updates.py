@@ -17,7 +17,8 @@ from torch import Tensor
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Geometry, Part
 from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
-from trireme.engine.lanes import Kind, Lanes, Task, numbered
+from trireme.engine.lanes.names import numbered
+from trireme.engine.lanes.task import Kind, Lanes, Task
 from trireme.engine.memory import OnGpu, Slot, flat, views
 from trireme.engine.plan import Plan
 from trireme.engine.weights import WeightStream

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trireme.engine.amounts import duration
-from trireme.engine.lanes import RealLanes
+from trireme.engine.lanes.real import RealLanes
 
 HUNG = 4  # exit code
 LEAST, STEPS = 600.0, 20  # seconds without an end of a task, at least; steps as predicted

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes
-from trireme.engine.lanes import Lanes, Task, numbered
+from trireme.engine.lanes.names import numbered
+from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import NOTHING, OnGpu, Slot, views
 from trireme.engine.plan import Plan, Tier
 from trireme.models import model

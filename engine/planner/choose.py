@@ -14,7 +14,7 @@ from itertools import product
 from trireme.engine.amounts import gib
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import PART_BYTES, Geometry
-from trireme.engine.lanes import LANES, numbered
+from trireme.engine.lanes.names import LANES, numbered
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner import variants
 from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trireme.engine.lanes import NET, READS, WRITES, Span, busy, kind_of, plain
+from trireme.engine.lanes.names import NET, READS, WRITES, kind_of, plain
+from trireme.engine.lanes.trace import Span, busy
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import COMPUTATION, Rates
 from trireme.engine.planner.simulate import drive_seconds

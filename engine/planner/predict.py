@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
-from trireme.engine.lanes import NET, Kind, Span, Task, gpu_of, plain
+from trireme.engine.lanes.names import NET, gpu_of, plain
+from trireme.engine.lanes.task import Kind, Task
+from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.lanes import RealLanes, Task
+from trireme.engine.lanes.real import RealLanes
+from trireme.engine.lanes.task import Task
 from trireme.engine.memory import DTYPE, Memory
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers

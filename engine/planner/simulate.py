@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.lanes import BUS, READS, WRITES, Kind, Span, Task, gpu_of, lanes_of, numbered, plain
+from trireme.engine.lanes.names import BUS, READS, WRITES, gpu_of, lanes_of, numbered, plain
+from trireme.engine.lanes.task import Kind, Task
+from trireme.engine.lanes.trace import Span
 from trireme.engine.planner.rates import Rates
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lane -> its rate

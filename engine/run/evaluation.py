@@ -16,7 +16,7 @@ from trireme.engine.buffers import workspace
 from trireme.engine.build import InRam, in_ram, placed
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.lanes import numbered
+from trireme.engine.lanes.names import numbered
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.run.live import Live

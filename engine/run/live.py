@@ -18,7 +18,8 @@ from trireme.engine.homes import Reader
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
-from trireme.engine.lanes import WRITES, RealLanes
+from trireme.engine.lanes.names import WRITES
+from trireme.engine.lanes.real import RealLanes
 from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.run.begin.filled import fill_engine, make_engine
 from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder

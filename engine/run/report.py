@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
-from trireme.engine.lanes import NET
+from trireme.engine.lanes.names import NET
 from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS

@@ -16,7 +16,8 @@ from trireme.engine.amounts import count, duration
 from trireme.engine.build import Ahead, InRam, in_ram
 from trireme.engine.exchange import bring_back
 from trireme.engine.hosts.group import Alone
-from trireme.engine.lanes import READS, Span, write_perfetto
+from trireme.engine.lanes.names import READS
+from trireme.engine.lanes.trace import Span, write_perfetto
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import DIFFERENT, Clock, Watch

@@ -14,7 +14,8 @@ from typing import Any
 import block_parts
 import torch
 
-from trireme.engine.lanes import READS, WRITES, Span, busy, kind_of
+from trireme.engine.lanes.names import READS, WRITES, kind_of
+from trireme.engine.lanes.trace import Span, busy
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.planner.probe import drive_rates, fp8_rate, matmul_rate, processor_rates

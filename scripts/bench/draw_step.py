@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from trireme.engine.lanes import Kind, Span
+from trireme.engine.lanes.task import Kind
+from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import Rates

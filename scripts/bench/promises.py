@@ -25,7 +25,8 @@ from ceilings import print_lanes
 from model_inputs import make_data, make_model
 
 from trireme.engine.buffers import usage
-from trireme.engine.lanes import RealLanes, Span
+from trireme.engine.lanes.real import RealLanes
+from trireme.engine.lanes.trace import Span
 from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.planner.host import memory_in_use, resident
 from trireme.engine.planner.rates import CODE

@@ -28,7 +28,8 @@ from trireme.engine.amounts import size
 from trireme.engine.buffers import usage
 from trireme.engine.build import build, inputs_on
 from trireme.engine.data.dataset import MicroBatch
-from trireme.engine.lanes import InlineLanes, RealLanes, Span, busy, write_perfetto
+from trireme.engine.lanes.real import InlineLanes, RealLanes
+from trireme.engine.lanes.trace import Span, busy, write_perfetto
 from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.choose import choose

@@ -25,7 +25,7 @@ import torch
 
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill
-from trireme.engine.lanes import RealLanes
+from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.host import choose_device
 from trireme.engine.planner.sizes import llama

@@ -18,6 +18,7 @@ ROOMS = {
     "engine": "what a step is made of",
     "engine/data": "rows to micro-batches; no torch",
     "engine/hosts": "several hosts: who there is, what they agree on, tensors between them",
+    "engine/lanes": "who does the work of a step, and in which order",
     "engine/tuning": "what of a model is trained: some of its tensors, or adapters",
     "engine/planner": "how a plan is found and how long it takes",
     "engine/run": "one run, from options to the folder that it leaves",

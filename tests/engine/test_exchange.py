@@ -14,7 +14,7 @@ from trireme.engine import exchange as module
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, Kept, bring_back
 from trireme.engine.homes import Entry, Reader, Writer
-from trireme.engine.lanes import InlineLanes
+from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.memory import views
 from trireme.engine.plan import UnitPlan
 from trireme.kernels.fp8.reference import quantize

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
-from trireme.engine.lanes import InlineLanes
+from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.run import demo
 from trireme.engine.run.job import prepare

@@ -7,7 +7,7 @@ import torch
 from engines import batches, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401  autouse fixture
 from tiny import CASES
 
-from trireme.engine.lanes import InlineLanes, RealLanes
+from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.plan import UnitPlan
 from trireme.models.config import parse_config
 from trireme.models.sizes import shapes

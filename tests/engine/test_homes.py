@@ -11,7 +11,7 @@ from engines import LIMITS, LLAMA, gpu_plan
 
 from trireme.engine.build import build
 from trireme.engine.homes import READ_AHEAD, Entry
-from trireme.engine.lanes import InlineLanes
+from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.storage.aio import address_of
 from trireme.storage.files import StoreError

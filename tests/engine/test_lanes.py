@@ -8,9 +8,11 @@ import threading
 import pytest
 from engines import LIMITS, LLAMA, batches, gpu_plan, make, relayed
 
-from trireme.engine import lanes as lanes_
 from trireme.engine.build import build, inputs_on
-from trireme.engine.lanes import LANES, RealLanes, busy, kind_of, lanes_of, write_perfetto
+from trireme.engine.lanes import real
+from trireme.engine.lanes.names import LANES, kind_of, lanes_of
+from trireme.engine.lanes.real import RealLanes
+from trireme.engine.lanes.trace import busy, write_perfetto
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
@@ -78,15 +80,15 @@ def test_a_lane_whose_stream_is_refused_fails_its_tasks(lanes, monkeypatch):
 
 
 def test_the_interpreter_switches_threads_as_before_once_all_lanes_are_closed(monkeypatch):
-    monkeypatch.setattr(lanes_, "USUAL", [])
+    monkeypatch.setattr(real, "USUAL", [])
     said, before = [], sys.getswitchinterval()
     monkeypatch.setattr(sys, "setswitchinterval", said.append)
     first, second = RealLanes(), RealLanes()
     first.close()
     first.close()
-    assert said == [lanes_.SWITCH] * 2
+    assert said == [real.SWITCH] * 2
     second.close()
-    assert said == [lanes_.SWITCH] * 2 + [before]
+    assert said == [real.SWITCH] * 2 + [before]
 
 
 @pytest.mark.parametrize("lane", [lane for lane in lanes_of(2) if kind_of(lane) != "update"])

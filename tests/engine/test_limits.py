@@ -16,7 +16,7 @@ from engines import LLAMA, batches, fork
 from trireme.engine import memory
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill
-from trireme.engine.lanes import RealLanes
+from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.run import demo

@@ -9,7 +9,7 @@ from engines import Batch
 
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill, fill_base
-from trireme.engine.lanes import RealLanes
+from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.host import GPU_RESERVE

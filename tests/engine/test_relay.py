@@ -28,7 +28,8 @@ from trireme.engine import step
 from trireme.engine.buffers import buffers, usage
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes import ON_GPU, InlineLanes, RealLanes, gpu_of, kind_of, lanes_of
+from trireme.engine.lanes.names import ON_GPU, gpu_of, kind_of, lanes_of
+from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates

@@ -33,7 +33,8 @@ from hypothesis import strategies as st
 from trireme.engine import geometry
 from trireme.engine.build import build, inputs, inputs_on
 from trireme.engine.homes import Entry, Reader
-from trireme.engine.lanes import READS, WRITES, InlineLanes, RealLanes, lanes_of
+from trireme.engine.lanes.names import READS, WRITES, lanes_of
+from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes

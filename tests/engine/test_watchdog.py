@@ -6,7 +6,7 @@ import threading
 import pytest
 from engines import LLAMA, batches, fork, gpu_plan, make, train
 
-from trireme.engine.lanes import RealLanes, RealTask
+from trireme.engine.lanes.real import RealLanes, RealTask
 from trireme.engine.plan import UnitPlan
 from trireme.engine.watchdog import HALVES, HUNG, LEAST, leave, patience, watch, watched
 

@@ -20,7 +20,8 @@ from trireme.engine import geometry
 from trireme.engine.build import InRam, build, in_ram, placed
 from trireme.engine.exchange import fetch, fill, fill_base
 from trireme.engine.homes import Reader
-from trireme.engine.lanes import LANES, InlineLanes, RealLanes, RealTask, execute, lanes_of
+from trireme.engine.lanes.names import LANES, lanes_of
+from trireme.engine.lanes.real import InlineLanes, RealLanes, RealTask, execute
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.run.evaluation import load_record
 from trireme.engine.step import Engine, train_step

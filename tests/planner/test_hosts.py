@@ -8,7 +8,7 @@ from plans import RATES, SEVEN_B, SMALL
 
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes import NET
+from trireme.engine.lanes.names import NET
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.predict import Batch, predict

@@ -12,7 +12,7 @@ from runs import losses, options
 
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes import Span
+from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.correct import TIMED_BY, corrected, measured

@@ -21,7 +21,8 @@ from engines import fork
 from runs import child as resumed
 from runs import ended, finished, losses, options
 
-from trireme.engine.lanes import LANES, RealLanes
+from trireme.engine.lanes.names import LANES
+from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction

@@ -14,7 +14,7 @@ import pytest
 from command import finetune as command
 from runs import losses, options, stopped
 
-from trireme.engine.lanes import InlineLanes
+from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.run import train
 from trireme.engine.run.begin import filled, opened

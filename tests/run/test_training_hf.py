@@ -8,7 +8,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill, fill_base
-from trireme.engine.lanes import InlineLanes, RealLanes
+from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.optimizer import learning_rate
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.step import train_step

@@ -5,7 +5,7 @@ import json
 import pytest
 from script_files import script
 
-from trireme.engine.lanes import Span
+from trireme.engine.lanes.trace import Span
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run.command import parse
 from trireme.models.config import read_config

@@ -12,7 +12,7 @@ from runs import losses, options, stopped
 from safetensors.torch import load_file
 
 from trireme.engine.amounts import gb
-from trireme.engine.lanes import WRITES
+from trireme.engine.lanes.names import WRITES
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.lines import disk_line
 from trireme.engine.run import job, train

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import Exchange
 from trireme.engine.homes import Reader
-from trireme.engine.lanes import InlineLanes
+from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.step import evaluate
 from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter

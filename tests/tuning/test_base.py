@@ -15,7 +15,7 @@ from tiny import CASES, oracle
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes import RealLanes
+from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps, way, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen

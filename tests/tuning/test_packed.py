@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import geometry
-from trireme.engine.lanes import InlineLanes
+from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import CheckpointBase, why_copied

@@ -13,7 +13,7 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.hosts import reshare
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
-from trireme.engine.lanes import RealLanes
+from trireme.engine.lanes.real import RealLanes
 from trireme.engine.planner.host import hold_to
 from trireme.engine.run.job import Job
 from trireme.engine.run.screen import Screen

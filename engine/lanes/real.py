@@ -1,93 +1,20 @@
-"""Lanes: resources that run tasks one after another, and the trace of what they did.
-
-A task waits only for tasks handed over before it, and lanes are first in, first out: no deadlock. Three kinds:
-
-- `InlineLanes`: every task at once;
-- `RealLanes`: a thread per lane and, for copies to and from a GPU, a stream; ordered by events or futures;
-- `SimulatedLanes` (planner/simulate.py): times alone; start = max(lane free, inputs ready), end = start + seconds.
-
-With one GPU `compute` is the calling thread with its CUDA stream. Several GPUs have lanes of their own, threads all:
-`compute`, `compute1`, ... On the CPU they are pretended.
-"""
+"""Lanes that do their work: at once in the calling thread, or in threads and CUDA streams."""
 
 from __future__ import annotations
 
-import json
 import queue
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
-# What a step waits for; optimizer records, which would hold it up in the same queue.
-READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
-LANES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer on the GPU
-HOPS = ("hop_in", "hop_out")  # activations between GPUs, which would wait behind weights
-# Between hosts: shares and weights; sums from the host before, to the next. On the bus too a sum would hold others up.
-NET, SUMS = ("net", "sum_in", "sum_out"), ("sum_up", "sum_down")
-ON_GPU = ("compute", "h2d", "d2h", "update", *HOPS, *SUMS)
-BUS = {"hop_in": "h2d", "hop_out": "d2h", "sum_up": "h2d", "sum_down": "d2h"}  # lane -> the way that it shares
-
-
-def numbered(name: str, gpu: int) -> str:
-    """A GPU's lane or tier."""
-    return f"{name}{gpu}" if gpu else name
-
-
-def kind_of(lane: str) -> str:
-    """A lane's name without its GPU."""
-    return lane.rstrip("0123456789")
-
-
-def gpu_of(lane: str) -> int:
-    return int(lane[len(kind_of(lane)) :] or 0)
-
-
-def plain(lane: str) -> str:
-    """A lane's kind; of hops and sums, the way on the bus that they take."""
-    return BUS.get(kind_of(lane), kind_of(lane))
-
-
-def lanes_of(gpus: int, hosts: int = 1) -> tuple[str, ...]:
-    own = tuple(lane for lane in ON_GPU if (gpus > 1 or lane not in HOPS) and (hosts > 1 or lane not in SUMS))
-    others = (numbered(lane, gpu) for gpu in range(1, gpus) for lane in own)
-    return (*LANES, *(lane for lane in own if lane not in LANES), *(NET if hosts > 1 else ()), *others)
-
-
-Kind = Literal[
-    "forward", "backward", "loss", "zero", "finish", "statistics", "decode",  # computation
-    "adamw", "adamw weights", "adamw moments",  # updates and their parts
-    "weights", "state", "gradient", "activations",  # transfers, by content
-    "other",
-]  # fmt: skip
-
-
-def _named(kind: Kind, of: str) -> str:
-    return of if kind == "other" else f"{kind} {of}".rstrip()
-
-
-class Task:
-    """Work on a lane, its amounts and times."""
-
-    __slots__ = ("lane", "kind", "of", "nbytes", "flops", "start", "end")
-
-    def __init__(self, lane: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
-        self.lane, self.kind, self.of, self.nbytes, self.flops = lane, kind, of, nbytes, flops
-        self.start = self.end = 0.0  # seconds; on streams set when the trace is read
-
-    @property
-    def name(self) -> str:
-        return _named(self.kind, self.of)
-
-    def wait(self) -> Any:
-        """Blocks until it is over, on the GPU too; returns its result or raises its error."""
-        raise NotImplementedError(f"{self.name}: simulated work has no result")
+from trireme.engine.lanes.names import ON_GPU, gpu_of, kind_of, lanes_of, numbered
+from trireme.engine.lanes.task import Kind, Task
+from trireme.engine.lanes.trace import Span
 
 
 class RealTask(Task):
@@ -119,54 +46,6 @@ class RealTask(Task):
             raise self.error
         if self.ended is not None:
             stream.wait_event(self.ended)
-
-
-@dataclass(frozen=True)
-class Span:
-    """A task in a trace; seconds since its beginning."""
-
-    lane: str
-    kind: Kind
-    of: str
-    start: float
-    end: float
-    nbytes: float
-    flops: float
-
-    @staticmethod
-    def over(t: Task) -> Span:
-        return Span(t.lane, t.kind, t.of, t.start, t.end, t.nbytes, t.flops)
-
-    @property
-    def name(self) -> str:
-        return _named(self.kind, self.of)
-
-
-class Lanes(Protocol):
-    simulated: bool
-    devices: Sequence[torch.device]  # GPUs; on the CPU pretended
-
-    @property
-    def device(self) -> torch.device:
-        """GPU 0."""
-        ...
-
-    def run(
-        self,
-        lane: str,
-        kind: Kind,
-        of: str,
-        fn: Callable[[], Any],
-        after: Sequence[Task] = (),
-        nbytes: float = 0,
-        flops: float = 0,
-    ) -> Task:
-        """Hands over `fn`, to run after all of `after`; returns its task at once. `of`: unit or piece."""
-        ...
-
-    def drain(self) -> None:
-        """Returns when all tasks are over; raises the first error."""
-        ...
 
 
 class InlineLanes:
@@ -389,24 +268,3 @@ class RealLanes(InlineLanes):
                 t.start = origin.elapsed_time(t.began) / 1e3 + (at - self.zero)
                 t.end = origin.elapsed_time(t.ended) / 1e3 + (at - self.zero)
         return super().trace()
-
-
-def busy(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of work by lane."""
-    total: dict[str, float] = {}
-    for s in spans:
-        total[s.lane] = total.get(s.lane, 0.0) + s.end - s.start
-    return total
-
-
-def write_perfetto(path: Path, spans: Sequence[Span], process: str = "measured") -> None:
-    """Writes a Chrome trace (ui.perfetto.dev): a row a lane, microseconds."""
-    rows = {lane: i for i, lane in enumerate(dict.fromkeys((*LANES, *(s.lane for s in spans))))}
-    events = [
-        {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": lane}} for lane, i in rows.items()
-    ]
-    for s in spans:
-        args = {"MB": round(s.nbytes / 1e6, 3), "GFLOP": round(s.flops / 1e9, 3)}
-        times = {"ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}
-        events.append({"ph": "X", "name": s.name, "pid": process, "tid": rows[s.lane], "args": args, **times})
-    path.write_text(json.dumps({"traceEvents": events}))

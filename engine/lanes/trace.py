@@ -1,0 +1,53 @@
+"""The trace of what lanes did: a span for each task, seconds by lane, a file for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trireme.engine.lanes.names import LANES
+from trireme.engine.lanes.task import Kind, Task, named
+
+
+@dataclass(frozen=True)
+class Span:
+    """A task in a trace; seconds since its beginning."""
+
+    lane: str
+    kind: Kind
+    of: str
+    start: float
+    end: float
+    nbytes: float
+    flops: float
+
+    @staticmethod
+    def over(t: Task) -> Span:
+        return Span(t.lane, t.kind, t.of, t.start, t.end, t.nbytes, t.flops)
+
+    @property
+    def name(self) -> str:
+        return named(self.kind, self.of)
+
+
+def busy(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of work by lane."""
+    total: dict[str, float] = {}
+    for s in spans:
+        total[s.lane] = total.get(s.lane, 0.0) + s.end - s.start
+    return total
+
+
+def write_perfetto(path: Path, spans: Sequence[Span], process: str = "measured") -> None:
+    """Writes a Chrome trace (ui.perfetto.dev): a row a lane, microseconds."""
+    rows = {lane: i for i, lane in enumerate(dict.fromkeys((*LANES, *(s.lane for s in spans))))}
+    events = [
+        {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": lane}} for lane, i in rows.items()
+    ]
+    for s in spans:
+        args = {"MB": round(s.nbytes / 1e6, 3), "GFLOP": round(s.flops / 1e9, 3)}
+        times = {"ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}
+        events.append({"ph": "X", "name": s.name, "pid": process, "tid": rows[s.lane], "args": args, **times})
+    path.write_text(json.dumps({"traceEvents": events}))
