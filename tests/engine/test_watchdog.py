@@ -78,7 +78,7 @@ class Late(RealLanes):
 
     def wait(self, seconds):
         """As the watchdog's event: time begins with the late task."""
-        return not self.begun.wait(30) or self.spoken.wait(seconds)
+        return not self.begun.wait(60) or self.spoken.wait(seconds)
 
 
 @pytest.mark.parametrize("late", ["cpu", "ssd_read", "state_write", "h2d", "compute"])
@@ -104,10 +104,10 @@ def test_the_lane_that_others_wait_for_is_named(late):
 def test_only_what_is_within_is_watched(lanes):
     told, spoken = [], threading.Event()
     with watched(lanes, 0.01, lambda how: told.append(how) or spoken.set()):
-        assert spoken.wait(30)
+        assert spoken.wait(60)
     with watched(lanes, 60.0, told.append):
         (watchdog,) = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
-    watchdog.join(30)
+    watchdog.join(60)
     assert not watchdog.is_alive()
     assert len(told) == 1
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,6 +16,7 @@ from engines import fork
 
 from trireme.engine.run import demo, train
 from trireme.engine.run.options import Options, every
+from trireme.engine.run.signals import Stop
 from trireme.engine.run.train import Interrupted, finetune
 
 LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
@@ -86,6 +88,26 @@ def stopped(run: Options, step: int, monkeypatch) -> None:
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         m.setattr(train, "train_step", asked)
         finetune(run)
+
+
+def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> None:
+    """Runs begun from now on wait in a step to be killed, or asked to stop: however late that comes.
+
+    `change`: monkeypatch.setattr, where this process goes on.
+    """
+    real, ask, asked = train.train_step, Stop.ask, threading.Event()
+
+    def waits(e, micro, number, *more):
+        if number == step:
+            asked.wait(120)
+        return real(e, micro, number, *more)
+
+    def heard(stop, number):
+        ask(stop, number)
+        asked.set()
+
+    change(train, "train_step", waits)
+    change(Stop, "ask", heard)
 
 
 class Hosts:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from kills import KINDS, Bench, flip, make_bench, trial
-from runs import child, ended, losses, options
+from runs import child, ended, hold, losses, options
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(bench, kind):
     assert found in ("noticed", "harmless"), what
 
 
-def test_killed_with_two_gpus_a_run_goes_on_with_any_number(checkpoint):
+def test_killed_with_two_gpus_a_run_goes_on_with_any_number(checkpoint, monkeypatch):
     """GPUs, pretended on a CPU, deal units otherwise; sums are over the same micro-batches in the same order."""
 
     def start(out, gpus, **more):
@@ -36,7 +36,9 @@ def test_killed_with_two_gpus_a_run_goes_on_with_any_number(checkpoint):
     whole, out = checkpoint / "with-one", checkpoint / "with-several"
     assert ended(start(whole, 1)) == 0
     for gpus, step in ((2, 3), (1, 6), (3, 9)):
-        pid = start(out, gpus, resume=str(out) if step > 3 else None)
+        with monkeypatch.context() as m:
+            hold(step + 1, m.setattr)
+            pid = start(out, gpus, resume=str(out) if step > 3 else None)
         while not (out / "log.jsonl").exists() or max(losses(out), default=0) < step:
             time.sleep(0.01)
         os.kill(pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import STEPS, child, ended, losses, options, stopped
+from runs import STEPS, child, ended, hold, losses, options, stopped
 
 from trireme.engine import exchange
 from trireme.engine.homes import READ_AHEAD, Homes
@@ -228,10 +228,12 @@ def test_what_a_run_needs_to_go_on_is_on_the_drive(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop_it_saves_and_goes_on(checkpoint, uninterrupted, number):
+def test_asked_to_stop_it_saves_and_goes_on(checkpoint, uninterrupted, number, monkeypatch):
     weights, seen = uninterrupted
     out = checkpoint / f"stopped-{number}"
-    pid = child(options(checkpoint, out, "ssd"))
+    with monkeypatch.context() as m:
+        hold(3, m.setattr)
+        pid = child(options(checkpoint, out, "ssd"))
     while not (out / "log.jsonl").exists() or not losses(out):
         time.sleep(0.01)
     os.kill(pid, number)
@@ -242,13 +244,15 @@ def test_asked_to_stop_it_saves_and_goes_on(checkpoint, uninterrupted, number):
     assert (out / "model.safetensors").read_bytes() == weights
 
 
-def test_a_run_keeps_its_half_blocks(checkpoint):
+def test_a_run_keeps_its_half_blocks(checkpoint, monkeypatch):
     """Resumed with room for whole blocks it goes on to the bit; whole blocks that no longer fit are refused."""
     small, large = (options(checkpoint, checkpoint / "of-halves", where) for where in ("halves", "gpu"))
     assert ended(child(small)) == 0
     seen, weights = losses(checkpoint / "of-halves"), (checkpoint / "of-halves" / "model.safetensors").read_bytes()
     out = checkpoint / "resumed-halves"
-    pid = child(replace(small, out=str(out)))
+    with monkeypatch.context() as m:
+        hold(3, m.setattr)
+        pid = child(replace(small, out=str(out)))
     while not (out / "log.jsonl").exists() or not losses(out):
         time.sleep(0.01)
     os.kill(pid, signal.SIGTERM)
