@@ -113,7 +113,8 @@ class Group(Alone):
         client = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore("trireme", client)
         names = self.texts(socket.gethostname())
-        store.compare_set(END, "", "")  # a key that is missing would be waited for
+        if not at.host:
+            store.set(END, "")  # a missing key would be waited for, one of before a restart by torchrun end this run
         store.set(beat(at.host), "0")
         self.meet()
         titles = [f"host {h}" + f" ({name})" * (len(set(names)) > 1) for h, name in enumerate(names)]

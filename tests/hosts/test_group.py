@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 from runs import Hosts
 
 from trireme.engine.hosts import group, watch
@@ -61,6 +62,21 @@ def test_hosts_say_things_to_each_other(told):
 
     assert Hosts(3, body(told, within)).codes() == [0, 0, 0]
     assert told() == dict.fromkeys(range(3), "all said")
+
+
+def test_what_ended_hosts_before_torchrun_began_them_anew_does_not_end_them(told):
+    def within(hosts):
+        time.sleep(20 * watch.BEAT)
+        told.note(hosts.host, f"for {hosts.watch.why or 'nothing'}")
+        hosts.meet()
+
+    def restarted(host):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        dist.PrefixStore("trireme", store).set(watch.END, "host 1 is lost")
+        return body(told, within)(host)
+
+    assert Hosts(2, restarted).codes() == [0, 0]
+    assert told() == dict.fromkeys(range(2), "for nothing")
 
 
 def test_a_host_with_other_options_is_named_by_all(told):
