@@ -29,7 +29,7 @@ from trireme.engine.planner.rates import Rates, assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import LEANS, front, most_kept, swapped
-from trireme.engine.run.settle import record_size
+from trireme.engine.run.begin.settle import record_size
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
 

@@ -39,7 +39,7 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.planner.sizes import MODELS
-from trireme.engine.run.settle import record_size
+from trireme.engine.run.begin.settle import record_size
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
 from trireme.models.config import ModelConfig

@@ -22,6 +22,7 @@ ROOMS = {
     "engine/tuning": "what of a model is trained: some of its tensors, or adapters",
     "engine/planner": "how a plan is found and how long it takes",
     "engine/run": "one run, from options to the folder that it leaves",
+    "engine/run/begin": "how a run begins: what is settled before its first byte, and what it goes on with",
     "scripts": "the command",
     "scripts/command": "the same, for python -m trireme",
     "scripts/bench": "benchmarks: each prints a table and writes JSON",

@@ -24,12 +24,7 @@ from trireme.engine.data.rows import BadRow
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.run import demo
-from trireme.engine.run.command import changes, kept, parse
-from trireme.engine.run.log import RunLog
-from trireme.engine.run.options import Options
-from trireme.engine.run.records import Mark
-from trireme.engine.run.screen import Screen
-from trireme.engine.run.settle import (
+from trireme.engine.run.begin.settle import (
     Pinned,
     check_memory,
     check_model,
@@ -39,6 +34,11 @@ from trireme.engine.run.settle import (
     identity,
     pinned_of,
 )
+from trireme.engine.run.command import changes, kept, parse
+from trireme.engine.run.log import RunLog
+from trireme.engine.run.options import Options
+from trireme.engine.run.records import Mark
+from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import has_begun
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Rope, read_config
