@@ -59,6 +59,7 @@ TORCH_FREE = [
         "engine/lanes/names",
         "engine/plan",
         "engine/planner/rates",
+        "engine/run/begin/pinned",
         "models/config",
         "models/hf",
     ],

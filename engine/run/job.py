@@ -28,7 +28,8 @@ from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, me
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.run.begin.settle import Pinned, Planner, check_model, check_updates, identity, pinned_of
+from trireme.engine.run.begin.pinned import Pinned, check_model, check_updates, identity, pinned_of
+from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
 from trireme.engine.tuning.base import why_copied

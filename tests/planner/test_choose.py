@@ -20,7 +20,8 @@ from trireme.engine.planner.rule import Wanted, cuts, simple_plan
 from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import front, updated_alike
-from trireme.engine.run.begin.settle import misfit, record_size
+from trireme.engine.run.begin.pinned import misfit
+from trireme.engine.run.begin.settle import record_size
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.sizes import costs, shapes

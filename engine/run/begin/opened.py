@@ -23,7 +23,7 @@ from trireme.storage.store import Store
 
 TRIAL = 256 << 20  # bytes written to measure a drive, at most
 
-Snapshot = dict[str, Any]  # settle.SNAPSHOT
+Snapshot = dict[str, Any]  # pinned.SNAPSHOT
 
 
 def new_store(job: Job, screen: Screen) -> Store:

@@ -1,0 +1,191 @@
+"""What a resumed run keeps to give the same bits, and what its options, its model and its snapshot must agree with.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import Plan
+from trireme.engine.run.options import Options
+from trireme.models.config import InputError, ModelConfig, default_number, numbers
+from trireme.storage.checkpoint import Source
+from trireme.storage.untrusted import complaint
+
+SAID = ("frozen", "lora")  # of a config: what a run says, not config.json
+DTYPES = {"bf16": "BF16", "fp32": "F32", "fp8": "BF16"}  # of all but the products
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What a resumed run keeps to give the same bits; of the plan, where updates run."""
+
+    tokens: int  # of a micro-batch
+    n_micro: int
+    dtype: str
+    record: int
+    adam_bits: int
+    halves: bool
+    batch_size: int
+    rows: int  # sequences of a micro-batch
+    model: dict[str, dict[str, Any]]  # `identity`
+    plan: Plan
+
+    @classmethod
+    def of(cls, plan: Plan, batch_size: int, rows: int, model: dict[str, dict[str, Any]]) -> Pinned:
+        return cls(
+            plan.tokens,
+            plan.n_micro,
+            plan.dtype,
+            plan.record,
+            plan.adam_bits,
+            plan.halves,
+            batch_size,
+            rows,
+            model,
+            plan,
+        )
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Pinned:
+        """The inverse of `json`. Raises InputError, KeyError."""
+        wanted = {f.name: data[f.name] for f in fields(cls) if f.name != "plan"}
+        return cls(**wanted, plan=Plan.of(data["plan"]))
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def seq_len(self) -> int:
+        return self.tokens // self.rows
+
+    def on(self, host: int, hosts: int) -> Pinned:
+        """The same run on another number of hosts."""
+        if hosts == self.plan.hosts:
+            return self
+        most = min(self.plan.hosts * self.n_micro, math.ceil(self.batch_size / self.rows))
+        n_micro = math.ceil(most / hosts)
+        plan = replace(self.plan, hosts=1, host=0, n_micro=n_micro)
+        if hosts > 1:
+            at_gpu = [u for u, unit in enumerate(plan.units) if "gpu" in (unit.state, unit.update)]
+            plan = plan.changed(at_gpu, weights="host", state="host", update="cpu")
+            plan = replace(plan, mode="forward", gradients="host", hosts=hosts, host=host)
+        return replace(self, n_micro=n_micro, plan=plan)
+
+
+# What Live.save writes into a snapshot's manifest.
+SNAPSHOT = {
+    "step": int,
+    "options": dict,
+    "data": str,
+    "written": int,
+    "worse": int,
+    "eval_rows": {int, type(None)},  # None or missing: all
+    "best": ({float, type(None)}, {int, type(None)}),
+    "base": dict,  # checksums of frozen weights, by unit
+    "log": (int, {int, type(None)}, int, int),
+    "cut": {
+        **dict.fromkeys(("tokens", "n_micro", "record", "adam_bits", "batch_size", "rows"), int),
+        "dtype": str,
+        "halves": bool,
+        "plan": dict,
+        "model": {"config": dict, "tensors": dict},
+    },
+}
+
+
+def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
+    """Raises InputError where a snapshot is not of this version's form."""
+    wrong = complaint({"eval_rows": None, "worse": 0, "base": {}, **said}, SNAPSHOT)
+    if not wrong:
+        try:
+            pinned = Pinned.read(said["cut"])
+            same = pinned == Pinned.of(pinned.plan, pinned.batch_size, pinned.rows, pinned.model)
+            fits = same and pinned.rows and pinned.tokens % pinned.rows == 0
+            wrong = "" if fits else ".cut is not the one of its plan"
+        except InputError as error:
+            wrong = f".cut: {error}"
+    if wrong:
+        raise InputError(
+            f"--resume {options.resume}: its snapshot{wrong}. Go on with the version that made it, or start again."
+        )
+
+
+def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None:
+    """Raises InputError where a GPU has updated what several hosts would update on the CPU."""
+    plan = Pinned.read(data).plan
+    if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in map(plan.units.__getitem__, plan.distinct())):
+        raise InputError(
+            f"--resume {options.resume}: the run updates state on the GPU, and {hosts} hosts would on the CPU, with "
+            "other roundings. Go on with one host."
+        )
+
+
+def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: int = 1) -> Pinned:
+    """Raises InputError where the snapshot's form is old, or the options contradict it."""
+    try:
+        pinned = Pinned.read(data)
+    except (InputError, KeyError):
+        old = "begun by an older version, which stored its state otherwise"
+        raise InputError(f"--resume {options.resume}: {old}.") from None
+    pinned = pinned.on(host, hosts)
+    asked: dict[str, tuple[object, object]] = {"--batch-size": (options.batch_size, pinned.batch_size)}
+    if options.seq_len is not None:
+        asked["--seq-len"] = options.seq_len, pinned.seq_len
+    fp8 = bool(pinned.model["config"].get("fp8"))
+    if options.dtype != "auto" or fp8:
+        begun = "fp8" if fp8 else next(name for name, dtype in DTYPES.items() if dtype == pinned.dtype)
+        asked["--dtype"] = options.dtype, begun
+    if not options.plan:  # else the plan says these
+        asked["--adam-bits"] = options.adam_bits, pinned.adam_bits
+        if isinstance(options.micro_batch, int):
+            most = pinned.rows if pinned.n_micro == 1 else options.micro_batch  # one micro-batch is the whole step
+            asked["--micro-batch"] = min(options.micro_batch, most), pinned.rows
+    for flag, (now, before) in asked.items():
+        if now != before:
+            raise InputError(f"{flag} {now}: the run began with {before}, which cannot change. Leave it out.")
+    return pinned
+
+
+def identity(cfg: ModelConfig, source: Source) -> dict[str, dict[str, Any]]:
+    """The config's numbers; dtype and shape of every tensor."""
+    return {"config": numbers(cfg), "tensors": {name: [t.dtype, *t.shape] for name, t in source.tensors.items()}}
+
+
+def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Source) -> None:
+    """Raises InputError unless the model is the resumed run's."""
+    for kind, now in identity(cfg, source).items():
+        before = pinned.model[kind]
+        for name in [*before, *now]:
+            usual = default_number(name) if kind == "config" else None
+            if now.get(name, usual) != before.get(name, usual):
+                if name in SAID:
+                    raise InputError(
+                        f"--resume {options.resume}: what is trained cannot change. Leave --lora and its options, "
+                        "--freeze and --train out."
+                    )
+                here, then = (json.dumps(found[name]) if name in found else "missing" for found in (now, before))
+                raise InputError(
+                    f"--resume {options.resume}: {name} of {options.model} is {here}, the run began with {then}. "
+                    "Name the checkpoint that it began with, as it was."
+                )
+    if wrong := misfit(pinned.plan, cfg):
+        raise InputError(f"--resume {options.resume}: its snapshot was changed: {wrong}. Restore it from a copy.")
+
+
+def misfit(plan: Plan, cfg: ModelConfig) -> str:
+    """Why a plan does not suit the model; "" where it does."""
+    if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.parallel:
+        return "the plan is for another model"
+    geo = Geometry.of(cfg, plan)
+    for u, unit in enumerate(plan.units):
+        unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())
+        if unknown:
+            return f"unit {u} saves {unknown.pop()!r}, which it does not have"
+    return ""
