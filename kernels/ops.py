@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from trireme.kernels import reference
+from trireme.kernels.attention import reference as attention
 from trireme.kernels.attention.docs import Docs, Laid, lay_docs, make_docs, place_docs
 from trireme.kernels.experts import reference as experts
 from trireme.kernels.experts.reference import Order, Rule
@@ -51,10 +52,10 @@ geglu_bwd = _op(reference.geglu_bwd, "swiglu")
 gelu_bias_fwd = _op(reference.gelu_bias_fwd, "gelu")
 gelu_bias_bwd = _op(reference.gelu_bias_bwd, "gelu")
 bias_bwd_ = _op(reference.bias_bwd_, "gelu")
-attention_fwd = _op(reference.attention_fwd, "attention.attention")
-attention_bwd = _op(reference.attention_bwd, "attention.attention")
-sinks_fwd_ = _op(reference.sinks_fwd_, "attention.sinks")
-sinks_bwd_ = _op(reference.sinks_bwd_, "attention.sinks")
+attention_fwd = _op(attention.attention_fwd, "attention.attention")
+attention_bwd = _op(attention.attention_bwd, "attention.attention")
+sinks_fwd_ = _op(attention.sinks_fwd_, "attention.sinks")
+sinks_bwd_ = _op(attention.sinks_bwd_, "attention.sinks")
 embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")

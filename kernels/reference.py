@@ -1,6 +1,8 @@
-"""Every op in plain torch, with the names and signatures of the Triton launchers: the oracle, and the CPU path.
+"""Ops in plain torch, with the names and signatures of the Triton launchers: the oracle, and the CPU path.
 
-Legend: N packed tokens, D width, F hidden width, V vocabulary, H query heads, K key/value heads, d head width.
+Those of attention, experts and fp8 are beside their kernels.
+
+Legend: N packed tokens, D width, F hidden width, V vocabulary, H heads, d head width.
 Arithmetic is fp32 (fp64 stays), rounded once to the output's dtype. Functions and arguments named `_` are written or
 added to, others read-only.
 """
@@ -12,16 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trireme.kernels.attention.docs import Docs
-
 
 def upcast(x: Tensor) -> Tensor:
     """x in the arithmetic dtype: fp64 stays, everything else becomes fp32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _add_(out: Tensor, value: Tensor) -> None:
-    """Rounded once."""
+def add_(out: Tensor, value: Tensor) -> None:
+    """out += value, rounded once."""
     out.copy_(upcast(out) + value)
 
 
@@ -58,7 +58,7 @@ def rmsnorm_bwd(
     """
     dyf, hf = upcast(dy), upcast(h)
     xhat = hf * rstd[:, None]
-    _add_(dweight_, (dyf * xhat).sum(0))
+    add_(dweight_, (dyf * xhat).sum(0))
     g = dyf * upcast(weight)
     dh = rstd[:, None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
     dh = (dh if dresidual is None else dh + upcast(dresidual)).to(h.dtype)
@@ -94,8 +94,8 @@ def layernorm_bwd(
     """As rmsnorm_bwd; adds to dweight_ and dbias_ (D,)."""
     dyf = upcast(dy)
     xhat = (upcast(h) - mean[:, None]) * rstd[:, None]
-    _add_(dweight_, (dyf * xhat).sum(0))
-    _add_(dbias_, dyf.sum(0))
+    add_(dweight_, (dyf * xhat).sum(0))
+    add_(dbias_, dyf.sum(0))
     g = dyf * upcast(weight)
     dh = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
     dh = (dh if dresidual is None else dh + upcast(dresidual)).to(h.dtype)
@@ -116,7 +116,7 @@ def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweigh
     """Writes dx_ (N, H, d), which may be strided or dy; adds to dweight_ (d,)."""
     dyf = upcast(dy)
     xhat = upcast(x) * rstd[..., None]
-    _add_(dweight_, (dyf * xhat).sum((0, 1)))
+    add_(dweight_, (dyf * xhat).sum((0, 1)))
     g = dyf * upcast(weight)
     dx_.copy_(rstd[..., None] * (g - xhat * (g * xhat).mean(-1, keepdim=True)))
 
@@ -211,92 +211,13 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor, exact: bo
     """(dh (N, F), act (N, F)); adds the sum of dh over rows, in fp32, to dbias_ (F,)."""
     value, slope = (_gelu_erf if exact else _gelu_tanh)(upcast(h) + upcast(bias))
     dh = upcast(dy) * slope
-    _add_(dbias_, dh.sum(0))
+    add_(dbias_, dh.sum(0))
     return dh.to(h.dtype), value.to(h.dtype)
 
 
 def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
     """dbias_ (D,) += the sum of dy (N, D) over rows, in fp32."""
-    _add_(dbias_, upcast(dy).sum(0))
-
-
-# ---------------------------------------------------------------- attention
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
-    """Masked, (H, T, T), of a document's q and k (T, H, d)."""
-    s = torch.einsum("qhd,khd->hqk", q, k) * scale
-    t = torch.arange(q.shape[0], device=q.device)
-    dist = t[:, None] - t[None, :]
-    hidden = (dist < 0) if window == 0 else (dist < 0) | (dist >= window)
-    return s.masked_fill_(hidden, float("-inf"))
-
-
-def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Causal attention by document. q (N, H, d); k, v (N, K, d), K divides H; tokens may be strided.
-
-    `window` > 0: a token sees itself and the window - 1 before it. Returns (out (N, H, d), lse (H, N) fp32, natural
-    log).
-    """
-    N, H, _ = q.shape
-    group = H // k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty((H, N), dtype=upcast(q).dtype, device=q.device)
-    start = 0
-    for length in docs.lengths:
-        rows = slice(start, start + length)
-        kf, vf = (upcast(t[rows]).repeat_interleave(group, 1) for t in (k, v))
-        s = _scores(upcast(q[rows]), kf, scale, window)
-        lse[:, rows] = torch.logsumexp(s, -1)
-        out[rows] = torch.einsum("hqk,khd->qhd", torch.exp(s - lse[:, rows, None]), vf).to(out.dtype)
-        start += length
-    return out, lse
-
-
-def attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    docs: Docs,
-    scale: float,
-    dq_: Tensor,
-    dk_: Tensor,
-    dv_: Tensor,
-    window: int = 0,
-) -> None:
-    """Writes dq_ (N, H, d), dk_ and dv_ (N, K, d), perhaps strided."""
-    group = q.shape[1] // k.shape[1]
-    start = 0
-    for length in docs.lengths:
-        rows = slice(start, start + length)
-        qf, dof = upcast(q[rows]), upcast(dout[rows])
-        kf, vf = (upcast(t[rows]).repeat_interleave(group, 1) for t in (k, v))
-        p = torch.exp(_scores(qf, kf, scale, window) - lse[:, rows, None])
-        delta = (dof * upcast(out[rows])).sum(-1).T[..., None]  # (H, T, 1)
-        ds = p * (torch.einsum("qhd,khd->hqk", dof, vf) - delta) * scale
-        sum_group = lambda t: t.unflatten(1, (-1, group)).sum(2)
-        dq_[rows] = torch.einsum("hqk,khd->qhd", ds, kf).to(dq_.dtype)
-        dk_[rows] = sum_group(torch.einsum("hqk,qhd->khd", ds, qf)).to(dk_.dtype)
-        dv_[rows] = sum_group(torch.einsum("hqk,qhd->khd", p, dof)).to(dv_.dtype)
-        start += length
-
-
-def sinks_fwd_(out_: Tensor, lse_: Tensor, sinks: Tensor) -> None:
-    """Adds a score to each head's softmax, sinks (H,), in place: to lse_ (H, N) fp32, and from out_ (N, H, d)."""
-    total = torch.logaddexp(lse_, upcast(sinks)[:, None].to(lse_.dtype))
-    out_.copy_(upcast(out_) * torch.exp(lse_ - total).T[..., None])
-    lse_.copy_(total)
-
-
-def sinks_bwd_(dsinks_: Tensor, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """dsinks_ (H,) is added to, given the gradient of `out` (N, H, d) after sinks_fwd_, and lse (H, N) after it."""
-    share = torch.exp(upcast(sinks)[:, None] - lse)
-    _add_(dsinks_, -(share * (upcast(dout) * upcast(out)).sum(-1).T).sum(1))
+    add_(dbias_, upcast(dy).sum(0))
 
 
 # ---------------------------------------------------------------- the two ends
@@ -344,7 +265,7 @@ def linear_cross_entropy(
         dlogits = logits.mul_(scale).to(x.dtype)
         dx_[part] = dlogits @ weight
         if dweight_ is not None:
-            _add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == x.dtype else upcast(dlogits).T @ upcast(xs))
+            add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == x.dtype else upcast(dlogits).T @ upcast(xs))
     return losses
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, error, randn, up
 
-from trireme.kernels import reference
-from trireme.kernels.attention import attention
+from trireme.kernels.attention import attention, reference
 from trireme.kernels.attention import sinks as sinks_
 from trireme.kernels.attention.docs import make_docs
 

@@ -1,0 +1,88 @@
+"""Attention in plain torch, with the names and signatures of the launchers: oracle and CPU path.
+
+Legend: N packed tokens, T tokens of a document, H query heads, K key/value heads, d head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trireme.kernels.attention.docs import Docs
+from trireme.kernels.reference import add_, upcast
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
+    """Masked, (H, T, T), of a document's q and k (T, H, d)."""
+    s = torch.einsum("qhd,khd->hqk", q, k) * scale
+    t = torch.arange(q.shape[0], device=q.device)
+    dist = t[:, None] - t[None, :]
+    hidden = (dist < 0) if window == 0 else (dist < 0) | (dist >= window)
+    return s.masked_fill_(hidden, float("-inf"))
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention by document. q (N, H, d); k, v (N, K, d), K divides H; tokens may be strided.
+
+    `window` > 0: a token sees itself and the window - 1 before it. Returns (out (N, H, d), lse (H, N) fp32, natural
+    log).
+    """
+    N, H, _ = q.shape
+    group = H // k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty((H, N), dtype=upcast(q).dtype, device=q.device)
+    start = 0
+    for length in docs.lengths:
+        rows = slice(start, start + length)
+        kf, vf = (upcast(t[rows]).repeat_interleave(group, 1) for t in (k, v))
+        s = _scores(upcast(q[rows]), kf, scale, window)
+        lse[:, rows] = torch.logsumexp(s, -1)
+        out[rows] = torch.einsum("hqk,khd->qhd", torch.exp(s - lse[:, rows, None]), vf).to(out.dtype)
+        start += length
+    return out, lse
+
+
+def attention_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    docs: Docs,
+    scale: float,
+    dq_: Tensor,
+    dk_: Tensor,
+    dv_: Tensor,
+    window: int = 0,
+) -> None:
+    """Writes dq_ (N, H, d), dk_ and dv_ (N, K, d), perhaps strided."""
+    group = q.shape[1] // k.shape[1]
+    start = 0
+    for length in docs.lengths:
+        rows = slice(start, start + length)
+        qf, dof = upcast(q[rows]), upcast(dout[rows])
+        kf, vf = (upcast(t[rows]).repeat_interleave(group, 1) for t in (k, v))
+        p = torch.exp(_scores(qf, kf, scale, window) - lse[:, rows, None])
+        delta = (dof * upcast(out[rows])).sum(-1).T[..., None]  # (H, T, 1)
+        ds = p * (torch.einsum("qhd,khd->hqk", dof, vf) - delta) * scale
+        sum_group = lambda t: t.unflatten(1, (-1, group)).sum(2)
+        dq_[rows] = torch.einsum("hqk,khd->qhd", ds, kf).to(dq_.dtype)
+        dk_[rows] = sum_group(torch.einsum("hqk,qhd->khd", ds, qf)).to(dk_.dtype)
+        dv_[rows] = sum_group(torch.einsum("hqk,qhd->khd", p, dof)).to(dv_.dtype)
+        start += length
+
+
+def sinks_fwd_(out_: Tensor, lse_: Tensor, sinks: Tensor) -> None:
+    """Adds a score to each head's softmax, sinks (H,), in place: to lse_ (H, N) fp32, and from out_ (N, H, d)."""
+    total = torch.logaddexp(lse_, upcast(sinks)[:, None].to(lse_.dtype))
+    out_.copy_(upcast(out_) * torch.exp(lse_ - total).T[..., None])
+    lse_.copy_(total)
+
+
+def sinks_bwd_(dsinks_: Tensor, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """dsinks_ (H,) is added to, given the gradient of `out` (N, H, d) after sinks_fwd_, and lse (H, N) after it."""
+    share = torch.exp(upcast(sinks)[:, None] - lse)
+    add_(dsinks_, -(share * (upcast(dout) * upcast(out)).sum(-1).T).sum(1))
