@@ -35,5 +35,5 @@ def real() -> Path:
 def no_shelf():
     """Tokens of one test are not for the next, nor for the user of this machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trireme.engine.run.job.shelf", lambda: None)
+        patch.setattr("trireme.engine.run.begin.job.shelf", lambda: None)
         yield

@@ -10,8 +10,8 @@ from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
 from trireme.engine.planner.whole import NEW, Events, compile_s, evaluation_s, foretold
+from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
-from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Unpacked

@@ -22,7 +22,7 @@ def main() -> int:
     import torch
     from kills import KINDS, PARTS, PLACES, flip, make_bench, trial
 
-    from trireme.engine.run import job
+    from trireme.engine.run.begin import job
 
     job.shelf = lambda: None  # tokens in each run's own folder, to be flipped
     torch.set_num_threads(1)  # a forked child has no others

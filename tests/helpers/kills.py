@@ -30,8 +30,8 @@ from engines import fork
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.run import demo, evaluation, train
+from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.command import parse
-from trireme.engine.run.job import prepare
 from trireme.storage.aio import IO
 from trireme.storage.kernel_aio import KernelIO
 

@@ -14,8 +14,8 @@ from tiny import CASES, oracle
 
 from trireme.engine.hosts import group, watch
 from trireme.engine.hosts.watch import LostHost
-from trireme.engine.run import demo, evaluation, job, main
-from trireme.engine.run.begin import opened
+from trireme.engine.run import demo, evaluation, main
+from trireme.engine.run.begin import job, opened
 from trireme.engine.shared import SharedGradients
 from trireme.storage.files import StoreError
 from trireme.storage.store import Store

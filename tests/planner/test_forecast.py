@@ -16,8 +16,8 @@ from trireme.engine.planner.lines import cell, disk_line, gpu_lines, memory_line
 from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.run import demo, train
+from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.settle import record_size
-from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.report import report
 from trireme.models.config import ModelConfig, Rope

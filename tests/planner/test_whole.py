@@ -26,7 +26,7 @@ from trireme.engine.planner.whole import (
     unsaved,
 )
 from trireme.engine.run import demo, train
-from trireme.engine.run.job import prepare
+from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Every, Options
 from trireme.engine.run.report import often, promise
 

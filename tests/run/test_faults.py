@@ -27,7 +27,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction
 from trireme.engine.run import evaluation, live, train
-from trireme.engine.run.job import prepare
+from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
 

@@ -18,7 +18,7 @@ from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.run import train
 from trireme.engine.run.begin import filled, opened
-from trireme.engine.run.job import Job, prepare
+from trireme.engine.run.begin.job import Job, prepare
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune

@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 
 from trireme.engine.data.cache import TokenWriter
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.run import demo, job, live, train, verify
+from trireme.engine.run import demo, live, train, verify
+from trireme.engine.run.begin import job
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import finetune

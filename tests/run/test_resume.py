@@ -13,8 +13,9 @@ from runs import STEPS, child, ended, hold, losses, options, stopped
 from trireme.engine import exchange
 from trireme.engine.homes import READ_AHEAD, Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
-from trireme.engine.run import evaluation, job, live, train
-from trireme.engine.run.job import prepare
+from trireme.engine.run import evaluation, live, train
+from trireme.engine.run.begin import job
+from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.live import Progress
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import Interrupted, finetune

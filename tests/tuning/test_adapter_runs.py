@@ -15,8 +15,9 @@ from trireme.engine.amounts import gb
 from trireme.engine.lanes.names import WRITES
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.lines import disk_line
-from trireme.engine.run import job, train
-from trireme.engine.run.job import prepare
+from trireme.engine.run import train
+from trireme.engine.run.begin import job
+from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.main import main
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError

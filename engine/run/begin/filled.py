@@ -15,7 +15,7 @@ from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
 from trireme.engine.lanes.real import RealLanes
 from trireme.engine.planner.host import hold_to
-from trireme.engine.run.job import Job
+from trireme.engine.run.begin.job import Job
 from trireme.engine.run.screen import Screen
 from trireme.engine.step import Engine
 from trireme.engine.tuning.base import CheckpointBase
