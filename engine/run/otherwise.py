@@ -13,7 +13,9 @@ from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.planner.variants import updated_alike
-from trireme.engine.run.begin.job import Job, length, place, what_is_trained
+from trireme.engine.run.begin.job import Job
+from trireme.engine.run.begin.limits import place
+from trireme.engine.run.begin.model import length, what_is_trained
 from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError

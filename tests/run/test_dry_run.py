@@ -12,7 +12,7 @@ from trireme.engine.data import prepare
 from trireme.engine.data.cache import Shelf
 from trireme.engine.planner.rates import RAM_SHARE
 from trireme.engine.run import main as finetune
-from trireme.engine.run.begin.job import place
+from trireme.engine.run.begin.limits import place
 from trireme.engine.run.command import parse
 
 BOX = ["--dry-run", "--assume", "gpu=24GiB,ram=64GiB"]

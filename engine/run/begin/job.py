@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from trireme.engine.amounts import count, gib
+from trireme.engine.amounts import gib
 from trireme.engine.data.cache import Shelf
-from trireme.engine.data.codec import Codec, load_codec
+from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
 from trireme.engine.data.prepare import Progress
 from trireme.engine.geometry import Geometry
@@ -24,23 +24,30 @@ from trireme.engine.hosts.group import Alone, Group
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, memory_limits, model_of
+from trireme.engine.planner.host import drive_of, model_of
 from trireme.engine.planner.machine import this_machine
-from trireme.engine.planner.rates import Machine, assume
-from trireme.engine.planner.sizes import find_model
+from trireme.engine.planner.rates import Machine
+from trireme.engine.run.begin.limits import check_fp8, check_gpus, least, place
+from trireme.engine.run.begin.model import (
+    given_adapter,
+    is_absent,
+    length,
+    named_codec,
+    outlined,
+    what_is_trained,
+    with_companions,
+)
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_updates, identity, pinned_of
 from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
-from trireme.engine.tuning.adapters import Adapter, adapter_shapes, read_adapter
+from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
-from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.engine.tuning.packed import as_stored, as_trained, open_checkpoint
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
-from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
+from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
-from trireme.storage.checkpoint import Source, SourceTensor
-from trireme.storage.companions import CONTENT, beside
+from trireme.storage.checkpoint import Source
 from trireme.storage.files import Say, existing, to_stderr
 from trireme.storage.versions import version_files
 
@@ -82,7 +89,7 @@ class Job:
 
     @property
     def adapter(self) -> Adapter | None:
-        return _given(self.options, self.cfg)
+        return given_adapter(self.options, self.cfg)
 
     @property
     def trained_parameters(self) -> int:
@@ -149,21 +156,18 @@ def prepare(
     with clock.at("headers"):
         pinned = None if kept is None else pinned_of(options, kept, group.host, group.hosts)
         cfg = what_is_trained(options)
-        if (adapter := _given(options, cfg)) and Path(adapter.base).name != folder.resolve().name:
+        if (adapter := given_adapter(options, cfg)) and Path(adapter.base).name != folder.resolve().name:
             say(
                 f"--adapter {options.adapter} was made for {adapter.base or 'a model without a name'}, not for {folder}"
             )
-        source = outlined(cfg, folder) if _is_absent(options, folder) else open_checkpoint(folder, say)
-        cfg = cfg if _is_absent(options, folder) else as_stored(cfg, source)
+        source = outlined(cfg, folder) if is_absent(options, folder) else open_checkpoint(folder, say)
+        cfg = cfg if is_absent(options, folder) else as_stored(cfg, source)
         if pinned:
             check_model(options, pinned, cfg, source)
         stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
         source = as_trained(cfg, source, stored)
-        codec, seq_len = _codec(options, folder) if options.data else None, length(options, cfg)
-        if codec and (options.tokenizer or options.chat_template):
-            source = replace(source, companions=_trained_with(options, folder, codec))
-        if options.rope_factor:
-            source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
+        codec, seq_len = named_codec(options, folder) if options.data else None, length(options, cfg)
+        source = with_companions(options, cfg, folder, source, codec)
     with clock.at("probe"):
         device, limits, assumed = place(options)
         if not assumed:
@@ -192,36 +196,11 @@ def prepare(
     with clock.at("plan"):
         plan, because, machine = planner.find(work, files, limits, machine, stores)
         plan = common(group, plan)
-    if not (assumed or _is_absent(options, folder)):
+    if not (assumed or is_absent(options, folder)):
         why = why_copied(cfg, plan.dtype, source, stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
-
-
-def _given(options: Options, cfg: ModelConfig) -> Adapter | None:
-    """The adapter that --adapter names. Raises InputError."""
-    return read_adapter(Path(options.adapter), cfg) if options.adapter else None
-
-
-def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
-    """Device, usable memory, and the machine if it is assumed. Raises InputError, DoesNotFit."""
-    if options.assume:
-        machine, limits = _assumed(options, options.assume)
-        return torch.device("cuda"), limits, machine
-    device = choose_device(options.device)
-    gpus = choose_gpus(options.gpus, device)
-    return device, memory_limits(device, options.gpu_memory, options.ram, gpus), None
-
-
-def least(group: Alone, options: Options, limits: Limits) -> Limits:
-    """Limits that every host has; those of a machine are shared by its hosts. Raises InputError."""
-    if options.ram is None:
-        limits = replace(limits, host=limits.host // group.beside)
-    gpu, host, gpus = (group.numbers([n], 1) for n in (limits.gpu, limits.host, limits.gpus))
-    if len(set(gpus)) > 1:
-        raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
-    return replace(limits, gpu=int(min(gpu)), host=int(min(host)))
 
 
 def common(group: Alone, plan: Plan) -> Plan:
@@ -229,96 +208,6 @@ def common(group: Alone, plan: Plan) -> Plan:
     if group.hosts == 1:
         return plan
     return replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)
-
-
-def check_gpus(cfg: ModelConfig, gpus: int) -> None:
-    """Raises InputError where the model cannot be dealt to so many."""
-    if gpus > cfg.n_layers:
-        raise InputError(f"--gpus {gpus}: the model has {count(cfg.n_layers, 'block')}, a GPU computes one at least.")
-
-
-def check_fp8(cfg: ModelConfig, device: torch.device, assumed: Machine | None) -> None:
-    """Raises InputError where the GPU has no fp8."""
-    if not cfg.fp8 or device.type != "cuda":
-        return
-    lacks = assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)
-    if lacks:
-        name = assumed.name if assumed else torch.cuda.get_device_name(device)
-        raise InputError(f"--dtype fp8: {name} multiplies no fp8; Ada, Hopper and newer do. Leave it out.")
-
-
-def what_is_trained(options: Options) -> ModelConfig:
-    """The model, what of it is trained, and whether in fp8. Raises InputError."""
-    if options.rope_factor and options.shape:
-        raise InputError("--rope-factor changes a config.json, which --shape has not. Leave it out.")
-    cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
-    cfg = replace(cfg, fp8=options.dtype == "fp8")
-    details = options.lora_alpha is not None or bool(options.lora_targets)
-    if options.router_aux and (cfg.experts is None or cfg.experts.sigmoid):
-        why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
-        raise InputError(f"--router-aux: {why}. Leave it out.")
-    if (options.freeze or options.train) and (options.adapter or options.lora is not None):
-        raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one or the other out.")
-    if options.adapter:
-        if options.lora is not None or details:
-            raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
-        return adapted(cfg, read_adapter(Path(options.adapter), cfg).lora)
-    if options.lora is None:
-        if details or options.merge:
-            raise InputError("--lora-alpha, --lora-targets and --merge are of adapters. Give their rank: --lora 16.")
-        return chosen(cfg, options.freeze, options.train)
-    alpha = 2.0 * options.lora if options.lora_alpha is None else options.lora_alpha
-    return adapted(cfg, Lora(options.lora, alpha, targets(cfg, options.lora_targets)))
-
-
-def _codec(options: Options, folder: Path) -> Codec | None:
-    codec = load_codec(options.tokenizer or folder, options.chat_template)
-    if options.tokenizer and codec is None:
-        wrong = "is a file; name its folder" if Path(options.tokenizer).is_file() else "holds no tokenizer.json"
-        raise InputError(f"--tokenizer {options.tokenizer} {wrong}.")
-    return codec
-
-
-def _trained_with(options: Options, folder: Path, codec: Codec | None) -> dict[str, CONTENT]:
-    """The output's companions, with the given tokenizer and chat template."""
-    other = Path(options.tokenizer) if options.tokenizer else None
-    if other and other.samefile(folder):
-        other = None
-    facts = codec.facts if codec else None
-    return beside(folder, other, facts and facts.chosen, facts and facts.eos)
-
-
-def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:
-    """The output's config.json, with --rope-factor."""
-    if cfg.lora and not options.merge:
-        raise InputError("--rope-factor: an adapter has no config.json to say it in. Add --merge, and use OUT/merged.")
-    return json.dumps(read_raw(folder, options.rope_factor), indent=2).encode()
-
-
-def length(options: Options, cfg: ModelConfig) -> int:
-    seq_len = options.seq_len or min(2048, cfg.max_positions)
-    if seq_len > cfg.max_positions:
-        longer = f", or extend them: --rope-factor {-(-seq_len // cfg.max_positions)}" if cfg.rope else ""
-        raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it{longer}.")
-    return seq_len
-
-
-def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
-    """The machine of --assume and its limits; --gpu-memory and --ram override them. Raises InputError, DoesNotFit."""
-    if not options.dry_run:
-        raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
-    made = assume(machine)
-    if options.gpus == "all" and made.gpus == 1:
-        raise InputError("--gpus all: how many does the assumed machine have? Say --gpus N, or --assume gpu=2xrtx4090.")
-    asked = made.gpus if options.gpus in ("all", 1) else int(options.gpus)
-    if asked > made.gpus > 1:
-        raise InputError(f"--gpus {asked}: the assumed machine has {made.gpus}.")
-    made = replace(made, gpu=options.gpu_memory or made.gpu, gpus=asked)
-    limits = replace(made.limits, host=options.ram or made.limits.host)
-    if limits.gpu <= 0:
-        taken = gib(made.gpu - limits.gpu)
-        raise DoesNotFit(f"--assume: the driver's context and late kernels alone take {taken} of the GPU. Assume more.")
-    return made, limits
 
 
 def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptions:
@@ -343,18 +232,6 @@ def shelf() -> Shelf | None:
         return Shelf.under(folder / "tokens") if folder else None
     except OSError:
         return None
-
-
-def _is_absent(options: Options, folder: Path) -> bool:
-    """Whether to plan for a checkpoint without its weights."""
-    kinds = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
-    return bool(options.shape) or (options.dry_run and all(path.suffix not in kinds for path in folder.iterdir()))
-
-
-def outlined(cfg: ModelConfig, folder: Path) -> Source:
-    """A checkpoint of this config in bf16, without files."""
-    tensors = {name: SourceTensor("BF16", shape, "", 0) for name, shape in shapes.stored_tensors(cfg).items()}
-    return Source(folder, (), tensors, {})
 
 
 def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:

@@ -1,0 +1,69 @@
+"""Where a job computes: the device and its memory, of this machine, of --assume, or the least of all hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from trireme.engine.amounts import count, gib
+from trireme.engine.hosts.group import Alone
+from trireme.engine.plan import DoesNotFit, Limits
+from trireme.engine.planner.host import choose_device, choose_gpus, memory_limits
+from trireme.engine.planner.rates import Machine, assume
+from trireme.engine.run.options import Options
+from trireme.models.config import InputError, ModelConfig
+
+
+def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
+    """Device, usable memory, and the machine if it is assumed. Raises InputError, DoesNotFit."""
+    if options.assume:
+        machine, limits = _assumed(options, options.assume)
+        return torch.device("cuda"), limits, machine
+    device = choose_device(options.device)
+    gpus = choose_gpus(options.gpus, device)
+    return device, memory_limits(device, options.gpu_memory, options.ram, gpus), None
+
+
+def least(group: Alone, options: Options, limits: Limits) -> Limits:
+    """Limits that every host has; those of a machine are shared by its hosts. Raises InputError."""
+    if options.ram is None:
+        limits = replace(limits, host=limits.host // group.beside)
+    gpu, host, gpus = (group.numbers([n], 1) for n in (limits.gpu, limits.host, limits.gpus))
+    if len(set(gpus)) > 1:
+        raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
+    return replace(limits, gpu=int(min(gpu)), host=int(min(host)))
+
+
+def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
+    """The machine of --assume and its limits; --gpu-memory and --ram override them. Raises InputError, DoesNotFit."""
+    if not options.dry_run:
+        raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
+    made = assume(machine)
+    if options.gpus == "all" and made.gpus == 1:
+        raise InputError("--gpus all: how many does the assumed machine have? Say --gpus N, or --assume gpu=2xrtx4090.")
+    asked = made.gpus if options.gpus in ("all", 1) else int(options.gpus)
+    if asked > made.gpus > 1:
+        raise InputError(f"--gpus {asked}: the assumed machine has {made.gpus}.")
+    made = replace(made, gpu=options.gpu_memory or made.gpu, gpus=asked)
+    limits = replace(made.limits, host=options.ram or made.limits.host)
+    if limits.gpu <= 0:
+        taken = gib(made.gpu - limits.gpu)
+        raise DoesNotFit(f"--assume: the driver's context and late kernels alone take {taken} of the GPU. Assume more.")
+    return made, limits
+
+
+def check_gpus(cfg: ModelConfig, gpus: int) -> None:
+    """Raises InputError where the model cannot be dealt to so many."""
+    if gpus > cfg.n_layers:
+        raise InputError(f"--gpus {gpus}: the model has {count(cfg.n_layers, 'block')}, a GPU computes one at least.")
+
+
+def check_fp8(cfg: ModelConfig, device: torch.device, assumed: Machine | None) -> None:
+    """Raises InputError where the GPU has no fp8."""
+    if not cfg.fp8 or device.type != "cuda":
+        return
+    lacks = assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)
+    if lacks:
+        name = assumed.name if assumed else torch.cuda.get_device_name(device)
+        raise InputError(f"--dtype fp8: {name} multiplies no fp8; Ada, Hopper and newer do. Leave it out.")

@@ -1,0 +1,99 @@
+"""The model that a run trains, as its options say: what of it, how long its sequences, and by what tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from trireme.engine.data.codec import Codec, load_codec
+from trireme.engine.planner.sizes import find_model
+from trireme.engine.run.options import Options
+from trireme.engine.tuning.adapters import Adapter, read_adapter
+from trireme.engine.tuning.chosen import adapted, chosen, targets
+from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
+from trireme.models.sizes import shapes
+from trireme.storage.checkpoint import Source, SourceTensor
+from trireme.storage.companions import CONTENT, beside
+
+
+def what_is_trained(options: Options) -> ModelConfig:
+    """The model, what of it is trained, and whether in fp8. Raises InputError."""
+    if options.rope_factor and options.shape:
+        raise InputError("--rope-factor changes a config.json, which --shape has not. Leave it out.")
+    cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
+    cfg = replace(cfg, fp8=options.dtype == "fp8")
+    details = options.lora_alpha is not None or bool(options.lora_targets)
+    if options.router_aux and (cfg.experts is None or cfg.experts.sigmoid):
+        why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
+        raise InputError(f"--router-aux: {why}. Leave it out.")
+    if (options.freeze or options.train) and (options.adapter or options.lora is not None):
+        raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one or the other out.")
+    if options.adapter:
+        if options.lora is not None or details:
+            raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
+        return adapted(cfg, read_adapter(Path(options.adapter), cfg).lora)
+    if options.lora is None:
+        if details or options.merge:
+            raise InputError("--lora-alpha, --lora-targets and --merge are of adapters. Give their rank: --lora 16.")
+        return chosen(cfg, options.freeze, options.train)
+    alpha = 2.0 * options.lora if options.lora_alpha is None else options.lora_alpha
+    return adapted(cfg, Lora(options.lora, alpha, targets(cfg, options.lora_targets)))
+
+
+def given_adapter(options: Options, cfg: ModelConfig) -> Adapter | None:
+    """The adapter that --adapter names. Raises InputError."""
+    return read_adapter(Path(options.adapter), cfg) if options.adapter else None
+
+
+def length(options: Options, cfg: ModelConfig) -> int:
+    seq_len = options.seq_len or min(2048, cfg.max_positions)
+    if seq_len > cfg.max_positions:
+        longer = f", or extend them: --rope-factor {-(-seq_len // cfg.max_positions)}" if cfg.rope else ""
+        raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it{longer}.")
+    return seq_len
+
+
+def is_absent(options: Options, folder: Path) -> bool:
+    """Whether to plan for a checkpoint without its weights."""
+    kinds = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
+    return bool(options.shape) or (options.dry_run and all(path.suffix not in kinds for path in folder.iterdir()))
+
+
+def outlined(cfg: ModelConfig, folder: Path) -> Source:
+    """A checkpoint of this config in bf16, without files."""
+    tensors = {name: SourceTensor("BF16", shape, "", 0) for name, shape in shapes.stored_tensors(cfg).items()}
+    return Source(folder, (), tensors, {})
+
+
+def named_codec(options: Options, folder: Path) -> Codec | None:
+    codec = load_codec(options.tokenizer or folder, options.chat_template)
+    if options.tokenizer and codec is None:
+        wrong = "is a file; name its folder" if Path(options.tokenizer).is_file() else "holds no tokenizer.json"
+        raise InputError(f"--tokenizer {options.tokenizer} {wrong}.")
+    return codec
+
+
+def with_companions(options: Options, cfg: ModelConfig, folder: Path, source: Source, codec: Codec | None) -> Source:
+    """The source, with the companions that the output is to have. Raises InputError."""
+    if codec and (options.tokenizer or options.chat_template):
+        source = replace(source, companions=_trained_with(options, folder, codec))
+    if options.rope_factor:
+        source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
+    return source
+
+
+def _trained_with(options: Options, folder: Path, codec: Codec | None) -> dict[str, CONTENT]:
+    """The output's companions, with the given tokenizer and chat template."""
+    other = Path(options.tokenizer) if options.tokenizer else None
+    if other and other.samefile(folder):
+        other = None
+    facts = codec.facts if codec else None
+    return beside(folder, other, facts and facts.chosen, facts and facts.eos)
+
+
+def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:
+    """The output's config.json, with --rope-factor."""
+    if cfg.lora and not options.merge:
+        raise InputError("--rope-factor: an adapter has no config.json to say it in. Add --merge, and use OUT/merged.")
+    return json.dumps(read_raw(folder, options.rope_factor), indent=2).encode()
