@@ -59,13 +59,26 @@ TORCH_FREE = [
         "engine/lanes/names",
         "engine/plan",
         "engine/planner/rates",
-        "engine/run/begin/pinned",
         "models/config",
         "models/hf",
     ],
     *(
         f"engine/run/{name}"
-        for name in ["command", "curve", "demo", "log", "main", "options", "records", "screen", "signals", "verify"]
+        for name in [
+            "begin/kept",
+            "begin/pinned",
+            "command",
+            "curve",
+            "demo",
+            "log",
+            "main",
+            "names",
+            "options",
+            "records",
+            "screen",
+            "signals",
+            "verify",
+        ]
     ),
 ]
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml", "xxhash"}

@@ -23,8 +23,9 @@ from trireme.engine.lanes.real import RealLanes
 from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.run.begin.filled import fill_engine, make_engine
 from trireme.engine.run.begin.job import Job
+from trireme.engine.run.begin.kept import kept
 from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
-from trireme.engine.run.command import kept, program
+from trireme.engine.run.command import program
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen

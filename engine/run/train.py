@@ -27,9 +27,10 @@ from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.predict import Prediction, predict
 from trireme.engine.planner.whole import note_compilation
 from trireme.engine.run.begin.job import Job, check_room, prepare
+from trireme.engine.run.begin.kept import changes, config_yaml, to_agree
 from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, new_store, open_run, remove_given_up
 from trireme.engine.run.begin.pinned import check_snapshot
-from trireme.engine.run.command import changes, checked, config_yaml, program, to_agree
+from trireme.engine.run.command import checked, program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
 from trireme.engine.run.live import Live, reopen_adapter
 from trireme.engine.run.log import Tracker, trackers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from trireme.engine.run.command import config_yaml
+from trireme.engine.run.begin.kept import config_yaml
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.packed import open_checkpoint
 from trireme.models.config import InputError

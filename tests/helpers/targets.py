@@ -24,9 +24,10 @@ from trireme.engine.data.rows import BadRow
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.run import demo
+from trireme.engine.run.begin.kept import changes, kept
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_snapshot, identity, pinned_of
 from trireme.engine.run.begin.settle import check_memory, check_step, given_plan
-from trireme.engine.run.command import changes, kept, parse
+from trireme.engine.run.command import parse
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark

@@ -15,7 +15,9 @@ from hostile import LAUGHS
 from script_files import script
 
 from trireme.engine.amounts import size
-from trireme.engine.run.command import _ELSEWHERE, changes, checked, config_yaml, kept, latest_run, parse
+from trireme.engine.run.begin.kept import changes, config_yaml, kept
+from trireme.engine.run.command import checked, latest_run, parse
+from trireme.engine.run.names import ELSEWHERE
 from trireme.engine.run.options import Every, Options, every
 from trireme.models.config import InputError
 
@@ -303,7 +305,7 @@ def test_what_is_given_twice_and_all_that_is_unknown_is_said(tmp_path, text, say
 
 
 def test_every_name_in_an_answer_is_an_option():
-    for answer in _ELSEWHERE:
+    for answer in ELSEWHERE:
         for flag in re.findall(r"--([\w-]+)", answer):
             assert flag.replace("-", "_") in {f.name for f in dataclasses.fields(Options)}
 

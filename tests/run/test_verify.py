@@ -19,7 +19,7 @@ from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run import demo
 from trireme.engine.run.begin import job as jobs
-from trireme.engine.run.command import config_yaml
+from trireme.engine.run.begin.kept import config_yaml
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.engine.run.verify import check_free, new_run, reopen, tidy

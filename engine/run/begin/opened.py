@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.run.begin.job import Job
-from trireme.engine.run.command import is_same_run, stores_of
+from trireme.engine.run.begin.kept import is_same_run, stores_of
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import has_begun, tidy

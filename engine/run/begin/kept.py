@@ -1,0 +1,158 @@
+"""Options in YAML: of --config and of the config.yaml that a run keeps; written, read, and compared.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Set
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trireme.engine.amounts import size
+from trireme.engine.run.names import FIELDS, flag_of, resolve
+from trireme.engine.run.options import Every, Options, store_folders
+from trireme.models.config import InputError
+from trireme.storage.untrusted import shown
+
+# Raised by PyYAML's constructors where a value belies its tag or is too deep.
+_TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
+_NOT_KEPT = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
+_OWN = ("model", "tokenizer", "chat_template", "data", "val", "adapter", "store", "plan", "gpu_memory", "ram", "log")
+
+
+def from_yaml(path: Path, text: str | None = None) -> dict[str, Any]:
+    """`text`: its content, if it is not here. Raises InputError."""
+    given, wrong = {}, []
+    for key, value in _read_yaml(path, text_of(path) if text is None else text):
+        try:
+            name = resolve(key)
+        except InputError as error:
+            wrong.append(str(error))
+            continue
+        if name in ("resume", "config") and value is not None:
+            raise InputError(f"{path}: {key} belongs on the command line. Leave it out here.")
+        for part in value if isinstance(value, list) else [value]:
+            if "\0" in _written(part, f"{path}: {key}"):
+                raise InputError(f"{path}: {key} holds a NUL character.")
+        if value is not None and name in given:
+            raise InputError(f"{path}: {key} is {flag_of(name)}, which is given already. Leave one out.")
+        if value is not None:
+            given[name] = _convert(FIELDS[name], value, f"{path}: {key}")
+    if wrong:
+        raise InputError(f"{path}: {' '.join(wrong)}")
+    return given
+
+
+def text_of(path: Path) -> str:
+    """Raises InputError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}.") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not YAML: {error}") from None
+
+
+def _read_yaml(path: Path, text: str) -> list[tuple[str, Any]]:
+    """Keys and values, duplicates too."""
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        content = [(loader.construct_object(k, True), loader.construct_object(v, True)) for k, v in pairs]
+        other = None if node is None or pairs else loader.construct_document(node)
+    except (yaml.YAMLError, *_TRUSTING) as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if other is not None and other != {}:
+        raise InputError(f"{path} holds a {type(other).__name__}, expected lines like 'batch-size: 16'.")
+    return [(_written(key, f"{path}: a key"), value) for key, value in content]
+
+
+def _written(value: Any, where: str) -> str:
+    """A plain value as text. Refuses nested lists: a few bytes of aliases expand to gigabytes."""
+    if isinstance(value, (list, Mapping, Set)):
+        raise InputError(f"{where}: a {type(value).__name__} is not a plain value.")
+    try:
+        return str(value)
+    except ValueError:
+        raise InputError(f"{where} is a number of thousands of digits.") from None
+
+
+def _convert(f: Field[Any], value: Any, where: str) -> Any:
+    parse = f.metadata["parse"]
+    if parse is bool or isinstance(value, bool):
+        if not (parse is bool and isinstance(value, bool)):
+            raise InputError(f"{where}: {value!r} is not {'true or false' if parse is bool else 'a plain value'}.")
+        return value
+    try:
+        if f.default == ():
+            values = tuple(str(v) for v in (value if isinstance(value, list) else [value]))
+            return values if f.metadata.get("repeat") else parse(",".join(values))
+        return parse(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    except ValueError as error:
+        raise InputError(f"{where}: {error}.") from None
+
+
+def stores_of(run: Path) -> list[Path]:
+    """The folders of a run's store. Raises InputError where its config.yaml is not one."""
+    return store_folders(from_yaml(run / "config.yaml").get("store", ()), run)
+
+
+def kept(options: Options) -> dict[str, Any]:
+    """The run's options as JSON and YAML values; paths absolute."""
+    content: dict[str, Any] = {}
+    for f in fields(Options):
+        value = getattr(options, f.name)
+        if f.name in _NOT_KEPT:
+            continue
+        if value is None:
+            pass
+        elif f.name in ("model", "tokenizer", "store", "plan"):
+            value = [full(v) for v in value] if isinstance(value, tuple) else full(value)
+        elif f.name in ("data", "val", "chat_template"):
+            value = [_absolute(v) for v in value] if isinstance(value, tuple) else _absolute(value)
+        elif f.metadata["parse"] is size:
+            value = f"{value}B"
+        content[f.name] = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Every) else value
+    return content
+
+
+def to_agree(options: Options) -> dict[str, str]:
+    """What all hosts must be given alike: all but paths, limits of memory and trackers."""
+    same = {flag_of(name): repr(value) for name, value in kept(options).items() if name not in _OWN}
+    return same | {"--resume": str(bool(options.resume)), "--dry-run": str(options.dry_run)}
+
+
+def is_same_run(run: Path, place: Path) -> bool:
+    """Whether two folders are of hosts of one run. Raises InputError."""
+    one, other = (from_yaml(folder / "config.yaml") for folder in (run, place))
+    return all(one.get(name) == other.get(name) for name in FIELDS if name not in _OWN)
+
+
+def config_yaml(options: Options) -> bytes:
+    content = {name: value for name, value in kept(options).items() if value is not None}
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
+
+
+def changes(options: Options, before: Mapping[str, Any]) -> list[str]:
+    """A line per option that differs from `before`, earlier `kept` options."""
+    said = lambda value: "not given" if value in (None, []) else shown(repr(value), 500)
+    both = [(name, value, before[name]) for name, value in kept(options).items() if name in before]
+    return [f"{flag_of(name)} {said(value)}, was {said(was)}" for name, value, was in both if value != was]
+
+
+def full(path: str | Path) -> str:
+    """Absolute, links kept."""
+    return os.path.abspath(path)  # noqa: PTH100, follows links
+
+
+def _absolute(data: str) -> str:
+    """FILE or FILE:WEIGHT made absolute; a share (0.02), `-` and `plain` as given."""
+    word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
+    return full(data) if Path(re.sub(r":[\d.]+$", "", data)).exists() and not word else data
