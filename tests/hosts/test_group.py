@@ -146,11 +146,15 @@ def test_an_environment_that_names_no_meeting_place_is_refused(monkeypatch):
     assert group.place().hosts == 2
 
 
-@pytest.mark.parametrize(("shown", "own"), [(None, "2,3"), ("4,5,6,7", "6,7"), ("4,5,6", None)])
+@pytest.mark.parametrize(("shown", "own"), [(None, "2,3"), ("4,5,6,7", "6,7"), ("4,5,6", None), ("", "")])
 def test_hosts_of_one_machine_take_gpus_of_their_own(monkeypatch, shown, own):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown or "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # to be as before afterwards
+    if shown is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = shown
     take = lambda: main.take_gpus(Options(gpus=2), group.Place(1, 2, 1, 2))
-    if own:
+    if own is not None:
         take()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == own
     else:
