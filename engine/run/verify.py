@@ -84,8 +84,9 @@ def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
 
 def tidy(out: Path) -> None:
     """Removes a finished run's leftovers, after its store."""
-    for name in ("tokens", "best.new", "best.old"):
-        shutil.rmtree(out / name, ignore_errors=True)
+    half_made = (path for path in out.glob("step-*.new") if re.fullmatch(r"step-\d+\.new", path.name))
+    for folder in (out / "tokens", out / "best.new", out / "best.old", *half_made):
+        shutil.rmtree(folder, ignore_errors=True)
     for name in LOGS:
         partial_of(out / name).unlink(missing_ok=True)
     remove_folders([out / "store"])

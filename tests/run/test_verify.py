@@ -192,8 +192,17 @@ def test_what_was_killed_before_its_first_step_begins_again(tmp_path):
 
 def test_a_finished_runs_folder_holds_its_result_alone(tmp_path):
     """Also after one that was killed while it drew its last picture, or wrote a checkpoint that became no best one."""
-    result = ("best/model.safetensors", "config.yaml", "loss.svg", "model.safetensors", "notes.txt", "store/mine.txt")
-    for name in (*result, "tokens/tokens-0/tokens", "best.new/x", "best.old/x", ".loss.svg.partial"):
+    result = (
+        "best/model.safetensors",
+        "step-2/x",
+        "step-x.new/x",
+        "config.yaml",
+        "loss.svg",
+        "model.safetensors",
+        "notes.txt",
+        "store/mine.txt",
+    )
+    for name in (*result, "tokens/tokens-0/tokens", "best.new/x", "best.old/x", "step-4.new/x", ".loss.svg.partial"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     tidy(tmp_path)
