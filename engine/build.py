@@ -46,7 +46,7 @@ def build(
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
-    """Makes all buffers; Exchange.load or Homes.load_from_store fills them. Raises DoesNotFit.
+    """Makes all buffers; Exchange.load or between.load_from_store fills them. Raises DoesNotFit.
 
     `poison`: NaN in released slots (tests). `pinned`: register RAM with CUDA, for copies several times faster.
     """

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.engine.homes import Entry, Homes, Progress, Reader, Writer, silent
+from trireme.engine.between import Reader, Writer
+from trireme.engine.homes import Entry, Homes, Progress, silent
 from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf

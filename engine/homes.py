@@ -5,11 +5,9 @@ Records of state have equal sizes: one ring serves units of any size.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -25,8 +23,6 @@ from trireme.storage.layout import Layout
 
 Progress = Callable[[int], None]  # (bytes just moved)
 Transfer = Callable[[str, memoryview], "Future[None]"]  # (shard's name, bytes)
-
-READ_AHEAD = 4  # entries read at once
 
 
 def silent(nbytes: int) -> None:
@@ -281,10 +277,10 @@ class Homes:
 
     def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
         """Moves shards from or to their offsets in `buffer`. Even on errors nothing is in flight afterwards."""
-        _finish(self._start(transfer, shards, buffer))
+        finish(self.start(transfer, shards, buffer))
 
-    def _start(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> list[Future[None]]:
-        """On errors nothing is in flight."""
+    def start(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> list[Future[None]]:
+        """Begins as `move`; on errors nothing is in flight."""
         moving: list[Future[None]] = []
         try:
             for s in shards:
@@ -294,113 +290,10 @@ class Homes:
             raise
         return moving
 
-    # ------------------------------------------------ snapshots
 
-    def save_to_store(self, progress: Progress = silent) -> None:
-        """Writes what is on the GPU or in RAM to its shards."""
-        reader = Reader(self)
-        for entry in self.entries(everything=False):
-            self.move(self.ssd.write, self.shards_of(entry), reader.read(entry))
-            progress(self.layout(entry).span)
-
-    def load_from_store(self, progress: Progress = silent, everything: bool = True) -> None:
-        """Reads and verifies what is on the GPU or in RAM; with `everything` verifies the rest too.
-
-        Raises StoreError, Damaged among them. On errors, of `progress` too, nothing is in flight.
-        """
-        self.blank = False
-        coming: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
-
-        def arrive() -> None:
-            entry, buffer, moving = coming.popleft()
-            _finish(moving)
-            home, span = self.home(entry), self.layout(entry).span
-            if home is not None and home is not buffer:
-                home[:span].copy_(buffer[:span])
-            progress(span)
-
-        try:
-            for entry, buffer in self._places(everything):
-                while len(coming) == READ_AHEAD or any(buffer is taken for _, taken, _ in coming):
-                    arrive()
-                coming.append((entry, buffer, self._start(self.ssd.verify, self.shards_of(entry), buffer)))
-            while coming:
-                arrive()
-        finally:
-            wait([future for _, _, moving in coming for future in moving])
-
-    def _places(self, everything: bool) -> Iterator[tuple[Entry, Tensor]]:
-        """Each entry with a buffer in RAM: its home, a ring's slot or staging."""
-        turns: dict[str, Iterator[Tensor]] = {}
-        for entry in self.entries(everything):
-            home = self.in_ram(entry)
-            if home is not None:
-                yield entry, home
-                continue
-            key = "state ring" if entry.kind == "state" else f"weight ring {self.geo.size_class(entry.u)}"
-            key = key if self.tier(entry) == "ssd" else "staging"
-            yield entry, next(turns.setdefault(key, cycle(self.many("host", key))))
-
-
-def _finish(moving: Iterable[Future[None]]) -> None:
+def finish(moving: Iterable[Future[None]]) -> None:
     """Waits for all; raises the first error."""
     moving = list(moving)
     wait(moving)
     for future in moving:
         future.result()
-
-
-class Reader:
-    """Reads entries between steps. Staging keeps the last: homes may not change meanwhile."""
-
-    def __init__(self, homes: Homes):
-        self.homes, self._staged = homes, ""
-
-    def read(self, entry: Entry, *parts: str) -> Tensor:
-        """The entry's home in RAM, or a copy until the next read, of `parts` at their offsets. Raises StoreError."""
-        homes = self.homes
-        assert not homes.in_place(entry)
-        buffer = homes.in_ram(entry)
-        if buffer is not None:
-            return buffer
-        home, shards = homes.home(entry), homes.shards_of(entry, *parts)
-        buffer = staging(homes, entry)
-        if shards[0].name != self._staged:
-            self._staged = ""
-            if home is None:
-                homes.move(homes.transfer(entry, "verify"), shards, buffer)
-            else:
-                buffer.copy_(home[: len(buffer)])
-            self._staged = shards[0].name
-        return buffer
-
-    def low(self, u: int, a: int, b: int) -> Tensor:
-        """The low halves of the record of elements a..b, as `read` gives them."""
-        entry = Entry("state", u, self.homes.geo.records(u, self.homes.plan.record).index((a, b)))
-        lo = self.homes.layout(entry)["lo"]
-        return self.read(entry, "low")[lo.offset : lo.offset + lo.nbytes]
-
-
-class Writer:
-    """A context with an entry's buffer, between steps: its home in RAM, or staging, copied home on exit."""
-
-    def __init__(self, homes: Homes, entry: Entry):
-        self.homes, self.entry, self.home = homes, entry, homes.home(entry)
-        in_ram = homes.in_ram(entry)
-        self.buffer = staging(homes, entry) if in_ram is None else in_ram
-
-    def __enter__(self) -> Tensor:
-        return self.buffer
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None or self.buffer is self.home or self.homes.in_place(self.entry):
-            return
-        if self.home is None:
-            self.homes.move(self.homes.transfer(self.entry, "write"), self.homes.shards_of(self.entry), self.buffer)
-        else:
-            self.home[: len(self.buffer)].copy_(self.buffer)
-
-
-def staging(homes: Homes, entry: Entry) -> Tensor:
-    """The host buffer for entries away from RAM."""
-    return next(iter(homes.many("host", "staging")), NOTHING)[: homes.layout(entry).span]

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trireme.engine.homes import Entry, Reader
+from trireme.engine.between import Reader
+from trireme.engine.homes import Entry
 from trireme.engine.shared import Wire
 
 LANE, EXPORTS = "net", 0

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from trireme.engine.between import Writer
 from trireme.engine.geometry import Geometry
-from trireme.engine.homes import Entry, Homes, Progress, Stored, Writer, silent, stored
+from trireme.engine.homes import Entry, Homes, Progress, Stored, silent, stored
 from trireme.engine.hosts.held import Held, Whole
 from trireme.engine.shared import Wire
 

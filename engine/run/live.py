@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from trireme.engine.amounts import count
+from trireme.engine.between import Reader, save_to_store
 from trireme.engine.build import InRam, dealt
 from trireme.engine.exchange import Exchange, Kept, replace_folder, take_over
-from trireme.engine.homes import Reader
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
@@ -184,7 +184,7 @@ class Live:
         self._check_base()
         homes, done = self.engine.homes, self.progress
         with self.clock.at("snapshots"), self.screen.working("saving", homes.nbytes(everything=False)) as more:
-            homes.save_to_store(more)
+            save_to_store(homes, more)
         says = {
             "step": done.step,
             "options": kept(self.job.options),

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trireme.engine.between import Reader
 from trireme.engine.exchange import fetch
-from trireme.engine.homes import Reader
 from trireme.engine.tuning.chosen import adapted
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes

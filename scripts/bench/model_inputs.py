@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trireme.engine.between import Writer
 from trireme.engine.data.dataset import MicroBatch
-from trireme.engine.homes import Entry, Homes, Writer
+from trireme.engine.homes import Entry, Homes
 from trireme.engine.memory import DTYPE, views
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run import demo

@@ -11,9 +11,10 @@ from engines import LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan
 from safetensors.numpy import save_file
 
 from trireme.engine import exchange as module
+from trireme.engine.between import Reader, Writer
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, Kept, bring_back
-from trireme.engine.homes import Entry, Reader, Writer
+from trireme.engine.homes import Entry
 from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.memory import views
 from trireme.engine.plan import UnitPlan

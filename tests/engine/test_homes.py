@@ -9,8 +9,9 @@ from concurrent.futures import Future
 import pytest
 from engines import LIMITS, LLAMA, gpu_plan
 
+from trireme.engine.between import READ_AHEAD, load_from_store
 from trireme.engine.build import build
-from trireme.engine.homes import READ_AHEAD, Entry
+from trireme.engine.homes import Entry
 from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.storage.aio import address_of
@@ -79,12 +80,12 @@ def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last, everything)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        homes.load_from_store(progress, everything)
+        load_from_store(homes, progress, everything)
     assert len(told) == last
     assert all(future.done() for future in store.slow)
     assert len(store.slow) <= 2 * (last + READ_AHEAD)
     told.clear()
-    homes.load_from_store(told.append, everything)
+    load_from_store(homes, told.append, everything)
     assert sum(told) == homes.nbytes(everything)
     assert all(future.done() for future in store.slow)
 

@@ -27,9 +27,9 @@ from engines import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trireme.engine.between import Reader
 from trireme.engine.build import dealt, in_ram
 from trireme.engine.exchange import fetch
-from trireme.engine.homes import Reader
 from trireme.engine.hosts.gather import masters
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.updates import AdamW

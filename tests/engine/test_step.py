@@ -31,8 +31,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trireme.engine import geometry
+from trireme.engine.between import Reader
 from trireme.engine.build import build, inputs, inputs_on
-from trireme.engine.homes import Entry, Reader
+from trireme.engine.homes import Entry
 from trireme.engine.lanes.names import READS, WRITES, lanes_of
 from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.plan import TIERS, UnitPlan

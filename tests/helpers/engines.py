@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from trireme.engine import geometry
+from trireme.engine.between import Reader
 from trireme.engine.build import InRam, build, in_ram, placed
 from trireme.engine.exchange import fetch, fill, fill_base
-from trireme.engine.homes import Reader
 from trireme.engine.lanes.names import LANES, lanes_of
 from trireme.engine.lanes.real import InlineLanes, RealLanes, RealTask, execute
 from trireme.engine.plan import Limits, Plan, UnitPlan

@@ -11,7 +11,8 @@ import pytest
 from runs import STEPS, child, ended, hold, losses, options, stopped
 
 from trireme.engine import exchange
-from trireme.engine.homes import READ_AHEAD, Homes
+from trireme.engine.between import READ_AHEAD
+from trireme.engine.homes import Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.run import evaluation, live, train
 from trireme.engine.run.begin import job
@@ -189,7 +190,7 @@ def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, re
     if resumed:
         stopped(run, 3, monkeypatch)
         run = replace(run, resume=run.out)
-    start = Homes._start
+    start = Homes.start
 
     def asked(*args):
         begun.append(start(*args))
@@ -197,7 +198,7 @@ def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, re
             os.kill(os.getpid(), number)
         return begun[-1]
 
-    monkeypatch.setattr(Homes, "_start", asked)
+    monkeypatch.setattr(Homes, "start", asked)
     with pytest.raises(KeyboardInterrupt):
         finetune(run)
     assert all(future.done() for moving in begun for future in moving)

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 from tiny import CASES, oracle
 from transformers import AutoModelForCausalLM
 
+from trireme.engine.between import Reader
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import Exchange
-from trireme.engine.homes import Reader
 from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.step import evaluate

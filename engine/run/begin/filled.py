@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trireme.engine.amounts import count, gb, gib
+from trireme.engine.between import load_from_store
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.hosts import reshare
@@ -107,7 +108,7 @@ def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int]
         raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(folder))
     try:
         with _loading(screen, "loading", e.homes.nbytes(everything), asked) as more:
-            e.homes.load_from_store(more, everything)
+            load_from_store(e.homes, more, everything)
     except Damaged as damage:
         back = _way_back(e, store, screen, asked)
         raise StoreError(damage.errno, f"{DAMAGED}. {back}", damage.filename) from damage
@@ -121,7 +122,7 @@ def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> 
         store.restore(snapshot.step)
         try:
             with _loading(screen, f"checking step {snapshot.step}", e.homes.nbytes(), asked) as more:
-                e.homes.load_from_store(more)
+                load_from_store(e.homes, more)
         except Damaged:
             newer.append(snapshot.folder)
         else:
