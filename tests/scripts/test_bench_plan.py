@@ -12,7 +12,7 @@ from trireme.engine.plan import Limits
 from trireme.engine.planner.predict import predict
 from trireme.engine.planner.rule import simple_plan
 
-bench_plan, bench_choice, draw_step = (script(f"bench/{name}") for name in ("plan", "choice", "draw_step"))
+bench_plan, bench_choice, draw_step = (script(name) for name in ("bench/plan", "bench/choice", "dev/draw_step"))
 bench_step = bench_choice.bench_step
 LINE = "llama-1.3b --gpu-memory 16GiB --ram 60GiB"
 LIMITS = Limits(15 << 30, 60 << 30)

@@ -1,0 +1,291 @@
+"""The figures of paper_tables.py: what papers print, their equations, and Trireme's step code on their machines.
+
+Nothing is fitted: rates are those of engine/planner/rates.py and of the papers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from model_inputs import with_adapters
+
+from trireme.engine.buffers import fits
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner.choose import choose
+from trireme.engine.planner.forecast import Forecast, Work, check_drive
+from trireme.engine.planner.gpus import GPUS
+from trireme.engine.planner.predict import Batch, predict
+from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
+from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
+from trireme.engine.planner.sizes import MODELS, gpt3
+from trireme.engine.run.begin.settle import record_size
+from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs, shapes
+
+SEQ = 1024
+GIB = 1 << 30
+
+# Fuyou, table 4.
+GPT = {
+    "13B": gpt3(5120, 40, 40), "33B": gpt3(6656, 60, 52), "65B": gpt3(8192, 80, 64), "135B": gpt3(11264, 88, 88),
+    "175B": gpt3(12288, 96, 96), "276B": gpt3(14336, 112, 112), "412B": gpt3(16384, 128, 128),
+    "805B": gpt3(20480, 160, 160),
+}  # fmt: skip
+# PatrickStar, table 2, and STRONGHOLD's size: hidden width and layers.
+NARROW = {f"{n}B": gpt3(width, layers, heads) for n, width, layers, heads in (
+    (1.7, 2304, 24, 24), (4, 3072, 32, 32), (6, 4096, 28, 32), (10, 4096, 48, 32), (12, 4096, 58, 32),
+    (15, 4096, 73, 32), (20, 8192, 25, 64), (30, 8192, 37, 64), (40, 8192, 49, 64), (50, 8192, 62, 64),
+    (60, 8192, 75, 64), (68, 9216, 66, 72), (80, 9216, 78, 72), (100, 9216, 98, 72),
+)}  # fmt: skip
+
+SERVER_DRAM = 150 * GB  # eight channels of DDR4-2933 (188 GB/s on paper), at 0.8
+FUYOU_BLOCK = {"rtx4090": 164e12, "a100-80g": 200e12}  # a Transformer block (section 1, footnote 3)
+
+
+def fuyou_server(gpu: str, drives: int = 12, ram: int = 768) -> Machine:
+    """The machine of Fuyou's table 3, and of LoHan."""
+    return machine(GPUS[gpu], ram * 10**9, DRIVES["p5510"], drives, SERVER_DRAM)
+
+
+# ---------------------------------------------------------------- published systems
+
+
+def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int) -> float:
+    """A step by Fuyou's equations 1 to 8, with the best swapped share.
+
+    16-bit parameters are read for both passes; 12 + 2 bytes of state a parameter are read and 14 written. Reads and
+    writes of the drives add up, both directions of the bus overlap.
+    """
+    r, p, tokens = fuyou_server(gpu, drives).rates, shapes.parameters(cfg), sequences * SEQ
+    pairs = costs.attended_pairs([SEQ] * sequences)
+    forward = costs.model_flops(cfg, tokens, pairs) / 3 / FUYOU_BLOCK[gpu]
+    checkpoint = 2 * tokens * cfg.width * cfg.n_layers
+    inner = cfg.n_layers * sum(shapes.saved_bytes(cfg, tokens, 2).values())
+
+    def step(share: float) -> float:
+        swapped = checkpoint + share * inner
+        up = max(forward, max(2 * p, swapped) / r.h2d, 2 * p / r.ssd_read + swapped / r.ssd_write)
+        moved = (14 * p + swapped) / r.ssd_read + 14 * p / r.ssd_write
+        return up + max((3 - share) * forward, p / r.adam, (2 * p + swapped) / r.h2d, moved)
+
+    return min(step(i / 20) for i in range(21))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A printed throughput: TFLOP/s at `sequences` of 1,024 tokens."""
+
+    system: str
+    model: str
+    gpu: str
+    drives: int
+    sequences: int
+    tflops: float
+    why: str = ""  # the simulation is off by more than 15 %
+
+
+WHY = {
+    "memory": "The equations give every swapped activation room on the GPU. Beside a block of 175B (3.6 GB of weights, "
+    "as much of gradients) 24 GB have none, and the paper names this as its limit.",
+    "peak": "The equations let blocks run at the benchmarked 200 TFLOP/s from end to end, and know no limit of RAM for "
+    "activations in flight. The paper reaches 0.86 to 0.82 of that rate.",
+    "simplex": "The equations add the time of reading to that of writing (4 and 7). With one drive, which binds, the "
+    "sum is longer than the printed step: the drive overlaps the two in part.",
+}
+THROUGHPUT = (
+    Published("Fuyou, figure 5c", "13B", "rtx4090", 12, 64, 156),
+    Published("Fuyou, figure 5b", "13B", "a100-80g", 12, 80, 202),
+    Published("Fuyou, figure 5a", "175B", "rtx4090", 12, 16, 87, "memory"),
+    Published("Fuyou, figure 5a", "175B", "a100-80g", 12, 64, 172, "peak"),
+    Published("Fuyou, figure 6", "276B", "a100-80g", 12, 64, 168, "peak"),
+    Published("Fuyou, figure 6", "412B", "a100-80g", 12, 64, 163, "peak"),
+    Published("LoHan", "13B", "rtx4090", 1, 32, 37.5, "simplex"),
+    Published("LoHan", "13B", "rtx4090", 2, 32, 64.3),
+    Published("LoHan", "13B", "rtx4090", 3, 32, 81.1),
+    Published("LoHan", "13B", "rtx4090", 6, 32, 121.7),
+    Published("LoHan", "13B", "rtx4090", 12, 32, 142.0),
+)
+
+
+# ---------------------------------------------------------------- Trireme
+
+
+def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward", homes: str = "auto") -> Forecast:
+    """By the rule's plan; `sequences` of 1,024 tokens. Raises DoesNotFit."""
+    rows = [k for k in (16, 8, 4, 2, 1) if k <= sequences]
+    record = record_size(shapes.parameters(cfg), m.limits.host)
+    wanted = Wanted(sizes_of(rows, sequences, SEQ), mode=mode, homes=homes, record=record)
+    made = Forecast(cfg, simple_plan(cfg, m.limits, wanted), m, m.limits, Work(SEQ, sequences, 1))
+    check_drive(made)
+    return made
+
+
+def faster(made: Forecast, homes: str) -> Forecast:
+    """The same step by a run's plan."""
+    p = made.plan
+    sizes = [(2 * p.tokens, p.n_micro // 2), (p.tokens, p.n_micro), (p.tokens // 2, 2 * p.n_micro)]
+    sizes = sizes[p.n_micro % 2 : 2 + (p.tokens > SEQ)]
+    wanted = Wanted(tuple(sizes), p.dtype, p.mode, p.record, homes=homes, document=SEQ)
+    return replace(made, plan=choose(made.cfg, made.limits, made.machine.rates, wanted).plan)
+
+
+def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto") -> tuple[Forecast, float] | None:
+    """The largest step, halving from `most` sequences, and its seconds."""
+    while most:
+        try:
+            made = faster(forecast(cfg, m, most, mode, homes), homes)
+            return made, made.step.step_s
+        except DoesNotFit:
+            most //= 2
+    return None
+
+
+def largest(models: dict[str, ModelConfig], m: Machine) -> str:
+    """The largest model that trains, with one sequence and no clipping."""
+    fits = "none"
+    for name, cfg in models.items():
+        try:
+            forecast(cfg, m, 1, "backward")
+            fits = name
+        except DoesNotFit:
+            continue
+    return fits
+
+
+# ---------------------------------------------------------------- tables
+
+
+def throughput() -> list[dict]:
+    """Published throughputs and both simulations."""
+    rows = []
+    for p in THROUGHPUT:
+        cfg = GPT[p.model]
+        flops = costs.model_flops(cfg, p.sequences * SEQ, costs.attended_pairs([SEQ] * p.sequences))
+        simulated = flops / fuyou_seconds(cfg, p.sequences, p.gpu, p.drives) / 1e12
+        ours = best(cfg, fuyou_server(p.gpu, p.drives), p.sequences, "backward")
+        alike = best(cfg, fuyou_server(p.gpu, p.drives), p.sequences, "backward", "state-ssd")
+        rows.append({
+            "system": p.system, "model": p.model, "gpu": p.gpu, "drives": p.drives, "sequences": p.sequences,
+            "published": p.tflops, "simulated": simulated, "ratio": simulated / p.tflops, "why": p.why,
+            "trireme": ours[0].tflops if ours else 0.0,
+            "trireme_sequences": ours[0].work.sequences if ours else 0,
+            "trireme_ssd": alike[0].tflops if alike else 0.0,
+            "bound": ours[0].step.bound if ours else "",
+        })  # fmt: skip
+    return rows
+
+
+def sizes() -> list[dict]:
+    """The largest models of papers and of Trireme."""
+    cases = []
+    for gpu, ram, size in (("rtx4090", 128, "65B"), ("rtx4090", 768, "276B"), ("a100-80g", 768, "805B")):
+        name = f"{GPUS[gpu].name}, {ram} GB, 12 drives"
+        cases.append(("Fuyou, figure 4", name, GPT, fuyou_server(gpu, 12, ram), size))
+    for system, gpu, ram, size in (
+        ("STRONGHOLD, figure 6a", "v100-32g", 755, "39.5B"),
+        ("PatrickStar, figure 10", "v100-32g", 240, "12B"),
+        ("PatrickStar, figure 10", "a100-40g", 1000, "50B"),
+    ):
+        m = machine(GPUS[gpu], ram * 10**9, None, dram=SERVER_DRAM)
+        cases.append((system, f"{GPUS[gpu].name}, {ram} GB, no drive", NARROW, m, size))
+    return [
+        {"system": system, "machine": name, "published": size, "trireme": largest(models, m)}
+        for system, name, models, m, size in cases
+    ]
+
+
+WINDOWS = (1, 2, 3, 4, 6, 8, 12)
+
+
+def windows() -> list[dict]:
+    """Throughput over weight slots, on STRONGHOLD's V100 (figure 9)."""
+    m, rows = machine(GPUS["v100-32g"], 755 * 10**9, None, dram=SERVER_DRAM), []
+    for name, cfg, sequences in (("1.7B", NARROW["1.7B"], 4), ("1.7B", NARROW["1.7B"], 16), ("40B", NARROW["40B"], 4)):
+        record = record_size(shapes.parameters(cfg), m.limits.host)
+        wanted = Wanted(((sequences * SEQ, 1),), mode="backward", record=record, homes="host")
+        plan = simple_plan(cfg, m.limits, wanted)
+        made = [replace(plan, window=n, units=tuple(replace(u, saved=()) for u in plan.units)) for n in WINDOWS]
+        made = [p for p in made if fits(Geometry.of(cfg, p), p, m.limits)]
+        seconds = [predict(cfg, p, m.rates, Batch(p.tokens, SEQ, 1)).step_s for p in made]
+        rows.append({"model": name, "sequences": sequences, "share": [min(seconds) / s for s in seconds]})
+    return rows
+
+
+BUYERS = {
+    "7B": MODELS["llama-7b"], "13B": MODELS["llama-13b"], "33B": MODELS["llama-33b"], "70B": MODELS["llama-70b"],
+    "175B": MODELS["gpt3-175b"], "405B": MODELS["llama-405b"],
+}  # fmt: skip
+DRIVE = replace(DRIVES["gen4"], capacity=4 * 10**12, endurance=2400e12)
+
+
+def buyers(rams: tuple[int, ...] = (64, 128, 256), drives: tuple[int, ...] = (1, 2, 4)) -> list[dict]:
+    """What an RTX 4090 trains, by RAM and drives."""
+    rows = []
+    for name, cfg in BUYERS.items():
+        for ram in rams:
+            for count in drives:
+                m = machine(GPUS["rtx4090"], ram * GIB, DRIVE, count)
+                found = best(cfg, m, 128, "forward") or best(cfg, m, 128, "backward")
+                row = {"model": name, "ram_gib": ram, "drives": count, "short": _short(cfg, ram, count)}
+                if found:
+                    f, seconds = found
+                    row |= {
+                        "sequences": f.work.sequences, "clipping": f.plan.mode == "forward", "step_s": seconds,
+                        "tokens_per_s": f.work.tokens / seconds, "tflops": f.tflops, "bound": f.step.bound,
+                        "written_tb_per_mtoken": f.step.ssd_written / f.work.tokens / 1e6, "disk_tb": f.disk() / 1e12,
+                    }  # fmt: skip
+                rows.append(row)
+    return rows
+
+
+def adapters(rams: tuple[int, ...] = (64, 128), drives: tuple[int, ...] = (1, 2), steps: tuple[int, ...] = (8, 32)):
+    """What LoRA trains on an RTX 4090: rank 16 on all linear layers, by RAM, drives and sequences a step."""
+    rows = []
+    for model, sequences, ram, count in product(("8B", "33B", "70B"), steps, rams, drives):
+        cfg = with_adapters(MODELS[f"llama-{model.lower()}"], 16)
+        m = machine(GPUS["rtx4090"], ram * GIB, DRIVE, count)
+        wanted = Wanted(sizes_of([k for k in (16, 8, 4, 2, 1) if k <= sequences], sequences, SEQ), document=SEQ)
+        f = Forecast(cfg, choose(cfg, m.limits, m.rates, wanted).plan, m, m.limits, Work(SEQ, sequences, 1))
+        base = sum(f.geo.base[u].span for u, unit in enumerate(f.plan.units) if unit.base == "ssd")
+        rows.append({
+            "model": model, "ram_gib": ram, "drives": count, "tokens": f.work.tokens, "step_s": f.step.step_s,
+            "tokens_per_s": f.work.tokens / f.step.step_s, "tflops": f.tflops, "bound": f.step.bound,
+            "base_gib": base / GIB, "written": f.step.ssd_written,
+        })  # fmt: skip
+    return rows
+
+
+MIXTURES = "qwen3-30b", "gpt-oss-20b", "gpt-oss-120b", "glm-air", "qwen3-235b"
+
+
+def mixtures(boxes: tuple[tuple[int, int], ...] = ((1, 64), (1, 128), (2, 128))) -> list[dict]:
+    """Mixtures of experts by (RTX 4090s, RAM) with two drives: in full with 8-bit moments, and LoRA of attention."""
+    rows = []
+    for model, rank, (gpus, ram) in product(MIXTURES, (0, 16), boxes):
+        cfg, sequences = with_adapters(MODELS[model], rank), 32 if rank else 128
+        m = replace(machine(GPUS["rtx4090"], ram * GIB, DRIVE, 2), gpus=gpus)
+        sizes, record = sizes_of((16, 8, 4, 2, 1), sequences, SEQ), record_size(shapes.parameters(cfg), m.limits.host)
+        wanted = Wanted(sizes, record=record, adam_bits=32 if rank else 8, document=SEQ, gpus=gpus)
+        row = {"model": model, "rank": rank, "gpus": gpus, "ram_gib": ram, "tokens": sequences * SEQ}
+        try:
+            plan = choose(cfg, m.limits, m.rates, wanted).plan
+            f = Forecast(cfg, plan, m, m.limits, Work(SEQ, sequences, 1))
+            check_drive(f)
+        except DoesNotFit as refusal:
+            tiers = (tier for tier in ("GPU memory", "RAM") if f"of {tier}" in str(refusal))
+            rows.append(row | {"short": next(tiers, "disk")})
+            continue
+        written = f.step.ssd_written / f.work.tokens / 1e6
+        rows.append(row | {"step_s": f.step.step_s, "bound": f.step.bound, "written_tb_per_mtoken": written})
+    return rows
+
+
+def _short(cfg: ModelConfig, ram: int, count: int) -> str:
+    """What one sequence lacks: "GPU memory", "RAM", "disk" or ""."""
+    try:
+        forecast(cfg, machine(GPUS["rtx4090"], ram * GIB, DRIVE, count), 1, "backward")
+        return ""
+    except DoesNotFit as refusal:
+        return next((tier for tier in ("GPU memory", "RAM") if f"of {tier}" in str(refusal)), "disk")
