@@ -95,7 +95,7 @@ def test_losses_and_gradients_are_those_of_peft(case, keep):
 def test_the_dialects_of_other_families(case):
     """What they multiply, norm and pack differently; the branch's product is kept in one, made again in the other."""
     for keep in (("qkv", "attn_branch", "mlp_branch", "gate_up"), ()):
-        check(case, LATER[case], keep, 3e-5)  # longer sums, larger factors
+        check(case, LATER[case], keep, 1e-4)  # longer sums, larger factors; 3e-5 on some processors
 
 
 @pytest.mark.parametrize("case", FAMILIES)

@@ -83,7 +83,7 @@ def test_as_transformers(case):
         if "vision_tower" in name or "projector" in name:
             assert p.grad is None
         else:
-            assert relative(grads.pop(name), p.grad) < 1e-5, name
+            assert relative(grads.pop(name), p.grad) < 3e-5, name
     assert not grads
 
 
