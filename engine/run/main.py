@@ -148,15 +148,15 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
     def leave(_: int) -> None:
         raise KeyboardInterrupt
 
-    with stop_signals(leave, lambda: screen.urgent("left at once")):  # until train.Run's
+    with stop_signals(leave, lambda: screen.urgent("left at once")):  # until loop.Run's
         # late: torch takes seconds
-        from trireme.engine.run import demo, train
+        from trireme.engine.run import demo, loop, train
 
         clock.spent["imports"] += clock.whole
         try:
             with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
                 train.finetune(given, screen, clock, group)
-        except train.Interrupted:
+        except loop.Interrupted:
             return 130
     return 0
 

@@ -30,7 +30,7 @@ from trireme.engine.lanes.trace import Span
 from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.planner.host import memory_in_use, resident
 from trireme.engine.planner.rates import CODE
-from trireme.engine.run import demo, train
+from trireme.engine.run import demo, loop
 from trireme.engine.run.command import parse
 from trireme.engine.run.records import read_log
 from trireme.engine.run.train import finetune
@@ -117,7 +117,7 @@ def beside(line: str, work: Path) -> None:
     out, traced = work / "out", list[list[Span]]()
     shutil.rmtree(out, ignore_errors=True)
     options, take = parse([*arguments_of(line, work, out)]), RealLanes.trace
-    train.BOUND_EVERY = TRACED
+    loop.BOUND_EVERY = TRACED
     RealLanes.trace = lambda lanes: (traced.append(take(lanes)), traced[-1])[1]  # type: ignore[method-assign]
     live = finetune(options)
     RealLanes.trace = take  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from command import finetune
 from engines import fork
 
 from trireme.engine.plan import UnitPlan
-from trireme.engine.run import demo, evaluation, train
+from trireme.engine.run import demo, evaluation, loop
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.command import parse
 from trireme.storage.aio import IO
@@ -104,14 +104,14 @@ def _command(argv: list[str], inside: str, before: int, stop: int, note: mmap.mm
 
 
 def _stop_in_step(stop: int) -> None:
-    real = train.train_step
+    real = loop.train_step
 
     def asked(e, micro, number, rate, trained=None):
         if number == stop:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(e, micro, number, rate, trained)
 
-    train.train_step = asked
+    loop.train_step = asked
 
 
 def _watch(inside: str, fatal: int, note: mmap.mmap) -> None:

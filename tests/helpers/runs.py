@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 from engines import fork
 
-from trireme.engine.run import demo, train
+from trireme.engine.run import demo, loop
+from trireme.engine.run.loop import Interrupted
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.signals import Stop
-from trireme.engine.run.train import Interrupted, finetune
+from trireme.engine.run.train import finetune
 
 LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
 LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
@@ -78,7 +79,7 @@ def losses(out: Path) -> dict[int, tuple[float, float]]:
 
 def stopped(run: Options, step: int, monkeypatch) -> None:
     """Starts a run that is asked to stop in a step, and saves."""
-    real = train.train_step
+    real = loop.train_step
 
     def asked(e, micro, number, rate, trained=None):
         if number == step:
@@ -86,7 +87,7 @@ def stopped(run: Options, step: int, monkeypatch) -> None:
         return real(e, micro, number, rate, trained)
 
     with monkeypatch.context() as m, pytest.raises(Interrupted):
-        m.setattr(train, "train_step", asked)
+        m.setattr(loop, "train_step", asked)
         finetune(run)
 
 
@@ -95,7 +96,7 @@ def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> 
 
     `change`: monkeypatch.setattr, where this process goes on.
     """
-    real, ask, asked = train.train_step, Stop.ask, threading.Event()
+    real, ask, asked = loop.train_step, Stop.ask, threading.Event()
 
     def waits(e, micro, number, *more):
         if number == step:
@@ -106,7 +107,7 @@ def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> 
         ask(stop, number)
         asked.set()
 
-    change(train, "train_step", waits)
+    change(loop, "train_step", waits)
     change(Stop, "ask", heard)
 
 

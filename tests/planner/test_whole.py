@@ -25,7 +25,7 @@ from trireme.engine.planner.whole import (
     token_s,
     unsaved,
 )
-from trireme.engine.run import demo, train
+from trireme.engine.run import demo, loop, train
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Every, Options
 from trireme.engine.run.report import often, promise
@@ -187,7 +187,7 @@ def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, mon
         whole.append(clock.whole)
         return took_line(clock, said)
 
-    monkeypatch.setattr(train, "took_line", look)
+    monkeypatch.setattr(loop, "took_line", look)
     train.finetune(Options(model=model, data=(text,), out=out, val="0.1", seq_len=64, max_steps=3, device="cpu"))
     lines = capsys.readouterr().out.splitlines()
     kinds = [line.split()[0] for line in lines]

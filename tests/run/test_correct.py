@@ -17,7 +17,7 @@ from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.correct import TIMED_BY, corrected, measured
 from trireme.engine.planner.predict import Batch, predict
-from trireme.engine.run import train
+from trireme.engine.run import pace, train
 from trireme.engine.run.options import Options
 from trireme.models.config import read_config
 
@@ -87,7 +87,7 @@ def moved(stay: Options, monkeypatch, capsys) -> None:
         moves.append(to)
         return Choice(to, predict(job.cfg, to, job.machine.rates, Batch(to.tokens, job.seq_len, to.n_micro)), ())
 
-    monkeypatch.setattr(train, "better", better)
+    monkeypatch.setattr(pace, "better", better)
     train.finetune(replace(stay, out=str(after)))
     assert len(moves) == 1
     assert moves[0].units != ()
@@ -110,16 +110,16 @@ def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
     moved(replace(options(checkpoint, checkpoint / "on-gpu", "host"), **room), monkeypatch, capsys)
 
 
-class Unsteady(train.Watch):
+class Unsteady(pace.Watch):
     def differs(self, seconds: float) -> bool:
         first, self.before, self.step_s = not self.before, self.step_s, 2 * self.step_s
         return first
 
 
 def test_a_run_tells_its_promise_again_once_its_steps_differ(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(train, "Watch", Unsteady)
-    asked, real = [], train.better
-    monkeypatch.setattr(train, "better", lambda job, left: asked.append(left) or real(job, left))
+    monkeypatch.setattr(pace, "Watch", Unsteady)
+    asked, real = [], pace.better
+    monkeypatch.setattr(pace, "better", lambda job, left: asked.append(left) or real(job, left))
     train.finetune(replace(options(checkpoint, checkpoint / "said", "gpu"), max_steps=5))
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("warm-up")]

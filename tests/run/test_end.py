@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from trireme.engine.exchange import Exchange
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.run import evaluation, train
+from trireme.engine.run import evaluation, loop, train
 from trireme.engine.run import main as finetune
 from trireme.engine.run.options import Options
 from trireme.engine.run.signals import stop_signals
@@ -130,10 +130,10 @@ def test_without_room_for_it_the_best_is_written_at_once(here, losses, capsys, w
 
 def test_a_run_that_diverges_leaves_its_best(here, losses, capsys, monkeypatch):
     """Again it would diverge again."""
-    step = train.train_step
+    step = loop.train_step
     bad = lambda e, micro, n, *more: replace(step(e, micro, n, *more), **({"loss": float("nan")} if n == 4 else {}))
     with monkeypatch.context() as patch:
-        patch.setattr(train, "train_step", bad)
+        patch.setattr(loop, "train_step", bad)
         said(capsys, *EVALUATED[:-1], "never", code=2)
     assert weights("out/best") == at_step_two(capsys)
 

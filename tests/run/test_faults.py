@@ -26,7 +26,7 @@ from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction
-from trireme.engine.run import evaluation, live, train
+from trireme.engine.run import evaluation, live, loop, pace, train
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
@@ -88,7 +88,7 @@ def child(given: Options, faults: Faults, plan_after) -> int:
         signal.alarm(WATCH)
         faults.install()
         evaluation.LONGEST = 0.0  # a sample is one token
-        train.better = lambda job, steps: Choice(plan_after, Prediction(1.0, {}, "cpu", 0, 0), ())
+        pace.better = lambda job, steps: Choice(plan_after, Prediction(1.0, {}, "cpu", 0, 0), ())
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             train.finetune(given)
         code = 0
@@ -143,7 +143,7 @@ HANGS = {"cpu": lambda: threading.Event().wait(), "compute": lambda: time.sleep(
 
 def hangs(opts, lane: str, step: int, errors: str) -> None:
     """In a forked child: the run, in which a lane hangs in its first task of `step`."""
-    real, run, at = train.train_step, RealLanes.run, [0]
+    real, run, at = loop.train_step, RealLanes.run, [0]
 
     def train_step(e, micro, number, rate, trained=None):
         at[0] = number
@@ -152,7 +152,7 @@ def hangs(opts, lane: str, step: int, errors: str) -> None:
     def run_or_hang(lanes, where, kind, of, fn, after=(), nbytes=0, flops=0):
         return run(lanes, where, kind, of, HANGS[lane] if (where, at[0]) == (lane, step) else fn, after, nbytes, flops)
 
-    train.train_step, RealLanes.run = train_step, run_or_hang
+    loop.train_step, RealLanes.run = train_step, run_or_hang
     live.patience = lambda step_s: 1.0 if at[0] == step - 1 else 600.0
     with open(errors, "w") as said, open(os.devnull, "w") as nowhere, redirect_stderr(said), redirect_stdout(nowhere):
         train.finetune(opts)

@@ -16,7 +16,7 @@ from runs import losses, options, stopped
 
 from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
-from trireme.engine.run import train
+from trireme.engine.run import loop
 from trireme.engine.run.begin import filled, opened
 from trireme.engine.run.begin.job import Job, prepare
 from trireme.engine.run.options import Options, every
@@ -213,7 +213,7 @@ def test_from_the_shell_it_is_one_line_and_the_way_back_ends_in_the_same_bits(ru
 
 def test_what_a_drive_changes_before_the_export_is_not_exported(run, tmp_path, monkeypatch):
     """The weights that the last step wrote to the SSD, or the low halves of those that are in RAM."""
-    finish = train.Run._finish
+    finish = loop.Run._finish
 
     def disturbed(self):
         self.live.settle()
@@ -228,7 +228,7 @@ def test_what_a_drive_changes_before_the_export_is_not_exported(run, tmp_path, m
     for name in ("weights-00000", "low-00001-0000"):
         ours = replace(run, out=str(tmp_path / name), save_every=every("8"), keep=1)
         with monkeypatch.context() as patch, pytest.raises(StoreError) as e:
-            patch.setattr(train.Run, "_finish", disturbed)
+            patch.setattr(loop.Run, "_finish", disturbed)
             finetune(ours)
         assert e.value.strerror == f"{DAMAGED}. The last snapshot without this file is of step 8"
         assert not (tmp_path / name / "model.safetensors").exists()

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from trireme.engine.data.cache import TokenWriter
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.run import demo, live, train, verify
+from trireme.engine.run import demo, live, loop, train, verify
 from trireme.engine.run.begin import job
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options, every
@@ -138,9 +138,7 @@ def test_killed_without_a_snapshot_it_is_begun_again_however_often(checkpoint, s
 def test_killed_in_its_last_clean_up_it_leaves_a_checkpoint_and_nothing_else(checkpoint, short, where, elsewhere):
     """After --resume; and the drive can be used again before it."""
     run = two_steps(checkpoint, f"over {where} {elsewhere}", elsewhere)
-    of, name = {"before its store": (folders, "_erase"), "in its store": (folders, "let_go")}.get(
-        where, (train, "tidy")
-    )
+    of, name = {"before its store": (folders, "_erase"), "in its store": (folders, "let_go")}.get(where, (loop, "tidy"))
     killed(run, of, name)
     if elsewhere:
         again = replace(run, out=run.out + " again")
@@ -160,7 +158,7 @@ def test_a_run_that_fails_takes_nothing_from_one_that_trains(checkpoint, uninter
     first = options(checkpoint, checkpoint / f"trains {fails}", "ssd", store=(str(drive),))
     second = replace(first, out=str(checkpoint / f"fails {fails}"))
     trains, failed = os.pipe(), os.pipe()
-    load, step, pids = job.load_dataset, train.train_step, []
+    load, step, pids = job.load_dataset, loop.train_step, []
 
     def step_by_step(e, micro, number, rate, trained=None):
         if number == 2:  # there is no snapshot yet
@@ -172,7 +170,7 @@ def test_a_run_that_fails_takes_nothing_from_one_that_trains(checkpoint, uninter
         assert not drive.exists()
         pids.append(fork())
         if not pids[0]:
-            job.load_dataset, train.train_step = load, step_by_step
+            job.load_dataset, loop.train_step = load, step_by_step
             go(first)
         os.read(trains[0], 1)
         if fails == "a bad row":

@@ -22,7 +22,7 @@ from command import TRAIN, fails, on_screen
 from trireme.engine.amounts import compact, duration
 from trireme.engine.data import dataset
 from trireme.engine.run import log as log_module
-from trireme.engine.run import main, records, train
+from trireme.engine.run import loop, main, records
 from trireme.engine.run import screen as screen_module
 from trireme.engine.run.curve import MOST, Curve, draw
 from trireme.engine.run.log import RunLog
@@ -490,7 +490,7 @@ def test_without_a_key_nothing_is_read_and_what_to_do_is_said(here, capsys, monk
 
 def test_a_resumed_run_goes_on_in_its_own_run_there(here, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake := Wandb())
-    step = train.Run._step
+    step = loop.Run._step
 
     def once(self):
         step(self)
@@ -498,7 +498,7 @@ def test_a_resumed_run_goes_on_in_its_own_run_there(here, capsys, monkeypatch):
 
     argv = [*TRAIN[:-1], "4", "--save-every", "1", "--log", "wandb"]
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "_step", once)
+        patch.setattr(loop.Run, "_step", once)
         assert main.main(argv) == 130
     assert main.main(["--resume", "out"]) == 0
     assert fake.begun == [(None, None), ("made-up", "allow")]

@@ -14,12 +14,13 @@ from trireme.engine import exchange
 from trireme.engine.between import READ_AHEAD
 from trireme.engine.homes import Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
-from trireme.engine.run import evaluation, live, train
+from trireme.engine.run import evaluation, live, loop, train
 from trireme.engine.run.begin import job
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.live import Progress
+from trireme.engine.run.loop import Interrupted
 from trireme.engine.run.options import Options, every
-from trireme.engine.run.train import Interrupted, finetune
+from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
 from trireme.storage.files import StoreError
 
@@ -28,7 +29,7 @@ from trireme.storage.files import StoreError
 def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsys):
     """Asked to stop in step 3, or in the evaluation after it."""
     run = options(checkpoint, checkpoint / where.replace(" ", "-"), "gpu", val="0.1", eval_every=every("3"))
-    at = {"in a step": (train, "train_step", 3), "in an evaluation": (evaluation.Evaluation, "_run", 2)}
+    at = {"in a step": (loop, "train_step", 3), "in an evaluation": (evaluation.Evaluation, "_run", 2)}
     of, name, due = at.get(where, (evaluation.Evaluation, "_run", 1))
     real, made = getattr(of, name), []
 
@@ -56,7 +57,7 @@ def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
     """The model gets worse after step 4, where a snapshot and an evaluation fall together."""
     run = options(checkpoint, checkpoint / "never-stopped", "gpu", val="0.1", eval_every=every("2"))
     worse = lambda step, *_: 3e-3 if step <= 4 else 0.5
-    monkeypatch.setattr(train, "learning_rate", worse)
+    monkeypatch.setattr(loop, "learning_rate", worse)
     if not (checkpoint / "never-stopped").exists():
         finetune(run)
     before = checkpoint / "never-stopped"

@@ -15,7 +15,7 @@ from trireme.engine.amounts import gb
 from trireme.engine.lanes.names import WRITES
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.lines import disk_line
-from trireme.engine.run import train
+from trireme.engine.run import loop
 from trireme.engine.run.begin import job
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.main import main
@@ -54,7 +54,7 @@ def far(checkpoint):
 
 
 def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, whole, far, monkeypatch):
-    moved, real = [], train.train_step
+    moved, real = [], loop.train_step
 
     def counted(e, micro, number, rate, trained=None):
         assert e.homes.files is not None, "the base is copied"
@@ -64,7 +64,7 @@ def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, wh
         moved.append(sum(e.lanes.moved[lane] for lane in WRITES) - sum(before) - weights)
         return stats
 
-    monkeypatch.setattr(train, "train_step", counted)
+    monkeypatch.setattr(loop, "train_step", counted)
     finetune(adapters(checkpoint, "far", plan=far))
     same(checkpoint / "far", whole)
     assert moved == [0] * len(whole[1])
@@ -105,7 +105,7 @@ def test_a_base_that_changed_is_refused(checkpoint, whole, far, monkeypatch):
     with pytest.raises(InputError, match="the frozen weights of .* are not those that the run began with. Restore"):
         finetune(replace(run, resume=run.out))
     changed(checkpoint)
-    real = train.train_step
+    real = loop.train_step
 
     def meanwhile(e, micro, number, rate, trained=None):
         if number == 5:
@@ -113,7 +113,7 @@ def test_a_base_that_changed_is_refused(checkpoint, whole, far, monkeypatch):
         return real(e, micro, number, rate, trained)
 
     with monkeypatch.context() as m, pytest.raises(StoreError, match="was changed while the run trained"):
-        m.setattr(train, "train_step", meanwhile)
+        m.setattr(loop, "train_step", meanwhile)
         finetune(replace(run, resume=run.out))
     changed(checkpoint)
     finetune(replace(run, resume=run.out))

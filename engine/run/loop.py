@@ -1,0 +1,234 @@
+"""The loop around the step: batches, evaluations, snapshots, the finished checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+import torch
+
+from trireme.engine.amounts import count
+from trireme.engine.build import Ahead, InRam, in_ram
+from trireme.engine.lanes.names import READS
+from trireme.engine.lanes.trace import Span, write_perfetto
+from trireme.engine.optimizer import StepStats, learning_rate
+from trireme.engine.planner.correct import at_work, until_its_end
+from trireme.engine.planner.host import memory_in_use
+from trireme.engine.planner.lines import took_line
+from trireme.engine.run.begin.opened import remove_given_up
+from trireme.engine.run.command import program
+from trireme.engine.run.evaluation import Evaluation, epoch, load_record
+from trireme.engine.run.live import Live, reopen_adapter
+from trireme.engine.run.pace import Pace
+from trireme.engine.run.records import Record
+from trireme.engine.run.signals import Stop, stop_signals
+from trireme.engine.run.verify import reopen, tidy
+from trireme.engine.step import train_step
+from trireme.models.config import InputError
+from trireme.models.rows import Load, make_load
+from trireme.models.sizes import costs
+from trireme.storage.files import remove_folders
+
+BOUND_EVERY = 50  # steps between timings of lanes
+
+
+class Interrupted(Exception):
+    """Asked to stop, and saved."""
+
+
+class Diverged(InputError):
+    """Loss or gradient norm is not finite."""
+
+
+class Run:
+    """The loop."""
+
+    def __init__(self, live: Live):
+        self.live = live
+        self.stop = Stop(live.job.total_steps, live.screen, live.last_snapshot, live.group.hosts == 1)
+        self.evaluation = Evaluation(live, self.stop)
+        self.batches = Ahead(self._batch)
+        self.stop.begins(live.progress.step)
+        self.saved = self.exported = time.monotonic()
+        gpus = live.job.plan.gpus if live.job.device.type == "cuda" else 1
+        rates, hosts = live.job.machine.rates, live.group.hosts
+        self.peak = hosts * gpus * (rates.fp8 if live.job.cfg.fp8 else rates.matmul)  # FLOPs a second, for mfu
+        self.bound: str | None = None  # busiest lane of the last traced step
+        self.moved = live.lanes.moved.copy()  # bytes by lane at the last step's end
+        self.pace = Pace(live)
+
+    def go(self) -> None:
+        """Raises Interrupted, Diverged, StoreError."""
+        live, done = self.live, self.live.progress
+        with stop_signals(self.stop.ask, self.stop.insist), closing(self.batches):
+            self.evaluation.run_if_due()
+            self.stop.begins(done.step + 1)
+            while done.step < self.stop.last and not self.evaluation.is_enough:
+                self._step()
+                self.stop.begins(done.step + 1)
+            if self.stop.leaving:
+                live.save()
+                out = live.job.out
+                live.screen.say(f"{self.stop.how} saved {out} at step {done.step}. Resume: {program()} --resume {out}")
+                raise Interrupted
+            self._finish()
+
+    def _step(self) -> None:
+        live, job, o, group = self.live, self.live.job, self.live.job.options, self.live.group
+        done, total = live.progress, job.total_steps
+        began = time.perf_counter()
+        live.lanes.tracing = o.trace or self.pace.needs_trace or done.step % BOUND_EVERY == 0
+        rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
+        with live.clock.at("steps"), live.watched(f"step {done.step + 1}"):
+            batch = self.batches.take(*self._due())
+            tokens, places = sum(mb.tokens for mb in batch), live.lanes.devices
+            loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
+            micro = [self.evaluation.inputs(mb, loads) for mb in live.dealt(batch)]
+            stats = train_step(live.engine, micro, done.step + 1, rate, sum(mb.trained for mb in batch))
+        if not np.isfinite([stats.loss, stats.grad_norm]).all():
+            self._diverged(stats)
+        done.step += 1
+        self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
+        seconds = time.perf_counter() - began
+        spans = self._trace() if live.lanes.tracing else []
+        live.log.step(self._record(stats, rate, batch, seconds) | self._load_record(loads[0]))
+        if self.pace.compare(spans, micro, seconds):
+            self.saved = time.monotonic()
+        self.evaluation.run_if_due()  # before a snapshot, which records the best so far
+        if group.first(o.export_every.due(done.step, total, time.monotonic() - self.exported)):
+            live.settle()
+            live.export(job.out / f"step-{done.step}")
+            self.exported = time.monotonic()
+        if group.first(o.save_every.due(done.step, total, time.monotonic() - self.saved)):
+            live.save()
+            self.saved = time.monotonic()
+
+    def _load_record(self, load: Load | None) -> Record:
+        group = self.live.group
+        if load is None:
+            return {}
+        if group.hosts > 1 and not load.weight:  # else the step has asked the others
+            counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel())
+            load.counts.copy_(torch.tensor(counts).view(group.hosts, *load.counts.shape).sum(0))
+        return load_record(load)
+
+    def _due(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
+        """(step from 0, rows of a micro-batch) of the step to come and, unless it is the last, of that after it."""
+        now, rows, job = self.live.progress.step, self.live.job.micro_rows, self.live.job
+        return (now, rows), ((now + 1, rows) if now + 1 < job.total_steps else None)
+
+    def _batch(self, due: tuple[int, int]) -> list[InRam]:
+        """A step's micro-batches, in another thread."""
+        job, (step, rows) = self.live.job, due
+        on_gpu = job.device.type == "cuda"
+        return [in_ram(job.cfg, mb, on_gpu) for mb in job.data.step(step, job.options.batch_size, rows)]
+
+    def _record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float) -> Record:
+        live, job = self.live, self.live.job
+        tokens, trained = sum(mb.tokens for mb in batch), sum(mb.trained for mb in batch)
+        flops = sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in batch)
+        gpu, ram = memory_in_use(job.device, job.limits.gpus)
+        read = sum(live.lanes.moved[lane] - self.moved[lane] for lane in READS)
+        self.moved = live.lanes.moved.copy()
+        record = {
+            "step": live.progress.step,
+            "epoch": epoch(live),
+            "loss": stats.loss,
+            "learning_rate": rate,
+            "grad_norm": stats.grad_norm,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "trained_tokens_per_second": round(trained / seconds, 1),
+            "mfu": round(flops / seconds / self.peak, 4),
+            "step_time_s": round(seconds, 4),
+            "wall_time": round(time.time(), 3),
+            "ram_gib": round(ram, 3),
+            "ssd_read_gbs": round(read / seconds / 1e9, 3),
+            "ssd_written_tb": round(live.written / 1e12, 6),
+            "bound": self.bound,
+        }
+        return record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {})
+
+    def _diverged(self, stats: StepStats) -> None:
+        """Drops the gradients. Only a snapshot undoes updates made under backward."""
+        self.live.engine.gradients.discard()
+        self.live.write_best()
+        raise Diverged(
+            f"step {self.live.progress.step + 1}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of "
+            f"this step was saved. {self.live.last_snapshot()}. Lower --lr, or look at the data of this step."
+        )
+
+    def _trace(self) -> list[Span]:
+        """The last step's tasks; notes the busiest lane."""
+        live = self.live
+        with live.watched(f"step {live.progress.step}"):
+            live.lanes.drain()
+        spans = live.lanes.trace()
+        found = at_work(until_its_end(spans))
+        self.bound = max(found, key=lambda lane: found[lane])
+        if live.job.options.trace:
+            write_perfetto(live.job.out / "trace.json", spans)
+            live.screen.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in found.items()))
+        return spans
+
+    def _finish(self) -> None:
+        live, job, done = self.live, self.live.job, self.live.progress
+        if done.step < job.total_steps:
+            worse = count(done.worse, "evaluation")
+            live.screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} no better than the best")
+        live.settle()
+        self.evaluation.run_if_due(final=True)
+        best = job.options.export == "best" and done.best_step not in (None, done.step)
+        last_is_best = done.best_step == done.step
+        there = last_is_best and not live.best_kept and (job.out / "best").is_dir()  # just written
+        if live.group.first(best or there):
+            live.export_best()
+        else:
+            live.export()
+            if not last_is_best:
+                live.write_best()
+        if live.group.host:
+            self._leave()
+            return
+        adapter = job.cfg.lora is not None
+        base = job.options.model or ""
+        with live.clock.at("check"):
+            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
+        for line in (live.log.summary(), *written):
+            live.screen.say(line)
+        for prompt, text, ended in self.evaluation.samples(0 if best else 3):  # the engine has the last weights
+            live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
+        for line in self._about_best(best):
+            live.screen.say(line)
+        with live.clock.at("close"):
+            live.close()
+            live.log.sync(done.step, done.evaluated)
+            live.store.remove()
+            if best or last_is_best:
+                shutil.rmtree(job.out / "best", ignore_errors=True)  # equals the output
+            tidy(job.out)
+        live.group.meet()
+        remove_given_up(job.out, live.group.hosts)
+        live.screen.say(f"took     {took_line(live.clock, live.promised)}")
+
+    def _leave(self) -> None:
+        """On other hosts than the first: removes all once the checkpoint is written."""
+        live = self.live
+        live.close()
+        live.group.meet()
+        live.store.remove()
+        shutil.rmtree(live.job.out, ignore_errors=True)
+        remove_folders([*live.job.store_dirs, live.job.out.parent])
+
+    def _about_best(self, exported: bool) -> list[str]:
+        """Where the best weights are, if they are not the last."""
+        done, o = self.live.progress, self.live.job.options
+        if done.best is None or done.best_step == done.step:
+            return []
+        if done.best_step is None:
+            what = "no evaluation was better than before training; the output is the last weights"
+            return [f"best     {what}"] if o.export == "best" or o.patience else []
+        which = "the output" if exported else f"{self.live.job.out / 'best'}, to be the output by --export best"
+        return [f"best     {which}: eval_loss {done.best:.4f} at step {done.best_step}"]

@@ -1,0 +1,126 @@
+"""How fast steps are: the promise told again as they are measured, and another plan taken where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trireme.engine.amounts import count, duration
+from trireme.engine.lanes.trace import Span
+from trireme.engine.planner.choose import Choice, choose
+from trireme.engine.planner.clock import DIFFERENT, Watch
+from trireme.engine.planner.correct import batch_of, corrected
+from trireme.engine.planner.lines import ready_line
+from trireme.engine.planner.predict import Batch, Prediction, predict
+from trireme.engine.planner.rule import Wanted
+from trireme.engine.planner.variants import updated_alike
+from trireme.engine.planner.whole import note_compilation
+from trireme.engine.run.begin.job import Job
+from trireme.engine.run.live import Live
+from trireme.engine.run.report import promise
+from trireme.engine.step import Inputs
+
+WORTH_A_MOVE = 0.9  # of a step's time, at most
+
+
+def better(job: Job, steps: int) -> Choice | None:
+    """A plan worth a move through the drive and back for `steps` steps, updates where they are; else None."""
+    if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
+        return None
+    p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
+    wanted = replace(Wanted.like(p, document, trained), halves=p.halves)
+    choice = choose(job.cfg, job.limits, rates, wanted, begun=p)
+    now = predict(job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained), roughly=True).step_s
+    move = 14 * job.trained_parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)
+    move += job.forecast.frozen_read / rates.ssd_read
+    worth = choice.found.step_s < WORTH_A_MOVE * now and steps * (now - choice.found.step_s) > 2 * move
+    needs_room = choice.plan.uses("ssd") and not p.uses("ssd")  # not reserved
+    return choice if worth and not needs_room and updated_alike(choice.plan, p) == choice.plan else None
+
+
+class Pace:
+    """Of this process's steps."""
+
+    def __init__(self, live: Live):
+        self.live = live
+        self.first = live.progress.step  # this process's first step
+        self.first_s = 0.0  # seconds of the first step
+        self.watch: Watch | None = None  # after the second step
+        self.differs = False  # steps, for minutes
+
+    @property
+    def needs_trace(self) -> bool:
+        """Of the next step."""
+        return self.differs or self.live.progress.step == self.first + 1
+
+    def compare(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
+        """After a step: tells the promise again after the second, and after those that differed for minutes.
+
+        Returns whether that moved the run to another plan, through a snapshot.
+        """
+        tokens = self.live.group.hosts * sum(mb.tokens for mb in micro)
+        usual = seconds * self.live.job.work.tokens / tokens  # steps differ in size
+        if self.live.progress.step == self.first + 1:
+            self.first_s = seconds
+        elif self.watch is None:
+            return self._warmed_up(spans, micro, seconds)
+        elif self.differs:
+            self.differs = False
+            return self._changed(spans, micro, seconds)
+        else:
+            self.differs = self.watch.differs(usual)
+        return False
+
+    def _warmed_up(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
+        live, job, cuda = self.live, self.live.job, self.live.job.device.type == "cuda"
+        left = job.total_steps - live.progress.step
+        found = self._correct(spans, micro, seconds)
+        then = live.job.forecast.step.step_s  # steps differ in size
+        self.watch = Watch(then)
+        said = f"predicted {found.step_s:.3g} s a step, " if cuda else ""
+        live.screen.say(
+            f"warm-up  {said}measured {seconds:.3g} s; by the times of its tasks "
+            f"{then:.3g} s, and {count(left, 'more step')} {duration(left * then)}"
+        )
+        if cuda:
+            beyond = max(0.0, self.first_s - then) + max(0.0, seconds - then)  # the second step has the first updates
+            live.clock.move(beyond, "steps", "compile")
+            note_compilation(job.cfg, job.plan, job.device, beyond)
+        return self._tell(left)
+
+    def _changed(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
+        """Drives slow down and recover."""
+        live, before = self.live, self.live.job.machine.rates
+        assert self.watch is not None
+        self._correct(spans, micro, seconds)
+        drives = live.job.machine.rates.ssd_read / before.ssd_read if before.ssd_read else 1.0
+        live.screen.say(
+            f"speed    {self.watch.step_s:.3g} s a step for minutes, {self.watch.before:.3g} s before"
+            + (f"; the SSD has {drives:.2g} times the speed" if not 1 / DIFFERENT < drives < DIFFERENT else "")
+        )
+        return self._tell(live.job.total_steps - live.progress.step, self.watch.step_s)
+
+    def _correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> Prediction:
+        """Corrects rates by a traced step; returns what they had predicted."""
+        live, job = self.live, self.live.job
+        with live.clock.at("plan"):
+            found = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
+        rates = corrected(job.machine.rates, found, spans, seconds)
+        live.job = replace(job, machine=replace(job.machine, rates=rates))
+        return found
+
+    def _tell(self, left: int, step_s: float | None = None) -> bool:
+        """The promise of `left` steps; moves to another plan if that pays, and returns whether it did."""
+        live = self.live
+        with live.clock.at("plan"):
+            after = promise(live.job, live.progress.step, live.clock, step_s)
+            choice = better(live.job, left) if left else None
+        if not live.promised:  # on a CPU
+            live.promised = live.clock.with_spent(after)
+        live.screen.say(f"ready    {ready_line(after)}")
+        if choice:
+            live.screen.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))
+            live.move(replace(live.job, plan=choice.plan))
+            if self.watch:
+                self.watch.begin(choice.found.step_s)
+        return choice is not None
