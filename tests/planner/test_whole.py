@@ -208,4 +208,4 @@ def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, mon
     assert all(spent[0][part] > 0 for part in parts)
     assert spent[0]["snapshots"] == promised[0]["snapshots"] == 0
     assert promised[0]["load"] == spent[0]["load"], "what has happened is not foretold"
-    assert sum(spent[0].values()) > 0.9 * whole[0], "the parts are the whole"
+    assert 0.5 * whole[0] < sum(spent[0].values()) < 1.001 * whole[0], "the parts are the whole, but for a stall"
