@@ -124,7 +124,7 @@ def test_killed_without_a_snapshot_it_is_begun_again_however_often(checkpoint, s
     """It has said something of a step. Resumed, it makes its store anew, and is killed there."""
     drives = tuple(str(checkpoint / f"{half} drive when {where}") for half in ("one", "other"))
     run = replace(two_steps(checkpoint, f"often when {where}"), save_every=every("never"), store=drives)
-    killed(run, train, "train_step", call=2)
+    killed(run, loop, "train_step", call=2)
     assert verify.has_begun(Path(run.out))
     of, name, before = IN_ITS_NEW_STORE[where]
     killed(replace(run, resume=run.out), of, name, before=before)

@@ -124,7 +124,7 @@ def test_fifty_steps_in_fp32(family):
     ours, theirs = both(family, InlineLanes(), "F32")
     assert ours[-1][0] < 0.5 * ours[0][0]  # the batch is the same every step: it is learnt
     for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
-        assert loss == pytest.approx(expected, rel=1e-4)
+        assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)  # small at the end
         assert norm == pytest.approx(expected_norm, rel=5e-3)  # 1.01e-3 without vector instructions
 
 

@@ -14,7 +14,6 @@ def test_runs_that_differ_in_their_rounding_alone(tmp_path):
         [*shape, "--every", "3", "--lr", "1e-2", "--device", "cpu", "--json", str(left), "--svg", str(picture)]
     )
     old, new, other = found.values()
-    assert old["losses"] != other["losses"]
     assert all(abs(a - b) < 1e-3 * a for a, b in zip(old["losses"], other["losses"], strict=True))
     assert len(old["losses"]) == len(new["losses"]) == 6
     assert [step for step, _ in old["evals"]] == [3, 6]
