@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from trireme.engine.geometry import Geometry
+from trireme.engine.geometry import Geometry, extent
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
 from trireme.models.sizes.workspace import workspace_bytes
 from trireme.storage.layout import ITEMSIZE, round_up
@@ -127,7 +127,7 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
     on_cpu = [(u, n) for u, n in units if plan.units[u].state != "gpu" and geo.numel[u]]
     if on_cpu and plan.last_host:
         pieces = {geo.pieces(u, plan.piece) for u, _ in on_cpu}
-        largest = max(piece[-1].stop - piece[0].start for unit in pieces for piece in unit)
+        largest = max(extent(piece)[1] for unit in pieces for piece in unit)
         count = max(sum(n for _, n in on_cpu), *map(len, pieces))
         yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
     for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.share_span(u, plan.record)).items():
@@ -149,7 +149,7 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
 def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     """For gradients between hosts: pieces of sums; at the last host whole units, until their shares are dealt."""
     pieces = [piece for u, _ in units for piece in geo.pieces(u, plan.sum_piece)]
-    largest = max((piece[-1].stop - piece[0].start for piece in pieces), default=0)
+    largest = max((extent(piece)[1] for piece in pieces), default=0)
     tied = geo.cfg.tied  # then the last host hands a sum to the first
     for way, used in (("in", plan.host > 0 or tied), ("out", not plan.last_host or tied)):
         yield Buffer("host", f"sums {way}", round_up(4 * largest), SUM_SLOTS * used)

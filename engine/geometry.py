@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -32,6 +32,11 @@ class Stretch(NamedTuple):
     start: int
     stop: int
     place: int
+
+
+def extent(piece: Sequence[Stretch]) -> tuple[int, int]:
+    """(first element, number of elements) of neighbouring stretches."""
+    return piece[0].start, piece[-1].stop - piece[0].start
 
 
 class Geometry:
@@ -189,8 +194,8 @@ class Geometry:
         """Elements [start, stop) of a unit's records, of several hosts this one's."""
         n = self.numel[u]
         if (n, record) not in self._records:
-            own = range(n)[self.share(u, record)]
-            self._records[n, record] = [(a, min(a + record, own.stop)) for a in range(own.start, own.stop, record)]
+            own = self.share(u, record)
+            self._records[n, record] = [(a, b) for a, b in self.all_records(u, record) if own.start <= a < own.stop]
         return self._records[n, record]
 
     def all_records(self, u: int, record: int) -> list[tuple[int, int]]:
@@ -207,6 +212,10 @@ class Geometry:
     def share(self, u: int, record: int) -> slice:
         """Elements that this host updates."""
         return self.shares(u, record)[self.host]
+
+    def owner(self, u: int, element: int, record: int) -> int:
+        """The host that updates an element."""
+        return next(h for h, share in enumerate(self.shares(u, record)) if share.start <= element < share.stop)
 
     def share_span(self, u: int, record: int) -> int:
         """Bytes of their gradient; of one host a unit's span."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.engine.geometry import Geometry, Stretch
+from trireme.engine.geometry import Geometry, Stretch, extent
 from trireme.engine.homes import Homes, Scratch
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
@@ -127,7 +127,7 @@ class Gradients:
 
     def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor, after: Sequence[Task]) -> Task:
         """Rounds a piece and sums its squares by stretch."""
-        first, n, place = piece[0].start, piece[-1].stop - piece[0].start, self.geo.first_stretch[u]
+        (first, n), place = extent(piece), self.geo.first_stretch[u]
         gpu = self.plan.units[u].gpu
 
         def finish() -> None:
@@ -143,7 +143,7 @@ class Gradients:
     def _land(self, u: int, piece: Sequence[Stretch], out: Slot, host: Slot, rounded: Task) -> Task:
         """Copies a rounded piece to RAM."""
         size = ITEMSIZE[self.geo.dtype]
-        first, nbytes = piece[0].start * size, (piece[-1].stop - piece[0].start) * size
+        first, nbytes = (size * n for n in extent(piece))
 
         def land() -> None:
             host.buffer[first : first + nbytes].copy_(out.buffer[:nbytes], non_blocking=True)

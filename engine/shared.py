@@ -8,14 +8,14 @@ its share must not hold them up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trireme.engine.geometry import Geometry
+from trireme.engine.geometry import Geometry, extent
 from trireme.engine.gradients import Gradient, Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes.names import numbered
@@ -72,7 +72,7 @@ class SharedGradients(Gradients):
             return
         before = (self.plan.host - 1) % self.plan.hosts
         slot, gpu, name, come = self._accumulator(u), self.plan.units[u].gpu, self.geo.names[u], []
-        for first, n in self._pieces(u):
+        for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
             piece = self.into.acquire(name)
 
             def receive(piece: Slot = piece, n: int = n) -> None:
@@ -86,11 +86,6 @@ class SharedGradients(Gradients):
             come.append(self.lanes.run(numbered("sum_up", gpu), "gradient", name, up, ready, nbytes=4 * n))
             self.into.release(piece, come[-1:])
         slot.ready = tuple(come[-1:])  # first in, first out: the last piece arrives last
-
-    def _pieces(self, u: int) -> Iterator[tuple[int, int]]:
-        """(first element, number) of the pieces of unit u's sum."""
-        for piece in self.geo.pieces(u, self.plan.sum_piece):
-            yield piece[0].start, piece[-1].stop - piece[0].start
 
     def finish(self, u: int, after: Task) -> None:
         """Passes unit u's sum on, or rounds and deals it; receives the own share."""
@@ -136,7 +131,7 @@ class SharedGradients(Gradients):
     def _pass_on(self, u: int, accumulator: Slot, after: Task) -> Task:
         """Sends unit u's sum to the next host; returns the last read of the accumulator."""
         gpu, name = self.plan.units[u].gpu, self.geo.names[u]
-        for first, n in self._pieces(u):
+        for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
             piece = self.onward.acquire(name)
 
             def down(piece: Slot = piece, first: int = first, n: int = n) -> None:

@@ -32,8 +32,7 @@ class Gatherer(Reader):
         return self.own.read(entry, *parts)
 
     def low(self, u: int, a: int, b: int) -> Tensor:
-        shares = self.homes.geo.shares(u, self.homes.plan.record)
-        host = next(h for h, share in enumerate(shares) if share.start <= a < share.stop)
+        host = self.homes.geo.owner(u, a, self.homes.plan.record)
         if host == self.homes.plan.host:
             return self.own.low(u, a, b)
         if len(self.came) < 2 * (b - a):

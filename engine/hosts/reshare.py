@@ -52,7 +52,7 @@ def _source(whole: Whole, host: int, geo: Geometry, then: Geometry, entry: Entry
     if entry.kind == "weights":  # all have them
         return min(whole.sights[host], default=0)
     first = geo.records(entry.u, record)[entry.r][0]
-    return next(k for k, share in enumerate(then.shares(entry.u, record)) if share.start <= first < share.stop)
+    return then.owner(entry.u, first, record)
 
 
 def _bring(buffer: Tensor, shards: list[Stored], whole: Whole, source: int, wire: Wire | None) -> None:
