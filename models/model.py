@@ -108,7 +108,7 @@ def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str
             continue
         if name + narrow.SCALE not in out:
             continue
-        codes = ops.Quantized(*(out[name + part] for part in (narrow.SCALE, narrow.ROWS, narrow.COLUMNS)))
+        codes = ops.Quantized(out[name + narrow.SCALE][:1], out[name + narrow.ROWS], out[name + narrow.COLUMNS])
         ops.quantize(fuse(*(views[name] for name, _ in group)), rows, columns, codes)
 
 
@@ -185,7 +185,7 @@ def _linear(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) 
 def _codes(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Codes | None:
     if name + narrow.SCALE not in views:
         return None
-    rows, columns, scale = (views[name + part] for part in narrow.FP8)
+    rows, columns, scale = views[name + narrow.ROWS], views[name + narrow.COLUMNS], views[name + narrow.SCALE][:1]
     return Codes(columns, rows, scale) if cfg.names.in_out else Codes(rows, columns, scale)
 
 

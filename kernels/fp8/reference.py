@@ -66,7 +66,11 @@ def power2(power: Tensor) -> Tensor:
 
 
 def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Fills out (M, N) with a @ b.T * scale_a * scale_b + bias (N,), given a (M, K), b (N, K) E4M3; summed in fp32."""
+    """Fills out (M, N) with a @ b.T * scale_a * scale_b + bias (N,), given a (M, K), b (N, K) E4M3; summed in fp32.
+
+    All but bias lie at multiples of 16 bytes, as cuBLASLt has to have them.
+    """
+    assert all(t.data_ptr() % 16 == 0 for t in (a, scale_a, b, scale_b, out))
     found = torch.mm(a.float(), b.float().T).mul_(scale_a * scale_b)
     return out.copy_(found if bias is None else found.add_(bias.float()))
 

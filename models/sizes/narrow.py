@@ -14,6 +14,7 @@ MXFP4 = BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a matrix
 FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a product's first matrix: its codes
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
 FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
+FP8_SCALE = (4,)  # shape: the first is the scale, of which cuBLASLt asks that it lies at a multiple of 16 bytes
 GROUP = 32  # numbers of a scale
 
 
@@ -26,13 +27,13 @@ def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
     """frozen_groups as they lie in memory: of packed ones blocks (E, out, in / 32, 16) and scales (E, out, in / 32); of
-    fp8_groups codes as stored, and their scale.
+    fp8_groups codes as stored, and their scales, before other vectors.
     """
-    packed, found, quantised = packed_groups(cfg, u), list[Group](), fp8_groups(cfg, u)
+    packed, quantised = packed_groups(cfg, u), fp8_groups(cfg, u)
+    found: list[Group] = [[(group[0][0] + SCALE, FP8_SCALE)] for group in quantised if is_frozen(cfg, group)]
     for group in frozen_groups(cfg, u):
         if group in quantised:
-            name = group[0][0]
-            found += [[(name + ROWS, fused(group))], [(name + SCALE, (1,))]]
+            found.append([(group[0][0] + ROWS, fused(group))])
             continue
         if group not in packed:
             found.append(group)
@@ -84,7 +85,7 @@ def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
         if each and not is_frozen(cfg, group):
             continue
         name, (rows, columns) = group[0][0], fused(group)
-        shapes = {ROWS: (rows, columns), COLUMNS: (columns, rows), SCALE: (1,)}
+        shapes = {ROWS: (rows, columns), COLUMNS: (columns, rows), SCALE: FP8_SCALE}
         made = [COLUMNS] if is_frozen(cfg, group) else FP8
         found += [[(name + part, shapes[part])] for part in made]
         dtypes |= {name + part: FP8_DTYPES[part] for part in made}
