@@ -84,6 +84,14 @@ def remember(identity: dict[str, Any], rates: dict[str, float]) -> None:
             part.replace(folder / name)
 
 
+def forget(identity: dict[str, Any]) -> None:
+    """Has the next run measure anew."""
+    folder, identity = cache_folder(), identity | {"version": VERSION}
+    with contextlib.suppress(OSError):
+        if folder:
+            (folder / _file(identity)).unlink()
+
+
 def _file(identity: dict[str, Any]) -> str:
     return f"machine-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.json"
 

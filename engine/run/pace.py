@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from trireme.engine.amounts import count, duration
 from trireme.engine.lanes.trace import Span
+from trireme.engine.planner import probe
 from trireme.engine.planner.choose import Choice, choose
 from trireme.engine.planner.clock import DIFFERENT, Watch
 from trireme.engine.planner.correct import batch_of, corrected
@@ -86,7 +87,15 @@ class Pace:
             beyond = max(0.0, self.first_s - then) + max(0.0, seconds - then)  # the second step has the first updates
             live.clock.move(beyond, "steps", "compile")
             note_compilation(job.cfg, job.plan, job.device, beyond)
+            self._question(found.step_s, seconds)
         return self._tell(left)
+
+    def _question(self, predicted: float, seconds: float) -> None:
+        """No step is faster than its machine: where one is, others used it as its rates were measured."""
+        job = self.live.job
+        if seconds * DIFFERENT < predicted:
+            probe.forget(probe.processor(job.device, job.plan.dtype))
+            self.live.screen.say("probe    was too low, perhaps beside other programs: the next run measures anew")
 
     def _changed(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
         """Drives slow down and recover."""

@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import RATES, SMALL, plan
@@ -14,6 +16,7 @@ from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.planner import probe
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.correct import TIMED_BY, corrected, measured
 from trireme.engine.planner.predict import Batch, predict
@@ -108,6 +111,23 @@ def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
     plan.save(checkpoint / "plan.json")
     room = dict(device="cuda", gpu_memory=4 << 30, ram=4 << 30, plan=str(checkpoint / "plan.json"))
     moved(replace(options(checkpoint, checkpoint / "on-gpu", "host"), **room), monkeypatch, capsys)
+
+
+def test_a_step_faster_than_its_machine_has_the_next_run_measure_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu, said = torch.device("cpu"), list[str]()
+    machine = probe.processor(cpu, "F32")
+    probe.remember(machine, {"matmul": 1e12})
+    job = SimpleNamespace(device=cpu, plan=SimpleNamespace(dtype="F32"))
+    live = SimpleNamespace(progress=SimpleNamespace(step=0), job=job, screen=SimpleNamespace(say=said.append))
+    run = pace.Pace(live)
+    run._question(1.0, 0.95)
+    run._question(1.0, 2.0)
+    assert (probe.remembered(machine), said) == ({"matmul": 1e12}, [])
+    run._question(1.0, 0.8)
+    assert probe.remembered(machine) is None
+    assert len(said) == 1
+    run._question(1.0, 0.8)  # gone already, as another run may have it
 
 
 class Unsteady(pace.Watch):
