@@ -135,8 +135,12 @@ def peer_layer(cfg: ModelConfig, liger: bool):
 
 
 def time_peer(b: Block, liger: bool, compile: bool) -> float:
-    """Seconds of forward and backward; gradients accumulate, like ours."""
+    """Seconds of forward and backward, of `b.cfg.fp8` by torchao; gradients accumulate, like ours."""
     layer, rotation = peer_layer(b.cfg, liger)
+    if b.cfg.fp8:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(layer)
     x = b.x[None].clone().requires_grad_()
     position_ids = torch.arange(x.shape[1], device=DEVICE)[None]
     rotated = rotation(x, position_ids)
@@ -152,12 +156,15 @@ def time_peer(b: Block, liger: bool, compile: bool) -> float:
         return seconds(both, 300)
 
 
+PEERS = (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True))
+
+
 def peers(b: Block) -> dict[str, float]:
     found = {}
-    for name, liger, compile in (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True)):
+    for name, liger, compile in PEERS[:1] if b.cfg.fp8 else PEERS:
         try:
             found[f"transformers, {name}"] = time_peer(b, liger, compile)
-        except ImportError:  # no Liger
+        except ImportError:  # no Liger, no torchao
             continue
         except Exception as e:  # not compilable by this torch
             print(f"transformers, {name}: {type(e).__name__}: {str(e).splitlines()[0][:100]}")
@@ -187,16 +194,18 @@ def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
                 attention=attention, peers=found)  # fmt: skip
 
 
-def in_fp8(name: str, cfg: ModelConfig, N: int) -> dict:
+def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     """A block in bf16 and in fp8, in turn."""
     found: dict[str, list[tuple[float, ...]]] = {"bf16": [], "fp8": []}
-    gemms = {}
-    for _ in range(2):
+    gemms, others = dict[str, tuple[float, float]](), dict[str, float]()
+    for turn in range(2):
         for dtype, times in found.items():
             b = make_block(replace(cfg, fp8=dtype == "fp8"), N)
             b.both()
             times.append((seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)))
             gemms[dtype] = products(b)
+            if with_peers and turn:
+                others |= {f"{who}, {dtype}": t for who, t in peers(b).items()}
             del b
     print(f"{name} block, {N} tokens, ms in bf16 and fp8")
     best = {dtype: [min(t) for t in zip(*times, strict=True)] for dtype, times in found.items()}
@@ -204,7 +213,9 @@ def in_fp8(name: str, cfg: ModelConfig, N: int) -> dict:
     rows["products, once"] = [sum(gemms[d]) for d in found]
     for what, (old, new) in rows.items():
         print(f"  {what:14s} {old * 1e3:7.3f} {new * 1e3:7.3f}: {old / new:.3f} times as fast", flush=True)
-    return dict(block=name, tokens=N, **rows)
+    for who, t in others.items():
+        print(f"  {who}: {t * 1e3:.3f} ms", flush=True)
+    return dict(block=name, tokens=N, **rows, peers=others)
 
 
 def looped(run: Callable, n: int = 50) -> tuple[float, float]:
@@ -256,7 +267,7 @@ def profile(name: str, cfg: ModelConfig, N: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--peers", action="store_true", help="time transformers too")
+    parser.add_argument("--peers", action="store_true", help="time transformers too, in fp8 by torchao")
     parser.add_argument("--small", action="store_true", help="how busy small models keep the GPU")
     parser.add_argument("--fp8", action="store_true", help="blocks in fp8 beside those in bf16")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
@@ -269,7 +280,7 @@ def main() -> None:
         if args.profile:
             for name, cfg in LARGE.items():
                 profile(name, replace(cfg, fp8=args.fp8), 8192)
-        compare = in_fp8 if args.fp8 else partial(report, with_peers=args.peers)
+        compare = partial(in_fp8 if args.fp8 else report, with_peers=args.peers)
         rows = [compare(name, cfg, 8192) for name, cfg in LARGE.items()]
     if args.json:
         with open(args.json, "w") as f:
