@@ -22,10 +22,11 @@ from trireme.models.config import ModelConfig, numbers
 NEW, SOME, KNOWN = 11.0, 5.0, 1.0  # of compilation: Triton's cache is empty; has other models' kernels; has all
 FIRST: Times = {"evaluations": 1.0, "samples": 0.3}  # on a GPU the first time: kernels of a pass without backward
 FIXED, CLOSING = 0.1, 0.25  # of files written and made durable; of the end: threads, pinned memory, the store
-LOADING = 4e9  # bytes/s of values from a checkpoint to their homes, at most
+LOADING, OPENED = 3e9, 0.2  # bytes/s of values from a checkpoint to their homes, at most; seconds beside
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
 SAMPLED = 40  # kernels of a block for a token that is sampled, 0.65 ms
 OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
+AGAIN = 0.5  # of planning before the first step: plans are sought again after the second
 LOSS_FORWARD = 1 / 3  # of the loss's three products
 
 
@@ -47,7 +48,7 @@ def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None
 
     `known`: seconds of one event of a part, in place of a floor.
     """
-    twice = 1 / _write(f) + 1 / _read(f)  # written and read back
+    twice = 1 / _write(f) + 1 / _read(f) + 1 / COPIED  # written and read back, from where homes are
     each: dict[Part, float] = {
         "evaluations": evaluation_s(f, events.held_out) + f.kept / min(COPIED, f.machine.rates.d2h),
         "samples": min(events.longest, events.tokens * token_s(f)) if events.samples else 0.0,
@@ -58,7 +59,7 @@ def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None
     first: Times = FIRST if f.machine.rates.host and not known else {}  # of a GPU
     many = lambda part, times: times * each[part] + (times > 0) * first.get(part, 0.0)
     return {
-        "load": max(f.files.export, f.frozen_read) / min(LOADING, _read(f)) + f.pinning_s(),
+        "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, _read(f)) + f.pinning_s(),
         "steps": steps * f.step.step_s,
         "evaluations": events.evaluations * each["evaluations"]
         + (events.evaluations > 0) * first.get("evaluations", 0),

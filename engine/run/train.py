@@ -11,6 +11,7 @@ from trireme.engine.exchange import bring_back
 from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
+from trireme.engine.planner.whole import AGAIN
 from trireme.engine.run.begin.job import Job, check_room, prepare
 from trireme.engine.run.begin.kept import changes, config_yaml, to_agree
 from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, new_store, open_run
@@ -129,7 +130,7 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
     if job.device.type == "cuda":
         with clock.at("plan"):
             left = promise(job, live.progress.step)
-        live.promised = clock.with_spent(left)
+        live.promised = clock.with_spent(left | {"plan": AGAIN * clock.spent["plan"]})
     with closing(live.log), closing(live), _telling(group):
         _load(live)
         Run(live).go()

@@ -18,6 +18,7 @@ from trireme.engine.planner.whole import (
     FIRST,
     FIXED,
     LOADING,
+    OPENED,
     SAMPLED,
     Events,
     evaluation_s,
@@ -49,10 +50,10 @@ def faster(f: Forecast, **times: float) -> Forecast:
 
 def test_parts_are_bytes_over_rates():
     found = foretold(RAM, 10, Events(snapshots=3, exports=2))
-    assert found["export"] == pytest.approx(2 * (FIXED + EXPORT / 7e9 + EXPORT / 5e9))
+    assert found["export"] == pytest.approx(2 * (FIXED + EXPORT / 7e9 + EXPORT / 5e9 + EXPORT / COPIED))
     assert found["snapshots"] == pytest.approx(3 * (FIXED + RAM.stored() / 5e9))
     assert found["steps"] == pytest.approx(10 * RAM.step.step_s)
-    assert found["load"] == pytest.approx(EXPORT / LOADING + RAM.pinning_s())
+    assert found["load"] == pytest.approx(OPENED + EXPORT / LOADING + RAM.pinning_s())
     assert found["close"] == CLOSING
     assert found["evaluations"] == found["samples"] == 0
 
@@ -140,8 +141,8 @@ def test_what_is_frozen_is_read_too():
     assert evaluation_s(faster(frozen("ssd"), matmul=1e3, copy=1e3), 32) == pytest.approx(weights / 7e9, rel=0.01)
     few = replace(frozen("ssd"), files=Files(export=10**6, merged=EXPORT))  # adapters, and the model with them
     found = foretold(few, 1, Events(exports=3))
-    assert found["load"] == pytest.approx(weights / LOADING + few.pinning_s())
-    assert found["export"] == pytest.approx(3 * FIXED + (EXPORT + 3e6) * (1 / 7e9 + 1 / 5e9))
+    assert found["load"] == pytest.approx(OPENED + weights / LOADING + few.pinning_s())
+    assert found["export"] == pytest.approx(3 * FIXED + (EXPORT + 3e6) * (1 / 7e9 + 1 / 5e9 + 1 / COPIED))
     assert few.disk_parts()["export"] == EXPORT + 10**6
 
 
