@@ -37,7 +37,8 @@ from trireme.storage.temporary import HIDDEN, Temporary
 
 VERSION = 6  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
-COPY, AHEAD = 256 << 20, 6  # bytes of a copy, copies queued
+COPY, AHEAD = 256 << 20, 6  # bytes of a copy at most, copies queued
+LOTS, UPDATED = 4, 16  # of parameters in turn, beyond a cache; bytes of one, at most
 PHASE = 0.4  # seconds of a flow
 AGREE = 0.1  # change of a drive's rate between two turns that is noise
 # In a virtual drive's path in sysfs, or its model: virtio, Xen, Hyper-V, QEMU, clouds' network drives.
@@ -143,18 +144,25 @@ def _first(path: str, key: str) -> str:
         return ""
 
 
-def processor_rates(device: torch.device, dtype: str) -> dict[str, float]:
-    """Rates by name, without matmul and drives, in about five seconds."""
+def processor_rates(device: torch.device, dtype: str, ram: int = 1 << 40) -> dict[str, float]:
+    """Rates by name, without matmul and drives, in about five seconds and, on a GPU, half of `ram` bytes."""
     found = {"copy": _copy_rate(device), "task": BOOKS * task_seconds()}
     with Workers() as workers:
         if device.type == "cuda":
-            found |= _bus(device, _update(workers, dtype, 1 << 25, lots=4), 1 << 25)
+            n, nbytes = trial_sizes(ram)
+            found |= _bus(device, _update(workers, dtype, n, LOTS), n, nbytes)
             found["host"] = start_seconds(device)
         else:
             update, n = _update(workers, dtype, 1 << 22), 1 << 22
             adam = n / min(timed(update, device) for _ in range(3))
             found |= {"h2d": found["copy"] / 2, "d2h": found["copy"] / 2, "dram": found["copy"], "adam": adam}
     return found | {"dram": max(found["dram"], ADAM_BYTES * found["adam"])}
+
+
+def trial_sizes(ram: int) -> tuple[int, int]:
+    """(parameters of each of LOTS updates, bytes of each of two copies) that take half of `ram` bytes at most."""
+    power = lambda n: 1 << max(n, 1).bit_length() - 1
+    return min(1 << 25, power(ram // (4 * LOTS * UPDATED))), min(COPY, power(ram // 8))
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -198,11 +206,12 @@ def _update(workers: Workers, dtype: str, n: int, lots: int = 1) -> Callable[[],
 
 
 class _Bus:
-    def __init__(self, device: torch.device):
-        self.memory = Memory(device, 1 << 40, 1 << 40)  # torch never gives its pinned memory back
-        self.gpu, start = self.memory.alloc("gpu", "probe", COPY, 2), time.perf_counter()
-        self.host = self.memory.alloc("host", "probe", COPY, 2)
-        self.pin = 2 * COPY / (time.perf_counter() - start)
+    def __init__(self, device: torch.device, nbytes: int):
+        """Copies of `nbytes`."""
+        self.memory, self.nbytes = Memory(device, 1 << 40, 1 << 40), nbytes  # torch never gives its pinned memory back
+        self.gpu, start = self.memory.alloc("gpu", "probe", nbytes, 2), time.perf_counter()
+        self.host = self.memory.alloc("host", "probe", nbytes, 2)
+        self.pin = 2 * nbytes / (time.perf_counter() - start)
         self.streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def copy(self, way: int) -> torch.cuda.Event:
@@ -226,12 +235,12 @@ class _Bus:
         copies = [[event for event in done if event.query()] for done in copies]
         for stream in self.streams:
             stream.synchronize()
-        return calls / took, *(1e3 * COPY * (len(done) - 1) / done[0].elapsed_time(done[-1]) for done in copies)
+        return calls / took, *(1e3 * self.nbytes * (len(done) - 1) / done[0].elapsed_time(done[-1]) for done in copies)
 
 
-def _bus(device: torch.device, update: Callable[[], object], n: int) -> dict[str, float]:
-    """Bus and CPU updates, alone and at once."""
-    bus, idle = _Bus(device), lambda: time.sleep(1e-3)
+def _bus(device: torch.device, update: Callable[[], object], n: int, nbytes: int) -> dict[str, float]:
+    """Bus and CPU updates, of n parameters, alone and at once."""
+    bus, idle = _Bus(device, nbytes), lambda: time.sleep(1e-3)
     flow = bus.flow
     flow(idle, 0, 1)
     (_, up), (_, down), (_, *both) = flow(idle, 0), flow(idle, 1), flow(idle, 0, 1)

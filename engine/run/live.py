@@ -146,7 +146,7 @@ class Live:
 
     def settle(self) -> None:
         """Applies all updates; drains lanes."""
-        with self.watched("updates"):
+        with self.clock.at("steps"), self.watched("updates"):
             self.engine.optimizer.flush()
             self.lanes.drain()
 
@@ -182,8 +182,12 @@ class Live:
         """`keep`: snapshots, if not --keep."""
         self.settle()
         self._check_base()
+        with self.clock.at("snapshots"):
+            self._write(keep)
+
+    def _write(self, keep: int | None) -> None:
         homes, done = self.engine.homes, self.progress
-        with self.clock.at("snapshots"), self.screen.working("saving", homes.nbytes(everything=False)) as more:
+        with self.screen.working("saving", homes.nbytes(everything=False)) as more:
             save_to_store(homes, more)
         says = {
             "step": done.step,

@@ -163,7 +163,7 @@ class Run:
     def _trace(self) -> list[Span]:
         """The last step's tasks; notes the busiest lane."""
         live = self.live
-        with live.watched(f"step {live.progress.step}"):
+        with live.clock.at("steps"), live.watched(f"step {live.progress.step}"):
             live.lanes.drain()
         spans = live.lanes.trace()
         found = at_work(until_its_end(spans))

@@ -87,13 +87,16 @@ class Pace:
             beyond = max(0.0, self.first_s - then) + max(0.0, seconds - then)  # the second step has the first updates
             live.clock.move(beyond, "steps", "compile")
             note_compilation(job.cfg, job.plan, job.device, beyond)
-            self._question(found.step_s, seconds)
+            self._question(found.step_s, then)
         return self._tell(left)
 
-    def _question(self, predicted: float, seconds: float) -> None:
-        """No step is faster than its machine: where one is, others used it as its rates were measured."""
+    def _question(self, predicted: float, by_tasks: float) -> None:
+        """No step is faster than its machine: where one is, others used it as its rates were measured.
+
+        Seconds by the times of its tasks, since first steps do not wait for all that they write.
+        """
         job = self.live.job
-        if seconds * DIFFERENT < predicted:
+        if by_tasks * DIFFERENT < predicted:
             probe.forget(probe.processor(job.device, job.plan.dtype))
             self.live.screen.say("probe    was too low, perhaps beside other programs: the next run measures anew")
 

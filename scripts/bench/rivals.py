@@ -4,8 +4,8 @@ Small models beside torch.compile, in one process: python scripts/bench/rivals.p
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
 `torch` is transformers with torch's fused AdamW on bf16, with --lora beside peft's adapters, with --compile the whole
-model compiled and nothing recomputed; `zero-offload` DeepSpeed with fp32 AdamW on the CPU; both use Liger if installed.
-A step is one micro-batch, which moves weights and gradients least, without clipping.
+model compiled and nothing recomputed; `zero-offload` DeepSpeed with fp32 AdamW on the CPU; both use Liger if installed,
+unless compiled. A step is one micro-batch, which moves weights and gradients least, without clipping.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ HERE = "--tokens 16384 --warmup 4 --steps 16"  # a step of them
 # ---------------------------------------------------------------- rivals
 
 
-def transformers_model(cfg, device: torch.device):
-    """transformers' LLaMA in bf16, random weights, all blocks recomputed."""
+def transformers_model(cfg, device: torch.device, liger: bool):
+    """transformers' LLaMA in bf16, random weights, all blocks recomputed; with Liger's kernels, if installed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
+    if liger and importlib.util.find_spec("liger_kernel") and device.type == "cuda":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
@@ -150,7 +150,7 @@ def run_rival(a) -> dict:
     cfg, device = with_adapters(MODELS[a.model], a.lora), choose_device("auto")
     if a.gpu_memory:
         torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
-    model = transformers_model(cfg, device)
+    model = transformers_model(cfg, device, liger=not a.compile)  # torch 2.11 does not compile Liger 0.8.5's kernels
     if a.compile:
         model.gradient_checkpointing_disable()
         model.compile()

@@ -102,18 +102,21 @@ class Run(NamedTuple):
 
 
 def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch]]) -> Run:
-    """Warms up, then times steps. The last but one of warm-up is traced between drains, like a run's second."""
+    """Warms up, then times steps. The last but one of three or more of warm-up is traced between drains, like a run's
+    second: the first compiles kernels.
+    """
     places = [(rope_tables(e.cfg, a.seq, gpu), gpu) for gpu in e.lanes.devices]
     times, losses, warm = [], [], []
     for step in range(1, a.warmup + a.steps + 1):
         batch = batch_of(step)
         start = time.perf_counter()
-        e.lanes.tracing = step in (a.warmup - 1, a.warmup + a.steps)
+        traced = a.warmup - 1 if a.warmup > 2 else 0
+        e.lanes.tracing = step in (traced, a.warmup + a.steps)
         stats = _step(a, e, batch, places, step)
         times.append(time.perf_counter() - start)
         losses.append(stats.loss)
         print(f"step {step}: {times[-1]:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}", flush=True)
-        if step in (a.warmup - 2, a.warmup - 1):
+        if traced and step in (traced - 1, traced):
             e.lanes.drain()
             warm = e.lanes.trace()
     e.lanes.tracing = False
@@ -238,11 +241,11 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     found = predict(e.cfg, e.plan, rates, batch)
     known = corrected(rates, found, run.warm, run.warm_s) if run.warm else rates
     again = predict(e.cfg, e.plan, known, batch).step_s
+    by_tasks = f", by the tasks of a step of warm-up {again:.3f} s ({again / step_s - 1:+.1%})" if run.warm else ""
     print(
-        f"predicted {found.step_s:.3f} s ({found.step_s / step_s - 1:+.1%}), by the tasks of a step of warm-up "
-        f"{again:.3f} s ({again / step_s - 1:+.1%}); peaks GPU {gpu:.2f} GiB (predicted {promised['gpu']:.2f}), "
-        f"RAM {ram - at_start:.2f} GiB (predicted {promised['host']:.2f}) beside {at_start:.2f} of interpreter and "
-        "libraries"
+        f"predicted {found.step_s:.3f} s ({found.step_s / step_s - 1:+.1%}){by_tasks}; "
+        f"peaks GPU {gpu:.2f} GiB (predicted {promised['gpu']:.2f}), RAM {ram - at_start:.2f} GiB "
+        f"(predicted {promised['host']:.2f}) beside {at_start:.2f} of interpreter and libraries"
     )
     return {
         "peaks": {"gpu_gib": gpu, "ram_gib": ram, "rss_start_gib": at_start},

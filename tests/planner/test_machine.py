@@ -74,6 +74,16 @@ def test_what_bus_and_updates_keep_beside_each_other():
     assert min(found["h2d"], found["d2h"]) > 1e9
 
 
+def test_a_probe_takes_half_of_the_ram_at_most():
+    assert probe.trial_sizes(1 << 40) == (1 << 25, probe.COPY)
+    for ram in (*(1 << k for k in range(24, 40)), 3 * 10**9, 10**10):
+        n, nbytes = probe.trial_sizes(ram)
+        assert probe.LOTS * n * probe.UPDATED + 2 * nbytes <= ram / 2
+        assert n <= 1 << 25
+        assert nbytes <= probe.COPY
+        assert ram > 4 << 30 or n > ram >> 10, "no less than need be"
+
+
 @pytest.mark.parametrize(
     ("rates", "believed", "found"),
     [
