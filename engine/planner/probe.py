@@ -45,7 +45,7 @@ AGREE = 0.1  # change of a drive's rate between two turns that is noise
 LENT = ("/virtio", "/vbd-", "/vmbus", "/VMBUS", "QEMU", "Virtual", "Elastic Block Store", "nvme_card-pd", "Persistent")
 STARTS = 200  # of a kernel or task in a turn
 BOOKS = 6  # times that of a task's hand-over: all of the engine's bookkeeping, and events (5 without)
-LASTING = 0.62  # of the rate of pinning half a gigabyte, for tens of them: 3.3 of 5.4 GB/s on an H200's host
+LASTING = 0.8  # of the rate of pinning half a gigabyte, for tens of them: 0.6 and 0.9 on hosts of H200s
 TURNS = 6  # the first warms up, the fastest counts
 
 

@@ -22,7 +22,7 @@ from trireme.models.config import ModelConfig, numbers
 NEW, SOME, KNOWN = 11.0, 5.0, 1.0  # of compilation: Triton's cache is empty; has other models' kernels; has all
 FIRST: Times = {"evaluations": 1.0, "samples": 0.3}  # on a GPU the first time: kernels of a pass without backward
 FIXED, CLOSING = 0.1, 0.25  # of files written and made durable; of the end: threads, pinned memory, the store
-LOADING, OPENED = 3e9, 0.2  # bytes/s of values from a checkpoint to their homes, at most; seconds beside
+LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their homes, at most; seconds beside
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
 SAMPLED = 40  # kernels of a block for a token that is sampled, 0.65 ms
 OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task

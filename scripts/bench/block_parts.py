@@ -55,7 +55,10 @@ def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) ->
 
 
 def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[list[Call], list[Call]]:
-    """(forward, backward) products of a block's matrices, of codes where in fp8; a group (q, k, v; gate, up) as one."""
+    """(forward, backward) products of a block's matrices, of codes where in fp8; a group (q, k, v; gate, up) as one.
+
+    Frozen ones have no gradient.
+    """
     forward: list[Call] = []
     backward: list[Call] = []
     for group in shapes.weight_groups(cfg, 1):
@@ -70,10 +73,13 @@ def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple
             w8, x8, dy8 = (ops.quantize(t, columns=True) for t in (w, x, dy))
             forward.append(partial(ops.product, x8.rows, x8.scale, w8.rows, w8.scale, y))
             backward.append(partial(ops.product, dy8.rows, dy8.scale, w8.columns, w8.scale, dx))
-            backward.append(partial(ops.product, dy8.columns, dy8.scale, x8.columns, x8.scale, dw))
+            if not shapes.is_frozen(cfg, group):
+                backward.append(partial(ops.product, dy8.columns, dy8.scale, x8.columns, x8.scale, dw))
             continue
         forward.append(partial(torch.mm, x, w.T, out=y))
-        backward += [partial(torch.mm, dy, w, out=dx), partial(torch.mm, dy.T, x, out=dw)]
+        backward.append(partial(torch.mm, dy, w, out=dx))
+        if not shapes.is_frozen(cfg, group):
+            backward.append(partial(torch.mm, dy.T, x, out=dw))
     return forward, backward
 
 
