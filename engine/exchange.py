@@ -171,10 +171,6 @@ class Kept(Reader):
     def low(self, u: int, a: int, b: int) -> Tensor:
         return self._copies[u, a, b]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(len(copy) for copy in self._copies.values())
-
 
 # ---------------------------------------------------------------- homes
 

@@ -109,6 +109,7 @@ def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
     n_units = read_config(checkpoint / "checkpoint").n_units
     plan = Plan((UnitPlan("host", "host"),) * n_units, 256, 1, record=1 << 16)
     plan.save(checkpoint / "plan.json")
+    monkeypatch.setattr(probe, "remember", lambda *_: None)  # beside other tests
     room = dict(device="cuda", gpu_memory=4 << 30, ram=4 << 30, plan=str(checkpoint / "plan.json"))
     moved(replace(options(checkpoint, checkpoint / "on-gpu", "host"), **room), monkeypatch, capsys)
 
