@@ -22,8 +22,10 @@ def this_machine(
 ) -> Machine:
     """This machine, its rates measured in seconds or before, its drives, under `folders`, taken as usual ones."""
     cuda = device.type == "cuda"
-    ours = lambda: probe.processor_rates(device, dtype, limits.host)
-    measure = lambda: {"matmul": probe.matmul_rate(device, DTYPE[dtype])} | ours()
+
+    def measure() -> dict[str, float]:
+        return {"matmul": probe.matmul_rate(device, DTYPE[dtype])} | probe.processor_rates(device, dtype, limits.host)
+
     found, how = probe.kept(probe.processor(device, dtype), measure) if cuda else (measure(), "measured")
     if fp8:
         quick = lambda: {"fp8": probe.fp8_rate(device)}

@@ -22,6 +22,7 @@ from trireme.engine.run.report import promise
 from trireme.engine.step import Inputs
 
 WORTH_A_MOVE = 0.9  # of a step's time, at most
+SHORT, SETTLED = 0.5, 5  # seconds of a step on a GPU; that step of a run whose first ones load kernels for as long
 
 
 def better(job: Job, steps: int) -> Choice | None:
@@ -44,25 +45,27 @@ class Pace:
 
     def __init__(self, live: Live):
         self.live = live
-        self.first = live.progress.step  # this process's first step
+        short = live.job.device.type == "cuda" and live.job.forecast.step.step_s < SHORT
+        self.warm = live.progress.step + (SETTLED if short else 2)  # the step that is compared
         self.first_s = 0.0  # seconds of the first step
-        self.watch: Watch | None = None  # after the second step
+        self.watch: Watch | None = None  # once warm
         self.differs = False  # steps, for minutes
 
     @property
     def needs_trace(self) -> bool:
         """Of the next step."""
-        return self.differs or self.live.progress.step == self.first + 1
+        return self.differs or self.live.progress.step + 1 == self.warm
 
     def compare(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
-        """After a step: tells the promise again after the second, and after those that differed for minutes.
+        """After a step: tells the promise again after the second or, of short ones, the fifth, and after those that
+        differed for minutes.
 
         Returns whether that moved the run to another plan, through a snapshot.
         """
         tokens = self.live.group.hosts * sum(mb.tokens for mb in micro)
         usual = seconds * self.live.job.work.tokens / tokens  # steps differ in size
-        if self.live.progress.step == self.first + 1:
-            self.first_s = seconds
+        if self.live.progress.step < self.warm:
+            self.first_s = self.first_s or seconds
         elif self.watch is None:
             return self._warmed_up(spans, micro, seconds)
         elif self.differs:

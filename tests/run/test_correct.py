@@ -131,6 +131,24 @@ def test_a_step_faster_than_its_machine_has_the_next_run_measure_anew(tmp_path, 
     run._question(1.0, 0.8)  # gone already, as another run may have it
 
 
+@pytest.mark.parametrize(("device", "step_s", "warm"), [("cuda", 0.03, 5), ("cuda", 2.0, 2), ("cpu", 0.03, 2)])
+def test_short_steps_on_a_gpu_are_compared_later(device, step_s, warm, monkeypatch):
+    """The first ones load kernels for as long as they compute."""
+    forecast, progress = SimpleNamespace(step=SimpleNamespace(step_s=step_s)), SimpleNamespace(step=7)
+    job = SimpleNamespace(device=torch.device(device), forecast=forecast, work=SimpleNamespace(tokens=8))
+    live = SimpleNamespace(progress=progress, job=job, group=SimpleNamespace(hosts=1))
+    run, compared, traced = pace.Pace(live), list[tuple[int, float]](), list[int]()
+    monkeypatch.setattr(run, "_warmed_up", lambda *_: compared.append((progress.step, run.first_s)) or False)
+    for seconds in (3.0, 2.0, 1.0, 1.0, 1.0):
+        if run.needs_trace:
+            traced.append(progress.step + 1)
+        progress.step += 1
+        if not compared:
+            run.compare([], [SimpleNamespace(tokens=8)], seconds)
+    assert compared == [(7 + warm, 3.0)]
+    assert traced == [7 + warm]
+
+
 class Unsteady(pace.Watch):
     def differs(self, seconds: float) -> bool:
         first, self.before, self.step_s = not self.before, self.step_s, 2 * self.step_s
