@@ -2,8 +2,8 @@
 
     python scripts/bench/blocks.py --peers
 
-Blocks are of LLaMA-3-8B and LLaMA-2-13B. The parts are the products by cuBLAS and the fastest attention (cuDNN,
-FlashAttention-2, ours), each alone with a cold L2.
+Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B. The parts are the products by cuBLAS and the
+fastest attention (cuDNN, FlashAttention-2, ours), each alone with a cold L2.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -24,15 +25,14 @@ from ops import seconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trireme.engine.memory import DTYPE
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.sizes import llama as llama_shape
 from trireme.kernels import ops
-from trireme.models import attention, block, mlp
+from trireme.models import model
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Codes, Linear
-from trireme.models.norm import Norm
 from trireme.models.rows import Rows, make_rows, rope_tables
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 
 LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
 SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}
@@ -42,8 +42,8 @@ class Block(NamedTuple):
     """A block's tensors for one document of N tokens."""
 
     cfg: ModelConfig
-    w: block.Weights
-    g: block.Weights
+    w: model.BlockWeights
+    g: model.BlockWeights
     rows: Rows
     saved: dict[str, Tensor]
     x: Tensor
@@ -52,45 +52,42 @@ class Block(NamedTuple):
     dx: Tensor
 
     def forward(self) -> None:
-        block.forward(self.cfg, 0, self.w, self.x, self.rows, self.saved, self.out)
+        model.forward(self.cfg, 1, self.w, self.x, self.rows, self.saved, self.out)
 
     def backward(self) -> None:
-        block.backward(self.cfg, 0, self.w, self.g, self.x, self.saved, self.dy, self.rows, self.dx)
+        model.backward(self.cfg, 1, self.w, self.g, self.x, self.saved, self.dy, self.rows, self.dx)
 
     def both(self) -> None:
         self.forward()
         self.backward()
 
 
-def codes_of(stored: Tensor) -> Codes:
-    """Of a matrix (out, in): a step makes them once for all micro-batches of a pass."""
-    scale, rows, columns = ops.quantize(stored, columns=True)
-    assert rows is not None
-    assert columns is not None
-    return Codes(rows, columns, scale)
+def tensors(groups: Sequence[shapes.Group], make: Callable[[int], Tensor]) -> dict[str, Tensor]:
+    """By name, those of a group neighbours in memory."""
+    found = {}
+    for group in groups:
+        sizes = [math.prod(shape) for _, shape in group]
+        parts = make(sum(sizes)).split(sizes)
+        found |= {name: part.view(shape) for (name, shape), part in zip(group, parts, strict=True)}
+    return found
 
 
 def make_block(cfg: ModelConfig, N: int) -> Block:
-    D, F = cfg.width, cfg.ffn
-
-    def make(matrix: Callable[[int, int], Tensor], vector: Callable[..., Tensor]) -> block.Weights:
-        def new(rows: int, columns: int) -> Linear:
-            stored = matrix(rows, columns)
-            return Linear(stored.T, fp8=cfg.fp8, codes=codes_of(stored) if cfg.fp8 else None)
-
-        norms = [Norm(vector(D, device=DEVICE, dtype=BF16)) for _ in range(2)]
-        first = attention.Weights(norms[0], new(cfg.qkv_width, D), new(D, cfg.q_width))
-        return block.Weights(first, mlp.Weights(norms[1], new(2 * F, D), new(D, F)))
-
-    w = make(lambda *shape: randn(*shape) * 0.02, torch.ones)
-    g = make(lambda *shape: torch.zeros(shape, dtype=BF16, device=DEVICE), torch.zeros)
-    kinds = {"compute": BF16, "F32": torch.float32}
-    saved = {
-        name: torch.empty(shape, dtype=kinds[kind], device=DEVICE)
-        for name, (shape, kind) in shapes.saved_shapes(cfg, N).items()
-    }
+    """Norms are ones; codes of fp8 are made, as a step makes them once for all micro-batches of a pass."""
+    groups, (codes, dtypes) = shapes.weight_groups(cfg, 1), narrow.made_groups(cfg, 1)
+    views = tensors(groups, lambda n: randn(n) * 0.02)
+    for view in views.values():
+        if view.dim() == 1:
+            view.fill_(1.0)
+    new = lambda shape, dtype: torch.empty(shape, dtype=DTYPE[dtype], device=DEVICE)
+    made = {name: new(shape, dtypes.get(name, "BF16")) for ((name, shape),) in codes}
+    model.make_codes(cfg, 1, views, made, backward=True)
+    zeros = tensors(groups, lambda n: torch.zeros(n, dtype=BF16, device=DEVICE))
+    kept = shapes.saved_shapes(cfg, N).items()
+    saved = {name: new(shape, "BF16" if kind == "compute" else kind) for name, (shape, kind) in kept}
     rows = make_rows([N], rope_tables(cfg, N, DEVICE), DEVICE)
-    x, dy = randn(N, D), randn(N, D) * 1e-3
+    x, dy = randn(N, cfg.width), randn(N, cfg.width) * 1e-3
+    w, g = model.weights(cfg, 1, views | made), model.gradients(cfg, 1, zeros)
     return Block(cfg, w, g, rows, saved, x, dy, torch.empty_like(x), torch.empty_like(x))
 
 
@@ -116,21 +113,32 @@ def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:
 
 
 def peer_layer(cfg: ModelConfig, liger: bool):
-    """A LlamaDecoderLayer of transformers in bf16 and its rotation, with Liger's kernels if asked."""
-    from transformers import LlamaConfig
-    from transformers.models.llama import modeling_llama as modeling
+    """A layer of transformers' LLaMA or Qwen3-MoE in bf16 and its rotation.
 
-    importlib.reload(modeling)  # without Liger's patches
+    With Liger's kernels if asked; experts by torch._grouped_mm.
+    """
+    from transformers import LlamaConfig, Qwen3MoeConfig
+    from transformers.models.llama import modeling_llama as llama
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as mixture
+
+    importlib.reload(llama)  # without Liger's patches
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
-    keys = dict(hidden_size=cfg.width, intermediate_size=cfg.ffn, num_hidden_layers=1, vocab_size=cfg.vocab)
-    heads = dict(num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads)
-    hf = LlamaConfig(**keys, **heads, max_position_embeddings=8192, attn_implementation="sdpa")
+    keys: dict = dict(hidden_size=cfg.width, intermediate_size=cfg.ffn, num_hidden_layers=1, vocab_size=cfg.vocab)
+    keys |= dict(num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads, head_dim=cfg.head_dim)
+    keys |= dict(max_position_embeddings=cfg.max_positions, attn_implementation="sdpa")
+    if (found := cfg.experts) is None:
+        hf, layer_of, rotation_of = LlamaConfig(**keys), llama.LlamaDecoderLayer, llama.LlamaRotaryEmbedding
+    else:
+        keys |= dict(num_experts=found.count, num_experts_per_tok=found.chosen, moe_intermediate_size=found.width)
+        hf = Qwen3MoeConfig(**keys, norm_topk_prob=True, experts_implementation="grouped_mm")
+        layer_of, rotation_of = mixture.Qwen3MoeDecoderLayer, mixture.Qwen3MoeRotaryEmbedding
     with torch.device(DEVICE):
-        layer = modeling.LlamaDecoderLayer(hf, 0).to(BF16)
-        rotation = modeling.LlamaRotaryEmbedding(hf)
+        layer, rotation = layer_of(hf, 0).to(BF16), rotation_of(hf)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.02) if weight.dim() > 1 else torch.nn.init.ones_(weight)
     return layer.train(), rotation
 
 
@@ -156,12 +164,12 @@ def time_peer(b: Block, liger: bool, compile: bool) -> float:
         return seconds(both, 300)
 
 
-PEERS = (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True))
+PEERS = (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True))  # the first for all
 
 
 def peers(b: Block) -> dict[str, float]:
     found = {}
-    for name, liger, compile in PEERS[:1] if b.cfg.fp8 else PEERS:
+    for name, liger, compile in PEERS[:1] if b.cfg.fp8 or b.cfg.experts else PEERS:
         try:
             found[f"transformers, {name}"] = time_peer(b, liger, compile)
         except ImportError:  # no Liger, no torchao
@@ -218,6 +226,19 @@ def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     return dict(block=name, tokens=N, **rows, peers=others)
 
 
+def with_experts(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
+    """A block whose MLP is a mixture, every token to other experts."""
+    b = make_block(cfg, N)
+    b.both()
+    ours = seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)
+    each = ", ".join(f"{what} {t * 1e3:.3f}" for what, t in zip(("forward", "backward", "together"), ours, strict=True))
+    print(f"{name} block, {N} tokens, ms: {each}")
+    found = peers(b) if with_peers else {}
+    for who, t in found.items():
+        print(f"  {who}: {t * 1e3:.3f} ms, ours {t / ours[2]:.3f} times as fast", flush=True)
+    return dict(block=name, tokens=N, forward=ours[0], backward=ours[1], together=ours[2], peers=found)
+
+
 def looped(run: Callable, n: int = 50) -> tuple[float, float]:
     """(host seconds, wall seconds) a call."""
     run()
@@ -270,12 +291,15 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="time transformers too, in fp8 by torchao")
     parser.add_argument("--small", action="store_true", help="how busy small models keep the GPU")
     parser.add_argument("--fp8", action="store_true", help="blocks in fp8 beside those in bf16")
+    parser.add_argument("--experts", action="store_true", help="a block of Qwen3-30B, of 32,768 tokens")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if args.small:
         rows = [busy(name, cfg, 4096) for name, cfg in SMALL.items()]
+    elif args.experts:
+        rows = [with_experts("Qwen3-30B", MODELS["qwen3-30b"], 32768, args.peers)]
     else:
         if args.profile:
             for name, cfg in LARGE.items():
