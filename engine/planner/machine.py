@@ -39,6 +39,12 @@ def this_machine(
     return Machine(name, limits.gpu, limits.host, rates, room, worn, drives, how, limits.gpus)
 
 
+def doubt(device: torch.device, dtype: str) -> None:
+    """Has the next run measure processor and GPU anew, fp8 too."""
+    for kind in (dtype, "FP8"):
+        probe.forget(probe.processor(device, kind))
+
+
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:
     """`machine` with rates of the drives under `folders`, measured before or `anew`, if they can be tried."""
     try:

@@ -64,9 +64,9 @@ def kept(
 
 def remembered(identity: dict[str, Any]) -> dict[str, float] | None:
     """What was last remembered for this identity."""
-    folder, identity = cache_folder(), identity | {"version": VERSION}
+    path, identity = _place(identity)
     try:
-        found = json.loads((folder / _file(identity)).read_text()) if folder else {}
+        found = json.loads(path.read_text()) if path else {}
         if found["identity"] == identity:
             return {name: float(value) for name, value in found["rates"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -76,25 +76,27 @@ def remembered(identity: dict[str, Any]) -> dict[str, float] | None:
 
 def remember(identity: dict[str, Any], rates: dict[str, float]) -> None:
     """A folder that cannot be written costs time alone."""
-    folder, identity = cache_folder(), identity | {"version": VERSION}
-    if folder:
-        name = _file(identity)
-        part = folder / f"{name}.{os.getpid()}"
+    path, identity = _place(identity)
+    if path:
+        part = path.with_name(f"{path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             part.write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
-            part.replace(folder / name)
+            part.replace(path)
 
 
 def forget(identity: dict[str, Any]) -> None:
     """Has the next run measure anew."""
+    path, _ = _place(identity)
+    if path:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _place(identity: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+    """(the file of an identity, if there is a folder; the identity as of this VERSION)."""
     folder, identity = cache_folder(), identity | {"version": VERSION}
-    with contextlib.suppress(OSError):
-        if folder:
-            (folder / _file(identity)).unlink()
-
-
-def _file(identity: dict[str, Any]) -> str:
-    return f"machine-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.json"
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    return folder and folder / f"machine-{name}.json", identity
 
 
 # ---------------------------------------------------------------- processor and GPU

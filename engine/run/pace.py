@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from trireme.engine.amounts import count, duration
 from trireme.engine.lanes.trace import Span
-from trireme.engine.planner import probe
 from trireme.engine.planner.choose import Choice, choose
 from trireme.engine.planner.clock import DIFFERENT, Watch
 from trireme.engine.planner.correct import batch_of, corrected
 from trireme.engine.planner.lines import ready_line
+from trireme.engine.planner.machine import doubt
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.planner.variants import updated_alike
@@ -100,7 +100,7 @@ class Pace:
         """
         job = self.live.job
         if by_tasks * DIFFERENT < predicted:
-            probe.forget(probe.processor(job.device, job.plan.dtype))
+            doubt(job.device, job.plan.dtype)
             self.live.screen.say("probe    was too low, perhaps beside other programs: the next run measures anew")
 
     def _changed(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:

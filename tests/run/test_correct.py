@@ -117,8 +117,9 @@ def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
 def test_a_step_faster_than_its_machine_has_the_next_run_measure_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu, said = torch.device("cpu"), list[str]()
-    machine = probe.processor(cpu, "F32")
+    machine, in_fp8 = probe.processor(cpu, "F32"), probe.processor(cpu, "FP8")
     probe.remember(machine, {"matmul": 1e12})
+    probe.remember(in_fp8, {"fp8": 2e12})
     job = SimpleNamespace(device=cpu, plan=SimpleNamespace(dtype="F32"))
     live = SimpleNamespace(progress=SimpleNamespace(step=0), job=job, screen=SimpleNamespace(say=said.append))
     run = pace.Pace(live)
@@ -127,6 +128,7 @@ def test_a_step_faster_than_its_machine_has_the_next_run_measure_anew(tmp_path, 
     assert (probe.remembered(machine), said) == ({"matmul": 1e12}, [])
     run._question(1.0, 0.8)
     assert probe.remembered(machine) is None
+    assert probe.remembered(in_fp8) is None, "measured beside the same programs"
     assert len(said) == 1
     run._question(1.0, 0.8)  # gone already, as another run may have it
 
