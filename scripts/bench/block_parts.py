@@ -71,15 +71,16 @@ def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple
         y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
         if narrow.in_fp8(cfg, rows, columns):
             w8, x8, dy8 = (ops.quantize(t, columns=True) for t in (w, x, dy))
-            forward.append(partial(ops.product, x8.rows, x8.scale, w8.rows, w8.scale, y))
-            backward.append(partial(ops.product, dy8.rows, dy8.scale, w8.columns, w8.scale, dx))
-            if not shapes.is_frozen(cfg, group):
-                backward.append(partial(ops.product, dy8.columns, dy8.scale, x8.columns, x8.scale, dw))
-            continue
-        forward.append(partial(torch.mm, x, w.T, out=y))
-        backward.append(partial(torch.mm, dy, w, out=dx))
-        if not shapes.is_frozen(cfg, group):
-            backward.append(partial(torch.mm, dy.T, x, out=dw))
+            calls = [
+                partial(ops.product, x8.rows, x8.scale, w8.rows, w8.scale, y),
+                partial(ops.product, dy8.rows, dy8.scale, w8.columns, w8.scale, dx),
+                partial(ops.product, dy8.columns, dy8.scale, x8.columns, x8.scale, dw),
+            ]
+        else:
+            pairs = (x, w.T, y), (dy, w, dx), (dy.T, x, dw)
+            calls = [partial(torch.mm, a, b, out=out) for a, b, out in pairs]
+        forward.append(calls[0])
+        backward += calls[1:2] if shapes.is_frozen(cfg, group) else calls[1:]
     return forward, backward
 
 

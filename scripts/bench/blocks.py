@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from ops import seconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trireme.engine.memory import DTYPE
+from trireme.engine.memory import views
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.sizes import llama as llama_shape
 from trireme.kernels import ops
@@ -33,6 +32,7 @@ from trireme.models import model
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Rows, make_rows, rope_tables
 from trireme.models.sizes import narrow, shapes
+from trireme.storage.layout import pack
 
 LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
 SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}
@@ -62,32 +62,27 @@ class Block(NamedTuple):
         self.backward()
 
 
-def tensors(groups: Sequence[shapes.Group], make: Callable[[int], Tensor]) -> dict[str, Tensor]:
-    """By name, those of a group neighbours in memory."""
-    found = {}
-    for group in groups:
-        sizes = [math.prod(shape) for _, shape in group]
-        parts = make(sum(sizes)).split(sizes)
-        found |= {name: part.view(shape) for (name, shape), part in zip(group, parts, strict=True)}
-    return found
+def zeros(groups: Sequence[shapes.Group], others: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Tensors by name as a unit's span has them; `others`: as of pack."""
+    layout = pack(groups, "BF16", others)
+    return views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=DEVICE))
 
 
 def make_block(cfg: ModelConfig, N: int) -> Block:
     """Norms are ones; codes of fp8 are made, as a step makes them once for all micro-batches of a pass."""
-    groups, (codes, dtypes) = shapes.weight_groups(cfg, 1), narrow.made_groups(cfg, 1)
-    views = tensors(groups, lambda n: randn(n) * 0.02)
-    for view in views.values():
-        if view.dim() == 1:
-            view.fill_(1.0)
-    new = lambda shape, dtype: torch.empty(shape, dtype=DTYPE[dtype], device=DEVICE)
-    made = {name: new(shape, dtypes.get(name, "BF16")) for ((name, shape),) in codes}
-    model.make_codes(cfg, 1, views, made, backward=True)
-    zeros = tensors(groups, lambda n: torch.zeros(n, dtype=BF16, device=DEVICE))
-    kept = shapes.saved_shapes(cfg, N).items()
-    saved = {name: new(shape, "BF16" if kind == "compute" else kind) for name, (shape, kind) in kept}
+    groups = shapes.weight_groups(cfg, 1)
+    stored, made = zeros(groups), zeros(*narrow.made_groups(cfg, 1))
+    for weight in stored.values():
+        weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
+    model.make_codes(cfg, 1, stored, made, backward=True)
+    kinds = {"compute": BF16, "F32": torch.float32}
+    saved = {
+        name: torch.empty(shape, dtype=kinds[kind], device=DEVICE)
+        for name, (shape, kind) in shapes.saved_shapes(cfg, N).items()
+    }
     rows = make_rows([N], rope_tables(cfg, N, DEVICE), DEVICE)
     x, dy = randn(N, cfg.width), randn(N, cfg.width) * 1e-3
-    w, g = model.weights(cfg, 1, views | made), model.gradients(cfg, 1, zeros)
+    w, g = model.weights(cfg, 1, stored | made), model.gradients(cfg, 1, zeros(groups))
     return Block(cfg, w, g, rows, saved, x, dy, torch.empty_like(x), torch.empty_like(x))
 
 
@@ -182,24 +177,35 @@ def peers(b: Block) -> dict[str, float]:
 
 # ---------------------------------------------------------------- reports
 
+TIMES = ("forward", "backward", "together")
 
-def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
-    b = make_block(cfg, N)
+
+def times_of(b: Block) -> tuple[float, float, float]:
+    """Seconds, in the order of TIMES."""
     b.both()
-    ours = seconds(b.forward, 200), seconds(b.backward, 200)
-    together = seconds(b.both, 300)
-    gemms, attention = products(b), best_attention(b)
-    parts = [gemms[i] + attention[i][0] for i in range(2)]
-    print(f"{name} block, {N} tokens")
-    for what, t, gemm, (attend, who) in zip(("forward", "backward"), ours, gemms, attention, strict=True):
-        print(f"  {what:8s} {t * 1e3:7.3f} ms, parts {(gemm + attend) * 1e3:7.3f} = products {gemm * 1e3:7.3f} + "
-              f"attention {attend * 1e3:6.3f} ({who}): {(gemm + attend) / t:.3f}", flush=True)  # fmt: skip
-    print(f"  together {together * 1e3:7.3f} ms, parts {sum(parts) * 1e3:7.3f}: {sum(parts) / together:.3f}")
+    return seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)
+
+
+def beside_peers(b: Block, together: float, with_peers: bool) -> dict[str, float]:
+    """Prints and returns their seconds."""
     found = peers(b) if with_peers else {}
     for who, t in found.items():
         print(f"  {who}: {t * 1e3:.3f} ms, ours {t / together:.3f} times as fast", flush=True)
+    return found
+
+
+def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
+    b = make_block(cfg, N)
+    *ours, together = times_of(b)
+    gemms, attention = products(b), best_attention(b)
+    parts = [gemms[i] + attention[i][0] for i in range(2)]
+    print(f"{name} block, {N} tokens")
+    for what, t, gemm, (attend, who) in zip(TIMES[:2], ours, gemms, attention, strict=True):
+        print(f"  {what:8s} {t * 1e3:7.3f} ms, parts {(gemm + attend) * 1e3:7.3f} = products {gemm * 1e3:7.3f} + "
+              f"attention {attend * 1e3:6.3f} ({who}): {(gemm + attend) / t:.3f}", flush=True)  # fmt: skip
+    print(f"  together {together * 1e3:7.3f} ms, parts {sum(parts) * 1e3:7.3f}: {sum(parts) / together:.3f}")
     return dict(block=name, tokens=N, forward=ours[0], backward=ours[1], together=together, products=gemms,
-                attention=attention, peers=found)  # fmt: skip
+                attention=attention, peers=beside_peers(b, together, with_peers))  # fmt: skip
 
 
 def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
@@ -209,15 +215,14 @@ def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     for turn in range(2):
         for dtype, times in found.items():
             b = make_block(replace(cfg, fp8=dtype == "fp8"), N)
-            b.both()
-            times.append((seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)))
+            times.append(times_of(b))
             gemms[dtype] = products(b)
             if with_peers and turn:
                 others |= {f"{who}, {dtype}": t for who, t in peers(b).items()}
             del b
     print(f"{name} block, {N} tokens, ms in bf16 and fp8")
     best = {dtype: [min(t) for t in zip(*times, strict=True)] for dtype, times in found.items()}
-    rows = {what: [best[d][i] for d in found] for i, what in enumerate(("forward", "backward", "together"))}
+    rows = {what: [best[d][i] for d in found] for i, what in enumerate(TIMES)}
     rows["products, once"] = [sum(gemms[d]) for d in found]
     for what, (old, new) in rows.items():
         print(f"  {what:14s} {old * 1e3:7.3f} {new * 1e3:7.3f}: {old / new:.3f} times as fast", flush=True)
@@ -229,14 +234,9 @@ def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
 def with_experts(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     """A block whose MLP is a mixture, every token to other experts."""
     b = make_block(cfg, N)
-    b.both()
-    ours = seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)
-    each = ", ".join(f"{what} {t * 1e3:.3f}" for what, t in zip(("forward", "backward", "together"), ours, strict=True))
-    print(f"{name} block, {N} tokens, ms: {each}")
-    found = peers(b) if with_peers else {}
-    for who, t in found.items():
-        print(f"  {who}: {t * 1e3:.3f} ms, ours {t / ours[2]:.3f} times as fast", flush=True)
-    return dict(block=name, tokens=N, forward=ours[0], backward=ours[1], together=ours[2], peers=found)
+    ours = dict(zip(TIMES, times_of(b), strict=True))
+    print(f"{name} block, {N} tokens, ms: " + ", ".join(f"{what} {t * 1e3:.3f}" for what, t in ours.items()))
+    return dict(block=name, tokens=N, **ours, peers=beside_peers(b, ours["together"], with_peers))
 
 
 def looped(run: Callable, n: int = 50) -> tuple[float, float]:

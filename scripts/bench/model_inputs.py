@@ -42,11 +42,8 @@ def random_homes(homes: Homes) -> None:
             if homes.layout(entry).tensors:
                 _fill(homes, entry, tile, packed, coded)
         for r in range(len(homes.state[u])):
-            entry = Entry("state", u, r)
-            with Writer(homes, entry) as buffer:
-                if not (homes.blank and homes.in_ram(entry) is buffer):
-                    buffer.zero_()
-    homes.blank = False
+            with Writer(homes, Entry("state", u, r)) as buffer:
+                buffer.zero_()
 
 
 def _fill(homes: Homes, entry: Entry, tile: torch.Tensor, packed: torch.Tensor, coded: Quantized) -> None:

@@ -107,10 +107,10 @@ def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch
     """
     places = [(rope_tables(e.cfg, a.seq, gpu), gpu) for gpu in e.lanes.devices]
     times, losses, warm = [], [], []
+    traced = a.warmup - 1 if a.warmup > 2 else 0
     for step in range(1, a.warmup + a.steps + 1):
         batch = batch_of(step)
         start = time.perf_counter()
-        traced = a.warmup - 1 if a.warmup > 2 else 0
         e.lanes.tracing = step in (traced, a.warmup + a.steps)
         stats = _step(a, e, batch, places, step)
         times.append(time.perf_counter() - start)
