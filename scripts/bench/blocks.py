@@ -39,7 +39,7 @@ SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16,
 
 
 class Block(NamedTuple):
-    """A block's tensors for one document of N tokens."""
+    """A block's tensors for N tokens in documents of one length."""
 
     cfg: ModelConfig
     w: model.BlockWeights
@@ -68,8 +68,11 @@ def zeros(groups: Sequence[shapes.Group], others: Mapping[str, str] | None = Non
     return views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=DEVICE))
 
 
-def make_block(cfg: ModelConfig, N: int) -> Block:
-    """Norms are ones; codes of fp8 are made, as a step makes them once for all micro-batches of a pass."""
+def make_block(cfg: ModelConfig, N: int, documents: int = 1) -> Block:
+    """For N tokens in so many documents. Norms are ones.
+
+    Codes of fp8 are made, as a step makes them once for all micro-batches of a pass.
+    """
     groups = shapes.weight_groups(cfg, 1)
     stored, made = zeros(groups), zeros(*narrow.made_groups(cfg, 1))
     for weight in stored.values():
@@ -80,7 +83,7 @@ def make_block(cfg: ModelConfig, N: int) -> Block:
         name: torch.empty(shape, dtype=kinds[kind], device=DEVICE)
         for name, (shape, kind) in shapes.saved_shapes(cfg, N).items()
     }
-    rows = make_rows([N], rope_tables(cfg, N, DEVICE), DEVICE)
+    rows = make_rows([N // documents] * documents, rope_tables(cfg, N, DEVICE), DEVICE)
     x, dy = randn(N, cfg.width), randn(N, cfg.width) * 1e-3
     w, g = model.weights(cfg, 1, stored | made), model.gradients(cfg, 1, zeros(groups))
     return Block(cfg, w, g, rows, saved, x, dy, torch.empty_like(x), torch.empty_like(x))
@@ -144,14 +147,15 @@ def time_peer(b: Block, liger: bool, compile: bool) -> float:
         from torchao.float8 import convert_to_float8_training
 
         convert_to_float8_training(layer)
-    x = b.x[None].clone().requires_grad_()
+    x, dy = (t.view(len(b.rows.docs.lengths), -1, b.cfg.width) for t in (b.x.clone(), b.dy))
+    x.requires_grad_()
     position_ids = torch.arange(x.shape[1], device=DEVICE)[None]
     rotated = rotation(x, position_ids)
     call = torch.compile(layer, dynamic=False) if compile else layer
 
     def both():
         y = call(x, attention_mask=None, position_ids=position_ids, position_embeddings=rotated)
-        y.backward(b.dy[None])
+        y.backward(dy)
         x.grad = None
 
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -231,12 +235,14 @@ def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     return dict(block=name, tokens=N, **rows, peers=others)
 
 
-def with_experts(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
+def with_experts(name: str, cfg: ModelConfig, N: int, documents: int, with_peers: bool) -> dict:
     """A block whose MLP is a mixture, every token to other experts."""
-    b = make_block(cfg, N)
+    b = make_block(cfg, N, documents)
     ours = dict(zip(TIMES, times_of(b), strict=True))
-    print(f"{name} block, {N} tokens, ms: " + ", ".join(f"{what} {t * 1e3:.3f}" for what, t in ours.items()))
-    return dict(block=name, tokens=N, **ours, peers=beside_peers(b, ours["together"], with_peers))
+    times = ", ".join(f"{what} {t * 1e3:.3f}" for what, t in ours.items())
+    print(f"{name} block, {N} tokens in {documents} documents, ms: {times}")
+    found = beside_peers(b, ours["together"], with_peers)
+    return dict(block=name, tokens=N, documents=documents, **ours, peers=found)
 
 
 def looped(run: Callable, n: int = 50) -> tuple[float, float]:
@@ -270,8 +276,8 @@ def busy(name: str, cfg: ModelConfig, N: int) -> dict:
     return dict(block=name, tokens=N, host=host, wall=wall, gpu=gpu)
 
 
-def profile(name: str, cfg: ModelConfig, N: int) -> None:
-    b = make_block(cfg, N)
+def profile(name: str, cfg: ModelConfig, N: int, documents: int = 1) -> None:
+    b = make_block(cfg, N, documents)
     b.both()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
         for _ in range(5):
@@ -291,7 +297,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="time transformers too, in fp8 by torchao")
     parser.add_argument("--small", action="store_true", help="how busy small models keep the GPU")
     parser.add_argument("--fp8", action="store_true", help="blocks in fp8 beside those in bf16")
-    parser.add_argument("--experts", action="store_true", help="a block of Qwen3-30B, of 32,768 tokens")
+    parser.add_argument("--experts", action="store_true", help="a block of Qwen3-30B, documents of 32k and 4k")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
@@ -299,7 +305,10 @@ def main() -> None:
     if args.small:
         rows = [busy(name, cfg, 4096) for name, cfg in SMALL.items()]
     elif args.experts:
-        rows = [with_experts("Qwen3-30B", MODELS["qwen3-30b"], 32768, args.peers)]
+        mixture = "Qwen3-30B", MODELS["qwen3-30b"], 32768
+        if args.profile:
+            profile(*mixture, documents=8)
+        rows = [with_experts(*mixture, documents, args.peers) for documents in (1, 8)]
     else:
         if args.profile:
             for name, cfg in LARGE.items():

@@ -109,6 +109,14 @@ def test_without_a_drive_what_memory_does_not_hold_is_refused():
         choose(SMALL, Limits(80 * MIB, 120 * MIB), replace(RATES, ssd_read=0.0, ssd_write=0.0), WANTED)
 
 
+def test_without_a_drive_the_gpu_holds_state_rather_than_activations():
+    limits, wanted = Limits(79 << 30, 108 << 30), replace(WANTED, sizes=((16384, 2),), mode="backward", document=1024)
+    assert simple_plan(MODELS["llama-13b"], limits, wanted).uses("ssd")
+    choice = choose(MODELS["llama-13b"], limits, replace(RATES, ssd_read=0.0, ssd_write=0.0), wanted)
+    assert any(unit.state == "gpu" for unit in choice.plan.units)
+    assert not choice.plan.uses("ssd")
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(60, 600), st.integers(60, 2000))
 def test_without_a_drive_nothing_is_put_on_one(gpu, host):
