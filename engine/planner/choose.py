@@ -28,7 +28,7 @@ from trireme.models.config import ModelConfig
 WEAR = 1.05  # gain that swapping activations to the SSD has to bring, for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
 REFINED = 4  # best plans that are varied
-FIRST = Lean(), Lean(states=1.0), Lean("host", states=1.0)
+WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0)
 WORK, LEAST = 8000, 3  # units x micro-batches in all simulations, twice as many for several GPUs; simulations at least
 
 
@@ -49,12 +49,17 @@ def choose(
     begun: Plan | None = None,
     leans: Sequence[Lean] = LEANS,
 ) -> Choice:
-    """The fastest variant of simple_plan(cfg, limits, wanted). Deterministic. Raises DoesNotFit.
+    """The fastest variant of first_plan's. Deterministic. Raises DoesNotFit.
 
     `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
     """
-    first = _first(cfg, limits, rates, wanted)
+    first = first_plan(cfg, limits, wanted, has_drive(rates))
     begun = begun and begun.dealt(wanted.gpus, cfg.tied)
+    if first.uses("ssd") and not has_drive(rates):
+        raise DoesNotFit(
+            f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
+            "no drive for the rest."
+        )
     wanted = replace(wanted, halves=first.halves)
     trials = Trials(Geometry.of(cfg, first), rates, wanted)
     before = trials.simulate(first)
@@ -74,16 +79,16 @@ def choose(
     return Choice(best, trials.found[best], because)
 
 
-def _first(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> Plan:
-    """The rule's plan; without a drive, one that has state on the GPU before activations."""
-    for lean in FIRST:
-        plan = simple_plan(cfg, limits, wanted, lean)
-        if has_drive(rates) or not plan.uses("ssd"):
-            return plan
-    raise DoesNotFit(
-        f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is no "
-        "drive for the rest."
-    )
+def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) -> Plan:
+    """The rule's plan or, without a drive to hold what is left, one with state on the GPU before activations.
+
+    It uses the SSD where no plan does without. Raises DoesNotFit.
+    """
+    first = simple_plan(cfg, limits, wanted)
+    if drive or not first.uses("ssd"):
+        return first
+    others = (simple_plan(cfg, limits, wanted, lean) for lean in WITHOUT_A_DRIVE)
+    return next((plan for plan in others if not plan.uses("ssd")), first)
 
 
 def has_drive(rates: Rates) -> bool:

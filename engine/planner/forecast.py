@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,10 +13,10 @@ from trireme.engine.amounts import gb, whole_gib
 from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
-from trireme.engine.planner.choose import choose
+from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import RAM_SHARE, TB, Machine
-from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.rule import Wanted
 from trireme.engine.planner.variants import LEANS
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes
@@ -245,9 +246,13 @@ def check_drive(f: Forecast) -> None:
     """Raises DoesNotFit where the plan needs a missing drive, or more than it holds."""
     plan, room, need = f.plan, f.room, f.disk()
     if plan.uses("ssd") and not room:
-        wanted = replace(Wanted.like(plan, f.work.document or f.work.seq_len, f.work.trained), homes="host")
-        alone = simple_plan(f.cfg, replace(f.limits, host=1 << 60), wanted)
-        ram = usage(Geometry.of(f.cfg, alone), alone)["host"]
+        wanted = Wanted.like(plan, f.work.document or f.work.seq_len, f.work.trained)
+
+        def enough(ram: int) -> bool:
+            return not first_plan(f.cfg, replace(f.limits, host=ram), wanted, drive=False).uses("ssd")
+
+        steps = range(f.limits.host, 1 << 46, 1 << 30)
+        ram = steps[bisect_left(steps, True, key=enough)]
         raise DoesNotFit(
             f"weights and optimizer state need {whole_gib(ram)} of RAM, the limit is {whole_gib(f.limits.host)} and "
             f"there is no SSD. Add ssd={math.ceil(need / TB)}TB, or raise ram to "

@@ -11,6 +11,7 @@ from command import finetune
 
 from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan
+from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.lines import cell, disk_line, gpu_lines, memory_lines, time_line, wear_line
 from trireme.engine.planner.rates import assume
@@ -29,7 +30,7 @@ SEVEN_B = ModelConfig("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, 
 
 def forecast(machine: str, sequences: int = 16, **more) -> Forecast:
     m = assume(machine)
-    plan = simple_plan(SEVEN_B, m.limits, Wanted(((8192, 4), (1024, 32)), record=1 << 25))
+    plan = first_plan(SEVEN_B, m.limits, Wanted(((8192, 4), (1024, 32)), record=1 << 25), drive=bool(m.ssd))
     return Forecast(SEVEN_B, plan, m, m.limits, Work(2048, sequences, 1000, **more))
 
 
@@ -169,12 +170,15 @@ def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
         check_drive(replace(f, machine=replace(f.machine, ssd=10**11)))
 
 
-def test_the_ram_that_is_named_is_enough():
-    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+@pytest.mark.parametrize("gpu", ["24GiB", "64GiB"])
+def test_the_ram_that_is_named_is_enough_and_not_more(gpu):
+    f = forecast(f"gpu={gpu},ram=24GiB,ssd=2TB@7/5")
     with pytest.raises(DoesNotFit) as refusal:
         check_drive(replace(f, machine=replace(f.machine, ssd=0)))
-    ram = re.search(r"raise ram to (\w+)", str(refusal.value))[1]
-    check_drive(forecast(f"gpu=rtx4090,ram={ram}"))
+    ram = int(re.search(r"raise ram to (\d+)GiB", str(refusal.value))[1])
+    check_drive(forecast(f"gpu={gpu},ram={ram}GiB"))
+    with pytest.raises(DoesNotFit):
+        check_drive(forecast(f"gpu={gpu},ram={ram - 4}GiB"))
 
 
 def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():

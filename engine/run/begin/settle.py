@@ -13,7 +13,7 @@ from trireme.engine.amounts import count, rounded_up
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
-from trireme.engine.planner.choose import choose
+from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.machine import with_drives
@@ -181,7 +181,7 @@ class Planner:
         if self.given:
             check_step(o, self.given, work.sequences, self.seq_len)
             return Settled(self.given, (f"read from {o.plan}",), machine)
-        first = simple_plan(self.cfg, limits, wanted)
+        first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
         if o.assume:
             check_drive(Forecast(self.cfg, first, machine, limits, work, files))
         if not self.on_cuda:
