@@ -21,6 +21,7 @@ from trireme.models.families.table import EXACT_GELU, FAMILIES, SILU, WRAPPERS, 
 from trireme.storage.untrusted import read_small
 
 LARGEST = 1 << 20  # of config.json
+MOST_LAYERS = 1 << 12  # work grows with them before the files are read
 # Keys that change the mathematics -> accepted values.
 INERT = {
     "partial_rotary_factor": (None, 1, 1.0),
@@ -226,6 +227,8 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     spelled = family.spelled
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = (keys.count(spelled[name]) for name in ("width", "n_layers"))
+    if layers > MOST_LAYERS:
+        raise keys.error(spelled["n_layers"], f"at most {MOST_LAYERS:,}")
     heads = keys.count(spelled["n_heads"], family.n_heads)
     kv_heads, head_dim = heads_of(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
@@ -257,7 +260,11 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
 
 
 def _mtp_layers(keys: Keys) -> int:
-    return 0 if keys.raw.get("num_nextn_predict_layers") == 0 else keys.count("num_nextn_predict_layers", 1)
+    name = "num_nextn_predict_layers"
+    layers = 0 if keys.raw.get(name) == 0 else keys.count(name, 1)
+    if layers > MOST_LAYERS:
+        raise keys.error(name, f"at most {MOST_LAYERS:,}")
+    return layers
 
 
 def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:

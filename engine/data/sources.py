@@ -38,6 +38,8 @@ class DataFile:
 
 def parse_data_file(text: str) -> DataFile:
     """`path` or `path:weight`. Raises InputError where it cannot be opened."""
+    if not text:
+        raise InputError("--data is empty. Name a file.")
     match = re.fullmatch(r"(.+):(\d*\.?\d+)", text)
     path, weight = (match[1], float(match[2])) if match and not Path(text).exists() else (text, 1.0)
     source = DataFile(Path(path), weight)

@@ -187,7 +187,7 @@ def checked(options: Options) -> Options:
     _check_named(options)
     unknown = set(options.log) - {"tensorboard", "wandb", "trace"}
     if unknown:
-        raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace.")
+        raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace; leave it out for none.")
     if (options.export == "best" or options.patience) and not options.val and options.data:
         flag = f"--patience {options.patience}" if options.patience else "--export best"
         raise InputError(f"{flag} goes by the loss on held-out data. Give --val.")

@@ -51,8 +51,8 @@ REFUSED = {  # key -> accepted values
     "swiglu_alpha": (None, 1.702),
     "n_group": (None, 1),
 }
+MOST = 1 << 18  # experts of all layers
 COUNTED = "num_experts", "num_local_experts", "n_routed_experts"
-MOST_LAYERS = 1 << 16  # for lists by layer
 
 
 def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bool = False) -> Experts | None:
@@ -63,6 +63,8 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bo
         keys.refuse_unless(name, accepted)
     counted = next((name for name in COUNTED if name in keys.raw), COUNTED[0])
     count, chosen = keys.count(counted, family.count), keys.count("num_experts_per_tok", family.chosen)
+    if layers * count > MOST:
+        raise keys.error(counted, f"at most {MOST // layers:,} in each of {layers:,} layers")
     if chosen > count:
         raise InputError(f'{keys.where}: "num_experts_per_tok" is {chosen}, more than the {count} of "{counted}".')
     renormalise = family.renormalise
@@ -82,8 +84,6 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bo
 
 
 def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:
-    if layers > MOST_LAYERS:
-        raise keys.error("num_hidden_layers", f"at most {MOST_LAYERS}")
     if family.leading:
         first = keys.raw.get("first_k_dense_replace", family.leading)
         if type(first) is not int or not 0 <= first < layers:

@@ -6,8 +6,6 @@ from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.rope import GLOBAL, LOCAL
 from trireme.models.families.table import Family
 
-MOST_LAYERS = 1 << 16  # for lists by layer
-
 
 def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
     """(window, its first layer, later layers without it); (0, 0, ()) for none."""
@@ -40,7 +38,6 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
 
 def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int, int, tuple[int, ...]]:
     """As sliding_window, by `layer_types` or the family's period."""
-    _few(keys, layers)
     types = keys.raw.get("layer_types")
     if types is None:
         period = keys.count("sliding_window_pattern", family.period or (layers + 1 if window else 1))
@@ -56,7 +53,6 @@ def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int,
 
 def _refuse_hybrids(keys: Keys, layers: int) -> None:
     """InputError unless every layer is attention with a plain MLP."""
-    _few(keys, layers)
     keys.refuse_unless("num_local_experts", (0,))
     types = keys.raw.get("layer_types") or keys.raw.get("layers_block_type")
     if not isinstance(types, list) or len(types) != layers or any(t not in ("attention", GLOBAL) for t in types):
@@ -65,7 +61,6 @@ def _refuse_hybrids(keys: Keys, layers: int) -> None:
 
 def unrotated_layers(keys: Keys, layers: int) -> tuple[int, ...]:
     """Layers without rope."""
-    _few(keys, layers)
     rotated = keys.raw.get("no_rope_layers")
     if rotated is None:
         every = keys.count("no_rope_layer_interval", 4)
@@ -73,9 +68,3 @@ def unrotated_layers(keys: Keys, layers: int) -> tuple[int, ...]:
     if not isinstance(rotated, list) or len(rotated) != layers or not all(r in (0, 1) for r in rotated):
         raise keys.error("no_rope_layers", f"a list of {layers} times 0 or 1")
     return tuple(i for i, r in enumerate(rotated) if not r)
-
-
-def _few(keys: Keys, layers: int) -> None:
-    """Raises InputError where lists of all layers would fill the RAM."""
-    if layers > MOST_LAYERS:
-        raise keys.error("num_hidden_layers", f"at most {MOST_LAYERS}")

@@ -99,7 +99,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--warmup", "1.5"], "--warmup: '1.5' is not a share (below 1) or a number of steps."),
         (["--ram", "24"], "--ram: '24' is not a size; write it like 24GiB, 2TB or 512MiB."),
         (["--save-every", "x"], "--save-every: 'x' is not an interval; write 500 (steps), 0.1 (of the run), 30min"),
-        (["--log", "mlflow"], "--log mlflow: expected tensorboard, wandb or trace."),
+        (["--log", "mlflow"], "--log mlflow: expected tensorboard, wandb or trace; leave it out for none."),
         (["--store", "a,b,./a"], "--store a,b,./a: a folder is named twice. Name one on each drive."),
         (
             ["--out", "a/b", "--store", "a/./b,c"],
