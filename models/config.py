@@ -226,9 +226,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         raise keys.error("quantization_config", 'none, or one with "quant_method": "mxfp4"')
     spelled = family.spelled
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
-    width, layers = (keys.count(spelled[name]) for name in ("width", "n_layers"))
-    if layers > MOST_LAYERS:
-        raise keys.error(spelled["n_layers"], f"at most {MOST_LAYERS:,}")
+    width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
     heads = keys.count(spelled["n_heads"], family.n_heads)
     kv_heads, head_dim = heads_of(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
@@ -261,10 +259,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
 
 def _mtp_layers(keys: Keys) -> int:
     name = "num_nextn_predict_layers"
-    layers = 0 if keys.raw.get(name) == 0 else keys.count(name, 1)
-    if layers > MOST_LAYERS:
-        raise keys.error(name, f"at most {MOST_LAYERS:,}")
-    return layers
+    return 0 if keys.raw.get(name) == 0 else keys.count(name, 1, MOST_LAYERS)
 
 
 def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:

@@ -24,11 +24,13 @@ class Keys:
         value = self.raw.get(name)
         return default if value is None else value
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def count(self, name: str, default: int | None = None, most: int | None = None) -> int:
+        """A positive integer, of `most` at most."""
         value = self._get(name, default)
         if type(value) is not int or not 0 < value < 1 << 31:
             raise self.error(name, "a positive integer")
+        if most is not None and value > most:
+            raise self.error(name, f"at most {most:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

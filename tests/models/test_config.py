@@ -150,6 +150,7 @@ def test_attention_scale_by_layer():
             ["num_local_experts", "at most 8,192 in each of 32 layers"],
         ),
         (LLAMA | dict(model_type="smollm3", num_hidden_layers=2**31 - 1), ["num_hidden_layers", "at most 4,096"]),
+        (LLAMA | dict(model_type="olmo3", num_hidden_layers=2**31 - 1), ["num_hidden_layers", "at most 4,096"]),
         (LLAMA | dict(model_type="olmo3", layer_types=["full_attention"] * 31), ["layer_types", "32"]),
         (LLAMA | dict(model_type="olmo3", layer_types=["linear_attention"] * 32), ["layer_types", "sliding_attention"]),
         (LLAMA | dict(model_type="olmo3", sliding_window=None), ["sliding_window"]),
