@@ -251,7 +251,7 @@ def check_drive(f: Forecast) -> None:
         def enough(ram: int) -> bool:
             return not first_plan(f.cfg, replace(f.limits, host=ram), wanted, drive=False).uses("ssd")
 
-        steps = range(f.limits.host, 1 << 46, 1 << 30)
+        steps = range(f.limits.host, 1 << 60, 1 << 30)
         ram = steps[bisect_left(steps, True, key=enough)]
         raise DoesNotFit(
             f"weights and optimizer state need {whole_gib(ram)} of RAM, the limit is {whole_gib(f.limits.host)} and "
