@@ -27,6 +27,7 @@ from trireme.storage.files import partial_of, read_back, sync_folder, write_sync
 from trireme.storage.layout import TensorSpec
 from trireme.storage.untrusted import checksum, summed
 
+Loaded = Callable[[int], object]  # told of units
 Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> elements in pieces
 LOADERS = 8  # tensors read at once
 PIECE = 1 << 18  # elements at a time, in a core's cache
@@ -55,16 +56,18 @@ class Exchange:
         self.trained = ""  # that of trained ones
         self.unit = {t.name: u for u, layout in enumerate(homes.geo.stored) for t in layout.tensors}
 
-    def load(self, progress: Progress = silent) -> None:
-        """Fills the homes, moments with zeros. Raises InputError as `fill`, StoreError."""
+    def load(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
+        """Fills the homes, moments with zeros; `loaded(u)` once unit u is. Raises InputError as `fill`, StoreError."""
         self._check_tied()
         in_bf16 = {name for name, stored in self.stored.items() if self.source.place(stored).dtype == "BF16"}
-        self.trained = fill(self.homes, self._values, in_bf16, progress)
-        self.load_base(progress)
+        frozen = {u for u, layout in enumerate(self.homes.geo.base) if layout.tensors}
+        whole: Loaded = lambda u: None if u in frozen else loaded(u)
+        self.trained = fill(self.homes, self._values, in_bf16, progress, whole)
+        self.load_base(progress, loaded)
 
-    def load_base(self, progress: Progress = silent) -> None:
+    def load_base(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
         """Fills homes of frozen weights alone; a snapshot has the rest. Errors as load."""
-        self.base = fill_base(self.homes, self._values, progress)
+        self.base = fill_base(self.homes, self._values, progress, loaded)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
         """Writes the checkpoint. Raises StoreError."""
@@ -175,10 +178,12 @@ class Kept(Reader):
 # ---------------------------------------------------------------- homes
 
 
-def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progress = silent) -> str:
+def fill(
+    homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progress = silent, filled: Loaded = silent
+) -> str:
     """Fills every home: weights as read, moments zero. Raises InputError on values that are not finite.
 
-    `in_bf16`: tensors without low halves. Returns the checksum of the values read.
+    `in_bf16`: tensors without low halves; `filled(u)` once unit u is. Returns the checksum of the values read.
     """
     blank, homes.blank = homes.blank, False
     sums = list[str]()
@@ -188,17 +193,22 @@ def fill(homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progr
             for r in range(len(homes.state[u])):
                 _fill_record(homes, u, r, read, in_bf16, blank)
                 progress(homes.layout(Entry("state", u, r)).span)
+            filled(u)
     for device in homes.lanes.devices:
         if device.type == "cuda":  # zeros on the GPU, which other streams read
             torch.cuda.current_stream(device).synchronize()
     return checksum(found.encode() for found in sums)
 
 
-def fill_base(homes: Homes, read: Read, progress: Progress = silent) -> dict[str, str]:
+def fill_base(homes: Homes, read: Read, progress: Progress = silent, filled: Loaded = silent) -> dict[str, str]:
     """Fills, or only reads, frozen weights. Returns checksums of what was read, by unit. Errors as `fill`."""
+    sums = dict[str, str]()
     with ThreadPoolExecutor(LOADERS) as pool:
-        units = [(u, name) for u, name in enumerate(homes.geo.names) if homes.geo.base[u].tensors]
-        return {name: _fill_weights(homes, Entry("base", u), read, pool, progress) for u, name in units}
+        for u, name in enumerate(homes.geo.names):
+            if homes.geo.base[u].tensors:
+                sums[name] = _fill_weights(homes, Entry("base", u), read, pool, progress)
+                filled(u)
+    return sums
 
 
 def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecutor, progress: Progress) -> str:

@@ -100,6 +100,12 @@ class Gradients:
                 self.landed[u] = (None, self._spill(u, host, landed))
         accumulator.ring.release(accumulator, (task,))
 
+    def drop(self, u: int, after: Task) -> None:
+        """Forgets unit u's sum, in use until `after`."""
+        if u in self.holding:
+            accumulator = self.holding.pop(u)
+            accumulator.ring.release(accumulator, (after,))
+
     def set_aside(self, u: int, after: Task) -> None:
         """Unit u's sum goes on later; until `after` it has the head's part."""
 

@@ -198,7 +198,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
         for b, mb in route.micro_batches():
             target = e.activations.x(u + 1, b)
             out = e.activations.open(target)
-            done = _forward_embedding(e, w, mb, out) if u == 0 else _forward_block(e, u, b, w, mb, out, train)
+            done = forward_embedding(e, w, mb, out) if u == 0 else forward_block(e, u, b, w, mb, out, train)
             e.activations.send(target, mb.tokens, done)
         e.weights.release_in_forward(u, done, train)
     return route
@@ -219,7 +219,7 @@ def _outputs(
     return [look_ahead(product(units, range(len(batch))), min(e.plan.swap_slots, len(batch)) - 1, fetch)]
 
 
-def _forward_embedding(e: Engine, w: Weights, mb: Inputs, out: OnGpu) -> Task:
+def forward_embedding(e: Engine, w: Weights, mb: Inputs, out: OnGpu) -> Task:
     def forward() -> None:
         ids, rows = mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows
         head.embed_forward(weights_of(e, 0, w), ids, rows, _rows(e, out, mb))
@@ -227,7 +227,7 @@ def _forward_embedding(e: Engine, w: Weights, mb: Inputs, out: OnGpu) -> Task:
     return e.compute("forward", 0, forward, (*w.ready, *out.ready))
 
 
-def _forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu, train: bool) -> Task:
+def forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu, train: bool) -> Task:
     swap, source = e.activations, e.activations.x(u, b)
     x = swap.get(source)
     spans = {saved: swap.open(saved) for saved in swap.saved(u, b)} if train else {}
@@ -255,7 +255,7 @@ def _head(e: Engine, route: Route, scale: float | None) -> tuple[list[Tensor], T
     g = {v: e.gradients.get(v) for v in read} if scale is not None else {}
     losses: list[Tensor] = []
     for b, mb in route.micro_batches():
-        done = _loss(e, b, w, g, mb, scale or 1.0, losses)
+        done = loss(e, b, w, g, mb, scale or 1.0, losses)
     for v in read:
         e.weights.release(v, done)
     if g:
@@ -265,7 +265,7 @@ def _head(e: Engine, route: Route, scale: float | None) -> tuple[list[Tensor], T
     return losses, done
 
 
-def _loss(
+def loss(
     e: Engine,
     b: int,
     w: Mapping[int, Weights],
@@ -280,7 +280,7 @@ def _loss(
     x = swap.get(source)
     dx = swap.open(target) if g else None
 
-    def loss() -> None:
+    def add() -> None:
         tops = {v: weights_of(e, v, held) for v, held in w.items()}
         grads = {v: _gradients(e, v, gradient) for v, gradient in g.items()}
         w_out = model.output_matrix(e.cfg, tops.get(0), tops[u])
@@ -292,7 +292,7 @@ def _loss(
     ready = _ready(*w.values(), x, *g.values())
     flops = costs.forward_flops(e.cfg, u, mb.trained, mb.pairs)
     flops += costs.backward_flops(e.cfg, u, mb.trained, mb.pairs) if g else 0
-    done = e.compute("loss", u, loss, (*ready, *(dx.ready if dx else ())), flops)
+    done = e.compute("loss", u, add, (*ready, *(dx.ready if dx else ())), flops)
     swap.release(source, done)
     if g:
         swap.send(target, mb.tokens, done)
@@ -338,13 +338,13 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     for u in route.units:
         w, gradient = e.weights.get(u, backward=True), e.gradients.get(u)
         for b, mb in route.micro_batches():
-            done = _backward_block(e, u, b, w, gradient, mb)
+            done = backward_block(e, u, b, w, gradient, mb)
         e.weights.release(u, done)
         e.optimizer.finish(u, done)
     _backward_embedding(e, route)
 
 
-def _backward_block(e: Engine, u: int, b: int, w: Weights, gradient: Gradient, mb: Inputs) -> Task:
+def backward_block(e: Engine, u: int, b: int, w: Weights, gradient: Gradient, mb: Inputs) -> Task:
     swap, above = e.activations, e.activations.dx(u + 1, b)
     source, target = swap.x(u, b), swap.dx(u, b)
     x, dy = swap.get(source), swap.get(above)
@@ -371,16 +371,21 @@ def _backward_block(e: Engine, u: int, b: int, w: Weights, gradient: Gradient, m
 def _backward_embedding(e: Engine, route: Route) -> None:
     gradient = e.gradients.get(0)
     for b, mb in route.micro_batches():
-        above = e.activations.dx(1, b)
-        dy = e.activations.get(above)
-
-        def backward(mb: Inputs = mb, dy: OnGpu = dy) -> None:
-            g = _gradients(e, 0, gradient)
-            head.embed_backward(g, _rows(e, dy, mb), mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows)
-
-        done = e.compute("backward", 0, backward, (*gradient.ready, *dy.ready))
-        e.activations.release(above, done)
+        done = backward_embedding(e, b, gradient, mb)
     e.optimizer.finish(0, done)
+
+
+def backward_embedding(e: Engine, b: int, gradient: Gradient, mb: Inputs) -> Task:
+    above = e.activations.dx(1, b)
+    dy = e.activations.get(above)
+
+    def backward() -> None:
+        g = _gradients(e, 0, gradient)
+        head.embed_backward(g, _rows(e, dy, mb), mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows)
+
+    done = e.compute("backward", 0, backward, (*gradient.ready, *dy.ready))
+    e.activations.release(above, done)
+    return done
 
 
 # ---------------------------------------------------------------- tensors

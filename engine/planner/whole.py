@@ -124,15 +124,15 @@ def _homes(f: Forecast) -> Iterator[tuple[Tier, int]]:
 # ---------------------------------------------------------------- the first step
 
 
-def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device) -> float:
-    """Seconds of the first step beyond the second; 0 on a CPU.
+def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device | None, loading: float = 0.0) -> float:
+    """Seconds of the first step beyond the second; 0 on a CPU. Compilation begins under `loading` seconds.
 
-    KNOWN or as measured if this machine has run the model with Triton's present cache.
+    KNOWN or as measured if this machine has run the model with Triton's present cache; `device` None: it has not.
     """
-    if device.type != "cuda":
+    if device is not None and device.type != "cuda":
         return 0.0
-    found = probe.remembered(_forms(cfg, plan, device))
-    return found["seconds"] if found else SOME if _cached() else NEW
+    found = probe.remembered(_forms(cfg, plan, device)) if device else None
+    return found["seconds"] if found else max(KNOWN, (SOME if device and _cached() else NEW) - loading)
 
 
 def note_compilation(cfg: ModelConfig, plan: Plan, device: torch.device, seconds: float) -> None:

@@ -106,7 +106,7 @@ class Live:
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
             given = self._engine, self.job, self.store, self.screen, self.resumed, asked
-            self._loaded(fill_engine(*given, group=self.group, whole=self.whole))
+            self._loaded(fill_engine(*given, group=self.group, whole=self.whole, clock=self.clock))
         if self.whole is not None and not asked:
             self._settle_in(self.whole)
 

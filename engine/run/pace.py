@@ -89,7 +89,7 @@ class Pace:
         if cuda:
             beyond = max(0.0, self.first_s - then) + max(0.0, seconds - then)  # the second step has the first updates
             live.clock.move(beyond, "steps", "compile")
-            note_compilation(job.cfg, job.plan, job.device, beyond)
+            note_compilation(job.cfg, job.plan, job.device, live.clock.spent["compile"])
             self._question(found.step_s, then)
         return self._tell(left)
 

@@ -9,7 +9,7 @@ from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
-from trireme.engine.planner.whole import NEW, Events, compile_s, evaluation_s, foretold
+from trireme.engine.planner.whole import Events, compile_s, evaluation_s, foretold
 from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
@@ -209,7 +209,8 @@ def promise(job: Job, done: int = 0, clock: Clock | None = None, step_s: float |
     found["steps"] = steps_s
     if clock is not None:
         return found | {"load": 0.0}
-    return found | {"compile": NEW if o.assume else compile_s(job.cfg, job.plan, job.device)}
+    loading = 0.0 if done or job.plan.gpus * job.plan.hosts > 1 else found["load"] - job.forecast.pinning_s()
+    return found | {"compile": compile_s(job.cfg, job.plan, None if o.assume else job.device, loading)}
 
 
 def known(clock: Clock | None, compiles: bool) -> Times:

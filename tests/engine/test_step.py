@@ -39,6 +39,7 @@ from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.rehearsal import rehearse
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
@@ -68,6 +69,7 @@ BETWEEN = {
     "sample": lambda e, micro: sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
     "flush": lambda e, micro: e.optimizer.flush(),
     "drain": lambda e, micro: e.lanes.drain(),
+    "rehearse": lambda e, micro: rehearse(e, micro[0], range(e.geo.n_units)) if e.plan.gpus == 1 else None,
 }
 ALWAYS = ("evaluate", "sample")
 

@@ -91,10 +91,12 @@ def test_compilation_is_foretold_by_what_the_machine_has_run(tmp_path, monkeypat
     assert foretold() == whole.SOME, "kernels of another model"
     monkeypatch.setattr(whole, "_cached", lambda: False)
     assert foretold() == whole.NEW
+    assert whole.compile_s(ONE_B, p, cuda, loading=3.0) == whole.NEW - 3
+    assert whole.compile_s(ONE_B, p, cuda, loading=60.0) == whole.KNOWN, "the first updates' come later"
     whole.note_compilation(ONE_B, p, cuda, 14.0)
     assert foretold() == whole.KNOWN, "the next run finds the kernels in Triton's cache"
     whole.note_compilation(ONE_B, p, cuda, 2.5)
-    assert foretold() == 2.5
+    assert foretold() == whole.compile_s(ONE_B, p, cuda, loading=60.0) == 2.5, "measured, and so what loading left"
     folder[1] = 2
     assert foretold() == whole.NEW, "the cache was removed"
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 from trireme.engine.amounts import count, gb, gib
 from trireme.engine.between import load_from_store
-from trireme.engine.build import build
+from trireme.engine.build import build, in_ram, placed
 from trireme.engine.exchange import Exchange
 from trireme.engine.hosts import reshare
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
 from trireme.engine.lanes.real import RealLanes
+from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import hold_to
+from trireme.engine.rehearsal import rehearse
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.screen import Screen
-from trireme.engine.step import Engine
+from trireme.engine.step import Engine, Inputs
 from trireme.engine.tuning.base import CheckpointBase
 from trireme.engine.updates import AdamW
+from trireme.models.rows import make_load, rope_tables
 from trireme.storage.files import StoreError
 from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
@@ -64,10 +69,11 @@ def fill_engine(
     everything: bool = True,
     group: Alone | None = None,
     whole: Whole | None = None,
+    clock: Clock | None = None,
 ) -> dict[str, str]:
     """Loads the snapshot if `resumed`, or a share of `whole`, else the checkpoint. Returns Exchange.base.
 
-    Without `everything`, homes on the SSD are not read. Raises as Live.load.
+    `clock`: within its part "load". Without `everything`, homes on the SSD are not read. Raises as Live.load.
     """
     e.claim_scratch(store.devices)
     adapter = None if resumed else job.adapter
@@ -86,10 +92,36 @@ def fill_engine(
         return exchange.base
     _new_shards(e, job, store)
     with _loading(screen, "loading", e.homes.nbytes() + e.homes.frozen_bytes, asked) as more:
-        exchange.load(more)
+        _load_and_rehearse(e, job, exchange, more, clock or Clock())
     if group:
         group.agree("weights", exchange.base | {"those that are trained": exchange.trained}, "Copy host 0's checkpoint")
     return exchange.base
+
+
+def _load_and_rehearse(e: Engine, job: Job, exchange: Exchange, more: Callable[[int], None], clock: Clock) -> None:
+    """Loads in another thread; on a GPU this one has kernels compiled meanwhile."""
+    loaded, ended = SimpleQueue[int | None](), list[float]()
+
+    def load() -> None:
+        try:
+            exchange.load(more, loaded.put)
+        finally:
+            ended.append(clock.now())
+            loaded.put(None)
+
+    with ThreadPoolExecutor(1, "load") as thread:
+        loading = thread.submit(load)
+        if job.device.type == "cuda" and job.plan.gpus == job.plan.hosts == 1:
+            rehearse(e, _first(job), iter(loaded.get, None))
+        loading.result()
+    clock.move(clock.now() - ended[0], "load", "compile")
+
+
+def _first(job: Job) -> Inputs:
+    """The first step's first micro-batch."""
+    mb, o = in_ram(job.cfg, next(iter(job.data.step(0, job.options.batch_size, job.micro_rows)))), job.options
+    load = make_load(job.cfg, mb.tokens, o.router_aux, job.device)
+    return placed(mb, [(rope_tables(job.cfg, job.seq_len, job.device), job.device)], [load])
 
 
 def _new_shards(e: Engine, job: Job, store: Store) -> None:
