@@ -19,7 +19,8 @@ from trireme.engine.planner.rates import DRIVES
 from trireme.models.config import ModelConfig, numbers
 
 # Seconds beyond rates, medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
-NEW, SOME, KNOWN = 11.0, 5.0, 1.0  # of compilation: Triton's cache is empty; has other models' kernels; has all
+NEW, SOME, KNOWN = 9.5, 4.0, 1.0  # of compilation: Triton's cache has no model's kernels; has another's; has all
+ENTRIES = 20  # entries in Triton's cache: a probe leaves 3, a model about 40
 FIRST: Times = {"evaluations": 1.0, "samples": 0.3}  # on a GPU the first time: kernels of a pass without backward
 FIXED, CLOSING = 0.1, 0.25  # of files written and made durable; of the end: threads, pinned memory, the store
 LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their homes, at most; seconds beside
@@ -151,11 +152,11 @@ def _forms(cfg: ModelConfig, plan: Plan, device: torch.device) -> dict[str, Any]
 
 
 def _cached() -> bool:
-    """Whether Triton's cache has anything."""
+    """Whether Triton's cache has kernels of a model."""
     from triton import knobs
 
     folder = Path(knobs.cache.dir)
-    return folder.exists() and any(folder.iterdir())
+    return folder.exists() and len(list(folder.iterdir())) >= ENTRIES
 
 
 def _cache_folder() -> list[Any]:
