@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trireme.engine.amounts import count
+from trireme.engine.amounts import count, duration
 from trireme.engine.between import Reader, save_to_store
 from trireme.engine.build import InRam, dealt
 from trireme.engine.exchange import Exchange, Kept, replace_folder, take_over
@@ -20,6 +20,7 @@ from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
 from trireme.engine.lanes.names import WRITES
 from trireme.engine.lanes.real import RealLanes
+from trireme.engine.lanes.watchdog import leave, patience, watched
 from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.run.begin.filled import fill_engine, make_engine
 from trireme.engine.run.begin.job import Job
@@ -34,7 +35,6 @@ from trireme.engine.step import Engine
 from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.merge import merge_adapter
-from trireme.engine.watchdog import leave, patience, watched
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.files import StoreError
@@ -153,12 +153,15 @@ class Live:
     def watched(self, what: str) -> AbstractContextManager[None]:
         """Within, a task that hangs ends the process with code 4."""
 
-        def late(how: str) -> None:
+        limit = patience(self.job.forecast.step.step_s)
+
+        def late(what_hangs: str) -> None:
+            how = f"no task was over for {duration(limit)}; {what_hangs}"
             said = f"error: {what}: {how}. Is the GPU or a drive failing? {self.last_snapshot()}"
             self.group.tell(how)
             leave(lambda: self._last_words(f"{said}. To go on: --resume {self.job.out}"))
 
-        return watched(self.lanes, patience(self.job.forecast.step.step_s), late)
+        return watched(self.lanes, limit, late)
 
     def _last_words(self, said: str) -> None:
         self.screen.urgent(said)

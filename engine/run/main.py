@@ -43,7 +43,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         return code
 
     def late(why: str) -> None:
-        from trireme.engine.watchdog import leave  # late: torch takes seconds
+        from trireme.engine.lanes.watchdog import leave  # late: torch takes seconds
 
         leave(lambda: fail(f"{why.rstrip('.')}. {again(options)}", 4))
 

@@ -39,7 +39,7 @@ from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
-from trireme.engine.rehearsal import rehearse
+from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW

@@ -10,7 +10,7 @@ from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, re
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
 from trireme.engine.plan import UnitPlan
-from trireme.engine.rehearsal import rehearse
+from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora
 from trireme.models.families.experts import Experts

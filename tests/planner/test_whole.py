@@ -87,7 +87,7 @@ def test_exports_are_foretold_by_snapshots_or_by_evaluations(tmp_path, monkeypat
     job = prepare(Options(model=model, data=(text,), out=out, val="0.1", seq_len=64, device="cpu", **when))
     found = []
     monkeypatch.setattr(
-        "trireme.engine.run.report.foretold", lambda f, steps, events, known: found.append(events) or {}
+        "trireme.engine.run.report.foretold", lambda f, steps, events, known: found.append(events) or {"load": 0.0}
     )
     if not room:
         monkeypatch.setattr(Forecast, "kept", 0)

@@ -19,8 +19,8 @@ from trireme.engine.hosts.held import Whole
 from trireme.engine.lanes.real import RealLanes
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import hold_to
-from trireme.engine.rehearsal import rehearse
 from trireme.engine.run.begin.job import Job
+from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.run.screen import Screen
 from trireme.engine.step import Engine, Inputs
 from trireme.engine.tuning.base import CheckpointBase
@@ -99,7 +99,10 @@ def fill_engine(
 
 
 def _load_and_rehearse(e: Engine, job: Job, exchange: Exchange, more: Callable[[int], None], clock: Clock) -> None:
-    """Loads in another thread; on a GPU this one has kernels compiled meanwhile."""
+    """On a GPU loads in another thread, while this one has kernels compiled."""
+    if job.device.type != "cuda" or job.plan.gpus * job.plan.hosts > 1:
+        exchange.load(more)
+        return
     loaded, ended = SimpleQueue[int | None](), list[float]()
 
     def load() -> None:
@@ -111,8 +114,7 @@ def _load_and_rehearse(e: Engine, job: Job, exchange: Exchange, more: Callable[[
 
     with ThreadPoolExecutor(1, "load") as thread:
         loading = thread.submit(load)
-        if job.device.type == "cuda" and job.plan.gpus == job.plan.hosts == 1:
-            rehearse(e, _first(job), iter(loaded.get, None))
+        rehearse(e, _first(job), iter(loaded.get, None))
         loading.result()
     clock.move(clock.now() - ended[0], "load", "compile")
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trireme.engine.amounts import duration
 from trireme.engine.lanes.real import RealLanes
 
 HUNG = 4  # exit code
@@ -43,7 +42,7 @@ def watch(left: threading.Event, lanes: RealLanes, limit: float, late: Callable[
         now = dict(lanes.over)
         silent, before = (silent + 1 if now == before else 0), now
         if silent == HALVES:
-            late(f"no task was over for {duration(limit)}; {_hanging(lanes)}")
+            late(_hanging(lanes))
             return
 
 
