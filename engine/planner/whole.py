@@ -21,7 +21,7 @@ from trireme.models.config import ModelConfig, numbers
 # Seconds beyond rates, medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
 NEW, SOME, KNOWN = 9.5, 4.0, 1.0  # of compilation: Triton's cache has no model's kernels; has another's; has all
 ENTRIES = 20  # entries in Triton's cache: a probe leaves 3, a model about 40
-FIRST: Times = {"evaluations": 1.0, "samples": 0.3}  # on a GPU the first time: kernels of a pass without backward
+FIRST: Times = {"evaluations": 0.2, "samples": 0.3}  # on a GPU the first time: a pass without backward
 FIXED, CLOSING = 0.1, 0.25  # of files written and made durable; of the end: threads, pinned memory, the store
 LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their homes, at most; seconds beside
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned

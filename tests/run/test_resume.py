@@ -3,9 +3,12 @@
 import json
 import os
 import signal
+import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs import STEPS, child, ended, hold, losses, options, stopped
@@ -14,12 +17,14 @@ from trireme.engine import exchange
 from trireme.engine.between import READ_AHEAD
 from trireme.engine.homes import Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
+from trireme.engine.planner.clock import Clock
 from trireme.engine.run import evaluation, live, loop, train
-from trireme.engine.run.begin import job
+from trireme.engine.run.begin import filled, job
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.live import Progress
 from trireme.engine.run.loop import Interrupted
 from trireme.engine.run.options import Options, every
+from trireme.engine.run.signals import stop_signals
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
 from trireme.storage.files import StoreError
@@ -205,6 +210,33 @@ def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, re
     assert all(future.done() for moving in begun for future in moving)
     assert len(begun) <= 3 + READ_AHEAD * resumed  # of two hundred
     assert Path(run.out).exists() == resumed
+
+
+@pytest.mark.parametrize("units", [3, 50])
+def test_what_loads_beside_a_rehearsal_is_heard(units, monkeypatch):
+    """As on a GPU: loading, in another thread, ends after the piece at which it was asked to stop."""
+    as_on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), plan=SimpleNamespace(gpus=1, hosts=1))
+    asked, heard, rehearsed = [], threading.Event(), []
+
+    def load(more, loaded):
+        assert threading.current_thread() is not threading.main_thread()
+        for u in range(units):
+            if u == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert heard.wait(60)
+            more(1)
+            loaded(u)
+
+    def more(_):
+        if asked:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(filled, "_first", lambda _: "the first step's")
+    monkeypatch.setattr(filled, "rehearse", lambda e, mb, loaded: rehearsed.extend((e, mb, u) for u in loaded))
+    left = nullcontext() if units <= 5 else pytest.raises(KeyboardInterrupt)
+    with stop_signals(lambda number: asked.append(number) or heard.set(), lambda: None), left:
+        filled._load_and_rehearse("the engine", as_on_gpu, SimpleNamespace(load=load), more, Clock())
+    assert rehearsed == [("the engine", "the first step's", u) for u in range(min(units, 5))]
 
 
 def test_a_snapshot_that_has_lost_a_file_is_no_beginning(checkpoint, monkeypatch):
