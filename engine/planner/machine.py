@@ -52,7 +52,8 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     except OSError:
         return machine
     read, write = (sum(found[name] for found, _ in tried) for name in ("ssd_read", "ssd_write"))
-    rates = replace(machine.rates, ssd_read=read, ssd_write=write, mixed=min(found["mixed"] for found, _ in tried))
+    free, mixed = (min(found[name] for found, _ in tried) for name in ("ssd_free", "mixed"))
+    rates = replace(machine.rates, ssd_read=read, ssd_write=write, ssd_free=free, mixed=mixed)
     each = f"read {read / GB:.1f}, write {write / GB:.1f} GB/s, {rates.mixed:.2f} of it both at once"
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({tried[0][1]})")
 

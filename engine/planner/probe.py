@@ -35,7 +35,7 @@ from trireme.storage.devices import open_device
 from trireme.storage.scratch import Scratch
 from trireme.storage.temporary import HIDDEN, Temporary
 
-VERSION = 6  # of what is measured
+VERSION = 7  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy at most, copies queued
 LOTS, UPDATED = 4, 16  # of parameters in turn, beyond a cache; bytes of one, at most
@@ -309,7 +309,7 @@ def settled(rate: Callable[[], float], believed: bool) -> float:
 
 
 def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict[str, float]:
-    """ssd_read and ssd_write (bytes/s, alone) and `mixed` of the drive under `folder`, in 3 x `seconds`.
+    """ssd_read, ssd_write, ssd_free (bytes/s, alone) and `mixed` of the drive under `folder`, in 3 x `seconds`.
 
     A virtual drive's rates are measured until they stay. Raises OSError where there is no room or no right to write.
     """
@@ -332,8 +332,9 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict
             both = _flow(seconds, _Way(scratch.read, 0, half), _Way(scratch.write, half, nbytes))
         finally:
             device.io.close()  # first: an error leaves requests in flight
-            scratch.close()
-    return {"ssd_read": read, "ssd_write": write, "mixed": both[0][0] / read + both[1][0] / write}
+            freeing = timed(scratch.close, torch.device("cpu"))
+    mixed = both[0][0] / read + both[1][0] / write
+    return {"ssd_read": read, "ssd_write": write, "ssd_free": min(nbytes, written) / freeing, "mixed": mixed}
 
 
 class _Way(NamedTuple):

@@ -31,6 +31,7 @@ class Rates:
     dram: float  # RAM: an update takes ADAM_BYTES a parameter, a byte copied meanwhile delays it 1 / dram seconds
     ssd_read: float = 0.0  # all drives, past any fast cache, without writes
     ssd_write: float = 0.0
+    ssd_free: float = 0.0  # bytes/s of removing files; 0: at once
     duplex: float = 0.92  # share of h2d and d2h left when both are busy
     reading: float = 0.82  # of h2d beside CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
     beside: float = 0.88  # of adam in a step, where not measured out of caches beside copies

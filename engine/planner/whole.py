@@ -58,6 +58,7 @@ def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None
     }
     each |= known or {}
     first: Times = FIRST if f.machine.rates.host and not known else {}  # of a GPU
+    free = f.machine.rates.ssd_free
     many = lambda part, times: times * each[part] + (times > 0) * first.get(part, 0.0)
     return {
         "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, _read(f)) + f.pinning_s(),
@@ -67,7 +68,7 @@ def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None
         "samples": many("samples", events.samples),
         "snapshots": events.snapshots * each["snapshots"],
         "export": events.exports * each["export"] + f.files.merged * twice,
-        "close": CLOSING,
+        "close": CLOSING + (removed(f, events.snapshots) / free if free else 0.0),
     }
 
 
@@ -85,6 +86,11 @@ def unsaved(f: Forecast) -> int:
     geo, plan = f.geo, f.plan
     weights = sum(geo.weights[u].span for u, unit in enumerate(plan.units) if unit.weights != "ssd")
     return weights + sum(geo.state_span(u, plan.record) for u, unit in enumerate(plan.units) if unit.state != "ssd")
+
+
+def removed(f: Forecast, snapshots: int) -> int:
+    """Bytes of the store at the end: homes on the SSD, and what the last snapshots keep."""
+    return f.stored() - unsaved(f) + min(snapshots, f.files.keep) * f.stored()
 
 
 def evaluation_s(f: Forecast, sequences: int) -> float:

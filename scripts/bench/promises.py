@@ -32,11 +32,12 @@ from trireme.engine.planner.host import memory_in_use, resident
 from trireme.engine.planner.rates import CODE
 from trireme.engine.run import demo, loop
 from trireme.engine.run.command import parse
+from trireme.engine.run.main import ENVIRONMENT
 from trireme.engine.run.records import read_log
 from trireme.engine.run.train import finetune
 
 GIB = 1 << 30
-QUIET = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}  # as the command sets it
+AS_RUN = ENVIRONMENT | os.environ  # as the command sets it
 STEPS = 20
 TRACED = 9  # steps from one traced step to the next, beside a benchmark
 DATA = ("text", "chats", "long")
@@ -197,7 +198,7 @@ def grid(a: argparse.Namespace) -> list[dict]:
         log, command = path.with_suffix(".log"), [sys.executable, __file__, "--one", str(path), *words]
         try:
             with log.open("w") as said:
-                subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, timeout=left, env=QUIET, check=True)
+                subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, timeout=left, env=AS_RUN, check=True)
         except subprocess.SubprocessError as error:
             print(f"| {line} | {[type(error).__name__, *log.read_text().strip().splitlines()][-1]} |", flush=True)
             continue

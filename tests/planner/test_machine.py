@@ -16,7 +16,7 @@ from trireme.engine.planner.rates import ENDURANCE, Machine, rates_of
 from trireme.models.config import InputError
 
 CPU = torch.device("cpu")
-RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "mixed": 0.8}
+RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "ssd_free": 5e9, "mixed": 0.8}
 
 
 def known() -> Machine:
@@ -149,7 +149,7 @@ def test_this_machine_and_its_drives(tmp_path, monkeypatch):
     assert made.endurance == ENDURANCE * shutil.disk_usage(tmp_path).total, "what is full of other files wears too"
     monkeypatch.setattr(probe, "drive_rates", lambda folder: RATES)
     known = with_drives(made, [str(tmp_path), str(tmp_path / "same drive")])
-    assert (known.rates.ssd_read, known.rates.ssd_write, known.rates.mixed) == (3e9, 2e9, 0.8)
+    assert {name: getattr(known.rates, name) for name in RATES} == RATES
     assert "assumed" not in known.drives
     assert "(measured, 0 s)" in known.drives
     assert "(measured before)" in with_drives(made, [str(tmp_path)]).drives

@@ -122,6 +122,17 @@ def test_a_snapshot_writes_only_what_is_on_no_drive():
     assert unsaved(GPU) == GPU.stored()
 
 
+def test_what_a_drive_takes_to_remove_the_store_is_the_end():
+    """Homes on it and, once there is one, the last snapshot's files."""
+    closing = lambda f, **rates: foretold(
+        replace(f, machine=replace(f.machine, rates=replace(f.machine.rates, **rates))), 10, Events(snapshots=3)
+    )["close"]
+    assert closing(SSD) == CLOSING, "at once"
+    assert closing(SSD, ssd_free=4e9) == pytest.approx(CLOSING + 2 * SSD.stored() / 4e9)
+    assert closing(RAM, ssd_free=4e9) == pytest.approx(CLOSING + RAM.stored() / 4e9)
+    assert foretold(RAM, 10, Events())["close"] == CLOSING
+
+
 def test_an_evaluation_is_a_forward_pass_or_waits_for_the_weights():
     step = evaluation_s(GPU, 32)
     assert 0.15 * GPU.step.step_s < step < 0.4 * GPU.step.step_s
