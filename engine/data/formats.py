@@ -75,6 +75,12 @@ def parse_map(text: str | None) -> dict[str, str]:
             raise InputError(f"--map {text}: expected OURS=YOURS, such as prompt=question,completion=answer.")
         if part:
             renames[theirs.strip()] = ours.strip()
+    known = {UNUSED, *(key for form in FORMATS for key in (*form.keys, *form.more))}
+    for ours in renames.values():
+        if ours not in known:
+            turned = ",".join(f"{theirs}={ours}" for theirs, ours in renames.items())
+            way_out = f"perhaps --map {turned}" if renames.keys() <= known else f"there are {', '.join(sorted(known))}"
+            raise InputError(f"--map {text}: no format has a column {shown(ours, KEY)!r}; {way_out}.")
     return renames
 
 

@@ -447,9 +447,15 @@ def test_what_is_wrong_is_named(row, says):
 
 
 def test_a_map_the_wrong_way_round_is_answered_with_the_right_one():
-    given = {"question": "q", "answer": "a"}
-    with pytest.raises(BadRow, match=r"keys \('question', 'answer'\).* --map prompt=question,completion=answer"):
-        find_format(rename(given, parse_map("question=prompt,answer=completion")), "", given)
+    with pytest.raises(InputError, match="no .* column 'question'; perhaps --map prompt=question,completion=answer"):
+        parse_map("question=prompt,answer=completion")
+
+
+def test_a_map_names_columns_of_a_format():
+    """One letter less, and a system prompt would be left out in silence."""
+    with pytest.raises(InputError, match="no format has a column 'sytem'; there are .*prompt, system, text"):
+        parse_map("instruction=ask,output=reply,sytem=persona")
+    assert parse_map("system=persona,unused=a,unused=b") == {"persona": "system", "a": "unused", "b": "unused"}
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
