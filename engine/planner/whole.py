@@ -17,6 +17,7 @@ from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import unit_seconds
 from trireme.engine.planner.rates import DRIVES
 from trireme.models.config import ModelConfig, numbers
+from trireme.storage.files import existing
 
 # Seconds beyond rates, medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
 NEW, SOME, KNOWN = 9.5, 4.0, 1.0  # of compilation: Triton's cache has no model's kernels; has another's; has all
@@ -29,6 +30,7 @@ SAMPLED = 40  # kernels of a block for a token that is sampled, 0.65 ms
 OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 AGAIN = 0.5  # of planning before the first step: plans are sought again after the second
 LOSS_FORWARD = 1 / 3  # of the loss's three products
+LARGE = 1 << 28  # bytes of a checkpoint whose export tells a drive's rate
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None
         "export": FIXED + f.files.export * twice,
     }
     each |= known or {}
-    first: Times = FIRST if f.machine.rates.host and not known else {}  # of a GPU
+    first = {part: s for part, s in FIRST.items() if f.machine.rates.host and part not in (known or {})}  # of a GPU
     free = f.machine.rates.ssd_free
     many = lambda part, times: times * each[part] + (times > 0) * first.get(part, 0.0)
     return {
@@ -79,6 +81,22 @@ def _read(f: Forecast) -> float:
 
 def _write(f: Forecast) -> float:
     return f.machine.rates.ssd_write or DRIVES["gen4"].write
+
+
+def export_s(f: Forecast, folder: Path) -> Times:
+    """Seconds of an export at the rate of the last to the drive of `folder`, if there was one."""
+    found = probe.remembered(_exported(f, folder))
+    return {"export": FIXED + f.files.export / found["rate"]} if found else {}
+
+
+def note_export(f: Forecast, folder: Path, seconds: float) -> None:
+    """Remembers the rate of a checkpoint written to `folder` and read back."""
+    if f.files.export >= LARGE:
+        probe.remember(_exported(f, folder), {"rate": f.files.export / seconds})
+
+
+def _exported(f: Forecast, folder: Path) -> dict[str, Any]:
+    return probe.drive(existing(folder)) | {"what": "exports", "from the SSD": f.plan.homes_on_ssd}
 
 
 def unsaved(f: Forecast) -> int:

@@ -22,6 +22,7 @@ from trireme.engine.lanes.names import WRITES
 from trireme.engine.lanes.real import RealLanes
 from trireme.engine.lanes.watchdog import leave, patience, watched
 from trireme.engine.planner.clock import Clock, Part
+from trireme.engine.planner.whole import note_export
 from trireme.engine.run.begin.filled import fill_engine, make_engine
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import kept
@@ -243,12 +244,13 @@ class Live:
         if job.cfg.lora is not None:
             self._export_adapter(job.cfg, folder, reader)
             return
-        exchange = Exchange(job.cfg, job.source, self.engine.homes, reader=reader)
+        exchange, began = Exchange(job.cfg, job.source, self.engine.homes, reader=reader), self.clock.now()
         with self.screen.working("writing the checkpoint", 2 * job.source.nbytes) as more:  # and reading it back
             if folder is not None:
                 exchange.replace(folder, more)
             else:
                 exchange.save(job.out, more)
+        note_export(job.forecast, job.out, self.clock.now() - began)
 
     def _export_adapter(self, cfg: ModelConfig, folder: Path | None, reader: Reader) -> None:
         job, base = self.job, str(Path(self.job.options.model or "").resolve())

@@ -9,7 +9,7 @@ from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
-from trireme.engine.planner.whole import Events, compile_s, evaluation_s, foretold
+from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold
 from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
@@ -205,7 +205,9 @@ def promise(job: Job, done: int = 0, clock: Clock | None = None, step_s: float |
         tokens=MAX_NEW,
         longest=LONGEST,
     )
-    found = foretold(job.forecast, total - done, events, known(clock, job.device.type == "cuda"))
+    before = {} if o.assume else export_s(job.forecast, job.out)
+    times = {**before, **known(clock, job.device.type == "cuda")}
+    found = foretold(job.forecast, total - done, events, times)
     found["steps"] = steps_s
     if clock is not None:
         return found | {"load": 0.0}

@@ -17,12 +17,15 @@ from trireme.engine.planner.whole import (
     COPIED,
     FIRST,
     FIXED,
+    LARGE,
     LOADING,
     OPENED,
     SAMPLED,
     Events,
     evaluation_s,
+    export_s,
     foretold,
+    note_export,
     token_s,
     unsaved,
 )
@@ -100,6 +103,22 @@ def test_what_an_event_took_is_believed():
     found = foretold(RAM, 10, events, {"evaluations": 5.0, "samples": 7.0, "snapshots": 11.0})
     assert (found["evaluations"], found["samples"], found["snapshots"]) == (15.0, 28.0, 22.0)
     assert found["export"] == foretold(RAM, 10, events)["export"]
+
+
+def test_an_export_takes_what_the_last_to_that_drive_took(tmp_path, monkeypatch):
+    """Of a large checkpoint: the time of a small one is not of the drive."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out, small = tmp_path / "not" / "yet", replace(RAM, files=Files(export=LARGE - 1))
+    assert export_s(RAM, out) == {}
+    note_export(small, out, 3.0)
+    assert export_s(RAM, out) == {}
+    note_export(RAM, out, 20.0)
+    assert export_s(RAM, out) == {"export": pytest.approx(FIXED + 20.0)}
+    assert export_s(small, out)["export"] == pytest.approx(FIXED + 20.0 * (LARGE - 1) / EXPORT)
+    assert export_s(SSD, out) == {}, "weights are read from the drive meanwhile"
+    found = foretold(RAM, 1, Events(samples=1, exports=2), export_s(RAM, out))
+    assert found["export"] == pytest.approx(2 * (FIXED + 20.0))
+    assert found["samples"] == foretold(RAM, 1, Events(samples=1))["samples"], "its first time is still to come"
 
 
 def test_a_sample_ends_after_its_longest_time():
