@@ -7,6 +7,7 @@ slots for backward: STRONGHOLD's window and, the order being known, Belady's cho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -31,38 +32,50 @@ class WeightStream:
         self.host_rings = homes.rings("host", ring)
         self.updated: dict[int, Task] = {}
         self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
-        self.stale = {u for u in range(geo.n_units) if self._resident(u)}  # resident copies to refresh
-        self.held: dict[int, OnGpu] = {}
+        self.places = [plan.places(u) for u in range(geo.n_units)]  # GPUs that compute with each
+        self.stale = {(u, gpu) for u, places in enumerate(self.places) for gpu in places if self._copied(u, gpu)}
+        self.mirrored: dict[int, Task] = {}  # copies to RAM of weights at home on a GPU, current
+        self.mirror_read: dict[int, list[Task]] = {}  # last reads of these
+        self.held: dict[tuple[int, int], OnGpu] = {}  # by unit and GPU
 
     def prefetch(self, u: int) -> None:
-        """Starts unit u's transfer, unless on the GPU or under way."""
-        if u in self.held:
-            return
-        if self._tier(u) == "gpu" or not self.layouts[u].tensors:
-            self.held[u] = OnGpu(self.buffers[u], self._ready(u))
-        elif self._resident(u):
-            held = self.held[u] = OnGpu(self.homes.resident[u], ())
-            if u in self.stale:
-                held.ready = (self._copy_up(u, held.buffer, ()),)
-                self.stale.discard(u)
-        else:
-            slot = self.gpu_rings[self._gpu(u)][self.geo.size_class(u)].acquire(self.geo.names[u])
-            self.held[u] = OnGpu(slot.buffer, (self._copy_up(u, slot.buffer, slot.ready),), slot)
+        """Starts unit u's transfer to all its GPUs, unless there or under way."""
+        self._bring(u, [gpu for gpu in self.places[u] if (u, gpu) not in self.held])
 
-    def get(self, u: int) -> OnGpu:
-        """Unit u's weights; readers come after `ready`."""
-        self.prefetch(u)
-        return self.held[u]
+    def get(self, u: int, gpu: int | None = None) -> OnGpu:
+        """Unit u's weights on its GPU or another of its places; readers come after `ready`."""
+        key = u, self._gpu(u) if gpu is None else gpu
+        if key not in self.held:
+            self._bring(u, key[1:])
+        return self.held[key]
 
-    def release(self, u: int, after: Task, keep: bool = False) -> None:
-        """Unit u is free after `after`; `keep` holds its slot for backward."""
-        held = self.held[u]
-        held.ready = (*held.ready, after)
-        if keep:
-            return
-        del self.held[u]
-        if held.slot is not None:
-            held.slot.ring.release(held.slot, (after, *self._ready(u)))
+    def _bring(self, u: int, gpus: Sequence[int]) -> None:
+        coming = []
+        for gpu in gpus:
+            if self._copied(u, gpu):
+                held = OnGpu(self.homes.copies[u][gpu], ())
+                comes = (u, gpu) in self.stale
+                self.stale.discard((u, gpu))
+            elif comes := self._streams(u):
+                slot = self.gpu_rings[gpu][self.geo.size_class(u)].acquire(self.geo.names[u])
+                held = OnGpu(slot.buffer, slot.ready, slot)
+            else:
+                held = OnGpu(self.buffers[u], self._ready(u))
+            self.held[u, gpu] = held
+            coming += [(gpu, held)] * comes
+        if coming:
+            self._copy_up(u, coming)
+
+    def release(self, u: int, *after: Task, keep: bool = False) -> None:
+        """Unit u is free on all its GPUs after `after`; `keep` holds its slot for backward."""
+        for gpu in self.places[u]:
+            held = self.held[u, gpu]
+            held.ready = (*held.ready, *after)
+            if keep:
+                continue
+            del self.held[u, gpu]
+            if held.slot is not None:
+                held.slot.ring.release(held.slot, (*held.ready, *self._ready(u)))
 
     def kept_for_turn(self, u: int, train: bool) -> bool:
         """Whether unit u stays for backward, or tied for the head."""
@@ -77,6 +90,10 @@ class WeightStream:
     def _streams(self, u: int) -> bool:
         """Whether unit u passes through a ring."""
         return self._tier(u) != "gpu" and not self._resident(u) and bool(self.layouts[u].tensors)
+
+    def _copied(self, u: int, gpu: int) -> bool:
+        """Whether a copy of unit u stays on a GPU, to be refreshed once a step."""
+        return self._resident(u) or (self.kind == "weights" and self._tier(u) == "gpu" and gpu != self._gpu(u))
 
     def _gpu(self, u: int) -> int:
         return self.plan.units[u].gpu
@@ -108,26 +125,32 @@ class WeightStream:
 
     def publish(self, u: int, done: Task) -> None:
         """After `done` the home of u holds new weights."""
-        assert u not in self.held or self.plan.units[u].weights == "gpu", "a unit in use was updated"
-        self.held.pop(u, None)
+        for gpu in self.places[u]:
+            assert (u, gpu) not in self.held or self.plan.units[u].weights == "gpu", "a unit in use was updated"
+            self.held.pop((u, gpu), None)
+            if self._copied(u, gpu):
+                self.stale.add((u, gpu))
         self.updated[u] = done
-        if self.plan.units[u].resident:
-            self.stale.add(u)
+        self.mirrored.pop(u, None)
 
     def write_back(self, u: int, done: Task) -> None:
         """Copies unit u home from the GPU after its update."""
-        held, home, nbytes = self.held[u], self.homes.weights[u], self.geo.weights[u].span
+        held = self.held[u, self._gpu(u)]
+        held.ready = (done,)
+        self.updated[u] = self._copy_down(u, held.buffer, self.homes.weights[u], (done,))
+
+    def _copy_down(self, u: int, source: Tensor, target: Tensor, after: Sequence[Task]) -> Task:
+        nbytes = self.geo.weights[u].span
 
         def down() -> None:
-            home[:nbytes].copy_(held.buffer[:nbytes], non_blocking=True)
+            target[:nbytes].copy_(source[:nbytes], non_blocking=True)
 
-        held.ready = (done,)
         lane = numbered("d2h", self._gpu(u))
-        self.updated[u] = self.lanes.run(lane, "weights", self.geo.names[u], down, (done,), nbytes=nbytes)
+        return self.lanes.run(lane, "weights", self.geo.names[u], down, after, nbytes=nbytes)
 
     def drop(self, u: int) -> None:
         """Releases a unit that came for its update alone."""
-        held = self.held.pop(u, None)
+        held = self.held.pop((u, self._gpu(u)), None)
         if held is not None and held.slot is not None:
             held.slot.ring.release(held.slot, (*held.ready, self.updated[u]))
 
@@ -140,13 +163,24 @@ class WeightStream:
     def _ready(self, u: int) -> tuple[Task, ...]:
         return (self.updated[u],) if u in self.updated else ()
 
-    def _copy_up(self, u: int, target: Tensor, ready: tuple[Task, ...]) -> Task:
-        """Copies unit u from home to `target`, from the SSD through a host slot."""
+    def _mirror(self, u: int) -> tuple[Tensor, Task]:
+        """Weights at home on a GPU, in RAM for other GPUs: their place there, the copy to it."""
+        place = self.homes.of(u, "host", "weights")
+        if u not in self.mirrored:
+            after = (*self._ready(u), *self.mirror_read.pop(u, ()))
+            self.mirrored[u] = self._copy_down(u, self.buffers[u], place, after)
+        return place, self.mirrored[u]
+
+    def _copy_up(self, u: int, targets: Sequence[tuple[int, OnGpu]]) -> None:
+        """Copies unit u from home to its places on GPUs, from the SSD through a host slot."""
         entry, nbytes = Entry(self.kind, u), self.layouts[u].span
         name, pieces = self.homes.label(entry), self.homes.pieces(entry)
         slot = None
         if self._tier(u) == "host":
             source, come = self.buffers[u], self._ready(u)
+        elif self._tier(u) == "gpu":
+            source, mirrored = self._mirror(u)
+            come = (mirrored,)
         elif u in self.fresh:
             slot, task = self.fresh.pop(u)
             source, come = slot.buffer, (task,)
@@ -155,14 +189,18 @@ class WeightStream:
             source = slot.buffer
             come = (self._read(u, source, (*slot.ready, *self._ready(u))),)
 
-        def copy() -> None:
+        def copy(target: Tensor) -> None:
             for first, offset, n in pieces:
                 target[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
 
-        task = self.lanes.run(numbered("h2d", self._gpu(u)), "weights", name, copy, (*ready, *come), nbytes=nbytes)
+        for gpu, to in targets:
+            up, after = partial(copy, to.buffer), (*to.ready, *come)
+            to.ready = (self.lanes.run(numbered("h2d", gpu), "weights", name, up, after, nbytes=nbytes),)
+        copies = [task for _, to in targets for task in to.ready]
         if slot is not None:
-            slot.ring.release(slot, (task, *self._ready(u)))
-        return task
+            slot.ring.release(slot, (*copies, *self._ready(u)))
+        elif self._tier(u) == "gpu":
+            self.mirror_read[u] = copies
 
 
 class Weights(NamedTuple):
@@ -190,8 +228,8 @@ class UnitStream:
         for stream in self._streams:
             stream.prefetch(u)
 
-    def get(self, u: int, backward: bool = False) -> Weights:
-        trained, frozen = self.trained.get(u), self.frozen.get(u)
+    def get(self, u: int, backward: bool = False, gpu: int | None = None) -> Weights:
+        trained, frozen = self.trained.get(u, gpu), self.frozen.get(u, gpu)
         if u not in self.decoded and self.geo.decoded[u].tensors:
             self.decoded[u] = self._decode(u, trained, frozen, backward)
         return Weights(trained, frozen, self.decoded.get(u, OnGpu(NOTHING, ())))
@@ -215,15 +253,15 @@ class UnitStream:
         found = views(geo.weights[u], trained.buffer) | views(geo.base[u], frozen.buffer)
         return found | views(geo.decoded[u], decoded.buffer)
 
-    def release(self, u: int, after: Task) -> None:
-        self._release_decoded(u, after)
+    def release(self, u: int, *after: Task) -> None:
+        self._release_decoded(u, *after)
         for stream in self._streams:
-            stream.release(u, after)
+            stream.release(u, *after)
 
-    def _release_decoded(self, u: int, after: Task) -> None:
+    def _release_decoded(self, u: int, *after: Task) -> None:
         held = self.decoded.pop(u, None)
         if held is not None and held.slot is not None:
-            held.slot.ring.release(held.slot, (*held.ready, after))
+            held.slot.ring.release(held.slot, (*held.ready, *after))
 
     def release_in_forward(self, u: int, after: Task, train: bool) -> None:
         """As release, but keeps the units of `kept_for_turn`, packed."""
@@ -235,7 +273,7 @@ class UnitStream:
         for u in list(self.decoded):
             self._release_decoded(u, after)
         for stream in self._streams:
-            for u in list(stream.held):
+            for u in dict.fromkeys(u for u, _ in stream.held):
                 stream.release(u, after)
 
     @property

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import build, inputs, inputs_on
+from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry
 from trireme.engine.lanes.names import READS, WRITES, lanes_of
 from trireme.engine.lanes.real import InlineLanes, RealLanes
@@ -42,6 +43,7 @@ from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.strands import has_strands
 from trireme.engine.updates import AdamW
 from trireme.models import model
 from trireme.models.rows import rope_tables
@@ -87,9 +89,11 @@ def run(e, n_micro: int, between=((),) * 4):
 
 
 @cache
-def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False):
+def in_one_memory(
+    model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False, strands: int = 1
+):
     cfg = MODELS[model]
-    plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves)
+    plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves, strands=strands)
     e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
     return *run(e, n_micro, (ALWAYS,) * 4), final_weights(e)
 
@@ -98,7 +102,7 @@ def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
     cfg = MODELS[model]
     e = make(cfg, plan, lanes, AdamW(max_grad_norm=clip))
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
-    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves
+    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, plan.strands
     losses, all_told, weights = in_one_memory(model, *given)
     seen, told = run(e, plan.n_micro, between)
     assert seen == losses
@@ -216,12 +220,14 @@ def plans(draw):
     bits = draw(st.sampled_from((32, 16, 8)))
     gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
     dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
+    n_micro = draw(st.integers(1, 4))
     plan = gpu_plan(
         cfg,
         halves=halves,
         units=tuple(unit(u) for u in range(cfg.n_units)),
         dtype=draw(st.sampled_from(("F32", "BF16"))),
-        n_micro=draw(st.integers(1, 3)),
+        n_micro=n_micro,
+        strands=draw(st.integers(1, n_micro)) if has_strands(Geometry(cfg, "F32")) else 1,
         mode=mode,
         window=draw(st.sampled_from((1, 2, 3, 7))),
         host_window=draw(st.integers(1, 3)),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from trireme.engine.activations import Activation
 from trireme.engine.lanes.task import Task
-from trireme.engine.memory import OnGpu
+from trireme.engine.memory import NOTHING, OnGpu
 from trireme.engine.step import (
     Engine,
     Inputs,
@@ -80,7 +80,7 @@ def _head(e: Engine, u: int, mb: Inputs) -> None:
     read = (u, 0) if e.cfg.tied else (u,)
     _arrives(e, e.activations.x(u, 0), mb.tokens)
     w, g = {v: e.weights.get(v) for v in read}, {v: e.gradients.get(v) for v in read}
-    done = loss(e, 0, w, g, mb, 1.0, [])
+    done = loss(e, 0, w, g, mb, 1.0, [NOTHING])
     _leaves(e, e.activations.dx(u, 0), done)
     for v in read:
         e.weights.release(v, done)
