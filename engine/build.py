@@ -21,7 +21,6 @@ from trireme.engine.optimizer import Optimizer
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.shared import SharedGradients, Wire
 from trireme.engine.step import Engine, Inputs, Packed
-from trireme.engine.strands import check_strands
 from trireme.engine.updates import AdamW
 from trireme.engine.weights import UnitStream
 from trireme.kernels import ops
@@ -55,7 +54,8 @@ def build(
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
     assert len(lanes.devices) == plan.gpus, "lanes for other GPUs than the plan's"
     geo, others = Geometry.of(cfg, plan), lanes.devices[1:]
-    check_strands(geo, plan)
+    if plan.strands > 1 and not geo.has_strands:
+        raise InputError("plan: strands are of a head with weights of its own, all trained")
     memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned, others=others)
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)

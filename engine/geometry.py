@@ -179,6 +179,11 @@ class Geometry:
             self._pieces[kind, most] = tuple(map(tuple, pieces))
         return self._pieces[kind, most]
 
+    @property
+    def has_strands(self) -> bool:
+        """Whether the head's gradient may be several sums (strands.py): of weights of its own, all trained."""
+        return not self.cfg.tied and self.numel[self.head] > 0 and not self.base[self.head].tensors
+
     def sum_pieces(self, u: int) -> list[tuple[int, int]]:
         """(first element, number of elements) of the pieces in which a unit's sum goes to another GPU."""
         n, most = self.numel[u], min(STRETCH, SUM_PIECE)

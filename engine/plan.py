@@ -211,10 +211,11 @@ class Plan:
     def dealt(self, gpus: int, tied: bool) -> Plan:
         """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
 
-        Each computes while the next waits for what it leaves. Equal units of a GPU stay one object.
+        Each computes while the next waits for what it leaves. With strands the first to be free has the first, and the
+        last block's GPU the last, and the head's state. Equal units of a GPU stay one object.
         """
         head, halves = len(self.units) - 1, 2 if self.halves else 1
-        last = (head - 1) // halves % gpus
+        last = ((head - 1) // halves - (self.strands > 1)) % gpus
         made: dict[tuple[int, int], UnitPlan] = {}
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:

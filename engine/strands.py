@@ -17,18 +17,6 @@ from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import Slot, flat
 from trireme.engine.plan import Plan
-from trireme.models.config import InputError
-
-
-def check_strands(geo: Geometry, plan: Plan) -> None:
-    """Raises InputError where a plan has strands and the model no head for them."""
-    if plan.strands > 1 and not has_strands(geo):
-        raise InputError("plan: strands are of a head with weights of its own, all trained")
-
-
-def has_strands(geo: Geometry) -> bool:
-    """Whether the head's gradient may be several sums."""
-    return not geo.cfg.tied and geo.numel[geo.head] > 0 and not geo.base[geo.head].tensors
 
 
 class Strands:

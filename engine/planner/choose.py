@@ -1,8 +1,9 @@
 """The fastest plan of a short search around the plain rule, and why.
 
 Variants (variants.py) are simulated in the order of their floors while one could be faster than the best; then windows,
-slots and updates are varied around the best. The rule's plan is among them: the choice is never predicted to be slower.
-Only the processor of updates and the size of a micro-batch change roundings.
+slots and updates are varied around the best, and several GPUs try strands of the head. The rule's plan is among them:
+the choice is never predicted to be slower. Only the processor of updates, the size of a micro-batch and the number of
+strands change roundings.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trireme.models.config import ModelConfig
 
 WEAR = 1.05  # gain that swapping activations to the SSD has to bring, for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
+WORTH_STRANDS = 1.02  # gain that strands of the head have to bring, for bits that are not one GPU's
 REFINED = 4  # best plans that are varied
 WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0)
 WORK, LEAST = 8000, 3  # units x micro-batches in all simulations, twice as many for several GPUs; simulations at least
@@ -53,8 +55,9 @@ def choose(
 
     `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
     """
-    first = first_plan(cfg, limits, wanted, has_drive(rates))
     begun = begun and begun.dealt(wanted.gpus, cfg.tied)
+    wanted = replace(wanted, strands=begun.strands) if begun else wanted
+    first = first_plan(cfg, limits, wanted, has_drive(rates))
     if first.uses("ssd") and not has_drive(rates):
         raise DoesNotFit(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
@@ -72,6 +75,8 @@ def choose(
     most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
     _by_floors(trials, limits, plans, most)
     _around_the_best(trials, limits, first.piece, most, updates=begun is None)
+    if wanted.strands is None:
+        _in_strands(trials, limits, first.piece)
     best = trials.best()
     because = reasons(trials.geo, first, before, best, trials.found[best])
     if begun and updated_alike(best, begun) != best:
@@ -176,6 +181,16 @@ def _around_the_best(trials: Trials, limits: Limits, piece: int, most: int, upda
                     trials.simulate(plan)
                 if plan in trials.found:
                     best = min(best, plan, key=trials.cost)
+
+
+def _in_strands(trials: Trials, limits: Limits, piece: int) -> None:
+    """Tries strands with the best plans, and keeps those that are worth it."""
+    bar = trials.cost(trials.best()) / WORTH_STRANDS
+    for base in sorted(trials.found, key=trials.cost)[:REFINED]:
+        for plan in variants.strands(trials.geo, base, limits, piece):
+            trials.simulate(plan)
+            if trials.cost(plan) > bar:
+                del trials.found[plan]
 
 
 # ---------------------------------------------------------------- a floor in closed form

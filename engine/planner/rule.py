@@ -44,13 +44,16 @@ class Wanted:
     trained: float = 1.0  # share of tokens with a label
     gpus: int = 1
     hosts: int = 1  # plans are of the last, which needs most
+    strands: int | None = None  # sums of the head's gradient; None: as many as are fastest
 
     @classmethod
     def like(cls, plan: Plan, document: int, trained: float) -> Wanted:
         """The same step and records, for a GPU."""
         sizes = ((plan.tokens, plan.n_micro),)
         same = plan.dtype, plan.mode, plan.record, plan.adam_bits
-        return cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts)
+        return cls(
+            sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts, strands=plan.strands
+        )
 
     @property
     def free(self) -> bool:
@@ -158,6 +161,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 halves=geo.cfg.halves,
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
+                strands=min(n_micro, wanted.strands or 1),
             )
             yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied)
 
@@ -312,11 +316,16 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     shorter = lambda k: usage(geo, replace(plan, tokens=k))["gpu"] <= limits.gpu
     if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
-    if n_micro := _most(plan.n_micro, lambda k: fits(geo, replace(plan, n_micro=k), limits)):
+    if n_micro := _most(plan.n_micro, lambda k: fits(geo, with_micro_batches(plan, k), limits)):
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
     if list(lacks) == ["host"] and plan.mode != "backward" and plan.gradients == "host":
         out.append("--max-grad-norm 0, which needs no room for all gradients")
     return f"even the smallest plan needs {shortage(need, limits)}. {', or '.join(out)}."
+
+
+def with_micro_batches(plan: Plan, n: int) -> Plan:
+    """`plan` for steps of n micro-batches."""
+    return replace(plan, n_micro=n, strands=min(n, plan.strands))
 
 
 def shortage(need: dict[str, int], limits: Limits) -> str:

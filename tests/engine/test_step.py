@@ -43,7 +43,6 @@ from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
-from trireme.engine.strands import has_strands
 from trireme.engine.updates import AdamW
 from trireme.models import model
 from trireme.models.rows import rope_tables
@@ -227,7 +226,7 @@ def plans(draw):
         units=tuple(unit(u) for u in range(cfg.n_units)),
         dtype=draw(st.sampled_from(("F32", "BF16"))),
         n_micro=n_micro,
-        strands=draw(st.integers(1, n_micro)) if has_strands(Geometry(cfg, "F32")) else 1,
+        strands=draw(st.integers(1, n_micro)) if Geometry(cfg, "F32").has_strands else 1,
         mode=mode,
         window=draw(st.sampled_from((1, 2, 3, 7))),
         host_window=draw(st.integers(1, 3)),

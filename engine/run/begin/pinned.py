@@ -71,7 +71,7 @@ class Pinned:
             return self
         most = min(self.plan.hosts * self.n_micro, math.ceil(self.batch_size / self.rows))
         n_micro = math.ceil(most / hosts)
-        plan = replace(self.plan, hosts=1, host=0, n_micro=n_micro)
+        plan = replace(self.plan, hosts=1, host=0, n_micro=n_micro, strands=1)  # several hosts have no strands
         if hosts > 1:
             at_gpu = [u for u, unit in enumerate(plan.units) if "gpu" in (unit.state, unit.update)]
             plan = plan.changed(at_gpu, weights="host", state="host", update="cpu")
@@ -117,9 +117,14 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
         )
 
 
-def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None:
-    """Raises InputError where a GPU has updated what several hosts would update on the CPU."""
+def check_hosts(options: Options, data: Mapping[str, Any], hosts: int) -> None:
+    """Raises InputError where several hosts would compute what one has with other roundings."""
     plan = Pinned.read(data).plan
+    if hosts > 1 and plan.strands > 1:
+        raise InputError(
+            f"--resume {options.resume}: the run sums the head's gradient in {plan.strands} strands, and {hosts} hosts "
+            "would in one, with other roundings. Go on with one host."
+        )
     if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in map(plan.units.__getitem__, plan.distinct())):
         raise InputError(
             f"--resume {options.resume}: the run updates state on the GPU, and {hosts} hosts would on the CPU, with "
