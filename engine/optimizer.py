@@ -124,11 +124,15 @@ class Optimizer:
             self.on_cpu.hand_over(u, slot, landed)
 
     def run_ahead(self) -> None:
-        """Hands over CPU updates in forward order, up to the first that needs a host slot for its weights."""
+        """Hands over updates whose weights go to GPUs, in forward order, up to the first that needs a host slot.
+
+        Those of the CPU, and of one GPU for others, which would wait there behind forward.
+        """
         for u, unit in enumerate(self.plan.units):
             if u in self.gradients.landed and unit.weights == "ssd":
                 return
-            if unit.weights == "host" and unit.update == "cpu":
+            on_cpu = unit.weights == "host" and unit.update == "cpu"
+            if on_cpu or (unit.weights == "gpu" and len(self.plan.places(u)) > 1):
                 self.update(u)
 
     def read_ahead(self) -> None:

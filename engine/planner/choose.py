@@ -1,8 +1,8 @@
 """The fastest plan of a short search around the plain rule, and why.
 
 Variants (variants.py) are simulated in the order of their floors while one could be faster than the best; then windows,
-slots and updates are varied around the best, and several GPUs try strands of the head. The rule's plan is among them:
-the choice is never predicted to be slower. Only the processor of updates, the size of a micro-batch and the number of
+slots and updates are varied around the best, and on several GPUs strands of the head. The rule's plan is among them: the
+choice is never predicted to be slower. Only the processor of updates, the size of a micro-batch and the number of
 strands change roundings.
 """
 
@@ -75,9 +75,9 @@ def choose(
     most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
     _by_floors(trials, limits, plans, most)
     _around_the_best(trials, limits, first.piece, most, updates=begun is None)
-    if wanted.strands is None:
-        _in_strands(trials, limits, first.piece)
     best = trials.best()
+    if wanted.strands is None:
+        best = _in_strands(trials, limits, first.piece, best)
     because = reasons(trials.geo, first, before, best, trials.found[best])
     if begun and updated_alike(best, begun) != best:
         because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
@@ -183,14 +183,13 @@ def _around_the_best(trials: Trials, limits: Limits, piece: int, most: int, upda
                     best = min(best, plan, key=trials.cost)
 
 
-def _in_strands(trials: Trials, limits: Limits, piece: int) -> None:
-    """Tries strands with the best plans, and keeps those that are worth it."""
-    bar = trials.cost(trials.best()) / WORTH_STRANDS
-    for base in sorted(trials.found, key=trials.cost)[:REFINED]:
-        for plan in variants.strands(trials.geo, base, limits, piece):
-            trials.simulate(plan)
-            if trials.cost(plan) > bar:
-                del trials.found[plan]
+def _in_strands(trials: Trials, limits: Limits, piece: int, best: Plan) -> Plan:
+    """`best`, with strands if they are worth it."""
+    for plan in variants.strands(trials.geo, best, limits, piece):
+        trials.simulate(plan)
+        if trials.cost(plan) * WORTH_STRANDS <= trials.cost(best):
+            best = plan
+    return best
 
 
 # ---------------------------------------------------------------- a floor in closed form
