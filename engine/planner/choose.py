@@ -1,8 +1,8 @@
 """The fastest plan of a short search around the plain rule, and why.
 
 Variants (variants.py) are simulated in the order of their floors while one could be faster than the best; then windows,
-slots and updates are varied around the best, and on several GPUs strands of the head. The rule's plan is among them: the
-choice is never predicted to be slower. Only the processor of updates, the size of a micro-batch and the number of
+slots and updates are varied around the best, and on several GPUs strands of the head. The rule's plan is among them:
+the choice is never predicted to be slower. Only the processor of updates, the size of a micro-batch and the number of
 strands change roundings.
 """
 
