@@ -330,9 +330,14 @@ def test_a_run_keeps_its_strands_on_any_number_of_gpus(untied, monkeypatch):
         return child(replace(given, gpu_memory=given.gpu_memory + (4 << 20)))
 
     given, out = untied / "strands.json", untied / "with-several"
-    plan = prepare(replace(options(untied, untied / "planned", "host"), micro_batch=1)).plan
+    planned = prepare(replace(options(untied, untied / "planned", "host"), micro_batch=1))
+    plan, kept = planned.plan, planned.pinned.json()
     replace(plan, strands=3).save(given)
     assert ended(start(untied / "with-one", 1, plan=str(given))) == 0
+    kept["plan"]["strands"] = 3
+    replace(plan, strands=2).save(given)
+    with pytest.raises(InputError, match="strands.json: the run began with strands 3, the plan has 2"):
+        prepare(replace(options(untied, out, "host", plan=str(given)), micro_batch=1), kept)
     replace(plan, strands=3).dealt(2, tied=False).save(given)
     for gpus, step in ((2, 4), (1, 8)):
         more = {"resume": str(out)} if step > 4 else {"plan": str(given)}
@@ -389,15 +394,15 @@ def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
     given, kept = begun
     prepare(given).plan.save(checkpoint / "same.json")
     given = replace(given, plan=str(checkpoint / "same.json"))
-    before = kept | {"plan": kept["plan"] | {"n_micro": 4, "strands": 4}}
-    with pytest.raises(InputError, match="same.json: the run began with strands 4, the plan has 1"):
-        prepare(given, before)
+    plan = Plan.load(checkpoint / "same.json")
+    replace(plan, n_micro=4, strands=2).save(checkpoint / "strands.json")
+    with pytest.raises(InputError, match="its head has no 2 strands: they are of one that is untied"):
+        prepare(replace(given, plan=str(checkpoint / "strands.json")))
     assert prepare(given, kept).plan.tokens == kept["tokens"]
     with pytest.raises(InputError, match="same.json: the run began with record 4096, the plan has"):
         prepare(given, kept | {"record": 4096})
     with pytest.raises(InputError, match="same.json: the plan computes in F32. Leave --dtype out"):
         prepare(replace(given, dtype="bf16"))
-    plan = Plan.load(checkpoint / "same.json")
     replace(plan, n_micro=1 << 40).save(checkpoint / "same.json")
     with pytest.raises(DoesNotFit, match=r"same.json: the plan needs .* of GPU memory, the limit is 1.00 GiB"):
         prepare(given)

@@ -37,7 +37,7 @@ from trireme.engine.run.begin.model import (
     what_is_trained,
     with_companions,
 )
-from trireme.engine.run.begin.pinned import Pinned, check_hosts, check_model, identity, pinned_of
+from trireme.engine.run.begin.pinned import Pinned, check_model, check_updates, identity, pinned_of
 from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
@@ -177,7 +177,7 @@ def prepare(
     check_gpus(cfg, limits.gpus)
     check_fp8(cfg, device, assumed)
     if kept is not None and device.type == "cuda":
-        check_hosts(options, kept, group.hosts)
+        check_updates(options, kept, group.hosts)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned, clock, group.hosts)
     with clock.at("plan"):
         planner.refuse_early()

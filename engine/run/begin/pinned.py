@@ -71,7 +71,7 @@ class Pinned:
             return self
         most = min(self.plan.hosts * self.n_micro, math.ceil(self.batch_size / self.rows))
         n_micro = math.ceil(most / hosts)
-        plan = replace(self.plan, hosts=1, host=0, n_micro=n_micro, strands=1)  # several hosts have no strands
+        plan = replace(self.plan, hosts=1, host=0, n_micro=n_micro)
         if hosts > 1:
             at_gpu = [u for u, unit in enumerate(plan.units) if "gpu" in (unit.state, unit.update)]
             plan = plan.changed(at_gpu, weights="host", state="host", update="cpu")
@@ -117,14 +117,9 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
         )
 
 
-def check_hosts(options: Options, data: Mapping[str, Any], hosts: int) -> None:
-    """Raises InputError where several hosts would compute what one has with other roundings."""
+def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None:
+    """Raises InputError where a GPU has updated what several hosts would update on the CPU."""
     plan = Pinned.read(data).plan
-    if hosts > 1 and plan.strands > 1:
-        raise InputError(
-            f"--resume {options.resume}: the run sums the head's gradient in {plan.strands} strands, and {hosts} hosts "
-            "would in one, with other roundings. Go on with one host."
-        )
     if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in map(plan.units.__getitem__, plan.distinct())):
         raise InputError(
             f"--resume {options.resume}: the run updates state on the GPU, and {hosts} hosts would on the CPU, with "
@@ -139,6 +134,11 @@ def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: i
     except (InputError, KeyError):
         old = "begun by an older version, which stored its state otherwise"
         raise InputError(f"--resume {options.resume}: {old}.") from None
+    if hosts > 1 and pinned.plan.strands > 1:
+        raise InputError(
+            f"--resume {options.resume}: the run sums the head's gradient in {pinned.plan.strands} strands, and "
+            f"{hosts} hosts would in one, with other roundings. Go on with one host."
+        )
     pinned = pinned.on(host, hosts)
     asked: dict[str, tuple[object, object]] = {"--batch-size": (options.batch_size, pinned.batch_size)}
     if options.seq_len is not None:
@@ -189,6 +189,8 @@ def misfit(plan: Plan, cfg: ModelConfig) -> str:
     if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.parallel:
         return "the plan is for another model"
     geo = Geometry.of(cfg, plan)
+    if plan.strands > 1 and not geo.has_strands:
+        return f"its head has no {plan.strands} strands: they are of one that is untied and wholly trained"
     for u, unit in enumerate(plan.units):
         unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())
         if unknown:
