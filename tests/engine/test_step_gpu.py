@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LLAMA, RealLanes, batches, final_weights, gpu_plan, make, relayed, train
+from engines import LLAMA, RealLanes, batches, cards, final_weights, gpu_plan, make, relayed, train
 
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
@@ -195,12 +195,10 @@ HEADS = {
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_strands_of_the_head_leave_the_same_bits(head, strands, gpus):
     """On one GPU in any place, and on two."""
-    if torch.cuda.device_count() < gpus:
-        pytest.skip("needs two GPUs")
     units = (UnitPlan("host", "host", x="host"),) * 5
     plan = gpu_plan(CFG, units=(*units, HEADS[head]), dtype="F32", n_micro=4, tokens=48, strands=strands, record=5000)
     plan = relayed(plan, range(gpus))
-    e = make(CFG, plan, RealLanes("cuda", extra=("poison",), gpus=gpus))
+    e = make(CFG, plan, cards(gpus))
     losses, weights = in_strands(strands)
     assert train(e, batches(CFG, 4, 4, 48)) == losses
     for name, value in final_weights(e).items():
@@ -216,13 +214,11 @@ TWO_GPUS = ["dense", "mixture", "adapters of experts in MXFP4", "a dense layer a
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 @pytest.mark.parametrize("deal", [(0, 1), (1, 0, 0)])
 def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     cfg = OTHERS.get(name, CFG)
     unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),), base=tier)
     plan = gpu_plan(cfg, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
     plan = relayed(plan, deal)
-    e = make(cfg, plan, RealLanes("cuda", extra=("poison",), gpus=plan.gpus))
+    e = make(cfg, plan, cards(plan.gpus))
     losses, weights = on_the_gpu(3, 1.0, cfg)
     assert train(e, batches(cfg, 4, 3, 48)) == losses
     for name, value in final_weights(e).items():

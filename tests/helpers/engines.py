@@ -231,6 +231,24 @@ def random_weights(seed: int = 0):
     return read
 
 
+class OnOneCard(RealLanes):
+    """Lanes of several GPUs on the first, with threads and streams of their own; but `compute` lanes share a stream."""
+
+    @property
+    def devices(self) -> list[torch.device]:
+        return self.played
+
+    @devices.setter
+    def devices(self, found: list[torch.device]) -> None:
+        self.played = found[:1] * len(found)
+
+
+def cards(gpus: int) -> RealLanes:
+    """Lanes with a poisoner of as many GPUs, played on one where there are fewer."""
+    lanes = RealLanes if torch.cuda.device_count() >= gpus else OnOneCard
+    return lanes("cuda", extra=("poison",), gpus=gpus)
+
+
 def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, poison: bool = True, **more) -> Engine:
     """A loaded engine on the device of its lanes, the CPU by default."""
     lanes = lanes or InlineLanes()
