@@ -33,7 +33,9 @@ class WeightStream:
         self.updated: dict[int, Task] = {}
         self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
         self.places = [plan.places(u) for u in range(geo.n_units)]  # GPUs that compute with each
-        self.stale = {(u, gpu) for u, places in enumerate(self.places) for gpu in places if self._copied(u, gpu)}
+        copies = ((u, gpu) for u, places in enumerate(self.places) for gpu in places if self._copied(u, gpu))
+        self.stale = set(copies)  # copies that stay on GPUs, to refresh
+        self.refreshed: dict[tuple[int, int], Task] = {}  # their last refreshes
         self.mirrored: dict[int, Task] = {}  # copies to RAM of weights at home on a GPU, current
         self.mirror_read: dict[int, list[Task]] = {}  # last reads of these
         self.held: dict[tuple[int, int], OnGpu] = {}  # by unit and GPU
@@ -53,9 +55,9 @@ class WeightStream:
         coming = []
         for gpu in gpus:
             if self._copied(u, gpu):
-                held = OnGpu(self.homes.copies[u][gpu], ())
+                come = (self.refreshed[u, gpu],) if (u, gpu) in self.refreshed else ()
+                held = OnGpu(self.homes.copies[u][gpu], come)
                 comes = (u, gpu) in self.stale
-                self.stale.discard((u, gpu))
             elif comes := self._streams(u):
                 slot = self.gpu_rings[gpu][self.geo.size_class(u)].acquire(self.geo.names[u])
                 held = OnGpu(slot.buffer, slot.ready, slot)
@@ -196,6 +198,9 @@ class WeightStream:
         for gpu, to in targets:
             up, after = partial(copy, to.buffer), (*to.ready, *come)
             to.ready = (self.lanes.run(numbered("h2d", gpu), "weights", name, up, after, nbytes=nbytes),)
+            if to.slot is None:
+                self.stale.discard((u, gpu))
+                self.refreshed[u, gpu] = to.ready[0]
         copies = [task for _, to in targets for task in to.ready]
         if slot is not None:
             slot.ring.release(slot, (*copies, *self._ready(u)))

@@ -18,6 +18,7 @@ from engines import (
     PACKED,
     JitterLanes,
     LateLanes,
+    Words,
     batches,
     final_weights,
     fork,
@@ -38,6 +39,7 @@ from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models.config import InputError
 
@@ -115,8 +117,12 @@ def strands_in_one_memory(strands):
 def of_a_run(e):
     """Losses and norms, evaluations between, weights; the last step has a single micro-batch."""
     steps, told = batches(DEEP, 3, N_MICRO, 24), []
-    seen = train(e, [*steps[:2], steps[2][:1]], between=lambda i, micro: told.append(evaluate(e, micro)))
-    found = seen, [[part.tolist() for part in losses] for losses in told], final_weights(e)
+
+    def between(i, micro):
+        told.append(sample(e, Words(), [[1, 2, 3]], max_new=1))  # by one copy of the head's weights
+        told.extend(part.tolist() for part in (evaluate(e, micro) if i != 1 else ()))
+
+    found = train(e, [*steps[:2], steps[2][:1]], between=between), told, final_weights(e)
     assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
     assert all(held.slot is None for held in e.weights.held)
     e.lanes.close()
@@ -144,10 +150,19 @@ def test_strands_wait_for_each_other_whatever_the_delays(gpus):
     check_strands(dealt_head(4, range(gpus)), JitterLanes(gpus, 0.001, gpus=gpus))
 
 
-@pytest.mark.parametrize("head", ["on the GPU", "in RAM"])
+@pytest.mark.parametrize("head", ["on the GPU", "resident", "in RAM"])
 @pytest.mark.parametrize("late", ["compute", "compute1", "h2d", "h2d1", "d2h", "d2h1", "hop_in", "hop_out1", "poison"])
 def test_any_lane_may_be_late_for_strands(head, late):
     check_strands(dealt_head(3, (0, 1), head), LateLanes({late}, 2))
+
+
+@pytest.mark.parametrize("head", ["on the GPU", "resident"])
+@pytest.mark.parametrize("late", ["h2d", "h2d1", "d2h", "d2h1"])
+def test_a_copy_of_the_head_is_waited_for_by_its_first_reader(head, late):
+    """It may have come for a sample, which reads another."""
+    plan = replace(dealt_head(2, (0, 1), head), units=relayed(gpu_plan(DEEP), (0, 1)).units)
+    units = (*plan.units[:-1], replace(HEADS[head], gpu=plan.units[-1].gpu))
+    check_strands(replace(plan, units=units), LateLanes({late}, 2))
 
 
 def test_another_number_of_strands_is_another_order_of_additions():
