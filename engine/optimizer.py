@@ -43,6 +43,7 @@ class Optimizer:
         self.on_gpu = OnGpuUpdates(self.kernels, homes, weights, lanes)
         self.streamed = StreamedUpdates(self.kernels, homes, weights, lanes)
         self.on_cpu = CpuUpdates(self.kernels, homes, weights, gradients, lanes)
+        self.early = [u for u in range(self.geo.n_units) if self._is_early(u)]
         if not lanes.simulated:
             self.stats = torch.zeros(3, dtype=torch.float64, device=lanes.devices[self._home])
 
@@ -123,17 +124,19 @@ class Optimizer:
         else:
             self.on_cpu.hand_over(u, slot, landed)
 
-    def run_ahead(self) -> None:
-        """Hands over updates whose weights go to GPUs, in forward order, up to the first that needs a host slot.
+    def _is_early(self, u: int) -> bool:
+        """Whether run_ahead looks at it: the CPU updates beside forward, one GPU for others, which would wait."""
+        unit = self.plan.units[u]
+        if unit.weights == "host":
+            return unit.update == "cpu"
+        return unit.weights == "ssd" or len(self.plan.places(u)) > 1
 
-        Those of the CPU, and of one GPU for others, which would wait there behind forward.
-        """
-        for u, unit in enumerate(self.plan.units):
-            if u in self.gradients.landed and unit.weights == "ssd":
+    def run_ahead(self) -> None:
+        """Hands over early updates, in forward order, up to the first that needs a host slot for its weights."""
+        for u in self.early:
+            if u in self.gradients.landed and self.plan.units[u].weights == "ssd":
                 return
-            on_cpu = unit.weights == "host" and unit.update == "cpu"
-            if on_cpu or (unit.weights == "gpu" and len(self.plan.places(u)) > 1):
-                self.update(u)
+            self.update(u)
 
     def read_ahead(self) -> None:
         """Starts reading the next updates' state from the SSD."""

@@ -32,9 +32,14 @@ class WeightStream:
         self.host_rings = homes.rings("host", ring)
         self.updated: dict[int, Task] = {}
         self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
-        self.places = [plan.places(u) for u in range(geo.n_units)]  # GPUs that compute with each
-        copies = ((u, gpu) for u, places in enumerate(self.places) for gpu in places if self._copied(u, gpu))
-        self.stale = set(copies)  # copies that stay on GPUs, to refresh
+        units = range(geo.n_units)
+        self.places = [plan.places(u) for u in units]  # GPUs that compute with each
+        self.tiers: list[Tier] = [homes.tier(Entry(kind, u)) for u in units]
+        self.streamed = [
+            self.tiers[u] != "gpu" and not self._resident(u) and bool(self.layouts[u].tensors) for u in units
+        ]
+        self.copies = {(u, gpu) for u in units for gpu in self.places[u] if self._stays(u, gpu)}
+        self.stale = set(self.copies)  # those to refresh
         self.refreshed: dict[tuple[int, int], Task] = {}  # their last refreshes
         self.mirrored: dict[int, Task] = {}  # copies to RAM of weights at home on a GPU, current
         self.mirror_read: dict[int, list[Task]] = {}  # last reads of these
@@ -54,11 +59,11 @@ class WeightStream:
     def _bring(self, u: int, gpus: Sequence[int]) -> None:
         coming = []
         for gpu in gpus:
-            if self._copied(u, gpu):
+            if (u, gpu) in self.copies:
                 come = (self.refreshed[u, gpu],) if (u, gpu) in self.refreshed else ()
                 held = OnGpu(self.homes.copies[u][gpu], come)
                 comes = (u, gpu) in self.stale
-            elif comes := self._streams(u):
+            elif comes := self.streamed[u]:
                 slot = self.gpu_rings[gpu][self.geo.size_class(u)].acquire(self.geo.names[u])
                 held = OnGpu(slot.buffer, slot.ready, slot)
             else:
@@ -83,25 +88,18 @@ class WeightStream:
         """Whether unit u stays for backward, or tied for the head."""
         if u == 0 or not train:
             return u == 0 and self.geo.cfg.tied
-        if not self._streams(u):
+        if not self.streamed[u]:
             return True
         ring = self._gpu(u), self.geo.size_class(u)
         later = (v for v in range(u + 1, self.geo.n_units) if (self._gpu(v), self.geo.size_class(v)) == ring)
-        return sum(map(self._streams, later)) < len(self.gpu_rings[ring[0]][ring[1]].slots)
+        return sum(map(self.streamed.__getitem__, later)) < len(self.gpu_rings[ring[0]][ring[1]].slots)
 
-    def _streams(self, u: int) -> bool:
-        """Whether unit u passes through a ring."""
-        return self._tier(u) != "gpu" and not self._resident(u) and bool(self.layouts[u].tensors)
-
-    def _copied(self, u: int, gpu: int) -> bool:
-        """Whether a copy of unit u stays on a GPU, to be refreshed once a step."""
-        return self._resident(u) or (self.kind == "weights" and self._tier(u) == "gpu" and gpu != self._gpu(u))
+    def _stays(self, u: int, gpu: int) -> bool:
+        """Whether a copy of unit u stays on a GPU, refreshed once a step."""
+        return self._resident(u) or (self.kind == "weights" and self.tiers[u] == "gpu" and gpu != self._gpu(u))
 
     def _gpu(self, u: int) -> int:
         return self.plan.units[u].gpu
-
-    def _tier(self, u: int) -> Tier:
-        return self.homes.tier(Entry(self.kind, u))
 
     def _resident(self, u: int) -> bool:
         return self.kind == "weights" and self.plan.units[u].resident and bool(self.layouts[u].tensors)
@@ -130,7 +128,7 @@ class WeightStream:
         for gpu in self.places[u]:
             assert (u, gpu) not in self.held or self.plan.units[u].weights == "gpu", "a unit in use was updated"
             self.held.pop((u, gpu), None)
-            if self._copied(u, gpu):
+            if (u, gpu) in self.copies:
                 self.stale.add((u, gpu))
         self.updated[u] = done
         self.mirrored.pop(u, None)
@@ -178,9 +176,9 @@ class WeightStream:
         entry, nbytes = Entry(self.kind, u), self.layouts[u].span
         name, pieces = self.homes.label(entry), self.homes.pieces(entry)
         slot = None
-        if self._tier(u) == "host":
+        if self.tiers[u] == "host":
             source, come = self.buffers[u], self._ready(u)
-        elif self._tier(u) == "gpu":
+        elif self.tiers[u] == "gpu":
             source, mirrored = self._mirror(u)
             come = (mirrored,)
         elif u in self.fresh:
@@ -204,7 +202,7 @@ class WeightStream:
         copies = [task for _, to in targets for task in to.ready]
         if slot is not None:
             slot.ring.release(slot, (*copies, *self._ready(u)))
-        elif self._tier(u) == "gpu":
+        elif self.tiers[u] == "gpu":
             self.mirror_read[u] = copies
 
 
