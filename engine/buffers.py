@@ -47,7 +47,7 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
     made = [b for b in made if b.tier != "gpu"]
     for gpu in range(plan.gpus):
         own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
-        computed = [(u, n) for u, n in units if plan.computes(u, gpu)] if plan.strands > 1 else own
+        computed = [(u, n) for u, n in units if gpu in plan.places(u)]
         made += [replace(b, gpu=gpu) for b in _made(geo, plan, own, computed, gpu) if b.tier == "gpu"]
     return made
 
@@ -212,7 +212,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike, gpu: int | None
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
-    each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.computes(u, gpu)}.values()  # by kind
+    each = {geo.kinds[u]: u for u in range(geo.n_units) if gpu in plan.places(u)}.values()  # by kind
     needs = [workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each]
     temporaries = max(needs, default=0)
     inputs = plan.tokens * plan.n_micro * 48

@@ -205,13 +205,8 @@ class Plan:
             return (self.units[u].gpu,)
         return tuple(dict.fromkeys(self.gpu(u, s) for s in range(self.strands_of(u))))
 
-    def computes(self, u: int, gpu: int) -> bool:
-        return self.units[u].gpu == gpu or (self.strands > 1 and gpu in self.places(u))
-
     def computed(self, u: int, gpu: int) -> int:
         """How many micro-batches of unit u a GPU computes."""
-        if self.strands == 1:
-            return self.n_micro * (self.units[u].gpu == gpu)
         k = self.strands_of(u)
         return sum(len(range(s, self.n_micro, k)) for s in range(k) if self.gpu(u, s) == gpu)
 

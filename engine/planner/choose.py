@@ -55,9 +55,8 @@ def choose(
 
     `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
     """
-    begun = begun and begun.dealt(wanted.gpus, cfg.tied)
-    wanted = replace(wanted, strands=begun.strands) if begun else wanted
     first = first_plan(cfg, limits, wanted, has_drive(rates))
+    begun = begun and begun.dealt(wanted.gpus, cfg.tied)
     if first.uses("ssd") and not has_drive(rates):
         raise DoesNotFit(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "

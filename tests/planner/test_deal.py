@@ -154,7 +154,7 @@ def test_a_head_stays_whole(small):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_run_keeps_its_strands(on_four, gpus):
     begun = on_four.plan
-    wanted = Wanted(((begun.tokens, begun.n_micro),), document=2048, gpus=gpus)
+    wanted = Wanted(((begun.tokens, begun.n_micro),), document=2048, gpus=gpus, strands=begun.strands)
     limits = Limits(2 * RTX_4090.gpu, 2 * RTX_4090.host, gpus)
     choice = choose(EIGHT_B, limits, AT_4090, wanted, begun=begun, leans=LEANS[:1])
     assert (choice.plan.strands, choice.plan.gpus) == (4, gpus)
