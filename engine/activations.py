@@ -138,11 +138,14 @@ class ActivationSwap:
         self.here[activation] = here
         return here
 
-    def send(self, activation: Activation, tokens: int, after: Task) -> None:
-        """Sends a span that `after` fills to its tier; frees its place on the GPU unless the next unit reads there."""
+    def send(self, activation: Activation, tokens: int, after: Task, backward: bool = True) -> None:
+        """Sends a span that `after` fills to its tier; frees its place on the GPU unless the next unit reads there.
+
+        Without a `backward` to come only a next unit that reads it from its tier needs it there.
+        """
         here = self.here[activation]
         here.ready = (after,)
-        if activation.tier != "gpu" or self._hops(activation):
+        if (activation.tier != "gpu" and (backward or self.plan.between == "host")) or self._hops(activation):
             self._send_out(activation, here, self._nbytes(activation, tokens))
             if activation.what != "x" or self.plan.between == "host":
                 self.release(activation, after)

@@ -201,7 +201,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> Route:
             target = e.activations.x(u + 1, b)
             out = e.activations.open(target)
             done = forward_embedding(e, w, mb, out) if u == 0 else forward_block(e, u, b, w, mb, out, train)
-            e.activations.send(target, mb.tokens, done)
+            e.activations.send(target, mb.tokens, done, backward=train)
         e.weights.release_in_forward(u, done, train)
     return route
 

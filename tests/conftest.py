@@ -18,7 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shel
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):  # not of a parameter of that name
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

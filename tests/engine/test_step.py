@@ -413,6 +413,20 @@ def test_where_nothing_is_trained_a_step_is_an_evaluation():
     assert all(map(torch.equal, evaluate(e, micro), losses))
 
 
+@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+def test_an_evaluation_sends_no_input_to_its_tier(tier):
+    """No backward will read it there."""
+    plan = gpu_plan(LLAMA)
+    inner = tuple(replace(unit, x=tier) for unit in plan.units[1:-1])
+    e = make(LLAMA, replace(plan, units=(plan.units[0], *inner, plan.units[-1])), poison=False)
+    micro = [inputs(LLAMA, mb, rope_tables(LLAMA, 64, "cpu"), "cpu") for mb in batches(LLAMA, 1, 2, 24)[0]]
+    before = evaluate(e, micro)
+    assert not e.lanes.moved["d2h"] + e.lanes.moved["ssd_write"]
+    train_step(e, micro, 1, 0.0)
+    assert (e.lanes.moved["d2h"] > 0, e.lanes.moved["ssd_write"] > 0) == (tier != "gpu", tier == "ssd")
+    assert all(map(torch.equal, evaluate(e, micro), before))
+
+
 def test_views_of_slots_are_made_once(monkeypatch):
     """They cost more Python than all else in a step."""
     made, weights = [], model.weights
