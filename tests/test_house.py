@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -164,6 +165,29 @@ def test_the_rooms_are_those_that_are_packed():
         assert inside == {ROOT / other for other in ROOMS if Path(other).parent.as_posix() == room}
 
 
+def test_the_package_is_links_to_the_folders():
+    """Editors and type checkers follow them. An __init__.py would make pip install a copy of the links' targets."""
+    links = {path.name: os.readlink(path) for path in (ROOT / "trireme").iterdir() if path.name != "__pycache__"}
+    folders = {room: f"../{room}" for room in ROOMS if "/" not in room}
+    assert links == folders | {"__main__.py": "../scripts/command/__main__.py"}
+
+
+def test_a_type_checker_resolves_imports_where_nothing_is_installed(tmp_path):
+    """In a plain clone: -I and --no-site-packages hide the installed package."""
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "trireme", clone / "trireme", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for room in ROOMS:
+        (clone / room).mkdir(parents=True, exist_ok=True)
+        for path in sources(room):
+            (clone / room / path.name).write_bytes(path.read_bytes())
+    (clone / "probe.py").write_text("from trireme.storage.layout import TensorSpec\nreveal_type(TensorSpec.nbytes)\n")
+    words = ["--config-file", os.devnull, "--no-site-packages", "--cache-dir", os.devnull, "probe.py"]
+    done = subprocess.run([sys.executable, "-I", "-m", "mypy", *words], cwd=clone, capture_output=True, text=True)
+    assert 'Revealed type is "' in done.stdout, done.stdout + done.stderr
+    assert '"Any"' not in done.stdout
+    assert "import" not in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("room", [*MAY_IMPORT, *(f"tests/{p.name}" for p in (ROOT / "tests").iterdir() if p.is_dir())])
 def test_no_room_is_crowded(room):
     assert len(sources(room)) <= MOST_FILES
@@ -200,6 +224,7 @@ def wheel(tmp_path_factory) -> Path:
         for path in (ROOT / room).iterdir():
             if path.is_file():
                 (copy / room / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(ROOT / "trireme", copy / "trireme", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     new = int(metadata.version("setuptools").split(".")[0]) >= 77 if importlib.util.find_spec("setuptools") else False

@@ -27,9 +27,12 @@ def program() -> str:
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         # late: slower than all of --help
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        Screen().say(f"trireme {version('trireme')}")
+        try:
+            Screen().say(f"trireme {version('trireme')}")
+        except PackageNotFoundError:  # run from a clone
+            Screen().say("trireme, run from its source folder without an installation")
         parser.exit()
 
 

@@ -1,0 +1,1 @@
+../scripts/command/__main__.py
