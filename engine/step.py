@@ -25,7 +25,7 @@ from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.plan import Plan
 from trireme.engine.weights import UnitStream, Weights
 from trireme.models import head, model
-from trireme.models.config import ModelConfig
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Load, Rows
 from trireme.models.sizes import costs
 from trireme.storage.devices import Device
@@ -155,8 +155,11 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float, trained
     """Forward, backward and update; `step` counts from 1. `trained`: labels of all hosts, if several.
 
     In mode `forward` the next call runs the update, ahead of each unit's forward, or `e.optimizer.flush()` does.
+    Raises InputError where no token has a label: there is no mean of the loss.
     """
     trained = sum(mb.trained for mb in batch) if trained is None else trained
+    if not trained:
+        raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
     route = _forward(e, batch, train=True)
     e.optimizer.begin(step, lr)
     losses, _ = _head(e, route, 1 / trained)

@@ -70,6 +70,7 @@ class Dataset:
     codec: Codec | None
     report: Report
     held_out: Dataset | None = None
+    left_out: int = 0  # rows without a label
     scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
 
     @property
@@ -240,11 +241,13 @@ def _lay_out(
     if not len(pieces):
         raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}, or answer only after it.")
     lengths = pieces["length"]
-    order, starts = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
-    n = len(starts) - 1
-    used = float(lengths.sum()) / (n * options.seq_len)
+    order, packed = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
+    pieces, bounds = documents.with_labels(pieces[order], packed)
+    n = len(bounds) - 1
+    used = float(pieces["length"].sum()) / (n * options.seq_len)
     report = Report(_file_reports(given, files), rows, fitted, options.seq_len, n, used, options.pack)
-    return Dataset(files, pieces[order], starts, options.seed, codec, report)
+    left_out = len(packed) - len(bounds)
+    return Dataset(files, pieces, bounds, options.seed, codec, report, left_out=left_out)
 
 
 def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:

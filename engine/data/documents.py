@@ -112,6 +112,19 @@ def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: s
     return Fitted(pieces[keep], n_longer, n_longer - dropped - n_split - lost, n_split, dropped, unlearnable + lost)
 
 
+def with_labels(pieces: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces and bounds of the rows that have a label: a text may end in a piece of one token, which has none.
+
+    After packing, so that the other rows are what they would be with it.
+    """
+    labels = pieces["length"] + pieces["goes_on"] > 1
+    keep = np.add.reduceat(labels, rows[:-1], dtype=np.int64) > 0
+    if keep.all():
+        return pieces, rows
+    counts = np.diff(rows)
+    return pieces[np.repeat(keep, counts)], np.concatenate([[0], np.cumsum(counts[keep])]).astype(rows.dtype)
+
+
 def _pieces(documents: np.ndarray, split: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """(pieces, the document of each): windows where `split`, else beginnings."""
     document, start, length = cut_points(

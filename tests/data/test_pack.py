@@ -1,12 +1,16 @@
 """Packing and the choice of documents: everything is used exactly as often as it should be."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.data import documents
+from trireme.engine.data import dataset, documents
+from trireme.engine.data.dataset import DataOptions
 from trireme.engine.data.pack import best_fit, cut_points, one_per_row, shuffled
+from trireme.engine.data.sources import DataFile
 from trireme.models.config import InputError
 
 
@@ -67,13 +71,15 @@ class File:
         self.offsets = np.concatenate([[0], np.cumsum([len(f) for f in flags])]).astype(np.int64)
         self.flags = np.concatenate([np.array(f, bool) for f in flags])
         self.trained = np.array([sum(f) for f in flags], np.int64)
-        self.lengths, self.n_documents, self.meta = np.diff(self.offsets), len(flags), {"format": form}
+        self.lengths, self.n_documents = np.diff(self.offsets), len(flags)
+        self.meta = {"format": form, "rows": 1, "bad": 0, "first_bad": "", "unused": []}
 
     def read(self, start, stop):
         return np.arange(start, stop, dtype=np.uint16) + (self.flags[start:stop] * np.uint16(1 << 15))
 
 
 def text(*lengths):
+    """Each all learned but its first token."""
     return File([[False] + [True] * (n - 1) for n in lengths], "text")
 
 
@@ -134,3 +140,45 @@ def test_the_end_of_a_single_text_is_held_out():
     assert held[["start", "length", "trained"]].tolist() == [(80, 20, 19)]
     with pytest.raises(InputError, match="too short"):
         documents.hold_out(documents.all_documents([text(3)]), 0.2, 42, True)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def lay_out(files, **options):
+    """A Dataset of these files."""
+    table = documents.all_documents(files)
+    return dataset._lay_out([DataFile(Path("x"))] * len(files), tuple(files), table, None, DataOptions(**options))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_row_without_a_label_is_left_out(pack):
+    data = lay_out([text(9, 4, 5)], seq_len=4, pack=pack)  # both ends are of one token
+    assert [(mb.lengths, mb.trained) for mb in data.batches(1)] == [((4,), n) for n in (4, 4, 3, 4)]
+    assert data.left_out == (1 if pack else 2)
+
+
+def test_other_rows_keep_an_end_of_one_token():
+    data = lay_out([text(9, 2, 5)], seq_len=4)
+    assert [(mb.lengths, mb.trained) for mb in data.batches(1)] == [((4,), 4), ((4,), 4), ((4,), 4), ((1, 2, 1), 1)]
+
+
+texts = st.lists(st.integers(2, 30), min_size=1, max_size=8).map(lambda lengths: text(*lengths))
+answers = st.lists(st.booleans(), max_size=30).map(lambda flags: [False, *flags])
+chats = st.lists(answers, min_size=1, max_size=8).map(File)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(texts | chats, min_size=1, max_size=3),
+    st.integers(2, 10),
+    st.booleans(),
+    st.sampled_from([None, "cut", "split", "drop"]),
+)
+def test_every_row_has_a_label(files, seq_len, pack, long):
+    try:
+        data = lay_out(files, seq_len=seq_len, pack=pack, long=long)
+    except InputError as error:
+        assert "no row" in str(error) or "leaves none" in str(error)  # noqa: PT017
+        return
+    assert min(mb.trained for mb in data.batches(1)) > 0

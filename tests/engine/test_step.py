@@ -45,6 +45,7 @@ from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import model
+from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import narrow, shapes
 
@@ -425,6 +426,17 @@ def test_an_evaluation_sends_no_input_to_its_tier(tier):
     train_step(e, micro, 1, 0.0)
     assert (e.lanes.moved["d2h"] > 0, e.lanes.moved["ssd_write"] > 0) == (tier != "gpu", tier == "ssd")
     assert all(map(torch.equal, evaluate(e, micro), before))
+
+
+def test_a_step_without_labels_is_refused_and_changes_nothing():
+    e = make(LLAMA, gpu_plan(LLAMA))
+    before = {name: value.clone() for name, value in final_weights(e).items()}
+    batch = batches(LLAMA, 1, 1, 24)[0]
+    batch[0].labels[:] = -100
+    with pytest.raises(InputError, match="step 7: none of its tokens has a label"):
+        train_step(e, [inputs(LLAMA, batch[0], rope_tables(LLAMA, 64, "cpu"), "cpu")], 7, 1e-2)
+    e.optimizer.flush()
+    assert all(torch.equal(value, before[name]) for name, value in final_weights(e).items())
 
 
 def test_views_of_slots_are_made_once(monkeypatch):

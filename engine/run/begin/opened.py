@@ -145,6 +145,8 @@ def check_continues(job: Job, snapshot: Snapshot) -> None:
     if snapshot["data"] != job.data.fingerprint:
         seed = snapshot["options"].get("seed")
         way = f"Leave out --seed {job.options.seed}" if seed not in (None, job.options.seed) else "Restore it"
+        if job.data.left_out:
+            way += ", or, if an older version has begun the run, begin anew: it kept rows in which nothing is learned"
         raise InputError(f"--resume {job.out}: the data is not what the run was started with. {way}.")
     if job.total_steps < snapshot["step"]:
         raise InputError(
