@@ -61,7 +61,7 @@ class ActivationSwap:
             for b in range(self.plan.n_micro):
                 for activation in (Activation(u, b, "x", self.plan.units[u].x), *self.saved(u, b)):
                     if activation.tier == "gpu":
-                        self.fixed[activation] = next(on_gpu[self.plan.gpu(u, b)] if activation.what == "x" else gpu)
+                        self.fixed[activation] = next(on_gpu[saved_on] if activation.what == "x" else gpu)
                     elif activation.tier == "host":
                         self.host[activation] = next(in_ram if activation.what == "x" else host)
                     else:
@@ -110,11 +110,11 @@ class ActivationSwap:
 
     def _writer(self, activation: Activation) -> int:
         """The GPU that fills it; of `x` that of the unit before."""
-        return self.plan.gpu(activation.u - (activation.what == "x"), activation.b)
+        return self.plan.units[activation.u - (activation.what == "x")].gpu
 
     def _reader(self, activation: Activation) -> int:
         """The GPU that uses it; of `dx` that of the unit before."""
-        return self.plan.gpu(activation.u - (activation.what == "dx"), activation.b)
+        return self.plan.units[activation.u - (activation.what == "dx")].gpu
 
     def _hops(self, activation: Activation) -> bool:
         """Whether it is at home on another GPU than its writer's."""

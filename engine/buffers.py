@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from trireme.engine.geometry import Geometry, extent
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
@@ -17,7 +16,6 @@ OUT_SLOTS = 2  # for pieces of gradients leaving the GPU: one filled, one emptie
 GRADIENT_SLOTS = 2  # host slots for records of gradients from the SSD
 SUMS = 2  # accumulators where sums come from other hosts or go there
 SUM_SLOTS = 3  # for pieces of sums on their way between hosts, each way
-STRAND_SLOTS = 2  # for pieces of the sums of strands, of each sum on its way to another GPU and of each GPU
 WHOLE_SLOTS = 2  # for gradients whose shares go to other hosts
 
 Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind and plan)
@@ -47,20 +45,17 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
     made = [b for b in made if b.tier != "gpu"]
     for gpu in range(plan.gpus):
         own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
-        computed = [(u, n) for u, n in units if gpu in plan.places(u)]
-        made += [replace(b, gpu=gpu) for b in _made(geo, plan, own, computed, gpu) if b.tier == "gpu"]
+        made += [replace(b, gpu=gpu) for b in _made(geo, plan, own) if b.tier == "gpu"]
     return made
 
 
-def _made(geo: Geometry, plan: Plan, own: Alike, computed: Alike | None = None, gpu: int | None = None) -> list[Buffer]:
-    """For state of `own` units and computation with others too, of one GPU or, as if there were no other, of all."""
-    computed = own if computed is None else computed
+def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
     made = [
-        *_weight_buffers(geo, plan, computed),
-        *_base_buffers(geo, plan, own),
-        *_sum_buffers(geo, plan, computed, gpu),
-        *_optimizer_buffers(geo, plan, own),
-        *_activation_buffers(geo, plan, computed, gpu),
+        *_weight_buffers(geo, plan, units),
+        *_base_buffers(geo, plan, units),
+        *_sum_buffers(geo, plan, units),
+        *_optimizer_buffers(geo, plan, units),
+        *_activation_buffers(geo, plan, units),
     ]
     return [b for b in made if b.count and b.nbytes]
 
@@ -90,7 +85,7 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]
         unit = plan.units[u]
         if unit.weights == "gpu" or unit.resident:
             yield Buffer("gpu", f"weights {geo.names[u]}", span(u), alike)
-        if unit.weights == "host" or (unit.weights == "gpu" and len(plan.places(u)) > 1):  # or on its way to others
+        if unit.weights == "host":
             yield Buffer("host", f"weights {geo.names[u]}", span(u), alike)
     streamed = [(u, n) for u, n in units if plan.units[u].weights != "gpu" and not plan.units[u].resident]
     for kind, (size, count) in _by_class(geo, streamed, span).items():
@@ -124,19 +119,13 @@ def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
     return max(0, geo.state_layout(n).span, *weights, *base)
 
 
-def _sum_buffers(geo: Geometry, plan: Plan, units: Alike, gpu: int | None) -> Iterable[Buffer]:
-    """Accumulators; pieces of the sums of strands on their way from GPU to GPU."""
+def _sum_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
+    """Accumulators."""
     wide = geo.gradients if plan.sums_wide else geo.weights
     tied = geo.cfg.tied  # then the head adds to the embedding's gradient too
     slots = 1 if plan.hosts == 1 else SUMS  # sums leave while the next unit's begins
-    strands = [plan.gpu(geo.head, s) for s in range(plan.strands)]  # the GPU of each
-    here = strands.count(gpu) if gpu is not None else len(strands)
-    yield Buffer("gpu", "gradient", max((wide[u].span for u, _ in units if u >= tied), default=0), max(slots, here))
+    yield Buffer("gpu", "gradient", max((wide[u].span for u, _ in units if u >= tied), default=0), slots)
     yield Buffer("gpu", "gradient embed", max((wide[u].span for u, _ in units if u < tied), default=0))
-    hops = [to for source, to in pairwise(strands) if source != to]
-    size = round_up(4 * max((n for _, n in geo.sum_pieces(geo.head)), default=0)) if hops else 0
-    yield Buffer("gpu", "gradient strands", size, STRAND_SLOTS * (gpu in hops))
-    yield Buffer("host", "gradient strands", size, STRAND_SLOTS * len(hops))
 
 
 def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
@@ -184,13 +173,13 @@ def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
     return min(largest, plan.record), sum(n * len(geo.records(u, plan.record)) for u, n in units)
 
 
-def _activation_buffers(geo: Geometry, plan: Plan, units: Alike, gpu: int | None) -> Iterable[Buffer]:
+def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
     away = plan.between == "host"
     inner = [(u, alike) for u, alike in units if u]  # the embedding's input is token ids
     homes: Counter[Tier] = Counter()  # of inputs
     for u, alike in inner:
-        homes[plan.units[u].x] += alike * (n if gpu is None else plan.computed(u, gpu))
+        homes[plan.units[u].x] += alike * n
     yield Buffer("gpu", "x", x, homes["gpu"])
     if homes["host"] or homes["ssd"] or plan.gpus > 1:
         yield Buffer("gpu", "x ring", x, plan.swap_slots + (plan.swap_slots if away else n))
@@ -212,7 +201,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike, gpu: int | None
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
-    each = {geo.kinds[u]: u for u in range(geo.n_units) if gpu in plan.places(u)}.values()  # by kind
+    each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.units[u].gpu == gpu}.values()  # by kind
     needs = [workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each]
     temporaries = max(needs, default=0)
     inputs = plan.tokens * plan.n_micro * 48

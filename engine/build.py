@@ -54,8 +54,6 @@ def build(
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
     assert len(lanes.devices) == plan.gpus, "lanes for other GPUs than the plan's"
     geo, others = Geometry.of(cfg, plan), lanes.devices[1:]
-    if plan.strands > 1 and not geo.has_strands:
-        raise InputError("plan: strands are of a head with weights of its own, all trained")
     memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned, others=others)
     if poison:
         memory.poison = lambda slot: _poison(lanes, slot)

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
-from trireme.engine.plan import SUM_PIECE, Plan
+from trireme.engine.plan import Plan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
@@ -178,16 +178,6 @@ class Geometry:
                     pieces.append([stretch])
             self._pieces[kind, most] = tuple(map(tuple, pieces))
         return self._pieces[kind, most]
-
-    @property
-    def has_strands(self) -> bool:
-        """Whether the head's gradient may be several sums (strands.py): of weights of its own, all trained."""
-        return not self.cfg.tied and self.numel[self.head] > 0 and not self.base[self.head].tensors
-
-    def sum_pieces(self, u: int) -> list[tuple[int, int]]:
-        """(first element, number of elements) of the pieces in which a unit's sum goes to another GPU."""
-        n, most = self.numel[u], min(STRETCH, SUM_PIECE)
-        return [(a, min(most, n - a)) for a in range(0, n, most)]
 
     def half_piece(self) -> int:
         """The piece size that halves the largest block's gradient."""

@@ -19,7 +19,6 @@ from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import NOTHING, Slot, flat, memory_of, views
 from trireme.engine.plan import Plan
-from trireme.engine.strands import Strands
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
 
@@ -43,8 +42,7 @@ class Gradients:
         self.accumulators, self.tied = homes.gpu_rings("gradient"), homes.gpu_rings("gradient embed")
         self.out = homes.gpu_rings("gradient out")  # rounded
         self.landings, self.back = homes.rings("host", "gradient"), homes.ring("host", "gradient ring")
-        self.strands = Strands(geo, plan, homes, lanes)
-        self.holding: dict[tuple[int, int], Slot] = {}  # accumulators in use, by unit and strand
+        self.holding: dict[int, Slot] = {}  # accumulators in use, by unit
         self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM or None, its arrival
         self.offset: dict[int, int] = {}  # in the scratch space
         self.written: dict[int, Task] = {}  # last write there
@@ -58,43 +56,38 @@ class Gradients:
             sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in lanes.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
 
-    def get(self, u: int, s: int = 0) -> Gradient:
-        """Unit u's accumulator, zero at first, or that of its strand s."""
+    def get(self, u: int) -> Gradient:
+        """Unit u's accumulator, zero at first."""
         if not self.geo.numel[u]:
             return Gradient(NOTHING, ())
-        if (u, s) not in self.holding:
-            self._begin(u, s)
-        slot = self.holding[u, s]
+        if u not in self.holding:
+            self._begin(u)
+        slot = self.holding[u]
         return Gradient(slot.buffer, slot.ready)
 
     def tensors(self, u: int, gradient: Gradient) -> dict[str, Tensor]:
         return views(self.wide[u], gradient.buffer) if self.geo.numel[u] else {}
 
-    def _begin(self, u: int, s: int = 0) -> None:
+    def _begin(self, u: int) -> None:
         """Takes unit u's accumulator, zero."""
-        slot, nbytes = self._accumulator(u, s), self.wide[u].span
+        slot, nbytes = self._accumulator(u), self.wide[u].span
 
         def zero() -> None:
             slot.buffer[:nbytes].zero_()
 
-        lane = numbered("compute", self.plan.gpu(u, s))
+        lane = numbered("compute", self.plan.units[u].gpu)
         slot.ready = (self.lanes.run(lane, "zero", self.geo.names[u], zero, slot.ready, nbytes=nbytes),)
 
-    def _accumulator(self, u: int, s: int = 0) -> Slot:
+    def _accumulator(self, u: int) -> Slot:
         rings = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
-        self.holding[u, s] = rings[self.plan.gpu(u, s)].acquire(self.geo.names[u])
-        return self.holding[u, s]
+        self.holding[u] = rings[self.plan.units[u].gpu].acquire(self.geo.names[u])
+        return self.holding[u]
 
-    def finish(self, u: int, *added: Task) -> None:
-        """Rounds unit u's gradient, sums its squares, sends it to its update.
-
-        `added`: the last addition to each strand; the others, of a step with few micro-batches, are zero.
-        """
+    def finish(self, u: int, after: Task) -> None:
+        """Rounds unit u's gradient, whole after `after`, sums its squares, sends it to its update."""
         if not self.geo.numel[u]:
             return
-        sums = [self.holding.pop((u, s)) for s in range(self.plan.strands_of(u))]
-        done = [(added[s],) if s < len(added) else slot.ready for s, slot in enumerate(sums)]
-        (accumulator, after), name = self.strands.join(u, sums, done), self.geo.names[u]
+        accumulator, name = self.holding.pop(u), self.geo.names[u]
         if self.plan.units[u].state == "gpu":
             (whole,) = self.geo.pieces(u, self.geo.numel[u])
             task = self._round(u, whole, accumulator, self.homes.gradients[u], (after,))
@@ -109,8 +102,8 @@ class Gradients:
 
     def drop(self, u: int, after: Task) -> None:
         """Forgets unit u's sum, in use until `after`."""
-        if (u, 0) in self.holding:
-            accumulator = self.holding.pop((u, 0))
+        if u in self.holding:
+            accumulator = self.holding.pop(u)
             accumulator.ring.release(accumulator, (after,))
 
     def set_aside(self, u: int, after: Task) -> None:

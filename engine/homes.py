@@ -131,14 +131,13 @@ class Homes:
         units = range(geo.n_units)
         self.weights = [self.of(u, plan.units[u].weights, "weights") for u in units]
         self.base = [self.of(u, plan.units[u].base, "base") for u in units]
-        self.copies = [{gpu: self.of(u, "gpu", "weights", gpu) for gpu in plan.places(u)} for u in units]  # by GPU
+        self.copies = [self.of(u, "gpu", "weights") for u in units]  # on the GPU
         self.state = [self._split_records(u, self.of(u, plan.units[u].state, "state")) for u in units]
         self.gradients = [self.of(u, "gpu", "gradient out") for u in units]
 
-    def of(self, u: int, tier: Tier, what: str, gpu: int | None = None) -> Tensor:
-        """Unit u's buffer, on its GPU or another; empty if absent or simulated."""
-        gpu = self.plan.units[u].gpu if gpu is None else gpu
-        return next(iter(self.many(tier, f"{what} {self.geo.names[u]}", gpu)), NOTHING)
+    def of(self, u: int, tier: Tier, what: str) -> Tensor:
+        """Unit u's buffer; empty if absent or simulated."""
+        return next(iter(self.many(tier, f"{what} {self.geo.names[u]}", self.plan.units[u].gpu)), NOTHING)
 
     def many(self, tier: Tier, key: str, gpu: int = 0) -> list[Tensor]:
         """The equal buffers `key` in RAM or of a GPU."""

@@ -60,10 +60,10 @@ class Optimizer:
         self.on_cpu.moments(self.geo.head - MOMENTS_AHEAD)
         self.kernels.step, self.kernels.lr = step, lr
 
-    def finish(self, u: int, *added: Task) -> None:
-        """Sends unit u's gradient, complete after `added`, on its way; in mode `backward` updates the unit."""
+    def finish(self, u: int, after: Task) -> None:
+        """Sends unit u's gradient, complete after `after`, on its way; in mode `backward` updates the unit."""
         self.on_cpu.moments(u - 1 - MOMENTS_AHEAD)
-        self.gradients.finish(u, *added)
+        self.gradients.finish(u, after)
         if self.plan.mode == "backward":
             self.update(u)
             self.weights.settle()  # its next forward is far off
@@ -73,13 +73,9 @@ class Optimizer:
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
         home, others = self._home, [gpu for gpu in range(self.plan.gpus) if gpu != self._home]
         sums = [self._on(gpu, "sums of squares", partial(self._sums_of, gpu)) for gpu in others]
-        of = [self.plan.gpu(self.geo.head, b) for b in range(len(losses))]  # the GPU of each
-        in_ram = lambda gpu: torch.stack(_summed(losses, of, gpu)).to("cpu")
-        away = {gpu: self._on(gpu, "losses", partial(in_ram, gpu)) for gpu in others if gpu in of}
 
         def add(begun: Tensor) -> Tensor:
-            parts = {gpu: iter(task.wait()) for gpu, task in away.items()} | {home: iter(_summed(losses, of, home))}
-            return sum((next(parts[gpu]) for gpu in of), begun)
+            return sum((part.double().sum() for part in losses), begun)
 
         def conclude() -> Tensor:
             loss, norm = self.gradients.totals(add, home, [task.wait() for task in sums])
@@ -90,7 +86,7 @@ class Optimizer:
                 clip.on_device[home].copy_(self.stats[2:])
             return self.stats.to("cpu")
 
-        task = self.lanes.run(numbered("compute", home), "statistics", "", conclude, (*sums, *away.values()))
+        task = self.lanes.run(numbered("compute", home), "statistics", "", conclude, sums)
         if clipped:
             clip.known = (task, *(self._on(gpu, "clip", partial(self._set_clip, gpu, task), (task,)) for gpu in others))
         if self.lanes.simulated:
@@ -125,11 +121,9 @@ class Optimizer:
             self.on_cpu.hand_over(u, slot, landed)
 
     def _is_early(self, u: int) -> bool:
-        """Whether run_ahead looks at it: the CPU updates beside forward, one GPU for others, which would wait."""
+        """Whether run_ahead looks at it: the CPU updates beside forward."""
         unit = self.plan.units[u]
-        if unit.weights == "host":
-            return unit.update == "cpu"
-        return unit.weights == "ssd" or len(self.plan.places(u)) > 1
+        return unit.weights == "ssd" or (unit.weights == "host" and unit.update == "cpu")
 
     def run_ahead(self) -> None:
         """Hands over early updates, in forward order, up to the first that needs a host slot for its weights."""
@@ -153,11 +147,6 @@ class Optimizer:
 
     def close(self) -> None:
         self.kernels.close()
-
-
-def _summed(losses: Sequence[Tensor], of: Sequence[int], gpu: int) -> list[Tensor]:
-    """The sum of each of a GPU's losses; `of`: the GPU of each."""
-    return [part.double().sum() for own, part in zip(of, losses, strict=True) if own == gpu]
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int) -> float:

@@ -19,10 +19,7 @@ MOST = 1 << 48
 MOST_GPUS = 64
 MOST_HOSTS = 1024
 SUM_PIECE = 1 << 24
-COUNTS = (
-    *("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"),
-    "strands",
-)
+COUNTS = "tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"
 
 
 class DoesNotFit(Exception):
@@ -79,7 +76,7 @@ class Plan:
     tokens: int  # of a micro-batch, at most
     n_micro: int  # micro-batches of a step, at most
     dtype: str = "BF16"  # or F32
-    mode: Mode = "forward"  # when updates run: optimizer.py
+    mode: Mode = "forward"  # when updates run: optimizer.py; what `backward` gains: docs/design.md
     adam_bits: int = 32  # of each moment: 32, 16 or 8
     late_moments: tuple[Tier, ...] = ()  # tiers with moments under backward: optimizer.py
     window: int = 2  # GPU slots of weights: one in use, others prefetched
@@ -94,7 +91,6 @@ class Plan:
     halves: bool = False  # half blocks as units
     hosts: int = 1  # that deal a step's micro-batches among themselves; n_micro: of each, at most
     host: int = 0  # this one
-    strands: int = 1  # sums of the head's gradient, each of its own micro-batches: strands.py
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -132,7 +128,6 @@ class Plan:
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
         self._check_gpus()
         self._check_hosts()
-        self._check_strands()
         if self.mode not in MODES:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
@@ -158,12 +153,6 @@ class Plan:
             if unit.state == "gpu" or unit.update == "gpu":
                 raise InputError("plan: with several hosts state is in host or ssd, and the cpu updates it")
 
-    def _check_strands(self) -> None:
-        if self.strands > min(self.n_micro, MOST_GPUS):
-            raise InputError(f"plan: {self.strands} strands; there are at most {min(self.n_micro, MOST_GPUS)}")
-        if self.strands > 1 and self.hosts > 1:
-            raise InputError("plan: with several hosts the head's gradient is one sum: strands is 1")
-
     @property
     def last_host(self) -> bool:
         """Whether sums of gradients end here."""
@@ -183,41 +172,13 @@ class Plan:
     def gpus(self) -> int:
         return 1 + max((self.units[u].gpu for u in self.distinct()), default=0)
 
-    # ------------------------------------------------ who computes what
-
-    def strand_gpu(self, s: int) -> int:
-        """The GPU of a strand: they are dealt in turn, the last is with the head's state."""
-        return (self.units[-1].gpu + 1 + s - self.strands) % self.gpus
-
-    def gpu(self, u: int, b: int) -> int:
-        """The GPU that computes unit u of micro-batch b."""
-        if self.strands == 1 or u < len(self.units) - 1:
-            return self.units[u].gpu
-        return self.strand_gpu(b % self.strands)
-
-    def strands_of(self, u: int) -> int:
-        """Sums of unit u's gradient, number s on the GPU of micro-batch s."""
-        return self.strands if u == len(self.units) - 1 else 1
-
-    def places(self, u: int) -> tuple[int, ...]:
-        """The GPUs that compute with unit u."""
-        if self.strands == 1:
-            return (self.units[u].gpu,)
-        return tuple(dict.fromkeys(self.gpu(u, s) for s in range(self.strands_of(u))))
-
-    def computed(self, u: int, gpu: int) -> int:
-        """How many micro-batches of unit u a GPU computes."""
-        k = self.strands_of(u)
-        return sum(len(range(s, self.n_micro, k)) for s in range(k) if self.gpu(u, s) == gpu)
-
     def dealt(self, gpus: int, tied: bool) -> Plan:
         """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
 
-        Each computes while the next waits for what it leaves. With strands the first to be free has the first, and the
-        last block's GPU the last, and the head's state. Equal units of a GPU stay one object.
+        Each computes while the next waits for what it leaves. Equal units of a GPU stay one object.
         """
         head, halves = len(self.units) - 1, 2 if self.halves else 1
-        last = ((head - 1) // halves - (self.strands > 1)) % gpus
+        last = (head - 1) // halves % gpus
         made: dict[tuple[int, int], UnitPlan] = {}
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
@@ -272,6 +233,9 @@ class Plan:
     def of(data: dict[str, Any]) -> Plan:
         """From `asdict`'s data. Raises InputError on any other."""
         try:
+            data = dict(data)
+            if data.pop("strands", 1) != 1:  # of an older version
+                raise InputError("plan: strands is not 1, and the head's gradient is one sum. Make a new plan.")
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
             for what, cls in ((plan, Plan), *((vars(unit), UnitPlan) for unit in units)):

@@ -59,16 +59,16 @@ class SharedGradients(Gradients):
         assert self._wire is not None, "a simulation has no wire"
         return self._wire
 
-    def get(self, u: int, s: int = 0) -> Gradient:
+    def get(self, u: int) -> Gradient:
         """Also begins the next unit's sum: it is on its way while this one's is added to."""
-        gradient, following = super().get(u, s), self.following.get(u)
-        if following is not None and (following, 0) not in self.holding and u not in self.aside:
+        gradient, following = super().get(u), self.following.get(u)
+        if following is not None and following not in self.holding and u not in self.aside:
             self._begin(following)
         return gradient
 
-    def _begin(self, u: int, s: int = 0) -> None:
+    def _begin(self, u: int) -> None:
         if self.plan.host == 0 and u not in self.aside:
-            super()._begin(u, s)
+            super()._begin(u)
             return
         before = (self.plan.host - 1) % self.plan.hosts
         slot, gpu, name, come = self._accumulator(u), self.plan.units[u].gpu, self.geo.names[u], []
@@ -87,13 +87,12 @@ class SharedGradients(Gradients):
             self.into.release(piece, come[-1:])
         slot.ready = tuple(come[-1:])  # first in, first out: the last piece arrives last
 
-    def finish(self, u: int, *added: Task) -> None:
+    def finish(self, u: int, after: Task) -> None:
         """Passes unit u's sum on, or rounds and deals it; receives the own share."""
         if not self.geo.numel[u]:
             return
-        (after,) = added
         self.aside.discard(u)
-        accumulator, name, kind = self.holding.pop((u, 0)), self.geo.names[u], self.geo.size_class(u)
+        accumulator, name, kind = self.holding.pop(u), self.geo.names[u], self.geo.size_class(u)
         shares, size = self.geo.shares(u, self.plan.record), ITEMSIZE[self.geo.dtype]
         own = shares[self.plan.host]
         mine = self.landings[kind].acquire(name) if own.stop > own.start else None
@@ -125,7 +124,7 @@ class SharedGradients(Gradients):
     def set_aside(self, u: int, after: Task) -> None:
         """Passes the sum on, from the last host to the first, which goes on with it."""
         if self.geo.numel[u]:
-            accumulator = self.holding.pop((u, 0))
+            accumulator = self.holding.pop(u)
             accumulator.ring.release(accumulator, (self._pass_on(u, accumulator, after),))
             self.aside.add(u)
 

@@ -94,10 +94,8 @@ class Engine:
             self.homes.files.close()
         self.memory.close()
 
-    def compute(
-        self, kind: Kind, u: int, fn: Callable[[], object], after: Sequence[Task], flops: float = 0, b: int = 0
-    ) -> Task:
-        return self.lanes.run(numbered("compute", self.plan.gpu(u, b)), kind, self.geo.names[u], fn, after, flops=flops)
+    def compute(self, kind: Kind, u: int, fn: Callable[[], object], after: Sequence[Task], flops: float = 0) -> Task:
+        return self.lanes.run(numbered("compute", self.gpu(u)), kind, self.geo.names[u], fn, after, flops=flops)
 
     def gpu(self, u: int) -> int:
         return self.plan.units[u].gpu
@@ -173,8 +171,8 @@ def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float, trained
 def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
     """Each micro-batch's losses (N,), zero without a label. Runs updates that are due."""
     losses, done = _head(e, _forward(e, batch, train=False), None)
-    for task in done if e.plan.gpus > 1 and not e.lanes.simulated else ():
-        task.wait()  # threads of their own make them
+    if e.plan.gpus > 1 and not e.lanes.simulated:
+        done.wait()  # a thread of its own makes them
     return losses
 
 
@@ -253,25 +251,21 @@ def forward_block(e: Engine, u: int, b: int, w: Weights, mb: Inputs, out: OnGpu,
 # ---------------------------------------------------------------- the head
 
 
-def _head(e: Engine, route: Route, scale: float | None) -> tuple[list[Tensor], Sequence[Task]]:
-    """Each micro-batch's losses, each strand's last task.
-
-    Unless `scale` is None the head's gradients of scale * their sum.
-    """
-    u, k, train = e.geo.head, e.plan.strands, scale is not None
+def _head(e: Engine, route: Route, scale: float | None) -> tuple[list[Tensor], Task]:
+    """Each micro-batch's losses, the last task. Unless `scale` is None the head's gradients of scale * their sum."""
+    u, train = e.geo.head, scale is not None
     read = (u, 0) if e.cfg.tied else (u,)  # units that the loss reads
-    w = {gpu: {v: e.weights.get(v, gpu=gpu) for v in read} for gpu in e.plan.places(u)}
-    g = [{v: e.gradients.get(v, s) for v in read} if train else {} for s in range(k)]
-    losses, last = [NOTHING] * len(route.batch), dict[int, Task]()  # by strand
+    w = {v: e.weights.get(v) for v in read}
+    g = {v: e.gradients.get(v) for v in read} if train else {}
+    losses = [NOTHING] * len(route.batch)
     for b, mb in route.micro_batches():
-        last[b % k] = loss(e, b, w[e.plan.gpu(u, b)], g[b % k], mb, scale or 1.0, losses)
-    done = tuple(last.values())
+        done = loss(e, b, w, g, mb, scale or 1.0, losses)
     for v in read:
-        e.weights.release(v, *done)
+        e.weights.release(v, done)
     if train:
-        e.optimizer.finish(u, *done)
+        e.optimizer.finish(u, done)
         for v in read[1:]:
-            e.gradients.set_aside(v, *done)
+            e.gradients.set_aside(v, done)
     return losses, done
 
 
@@ -286,7 +280,6 @@ def loss(
 ) -> Task:
     """Sets micro-batch b's losses; with `g` adds gradients too."""
     u, swap = e.geo.head, e.activations
-    gpu = e.plan.gpu(u, b)
     source, target = swap.x(u, b), swap.dx(u, b)
     x = swap.get(source)
     dx = swap.open(target) if g else None
@@ -296,14 +289,14 @@ def loss(
         grads = {v: _gradients(e, v, gradient) for v, gradient in g.items()}
         w_out = model.output_matrix(e.cfg, tops.get(0), tops[u])
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
-        labels, rows, out = mb.on(gpu).labels, mb.on(gpu).loss_rows, _rows(e, dx, mb) if dx else None
+        labels, rows, out = mb.on(e.gpu(u)).labels, mb.on(e.gpu(u)).loss_rows, _rows(e, dx, mb) if dx else None
         given = (tops[u], w_out, _rows(e, x, mb), labels, rows)
         losses[b] = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out)
 
     ready = _ready(*w.values(), x, *g.values())
     flops = costs.forward_flops(e.cfg, u, mb.trained, mb.pairs)
     flops += costs.backward_flops(e.cfg, u, mb.trained, mb.pairs) if g else 0
-    done = e.compute("loss", u, add, (*ready, *(dx.ready if dx else ())), flops, b)
+    done = e.compute("loss", u, add, (*ready, *(dx.ready if dx else ())), flops)
     swap.release(source, done)
     if g:
         swap.send(target, mb.tokens, done)

@@ -7,7 +7,6 @@ slots for backward: STRONGHOLD's window and, the order being known, Belady's cho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -33,54 +32,40 @@ class WeightStream:
         self.updated: dict[int, Task] = {}
         self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
         units = range(geo.n_units)
-        self.places = [plan.places(u) for u in units]  # GPUs that compute with each
         self.tiers: list[Tier] = [homes.tier(Entry(kind, u)) for u in units]
         self.streamed = [
             self.tiers[u] != "gpu" and not self._resident(u) and bool(self.layouts[u].tensors) for u in units
         ]
-        self.copies = {(u, gpu) for u in units for gpu in self.places[u] if self._stays(u, gpu)}
-        self.stale = set(self.copies)  # those to refresh
-        self.refreshed: dict[tuple[int, int], Task] = {}  # their last refreshes
-        self.mirrored: dict[int, Task] = {}  # copies to RAM of weights at home on a GPU, current
-        self.mirror_read: dict[int, list[Task]] = {}  # last reads of these
-        self.held: dict[tuple[int, int], OnGpu] = {}  # by unit and GPU
+        self.stale = {u for u in units if self._resident(u)}  # copies to refresh
+        self.refreshed: dict[int, Task] = {}  # their last refreshes
+        self.held: dict[int, OnGpu] = {}
 
     def prefetch(self, u: int) -> None:
-        """Starts unit u's transfer to all its GPUs, unless there or under way."""
-        self._bring(u, [gpu for gpu in self.places[u] if (u, gpu) not in self.held])
+        """Starts unit u's transfer, unless there or under way."""
+        if u in self.held:
+            return
+        if self._resident(u):
+            held = OnGpu(self.homes.copies[u], (self.refreshed[u],) if u in self.refreshed else ())
+        elif self.streamed[u]:
+            slot = self.gpu_rings[self._gpu(u)][self.geo.size_class(u)].acquire(self.geo.names[u])
+            held = OnGpu(slot.buffer, slot.ready, slot)
+        else:
+            held = OnGpu(self.buffers[u], self._ready(u))
+        self.held[u] = held
+        if self.streamed[u] or u in self.stale:
+            self._copy_up(u, held)
 
-    def get(self, u: int, gpu: int | None = None) -> OnGpu:
-        """Unit u's weights on its GPU or another of its places; readers come after `ready`."""
-        key = u, self._gpu(u) if gpu is None else gpu
-        if key not in self.held:
-            self._bring(u, key[1:])
-        return self.held[key]
-
-    def _bring(self, u: int, gpus: Sequence[int]) -> None:
-        coming = []
-        for gpu in gpus:
-            if (u, gpu) in self.copies:
-                come = (self.refreshed[u, gpu],) if (u, gpu) in self.refreshed else ()
-                held = OnGpu(self.homes.copies[u][gpu], come)
-                comes = (u, gpu) in self.stale
-            elif comes := self.streamed[u]:
-                slot = self.gpu_rings[gpu][self.geo.size_class(u)].acquire(self.geo.names[u])
-                held = OnGpu(slot.buffer, slot.ready, slot)
-            else:
-                held = OnGpu(self.buffers[u], self._ready(u))
-            self.held[u, gpu] = held
-            coming += [(gpu, held)] * comes
-        if coming:
-            self._copy_up(u, coming)
+    def get(self, u: int) -> OnGpu:
+        """Unit u's weights; readers come after `ready`."""
+        self.prefetch(u)
+        return self.held[u]
 
     def release(self, u: int, *after: Task, keep: bool = False) -> None:
-        """Unit u is free on all its GPUs after `after`; `keep` holds its slot for backward."""
-        for gpu in self.places[u]:
-            held = self.held[u, gpu]
-            held.ready = (*held.ready, *after)
-            if keep:
-                continue
-            del self.held[u, gpu]
+        """Unit u is free after `after`; `keep` holds its slot for backward."""
+        held = self.held[u]
+        held.ready = (*held.ready, *after)
+        if not keep:
+            del self.held[u]
             if held.slot is not None:
                 held.slot.ring.release(held.slot, (*held.ready, *self._ready(u)))
 
@@ -93,10 +78,6 @@ class WeightStream:
         ring = self._gpu(u), self.geo.size_class(u)
         later = (v for v in range(u + 1, self.geo.n_units) if (self._gpu(v), self.geo.size_class(v)) == ring)
         return sum(map(self.streamed.__getitem__, later)) < len(self.gpu_rings[ring[0]][ring[1]].slots)
-
-    def _stays(self, u: int, gpu: int) -> bool:
-        """Whether a copy of unit u stays on a GPU, refreshed once a step."""
-        return self._resident(u) or (self.kind == "weights" and self.tiers[u] == "gpu" and gpu != self._gpu(u))
 
     def _gpu(self, u: int) -> int:
         return self.plan.units[u].gpu
@@ -125,17 +106,15 @@ class WeightStream:
 
     def publish(self, u: int, done: Task) -> None:
         """After `done` the home of u holds new weights."""
-        for gpu in self.places[u]:
-            assert (u, gpu) not in self.held or self.plan.units[u].weights == "gpu", "a unit in use was updated"
-            self.held.pop((u, gpu), None)
-            if (u, gpu) in self.copies:
-                self.stale.add((u, gpu))
+        assert u not in self.held or self.plan.units[u].weights == "gpu", "a unit in use was updated"
+        self.held.pop(u, None)
+        if self._resident(u):
+            self.stale.add(u)
         self.updated[u] = done
-        self.mirrored.pop(u, None)
 
     def write_back(self, u: int, done: Task) -> None:
         """Copies unit u home from the GPU after its update."""
-        held = self.held[u, self._gpu(u)]
+        held = self.held[u]
         held.ready = (done,)
         self.updated[u] = self._copy_down(u, held.buffer, self.homes.weights[u], (done,))
 
@@ -150,7 +129,7 @@ class WeightStream:
 
     def drop(self, u: int) -> None:
         """Releases a unit that came for its update alone."""
-        held = self.held.pop((u, self._gpu(u)), None)
+        held = self.held.pop(u, None)
         if held is not None and held.slot is not None:
             held.slot.ring.release(held.slot, (*held.ready, self.updated[u]))
 
@@ -163,24 +142,13 @@ class WeightStream:
     def _ready(self, u: int) -> tuple[Task, ...]:
         return (self.updated[u],) if u in self.updated else ()
 
-    def _mirror(self, u: int) -> tuple[Tensor, Task]:
-        """Weights at home on a GPU, in RAM for other GPUs: their place there, the copy to it."""
-        place = self.homes.of(u, "host", "weights")
-        if u not in self.mirrored:
-            after = (*self._ready(u), *self.mirror_read.pop(u, ()))
-            self.mirrored[u] = self._copy_down(u, self.buffers[u], place, after)
-        return place, self.mirrored[u]
-
-    def _copy_up(self, u: int, targets: Sequence[tuple[int, OnGpu]]) -> None:
-        """Copies unit u from home to its places on GPUs, from the SSD through a host slot."""
+    def _copy_up(self, u: int, to: OnGpu) -> None:
+        """Copies unit u from home to the GPU, from the SSD through a host slot."""
         entry, nbytes = Entry(self.kind, u), self.layouts[u].span
         name, pieces = self.homes.label(entry), self.homes.pieces(entry)
         slot = None
         if self.tiers[u] == "host":
             source, come = self.buffers[u], self._ready(u)
-        elif self.tiers[u] == "gpu":
-            source, mirrored = self._mirror(u)
-            come = (mirrored,)
         elif u in self.fresh:
             slot, task = self.fresh.pop(u)
             source, come = slot.buffer, (task,)
@@ -189,21 +157,17 @@ class WeightStream:
             source = slot.buffer
             come = (self._read(u, source, (*slot.ready, *self._ready(u))),)
 
-        def copy(target: Tensor) -> None:
+        def up() -> None:
             for first, offset, n in pieces:
-                target[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
+                to.buffer[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
 
-        for gpu, to in targets:
-            up, after = partial(copy, to.buffer), (*to.ready, *come)
-            to.ready = (self.lanes.run(numbered("h2d", gpu), "weights", name, up, after, nbytes=nbytes),)
-            if to.slot is None:
-                self.stale.discard((u, gpu))
-                self.refreshed[u, gpu] = to.ready[0]
-        copies = [task for _, to in targets for task in to.ready]
+        lane = numbered("h2d", self._gpu(u))
+        to.ready = (self.lanes.run(lane, "weights", name, up, (*to.ready, *come), nbytes=nbytes),)
+        if to.slot is None:
+            self.stale.discard(u)
+            self.refreshed[u] = to.ready[0]
         if slot is not None:
-            slot.ring.release(slot, (*copies, *self._ready(u)))
-        elif self.tiers[u] == "gpu":
-            self.mirror_read[u] = copies
+            slot.ring.release(slot, (*to.ready, *self._ready(u)))
 
 
 class Weights(NamedTuple):
@@ -231,8 +195,8 @@ class UnitStream:
         for stream in self._streams:
             stream.prefetch(u)
 
-    def get(self, u: int, backward: bool = False, gpu: int | None = None) -> Weights:
-        trained, frozen = self.trained.get(u, gpu), self.frozen.get(u, gpu)
+    def get(self, u: int, backward: bool = False) -> Weights:
+        trained, frozen = self.trained.get(u), self.frozen.get(u)
         if u not in self.decoded and self.geo.decoded[u].tensors:
             self.decoded[u] = self._decode(u, trained, frozen, backward)
         return Weights(trained, frozen, self.decoded.get(u, OnGpu(NOTHING, ())))
@@ -276,7 +240,7 @@ class UnitStream:
         for u in list(self.decoded):
             self._release_decoded(u, after)
         for stream in self._streams:
-            for u in dict.fromkeys(u for u, _ in stream.held):
+            for u in list(stream.held):
                 stream.release(u, after)
 
     @property

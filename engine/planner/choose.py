@@ -1,9 +1,8 @@
 """The fastest plan of a short search around the plain rule, and why.
 
 Variants (variants.py) are simulated in the order of their floors while one could be faster than the best; then windows,
-slots and updates are varied around the best, and on several GPUs strands of the head. The rule's plan is among them:
-the choice is never predicted to be slower. Only the processor of updates, the size of a micro-batch and the number of
-strands change roundings.
+slots and updates are varied around the best. The rule's plan is among them: the choice is never predicted to be slower.
+Only the processor of updates and the size of a micro-batch change roundings.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from trireme.models.config import ModelConfig
 
 WEAR = 1.05  # gain that swapping activations to the SSD has to bring, for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
-WORTH_STRANDS = 1.02  # gain that strands of the head have to bring, for bits that are not one GPU's
 REFINED = 4  # best plans that are varied
 WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0)
 WORK, LEAST = 8000, 3  # units x micro-batches in all simulations, twice as many for several GPUs; simulations at least
@@ -75,8 +73,6 @@ def choose(
     _by_floors(trials, limits, plans, most)
     _around_the_best(trials, limits, first.piece, most, updates=begun is None)
     best = trials.best()
-    if wanted.strands is None:
-        best = _in_strands(trials, limits, first.piece, best)
     because = reasons(trials.geo, first, before, best, trials.found[best])
     if begun and updated_alike(best, begun) != best:
         because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
@@ -180,15 +176,6 @@ def _around_the_best(trials: Trials, limits: Limits, piece: int, most: int, upda
                     trials.simulate(plan)
                 if plan in trials.found:
                     best = min(best, plan, key=trials.cost)
-
-
-def _in_strands(trials: Trials, limits: Limits, piece: int, best: Plan) -> Plan:
-    """`best`, with strands if they are worth it."""
-    for plan in variants.strands(trials.geo, best, limits, piece):
-        trials.simulate(plan)
-        if trials.cost(plan) * WORTH_STRANDS <= trials.cost(best):
-            best = plan
-    return best
 
 
 # ---------------------------------------------------------------- a floor in closed form

@@ -64,8 +64,7 @@ def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
         where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
         return f"   homes: {_counted((u.state for u in plan.units), names)}; {plan.adam_bits}-bit moments{where}"
     if row == "gradients":
-        strands = f"; the head's in {plan.strands} strands" if plan.strands > 1 else ""
-        return f"   consumed under {'the next forward' if plan.mode == 'forward' else 'backward'}{strands}"
+        return f"   consumed under {'the next forward' if plan.mode == 'forward' else 'backward'}"
     if row == BEST:
         return "   written to OUT/best with each snapshot, and at the end"
     if row == "activations":

@@ -88,7 +88,7 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
     cfg = plan.cut(cfg)
-    k = together(batch.n_micro, max(plan.gpus, plan.strands)) if roughly or plan.between == "gpu" else 1
+    k = together(batch.n_micro, plan.gpus) if roughly or plan.between == "gpu" else 1
     if plan.gpus > 1:
         rates = replace(rates, host=plan.gpus * rates.host)  # one interpreter launches for all
     issue = issues(cfg, plan, rates, batch, k)
@@ -142,7 +142,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def together(n_micro: int, gpus: int = 1) -> int:
-    """The largest divisor of `n_micro` that leaves FEW groups, and each GPU or strand some: fewer fake idle GPUs."""
+    """The largest divisor of `n_micro` that leaves FEW groups, and each GPU some: fewer fake idle GPUs."""
     few = max(FEW, APART * gpus) if gpus > 1 else FEW
     return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= few))
 

@@ -25,12 +25,6 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
         said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} {gain}")
     said += _activations(geo, plan, found.busy["compute"], before.busy["compute"])
     said += _gradients(geo, plan)
-    if plan.strands > 1:
-        nbytes = geo.gradients[geo.head].span
-        said.append(
-            f"the head's micro-batches are in {plan.strands} strands, with a sum of its gradient each "
-            f"({gib(nbytes, 1)}): no GPU waits for all of them"
-        )
     late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
     if late:
         where = " and ".join(PLACES[tier] for tier in late)

@@ -44,16 +44,13 @@ class Wanted:
     trained: float = 1.0  # share of tokens with a label
     gpus: int = 1
     hosts: int = 1  # plans are of the last, which needs most
-    strands: int | None = None  # sums of the head's gradient; None: as many as are fastest
 
     @classmethod
     def like(cls, plan: Plan, document: int, trained: float) -> Wanted:
         """The same step and records, for a GPU."""
         sizes = ((plan.tokens, plan.n_micro),)
         same = plan.dtype, plan.mode, plan.record, plan.adam_bits
-        return cls(
-            sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts, strands=plan.strands
-        )
+        return cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts)
 
     @property
     def free(self) -> bool:
@@ -161,7 +158,6 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 halves=geo.cfg.halves,
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
-                strands=min(n_micro, wanted.strands or 1),
             )
             yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied)
 
@@ -325,7 +321,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
 
 def with_micro_batches(plan: Plan, n: int) -> Plan:
     """`plan` for steps of n micro-batches."""
-    return replace(plan, n_micro=n, strands=min(n, plan.strands))
+    return replace(plan, n_micro=n)
 
 
 def shortage(need: dict[str, int], limits: Limits) -> str:

@@ -1,4 +1,4 @@
-"""Plans around a plan: other micro-batches, homes, swapped activations, windows, slots, strands, updates."""
+"""Plans around a plan: other micro-batches, homes, swapped activations, windows, slots, updates."""
 
 from __future__ import annotations
 
@@ -117,17 +117,6 @@ def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterabl
 def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: int, kept: Sequence[int]) -> Plan:
     deeper = replace(plan, swap_slots=slots, piece=piece)
     return furthest(geo, limits, len(kept), lambda k: deeper.changed(kept[: len(kept) - k], saved=()))
-
-
-def strands(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """With the head's micro-batches dealt to all GPUs, and fewer blocks kept there if need be."""
-    if plan.hosts > 1 or not 1 < plan.gpus <= plan.n_micro or not geo.has_strands:
-        return
-    dealt = replace(plan, strands=plan.gpus).dealt(plan.gpus, tied=False)
-    kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
-    dealt = _with_slots(geo, dealt, limits, plan.swap_slots, min(plan.piece, piece), kept)
-    if fits(geo, dealt, limits):
-        yield longer_pieces(geo, dealt, limits)
 
 
 def late_moments(plan: Plan) -> Iterable[Plan]:

@@ -6,19 +6,15 @@ import mmap
 import os
 import signal
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from engines import (
     LIMITS,
     LLAMA,
-    LORA,
     MIXTURE,
     PACKED,
-    JitterLanes,
     LateLanes,
-    Words,
     batches,
     final_weights,
     fork,
@@ -39,7 +35,6 @@ from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
-from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models.config import InputError
 
@@ -87,130 +82,6 @@ def test_any_lane_of_any_gpu_may_be_late(in_one_memory, late):
     ) * 2
     plan = relayed(gpu_plan(DEEP, units=units, dtype="BF16", n_micro=3, record=700), (0, 1))
     check(plan, LateLanes({late}, 2), in_one_memory)
-
-
-# ---------------------------------------------------------------- strands of the head
-
-N_MICRO = 5
-HEADS = {
-    "on the GPU": UnitPlan(x="gpu"),
-    "resident": UnitPlan("host", "host", resident=True),
-    "in RAM": UnitPlan("host", "host", x="host"),
-    "streamed": UnitPlan("host", "host", "gpu"),
-    "on the SSD": UnitPlan("ssd", "ssd", x="ssd"),
-}
-
-
-def dealt_head(strands, gpus, head="in RAM", **more):
-    """A plan with the head's micro-batches dealt; `gpus`, in turn, of the blocks. In bf16 few sums would differ."""
-    units = (UnitPlan(x="host", saved=(("qkv", "gpu"),)), UnitPlan("host", "host"), UnitPlan("ssd", "ssd")) * 3
-    more = {"n_micro": N_MICRO, "record": 700, "window": 1, "strands": strands} | more
-    return relayed(gpu_plan(DEEP, units=(*units[:7], HEADS[head]), **more), gpus)
-
-
-@cache
-def strands_in_one_memory(strands):
-    e = make(DEEP, gpu_plan(DEEP, n_micro=N_MICRO, strands=strands))
-    return of_a_run(e)
-
-
-def of_a_run(e):
-    """Losses and norms, evaluations between, weights; the last step has a single micro-batch."""
-    steps, told = batches(DEEP, 3, N_MICRO, 24), []
-
-    def between(i, micro):
-        told.append(sample(e, Words(), [[1, 2, 3]], max_new=1))  # by one copy of the head's weights
-        told.extend(part.tolist() for part in (evaluate(e, micro) if i != 1 else ()))
-
-    found = train(e, [*steps[:2], steps[2][:1]], between=between), told, final_weights(e)
-    assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
-    assert all(held.slot is None for held in e.weights.held)
-    e.lanes.close()
-    e.close()
-    return found
-
-
-def check_strands(plan, lanes):
-    seen, told, weights = strands_in_one_memory(plan.strands)
-    now, again, found = of_a_run(make(DEEP, plan, lanes))
-    assert now == seen
-    assert again == told
-    for name, value in found.items():
-        assert torch.equal(value, weights[name]), name
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize(("strands", "gpus"), [(2, 1), (2, 2), (2, 3), (3, 2), (4, 1), (4, 3), (4, 4)])
-def test_strands_on_any_number_of_gpus_leave_the_same_bits(head, strands, gpus):
-    check_strands(dealt_head(strands, range(gpus), head), RealLanes("cpu", extra=("poison",), gpus=gpus))
-
-
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_strands_wait_for_each_other_whatever_the_delays(gpus):
-    check_strands(dealt_head(4, range(gpus)), JitterLanes(gpus, 0.001, gpus=gpus))
-
-
-@pytest.mark.parametrize("head", ["on the GPU", "resident", "in RAM"])
-@pytest.mark.parametrize("late", ["compute", "compute1", "h2d", "h2d1", "d2h", "d2h1", "hop_in", "hop_out1", "poison"])
-def test_any_lane_may_be_late_for_strands(head, late):
-    check_strands(dealt_head(3, (0, 1), head), LateLanes({late}, 2))
-
-
-@pytest.mark.parametrize("head", ["on the GPU", "resident"])
-@pytest.mark.parametrize("late", ["h2d", "h2d1", "d2h", "d2h1"])
-def test_a_copy_of_the_head_is_waited_for_by_its_first_reader(head, late):
-    """It may have come for a sample, which reads another."""
-    plan = replace(dealt_head(2, (0, 1), head), units=relayed(gpu_plan(DEEP), (0, 1)).units)
-    units = (*plan.units[:-1], replace(HEADS[head], gpu=plan.units[-1].gpu))
-    check_strands(replace(plan, units=units), LateLanes({late}, 2))
-
-
-def test_another_number_of_strands_is_another_order_of_additions():
-    one, two = (strands_in_one_memory(strands)[2] for strands in (1, 2))
-    assert any(not torch.equal(value, two[name]) for name, value in one.items())
-
-
-def test_each_strand_works_on_its_gpu():
-    """One addition after another, and the head's gradient leaves where its state is."""
-    plan, lanes = dealt_head(4, range(4)), InlineLanes(gpus=4)
-    e = make(DEEP, plan, lanes)
-    lanes.tracing = True
-    train(e, batches(DEEP, 1, N_MICRO, 24))
-    tasks = lanes.trace()
-    assert [gpu_of(t.lane) for t in tasks if t.kind == "loss"] == [plan.strand_gpu(b % 4) for b in range(N_MICRO)]
-    added = [gpu_of(t.lane) for t in tasks if t.of == "strands of head"]
-    pieces = len(e.geo.sum_pieces(e.geo.head))
-    assert pieces > 1
-    assert added == [plan.strand_gpu(s) for s in (1, 2, 3)] * pieces
-    finished = [gpu_of(t.lane) for t in tasks if (t.kind, t.of) == ("finish", "head")]
-    assert set(finished) == {plan.strand_gpu(3)} == {plan.units[-1].gpu}
-    copied = [gpu_of(t.lane) for t in tasks if (kind_of(t.lane), t.kind, t.of) == ("h2d", "weights", "head")]
-    assert sorted(copied) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_no_task_of_a_strand_touches_another_gpus_memory(monkeypatch, head):
-    assert guarded_run(monkeypatch, False, dealt_head(3, (0, 1), head)) == 0
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 4])
-@pytest.mark.parametrize("strands", [2, 4])
-def test_memory_of_strands_is_promised_to_the_byte(gpus, strands):
-    for head in HEADS:
-        e = make(DEEP, dealt_head(strands, range(gpus), head), InlineLanes(gpus=gpus))
-        promised = usage(e.geo, e.plan)
-        assert {tier: e.memory.used(tier) for tier in promised} == promised
-        e.close()
-
-
-def test_what_has_no_strands_is_refused():
-    with pytest.raises(InputError, match="3 strands; there are at most 2"):
-        gpu_plan(DEEP, strands=3)
-    for cfg in (replace(DEEP, tied=True), replace(DEEP, frozen=("*norm*",)), replace(LORA, n_layers=6)):
-        with pytest.raises(InputError, match="all trained"):
-            make(cfg, gpu_plan(cfg, strands=2))
-    with pytest.raises(InputError, match="several hosts"):
-        gpu_plan(DEEP, units=(UnitPlan("host", "host"),) * 8, strands=2, hosts=2)
 
 
 OF_EXPERTS = {"mixture": replace(MIXTURE, n_layers=4), "packed": replace(PACKED, n_layers=4)}
@@ -294,7 +165,7 @@ class Guarded(InlineLanes):
         return super().run(lane, kind, of, guarded, after, nbytes, flops)
 
 
-def guarded_run(monkeypatch, swapped, plan=None) -> int:
+def guarded_run(monkeypatch, swapped) -> int:
     """Exit code of a child that trains with each GPU's memory guarded; `swapped`: two units' weights on wrong GPUs."""
     lanes, alloc = Guarded(2), Memory.alloc
 
@@ -316,7 +187,7 @@ def guarded_run(monkeypatch, swapped, plan=None) -> int:
             UnitPlan("ssd", "ssd"),
             UnitPlan("host", "host"),
         )
-        plan = plan or relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1))
+        plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1))
         e = make(DEEP, plan, lanes, poison=False)
         if swapped:
             e.homes.weights[1], e.homes.weights[4] = e.homes.weights[4], e.homes.weights[1]

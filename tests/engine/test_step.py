@@ -33,7 +33,6 @@ from hypothesis import strategies as st
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import build, inputs, inputs_on
-from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry
 from trireme.engine.lanes.names import READS, WRITES, lanes_of
 from trireme.engine.lanes.real import InlineLanes, RealLanes
@@ -89,11 +88,9 @@ def run(e, n_micro: int, between=((),) * 4):
 
 
 @cache
-def in_one_memory(
-    model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False, strands: int = 1
-):
+def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False):
     cfg = MODELS[model]
-    plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves, strands=strands)
+    plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves)
     e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
     return *run(e, n_micro, (ALWAYS,) * 4), final_weights(e)
 
@@ -102,7 +99,7 @@ def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
     cfg = MODELS[model]
     e = make(cfg, plan, lanes, AdamW(max_grad_norm=clip))
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
-    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, plan.strands
+    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves
     losses, all_told, weights = in_one_memory(model, *given)
     seen, told = run(e, plan.n_micro, between)
     assert seen == losses
@@ -227,7 +224,6 @@ def plans(draw):
         units=tuple(unit(u) for u in range(cfg.n_units)),
         dtype=draw(st.sampled_from(("F32", "BF16"))),
         n_micro=n_micro,
-        strands=draw(st.integers(1, n_micro)) if Geometry(cfg, "F32").has_strands else 1,
         mode=mode,
         window=draw(st.sampled_from((1, 2, 3, 7))),
         host_window=draw(st.integers(1, 3)),

@@ -173,40 +173,6 @@ def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
     e.close()
 
 
-@cache
-def in_strands(strands: int):
-    e = make(
-        CFG, gpu_plan(CFG, dtype="F32", n_micro=4, tokens=48, strands=strands), RealLanes("cuda", extra=("poison",))
-    )
-    return train(e, batches(CFG, 4, 4, 48)), final_weights(e)
-
-
-HEADS = {
-    "gpu": UnitPlan(),
-    "resident": UnitPlan("host", "host", resident=True, x="host"),
-    "host": UnitPlan("host", "host", x="host"),
-    "streamed": UnitPlan("host", "host", update="gpu", x="host"),
-    "ssd": UnitPlan("ssd", "ssd", x="ssd"),
-}
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("strands", [2, 3])
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_strands_of_the_head_leave_the_same_bits(head, strands, gpus):
-    """On one GPU in any place, and on two."""
-    units = (UnitPlan("host", "host", x="host"),) * 5
-    plan = gpu_plan(CFG, units=(*units, HEADS[head]), dtype="F32", n_micro=4, tokens=48, strands=strands, record=5000)
-    plan = relayed(plan, range(gpus))
-    e = make(CFG, plan, cards(gpus))
-    losses, weights = in_strands(strands)
-    assert train(e, batches(CFG, 4, 4, 48)) == losses
-    for name, value in final_weights(e).items():
-        assert torch.equal(value, weights[name]), name
-    e.lanes.close()
-    e.close()
-
-
 TWO_GPUS = ["dense", "mixture", "adapters of experts in MXFP4", "a dense layer among experts", "fp8", "fp8 adapters"]
 
 

@@ -1,6 +1,6 @@
 """Units dealt to GPUs, how long their steps take, and what the planner makes of several."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from engines import LIMITS, LLAMA, gpu_plan
@@ -9,15 +9,12 @@ from plans import H200, SEVEN_B, SMALL, plan
 from trireme.engine.buffers import fits, usage
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import Limits, Plan, UnitPlan
+from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.planner.choose import choose, floors
 from trireme.engine.planner.predict import Batch, predict
-from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import Lean, Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedLanes
-from trireme.engine.planner.variants import LEANS
 from trireme.engine.step import Inputs, train_step
-from trireme.models.config import Lora
 
 MIB = 1 << 20
 
@@ -105,64 +102,3 @@ def test_where_ram_is_short_inputs_are_at_home_on_their_gpus():
     assert fits(geo, choice.plan, short)
     batch = Batch(512, 512, 8)
     assert max(floors(geo, choice.plan, H200, batch).values()) <= choice.found.step_s
-
-
-# ---------------------------------------------------------------- strands of the head
-
-EIGHT_B = replace(SEVEN_B, vocab=128256, n_kv_heads=8, ffn=14336)
-RTX_4090 = Limits(int(22.75 * 2**30), int(108.8 * 2**30))
-AT_4090 = Rates(1.6e14, 8.5e11, 2.5e10, 2.5e10, 2.5e9, 7e10, host=1.3e-5)
-
-
-def chosen(cfg, gpus, **more):
-    wanted = Wanted(((8192, 4 * gpus),), document=2048, record=1 << 24, gpus=gpus, **more)
-    return choose(cfg, replace(RTX_4090, gpus=gpus), AT_4090, wanted, leans=LEANS[:2])
-
-
-@pytest.fixture(scope="module")
-def on_four():
-    return chosen(EIGHT_B, 4)
-
-
-def test_a_large_head_is_dealt_to_all_gpus(on_four):
-    """By a tenth faster than on one of them; the last strand's GPU has the head's state and the last block."""
-    alone = chosen(EIGHT_B, 4, strands=1)
-    assert (alone.plan.strands, on_four.plan.strands) == (1, 4)
-    assert alone.found.step_s > 1.08 * on_four.found.step_s
-    assert alone.found.busy["compute"] > 1.1 * on_four.found.busy["compute"]
-    assert on_four.plan.units[-1].gpu == on_four.plan.units[-2].gpu == on_four.plan.strand_gpu(3)
-    assert fits(Geometry.of(EIGHT_B, on_four.plan), on_four.plan, RTX_4090)
-    assert any("in 4 strands" in because for because in on_four.because)
-
-
-@pytest.mark.parametrize("small", ["one GPU", "tied", "adapters", "frozen", "a small vocabulary", "few micro-batches"])
-def test_a_head_stays_whole(small):
-    """Where it cannot be dealt, and where that would gain less than 2 %."""
-    cfg = {
-        "tied": replace(EIGHT_B, tied=True),
-        "adapters": replace(EIGHT_B, lora=Lora(16, 32.0, ("q_proj",)), frozen=("*",)),
-        "frozen": replace(EIGHT_B, frozen=("lm_head.*",)),
-        "a small vocabulary": replace(EIGHT_B, vocab=8192),
-    }.get(small, EIGHT_B)
-    if small == "few micro-batches":
-        wanted = Wanted(((8192, 1),), document=2048, gpus=2)
-        assert choose(cfg, replace(RTX_4090, gpus=2), AT_4090, wanted, leans=LEANS[:1]).plan.strands == 1
-        return
-    assert chosen(cfg, 1 if small == "one GPU" else 2).plan.strands == 1
-
-
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_a_run_keeps_its_strands(on_four, gpus):
-    begun = on_four.plan
-    wanted = Wanted(((begun.tokens, begun.n_micro),), document=2048, gpus=gpus, strands=begun.strands)
-    limits = Limits(2 * RTX_4090.gpu, 2 * RTX_4090.host, gpus)
-    choice = choose(EIGHT_B, limits, AT_4090, wanted, begun=begun, leans=LEANS[:1])
-    assert (choice.plan.strands, choice.plan.gpus) == (4, gpus)
-    assert fits(Geometry.of(EIGHT_B, choice.plan), choice.plan, limits)
-
-
-def test_a_plans_file_has_its_strands():
-    """One without is of a single sum."""
-    made = gpu_plan(LLAMA, n_micro=4, strands=4)
-    assert Plan.of(asdict(made)) == made
-    assert Plan.of({key: value for key, value in asdict(made).items() if key != "strands"}).strands == 1

@@ -13,7 +13,7 @@ from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rule import Wanted, simple_plan
-from trireme.engine.run.begin.pinned import Pinned, check_updates, pinned_of
+from trireme.engine.run.begin.pinned import Pinned, check_updates
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 
@@ -106,11 +106,3 @@ def test_state_that_a_gpu_has_updated_stays_with_one_host():
             else nullcontext()
         ):
             check_updates(options, kept, 2)
-
-
-def test_a_run_in_strands_stays_with_one_host():
-    kept = Pinned.of(Plan((UnitPlan("ssd", "ssd"),) * 4, 128, 5, strands=2), 9, 2, {"config": {}, "tensors": {}})
-    options = Options(resume="runs/a", batch_size=9)
-    assert pinned_of(options, kept.json()).plan.strands == 2
-    with pytest.raises(InputError, match="runs/a: the run sums the head's gradient in 2 strands, and 3 hosts"):
-        pinned_of(options, kept.json(), 1, 3)

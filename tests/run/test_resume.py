@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 from runs import STEPS, child, ended, hold, losses, options, stopped
-from safetensors.torch import load_file, save_file
 
 from trireme.engine import exchange
 from trireme.engine.between import READ_AHEAD
@@ -310,54 +308,6 @@ def test_a_run_keeps_its_half_blocks(checkpoint, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def untied(checkpoint) -> Path:
-    """A folder with an untied model."""
-    folder = checkpoint / "untied"
-    shutil.copytree(checkpoint / "checkpoint", folder / "checkpoint")
-    shutil.copy(checkpoint / "stories.txt", folder)
-    config, weights = folder / "checkpoint" / "config.json", folder / "checkpoint" / "model.safetensors"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
-    tensors = load_file(weights)
-    save_file(tensors | {"lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}, weights, {"format": "pt"})
-    return folder
-
-
-def test_a_run_keeps_its_strands_on_any_number_of_gpus(untied, monkeypatch):
-    """Those of the plan that it began with."""
-
-    def start(out, gpus, **more):  # with room for more sums
-        given = replace(options(untied, out, "host", **more), micro_batch=1, gpus=gpus)
-        return child(replace(given, gpu_memory=given.gpu_memory + (4 << 20)))
-
-    given, out = untied / "strands.json", untied / "with-several"
-    planned = prepare(replace(options(untied, untied / "planned", "host"), micro_batch=1))
-    plan, kept = planned.plan, planned.pinned.json()
-    replace(plan, strands=3).save(given)
-    assert ended(start(untied / "with-one", 1, plan=str(given))) == 0
-    kept["plan"]["strands"] = 3
-    replace(plan, strands=2).save(given)
-    with pytest.raises(InputError, match="strands.json: the run began with strands 3, the plan has 2"):
-        prepare(replace(options(untied, out, "host", plan=str(given)), micro_batch=1), kept)
-    replace(plan, strands=3).dealt(2, tied=False).save(given)
-    for gpus, step in ((2, 4), (1, 8)):
-        more = {"resume": str(out)} if step > 4 else {"plan": str(given)}
-        with monkeypatch.context() as m:
-            hold(step, m.setattr)
-            pid = start(out, gpus, **more)
-        while not (out / "log.jsonl").exists() or max(losses(out), default=0) < step - 1:
-            time.sleep(0.01)
-        os.kill(pid, signal.SIGTERM)
-        assert ended(pid) == 130
-    assert ended(start(out, 4, resume=str(out))) == 0
-    assert losses(out) == losses(untied / "with-one")
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (out, untied / "with-one")]
-    assert weights[0] == weights[1]
-    alone = untied / "without"
-    assert ended(start(alone, 1)) == 0
-    assert (alone / "model.safetensors").read_bytes() != weights[0], "strands are another order of additions"
-
-
-@pytest.fixture(scope="module")
 def begun(checkpoint) -> tuple[Options, dict]:
     """A run's options, and what it keeps."""
     given = options(checkpoint, checkpoint / "planned", "gpu")
@@ -395,9 +345,6 @@ def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
     prepare(given).plan.save(checkpoint / "same.json")
     given = replace(given, plan=str(checkpoint / "same.json"))
     plan = Plan.load(checkpoint / "same.json")
-    replace(plan, n_micro=4, strands=2).save(checkpoint / "strands.json")
-    with pytest.raises(InputError, match="its head has no 2 strands: they are of one that is untied"):
-        prepare(replace(given, plan=str(checkpoint / "strands.json")))
     assert prepare(given, kept).plan.tokens == kept["tokens"]
     with pytest.raises(InputError, match="same.json: the run began with record 4096, the plan has"):
         prepare(given, kept | {"record": 4096})

@@ -134,11 +134,6 @@ def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: i
     except (InputError, KeyError):
         old = "begun by an older version, which stored its state otherwise"
         raise InputError(f"--resume {options.resume}: {old}.") from None
-    if hosts > 1 and pinned.plan.strands > 1:
-        raise InputError(
-            f"--resume {options.resume}: the run sums the head's gradient in {pinned.plan.strands} strands, and "
-            f"{hosts} hosts would in one, with other roundings. Go on with one host."
-        )
     pinned = pinned.on(host, hosts)
     asked: dict[str, tuple[object, object]] = {"--batch-size": (options.batch_size, pinned.batch_size)}
     if options.seq_len is not None:
@@ -189,8 +184,6 @@ def misfit(plan: Plan, cfg: ModelConfig) -> str:
     if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.parallel:
         return "the plan is for another model"
     geo = Geometry.of(cfg, plan)
-    if plan.strands > 1 and not geo.has_strands:
-        return f"its head has no {plan.strands} strands: they are of one that is untied and wholly trained"
     for u, unit in enumerate(plan.units):
         unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())
         if unknown:

@@ -58,8 +58,7 @@ def given_plan(
         )
     if pinned:
         now = Pinned.of(plan, pinned.batch_size, pinned.rows, pinned.model).json()
-        now["strands"] = plan.strands
-        for key, before in (pinned.json() | {"strands": pinned.plan.strands}).items():
+        for key, before in pinned.json().items():
             if key != "plan" and now[key] != before:
                 raise InputError(f"{options.plan}: the run began with {key} {before}, the plan has {now[key]}")
     return plan
@@ -208,9 +207,7 @@ class Planner:
         if pinned:
             size, bits, halves = (pinned.tokens, pinned.n_micro), pinned.adam_bits, pinned.halves
             same = self.dtype, mode, pinned.record, bits
-            return Wanted(
-                (size,), *same, halves=halves, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts, strands=pinned.plan.strands
-            )
+            return Wanted((size,), *same, halves=halves, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
         most = max(1, MICRO_TOKENS[self.on_cuda] // self.seq_len)
         if gpus > 1:
             most = max(1, min(most, sequences // gpus))  # fewer micro-batches would leave GPUs idle
