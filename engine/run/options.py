@@ -259,8 +259,8 @@ class Options:
         metavar="X,X",
         also="adam-betas",
     )
-    adam_bits: int = _option(
-        TRAINING, "bits of each AdamW moment: 32, 16 or 8", 32, parse=one_of(32, 16, 8), metavar="N"
+    adam_bits: int | None = _option(
+        TRAINING, "bits of each AdamW moment: 32, 16 or 8 [32]", parse=one_of(32, 16, 8), metavar="N"
     )
     lora: int | None = _option(
         TRAINING,

@@ -389,3 +389,33 @@ def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
     prepare(given).plan.save(checkpoint / "two.json")
     with pytest.raises(InputError, match="two.json: a step of 6 sequences is 3 micro-batches of 2, .*room for 2"):
         prepare(replace(given, plan=str(checkpoint / "two.json"), batch_size=6))
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "says"),
+    [
+        ({}, {"micro_batch": 2}, "--micro-batch is 2, the plan has 4. Say --micro-batch 4, or change the plan"),
+        ({}, {"micro_batch": 16}, ""),  # a step has 4 sequences
+        ({}, {"adam_bits": 8}, "--adam-bits is 8, the plan has 32"),
+        ({"adam_bits": 8}, {"adam_bits": 32}, "--adam-bits is 32, the plan has 8"),
+        ({"adam_bits": 8}, {"adam_bits": 8}, ""),
+        ({}, {"optimizer_mode": "backward", "max_grad_norm": 0.0}, "--optimizer-mode is backward, the plan"),
+        ({"mode": "backward"}, {}, "its mode backward updates before the norm is known. Add --max-grad-norm 0, or"),
+        ({"mode": "backward"}, {"max_grad_norm": 0.0, "optimizer_mode": "forward"}, "--optimizer-mode is forward"),
+        ({"mode": "backward"}, {"max_grad_norm": 0.0}, ""),
+        ({}, {"gpus": 2}, "the plan deals its units to 1 GPU. Say --gpus 1"),
+    ],
+)  # fmt: skip
+def test_no_option_is_silently_overruled_by_a_given_plan(checkpoint, begun, plan, given, says):
+    """Whether a run begins or goes on."""
+    options, _ = begun
+    options = replace(options, plan=str(checkpoint / "other.json"))
+    made = replace(prepare(replace(options, plan=None)).plan, **plan)
+    made.save(checkpoint / "other.json")
+    kept = prepare(replace(options, max_grad_norm=0.0)).pinned.json()
+    for pinned in (None, kept):
+        if says:
+            with pytest.raises(InputError, match=f"other.json: {says}"):
+                prepare(replace(options, **given), pinned)
+        else:
+            assert prepare(replace(options, **given), pinned).plan == made

@@ -143,7 +143,7 @@ def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: i
         begun = "fp8" if fp8 else next(name for name, dtype in DTYPES.items() if dtype == pinned.dtype)
         asked["--dtype"] = options.dtype, begun
     if not options.plan:  # else the plan says these
-        asked["--adam-bits"] = options.adam_bits, pinned.adam_bits
+        asked["--adam-bits"] = options.adam_bits or pinned.adam_bits, pinned.adam_bits
         if isinstance(options.micro_batch, int):
             most = pinned.rows if pinned.n_micro == 1 else options.micro_batch  # one micro-batch is the whole step
             asked["--micro-batch"] = min(options.micro_batch, most), pinned.rows

@@ -51,6 +51,7 @@ def given_plan(
         raise InputError(
             f"{options.plan}: the plan deals its units to {count(plan.gpus, 'GPU')}. Say --gpus {plan.gpus}."
         )
+    check_options(options, plan, plan.tokens // seq_len)
     if on_cuda and not plan.runs_on_cuda:
         raise InputError(
             f"{options.plan}: no CUDA kernel updates {plan.adam_bits}-bit moments. Give every unit a state in host or "
@@ -62,6 +63,26 @@ def given_plan(
             if key != "plan" and now[key] != before:
                 raise InputError(f"{options.plan}: the run began with {key} {before}, the plan has {now[key]}")
     return plan
+
+
+def check_options(options: Options, plan: Plan, rows: int) -> None:
+    """Raises InputError where options say otherwise than the plan, which decides; `rows`: of a micro-batch."""
+    fewer = min(options.micro_batch, options.batch_size) if isinstance(options.micro_batch, int) else rows
+    said: dict[str, tuple[object, object]] = {
+        "--adam-bits": (options.adam_bits or plan.adam_bits, plan.adam_bits),
+        "--optimizer-mode": (plan.mode if options.optimizer_mode == "auto" else options.optimizer_mode, plan.mode),
+        "--micro-batch": (fewer, rows),
+    }
+    for flag, (asked, planned) in said.items():
+        if asked != planned:
+            raise InputError(
+                f"{options.plan}: {flag} is {asked}, the plan has {planned}. Say {flag} {planned}, or change the plan."
+            )
+    if plan.mode == "backward" and options.max_grad_norm:
+        raise InputError(
+            f"{options.plan}: its mode backward updates before the norm is known. Add --max-grad-norm 0, or change it "
+            "to forward."
+        )
 
 
 def check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: Limits) -> None:
@@ -220,7 +241,7 @@ class Planner:
         if hosts > 1:  # shares are whole records
             quarter = shapes.parameters(self.cfg) // self.cfg.n_units // (4 * hosts) // 4096 * 4096
             record = min(record, max(1 << 12, quarter))
-        return Wanted(sizes, self.dtype, mode, record, o.adam_bits, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
+        return Wanted(sizes, self.dtype, mode, record, o.adam_bits or 32, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
 
 
 def record_size(parameters: int, ram: int) -> int:
