@@ -165,11 +165,6 @@ def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
     return Grouped(64, 128, 128, 8, 3)
 
 
-def hopper_grouped_add() -> Grouped:
-    """Stages are slots of its ring."""
-    return Grouped(64, 128, 256, 8, 3)
-
-
 # ---------------------------------------------------------------- fp8
 
 

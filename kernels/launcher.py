@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime.jit import JITFunction
 
@@ -72,7 +73,8 @@ class Kernel:
     def key(self, args: tuple, options: dict) -> tuple[tuple, list]:
         """(what the compiled form depends on, arguments with pointers as integers).
 
-        A tensor counts by dtype and alignment, a float by type, an unspecialised integer by whether 32 bits hold it.
+        A tensor counts by dtype and alignment, a float by type, an unspecialised integer by whether 32 bits hold it, a
+        descriptor by dtype and block.
         """
         key, values = [*args, *options.items()], list(args)
         for i, special in self.varying:
@@ -82,6 +84,8 @@ class Kernel:
                     key[i] = -(2**31) <= a < 2**31
             elif a is None or type(a) is float:
                 key[i] = type(a)
+            elif type(a) is TensorDescriptor:
+                key[i] = a.base.dtype, *a.block_shape
             else:
                 values[i] = pointer = a.data_ptr()
                 key[i] = a.dtype if pointer % 16 == 0 else (a.dtype,)

@@ -70,10 +70,11 @@ def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, 
     assert b.shape == (P // k_b if k_b else P, B)
     assert all(t.is_contiguous() for t in (dw_, a, b))
     assert a.dtype == b.dtype
-    given = dw_, a, b, order.pair, order.starts, A, B, k_a, k_b
     if hopper.suits(a.device, a.dtype, A, B):
-        t = launch.hopper_grouped_add()
-        hopper.add_kernel[(E * cdiv(A, t.a) * cdiv(B, t.b),)](*given, t.rows, t.a, t.b, t.stages, num_warps=t.warps)
+        reduce = hopper.reduces(dw_)
+        hopper.add_(dw_, a, b, order, k_a, k_b, hopper.tile(A, B, reduce), reduce)
         return
     t = launch.grouped_add(a.device, a.dtype)
-    _grouped_add[(E * cdiv(A, t.a) * cdiv(B, t.b),)](*given, t.rows, t.a, t.b, num_warps=t.warps, num_stages=t.stages)
+    _grouped_add[(E * cdiv(A, t.a) * cdiv(B, t.b),)](
+        dw_, a, b, order.pair, order.starts, A, B, k_a, k_b, t.rows, t.a, t.b, num_warps=t.warps, num_stages=t.stages
+    )

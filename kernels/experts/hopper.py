@@ -1,21 +1,40 @@
 """Gradients of experts' matrices for Hopper, in Gluon: the algorithm of gradients.py with the waits placed by hand.
 
 Triton copies rows that it must look up into one buffer and waits; here they arrive in rings of STAGES slots, looked up
-a step ahead, and a slot is filled anew under the next product. Legend: products.py.
+a step ahead, and a slot is filled anew under the next product. Where the sums are fp32, a tile goes to shared memory
+and the copy engine adds it to the sum (cp.reduce.async.bulk.tensor): no thread reads the sum, and the old and the new
+value are added and rounded as a thread would. Subnormal sums become zero. Legend: products.py.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trireme.kernels import launch
 from trireme.kernels.attention.hopper import copy_async, copy_layout, cta_barrier, product_layout, turn
 from trireme.kernels.experts.products import find_rows, place_of
+from trireme.kernels.experts.reference import Order
+from trireme.kernels.launch import Grouped, cdiv
 from trireme.kernels.launcher import await_previous, launcher
+
+THREADS = Grouped(64, 128, 256, 8, 3)  # stages are slots of the rings
+LARGE = Grouped(64, 128, 256, 8, 4)  # where the copy engine adds
+SMALL = Grouped(32, 128, 128, 4, 4)  # three programs on a multiprocessor: one adds while others multiply
+
+
+@builtin
+def _reduce_add(target, coord, tile, _semantic=None):
+    """Starts the addition of a tile in shared memory to `target` (a TensorDescriptor) at coord; clips at its shape."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, target.handle, coord, tile.handle)
 
 
 @gluon.jit
@@ -36,11 +55,11 @@ def _rows_copy(ahead, slot, a_ring, b_ring, p_a, p_b, p_pair, stop, o_ra, o_rb, 
 @launcher
 @gluon.jit
 def add_kernel(
-    p_dw,
     p_a,
     p_b,
     p_pair,
     p_starts,
+    dw,
     A: gl.constexpr,
     B: gl.constexpr,
     CHOSEN_A: gl.constexpr,
@@ -49,8 +68,9 @@ def add_kernel(
     BLOCK_A: gl.constexpr,
     BLOCK_B: gl.constexpr,
     STAGES: gl.constexpr,
+    REDUCE: gl.constexpr,
 ):
-    """As gradients._grouped_add."""
+    """As gradients._grouped_add; `dw` is a pointer, or with REDUCE a descriptor of (E, A, B) in fp32."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
     TILES_A: gl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
@@ -97,14 +117,45 @@ def add_kernel(
     b_sum = warpgroup_mma_wait(0, (b_sum,))
     async_copy.wait_group(0)
 
-    o_a = i_a * BLOCK_A + gl.arange(0, BLOCK_A, gl.SliceLayout(1, sums))
-    o_b = i_b * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, sums))
-    mask = (o_a < A)[:, None] & (o_b < B)[None, :]
-    p_dw += i_e.to(gl.int64) * A * B + (o_a[:, None] * B + o_b[None, :])
-    b_sum += gl.load(p_dw, mask, 0.0).to(gl.float32)
-    gl.store(p_dw, b_sum.to(p_dw.dtype.element_ty), mask)
+    if REDUCE:
+        stage: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=3)
+        cta_barrier()  # the rings are free in all warps: the tile lies where they were
+        b_tile = gl.allocate_shared_memory(gl.float32, [1, BLOCK_A, BLOCK_B], stage)
+        b_tile.store(b_sum.reshape([1, BLOCK_A, BLOCK_B]))
+        fence_async_shared()
+        cta_barrier()
+        _reduce_add(dw, [i_e, i_a * BLOCK_A, i_b * BLOCK_B], b_tile)
+        tma.store_wait(0)
+    else:
+        o_a = i_a * BLOCK_A + gl.arange(0, BLOCK_A, gl.SliceLayout(1, sums))
+        o_b = i_b * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, sums))
+        mask = (o_a < A)[:, None] & (o_b < B)[None, :]
+        p_dw = dw + i_e.to(gl.int64) * A * B + (o_a[:, None] * B + o_b[None, :])
+        b_sum += gl.load(p_dw, mask, 0.0).to(gl.float32)
+        gl.store(p_dw, b_sum.to(p_dw.dtype.element_ty), mask)
 
 
 def suits(device: torch.device, dtype: torch.dtype, A: int, B: int) -> bool:
     """Whether the kernel takes rows of these widths: 16-byte aligned."""
     return launch.chip(device).arch == 90 and dtype == torch.bfloat16 and A % 8 == 0 and B % 8 == 0
+
+
+def reduces(dw_: Tensor) -> bool:
+    """Whether the copy engine adds to dw_ (E, A, B); bf16 sums are rounded once, which it would do twice."""
+    _, A, B = dw_.shape
+    return dw_.dtype == torch.float32 and min(A, B) >= 128 and dw_.data_ptr() % 16 == 0
+
+
+def tile(A: int, B: int, reduce: bool) -> Grouped:
+    """Of a sum (A, B)."""
+    return THREADS if not reduce else SMALL if A * B < 1 << 25 else LARGE
+
+
+def add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int, k_b: int, t: Grouped, reduce: bool) -> None:
+    """As reference.grouped_add_, all contiguous."""
+    E, A, B = dw_.shape
+    layout = gl.NVMMASharedLayout(128, 32, rank=3)
+    target = TensorDescriptor.from_tensor(dw_, [1, t.a, t.b], layout) if reduce else dw_
+    add_kernel[(E * cdiv(A, t.a) * cdiv(B, t.b),)](
+        a, b, order.pair, order.starts, target, A, B, k_a, k_b, t.rows, t.a, t.b, t.stages, reduce, num_warps=t.warps
+    )

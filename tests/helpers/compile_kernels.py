@@ -3,8 +3,8 @@
     python tests/helpers/compile_kernels.py 89
 
 One JSON line per kernel: name, constants, registers, stack bytes (spills), shared memory, widest global access in
-bytes, whether it uses Hopper's matrix instruction, and whether ptxas serialises those. Run outside the interpreter:
-TRITON_INTERPRET must be unset.
+bytes, whether it uses Hopper's matrix instruction, whether the copy engine adds, and whether ptxas serialises products.
+Run outside the interpreter: TRITON_INTERPRET must be unset.
 """
 
 import itertools
@@ -66,6 +66,7 @@ def _resources(kernel) -> dict:
         shared=kernel.metadata.shared,
         widest=max(widths, default=0),
         wgmma=wgmma,
+        reduces="cp.reduce.async.bulk.tensor" in ptx,
         serialised="wgmma.mma_async instructions are serialized" in notes,
     )
 
@@ -168,6 +169,7 @@ def experts_call(E, k, D, I, in_out=False):
     products.grouped_mm(d_gate_up, up.mT, found)
     gradients.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
     gradients.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
+    gradients.grouped_add_(torch.zeros_like(up), x, d_gate_up, found, k, 0)  # into bf16
     if in_out:
         gradients.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=BF16), d_gate_up, found)
         rows.clamped_swiglu_fwd(d_gate_up, 7.0)
@@ -177,6 +179,13 @@ def experts_call(E, k, D, I, in_out=False):
         out, lse, scores = torch.zeros(N, 64, 64, dtype=BF16), torch.zeros(64, N), torch.zeros(64, dtype=BF16)
         sinks.sinks_fwd_(out, lse, scores)
         sinks.sinks_bwd_(torch.zeros(64), out, out, lse, scores)
+
+
+def large_gradient_call():
+    """Of a matrix whose tiles are the larger ones on Hopper."""
+    a, b = (torch.zeros(16, width, dtype=BF16) for width in (4096, 8192))
+    place = torch.zeros(16, dtype=torch.int32)
+    gradients.grouped_add_(torch.zeros(1, 4096, 8192), a, b, Order(place, place, torch.zeros(2, dtype=torch.int32)))
 
 
 def routing_calls():
@@ -216,6 +225,7 @@ def main(arch: int) -> None:
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True)]
     calls += [lambda: experts_call(128, 8, 2048, 768)]
+    calls += [large_gradient_call] if arch == 90 else []
     calls += [fp8_calls]
     for entry in itertools.chain(compiled(arch, calls)):
         print(json.dumps(entry))

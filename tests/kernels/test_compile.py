@@ -55,3 +55,11 @@ def test_products_use_hopper():
         assert kernel["stack"] <= 96, kernel  # 0 by Triton 3.6; 3.9 spills offsets of copies at 128 columns
         assert kernel["wgmma"], kernel
         assert not kernel["serialised"], kernel
+        assert kernel["reduces"] == kernel["constants"].get("REDUCE", False), kernel
+    gradients = [kernel for kernel in kernels if kernel["name"] == "add_kernel"]
+    assert {(k["constants"]["REDUCE"], k["constants"]["BLOCK_B"]) for k in gradients} == {
+        (True, 128),
+        (True, 256),
+        (False, 256),  # sums in bf16
+    }
+    assert all(k["registers"] <= 168 for k in gradients if k["constants"]["BLOCK_B"] == 128)  # three programs fit

@@ -13,6 +13,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
+from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from trireme.kernels.launcher import TRIED, Fixed, Kernel, await_previous, check_version  # noqa: E402
@@ -59,6 +61,22 @@ def test_calls_of_one_key_are_one_specialisation_to_triton():
             assert values[0] == args[0].data_ptr()
             assert values[2:] == list(args[2:])
     assert len(found) == 3 * 4 * 5 * 2 * len(counts) * 2  # alignments and dtypes, 32 or 64 bits, strides, constants
+
+
+def test_descriptors_count_by_dtype_and_block():
+    fn = JITFunction(_scaled, do_not_specialize=["n"])
+    kernel = Kernel(fn)
+    specialise = create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", 90, 32)))
+    found = {}
+    for dtype, shape, block in product((torch.float32, torch.bfloat16), ((64, 64), (128, 32)), ([32, 32], [64, 32])):
+        layout = NVMMASharedLayout(64, 16 if dtype == torch.bfloat16 else 32, rank=2)
+        target = TensorDescriptor.from_tensor(torch.zeros(shape, dtype=dtype), block, layout)
+        args = torch.zeros(4), target, 1, 1, 0.5, 32
+        key, values = kernel.key(args, {})
+        assert values[1] is target
+        _, *form = specialise(*args)
+        assert found.setdefault(key, form) == form
+    assert len(found) == 4
 
 
 def test_the_first_launch_is_tritons_and_the_next_calls_what_it_compiled(monkeypatch):
