@@ -4,13 +4,18 @@ import pytest
 import torch
 from kernel_checks import FP32_SUM, LOADS, ONE_ROUNDING, check, choices, randn, up
 
-from trireme.kernels import ops, swiglu
+from trireme.kernels import launch, ops, swiglu
 from trireme.kernels.experts import gradients, hopper, products, reference, routing, rows
 from trireme.kernels.experts import order as order_
 from trireme.kernels.experts.reference import Rule
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
+MIXTURES = {  # experts, chosen, width, width inside
+    "Qwen3-30B": (128, 8, 2048, 768),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "Mixtral": (8, 2, 4096, 14336),
+}
 
 
 def needs(gib: int) -> None:
@@ -39,6 +44,92 @@ def test_products_over_many_tiles(load, dtype, E, k, A, B):
             gradients.grouped_add_(grad, a, b, order, k_a, k_b)
             reference.grouped_add_(expected, *up(a, b), order, k_a, k_b)
             check(grad, expected, 3 * FP32_SUM)  # matrix instructions truncate their sums
+
+
+def needs_chip(*archs: int) -> None:
+    if launch.chip(torch.device("cuda", 0)).arch not in archs:
+        pytest.skip(f"for chips of sm_{archs}")
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("N", [24, 3000])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_librarys_products_have_the_bits_of_ours(name, N, load):
+    """In 20 runs, with few rows for each expert and many, and with none for some."""
+    needs_chip(*products.LIBRARY)
+    needs(40)
+    E, k, D, I = MIXTURES[name]
+    order = order_.sort_pairs(choices(load, N, E, k, "cuda"), E)
+    stored = lambda a, b: randn(E, a, b, device="cuda", dtype=BF16, scale=b**-0.5)
+    by_column = (stored(D, I).mT, stored(2 * I, D)) if name != "gpt-oss-20b" else (stored(I, D), stored(D, 2 * I).mT)
+    for w in by_column:  # down, and the gradient of the rows
+        x = randn(N * k, w.shape[1], device="cuda", dtype=BF16)
+        assert products.by_library(x, w)
+        ours = products.grouped_mm(x, w, order, out=torch.empty(N * k, w.shape[2], device="cuda", dtype=BF16))
+        for _ in range(20):
+            assert torch.equal(products.grouped_mm(x, w, order), ours)
+
+
+def test_what_the_library_does_not_take_is_ours():
+    """Rows and matrices that are not aligned to 16 bytes, biases, too many experts, other dtypes."""
+    needs_chip(*products.LIBRARY)
+    E, N, A, B = 3, 40, 512, 264
+    order = order_.sort_pairs(choices(LOADS[0], N, E, 1, "cuda"), E)
+    x, w = randn(N, A, device="cuda", dtype=BF16), randn(E, A, B, device="cuda", dtype=BF16)
+    odd = torch.empty(x.numel() + 1, device="cuda", dtype=BF16)[1:].view_as(x).copy_(x)
+    cut = w[..., :260].contiguous()
+    assert products.by_library(x, w)
+    assert not products.by_library(odd, w)
+    assert not products.by_library(x, cut)
+    assert not products.by_library(x, w[..., :128].contiguous())
+    assert not products.by_library(x.float(), w.float())
+    assert not products.by_library(x[:, :256], torch.empty(1024, 256, 256, device="cuda", dtype=BF16))
+    for a, b in ((odd, w), (x, cut)):
+        check(products.grouped_mm(a, b, order), reference.grouped_mm(*up(a, b), order), ONE_ROUNDING[BF16])
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_copy_engine_adds_as_threads_do(name, load):
+    """In 20 runs, by both tiles, clipped where a tile reaches beyond the matrix; idle experts are not touched."""
+    needs_chip(90)
+    needs(40)
+    N, (E, k, D, I) = 3000, MIXTURES[name]
+    order = order_.sort_pairs(choices(load, N, E, k, "cuda"), E)
+    x, d_gate_up = randn(N, D, device="cuda", dtype=BF16), randn(N * k, 2 * I, device="cuda", dtype=BF16)
+    for shape, given in (((E, D, 2 * I), (x, d_gate_up, order, k, 0)), ((E, 2 * I, D), (d_gate_up, x, order, 0, k))):
+        start = torch.randn(shape, device="cuda")
+        plain, grad = start.clone(), torch.empty_like(start)
+        assert hopper.reduces(grad)
+        hopper.add_(plain, *given, hopper.tile(*shape[1:], False), False)
+        idle = order.starts[1:] == order.starts[:-1]
+        assert torch.equal(plain[idle], start[idle])
+        for t in hopper.SMALL, hopper.LARGE:
+            for _ in range(10):
+                grad.copy_(start)
+                hopper.add_(grad, *given, t, True)
+                assert torch.equal(grad, plain)
+        grad.copy_(start)
+        gradients.grouped_add_(grad, *given)
+        assert torch.equal(grad, plain)
+
+
+def test_the_copy_engine_keeps_what_is_not_finite():
+    """And a sum that is not aligned to 16 bytes, or narrow, is added to by threads."""
+    needs_chip(90)
+    order = order_.sort_pairs(choices(LOADS[0], 300, 2, 1, "cuda"), 2)
+    a, b = (randn(300, width, device="cuda", dtype=BF16) for width in (136, 264))
+    start = torch.randn(2, 136, 264, device="cuda")
+    start[:, 3, 5], start[:, 7, 11], start[:, 130, 260] = float("nan"), float("inf"), float("-inf")
+    plain, grad = start.clone(), start.clone()
+    hopper.add_(plain, a, b, order, 0, 0, hopper.tile(136, 264, False), False)
+    gradients.grouped_add_(grad, a, b, order)
+    torch.testing.assert_close(grad, plain, rtol=0, atol=0, equal_nan=True)
+    odd = torch.empty(start.numel() + 1, device="cuda")[1:].view_as(start).copy_(start)
+    assert not hopper.reduces(odd)
+    assert not hopper.reduces(start[:, :120])
+    gradients.grouped_add_(odd, a, b, order)
+    torch.testing.assert_close(odd, plain, rtol=0, atol=0, equal_nan=True)
 
 
 def test_matrices_beyond_32_bits():
@@ -86,7 +177,7 @@ def test_rows_beyond_32_bits():
 
 
 def test_nothing_waits_for_the_gpu_and_no_number_of_tokens_compiles_anew():
-    E, k, D, I = 24, 3, 128, 64
+    E, k, D, I = 24, 3, 512, 256  # widths that the library and the copy engine take
     launchers = (order_._count, order_._scan, order_._place, products._grouped_mm, gradients._grouped_add)
     launchers += (hopper.add_kernel, routing._route_fwd, routing._route_bwd, rows._combine, rows._routed_swiglu_bwd)
     w_up, w_down = (torch.zeros(E, *shape, device="cuda", dtype=BF16) for shape in ((2 * I, D), (D, I)))
