@@ -1,12 +1,19 @@
-"""A GPU's FLOP/s under lasting load: a matrix product, and the parts of a block.
+"""A GPU under lasting load: FLOP/s of a matrix product and of a block's parts, and implementations timed in rounds.
 
-A chip lowers its clock within a second of full load: no step reaches the rate of a product after a pause.
+A chip lowers its clock within a second of full load: no step reaches the rate of a product after a pause, and of two
+implementations timed one after the other the first seems faster. So they are compared in rounds (`in_turn`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,6 +26,87 @@ from trireme.models.sizes import costs, narrow, shapes
 
 Call = Callable[[], object]
 LONG = 1.0  # seconds until the clock settles, and timed
+ROUNDS = 5
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Turn(NamedTuple):
+    """Of an implementation's rounds: median, least and most seconds; median clock (MHz) and power (W), if known."""
+
+    seconds: float
+    least: float
+    most: float
+    clock: float | None
+    power: float | None
+
+    def __str__(self) -> str:
+        return "" if self.clock is None else f"{self.clock:.0f} MHz {self.power:.0f} W"
+
+
+def in_turn(
+    measures: Mapping[Key, Callable[[], float]], device: torch.device | str, rounds: int = ROUNDS, warm: float = LONG
+) -> dict[Key, Turn]:
+    """Each of `measures`, which return seconds, once a round, after `warm` seconds of all of them."""
+    spans: dict[Key, list[tuple[float, float, float]]] = {key: [] for key in measures}
+    with sampled(device) as samples:
+        for measure in measures.values() if warm else ():
+            measure()  # may compile
+        start = time.perf_counter()
+        while time.perf_counter() - start < warm:
+            for measure in measures.values():
+                measure()
+        for _ in range(rounds):
+            for key, measure in measures.items():
+                begin = time.perf_counter()
+                seconds = measure()
+                spans[key].append((begin, time.perf_counter(), seconds))
+    return {key: _turn(found, samples) for key, found in spans.items()}
+
+
+def _turn(spans: Sequence[tuple[float, float, float]], samples: Sequence[tuple[float, float, float]]) -> Turn:
+    """Of (begin, end, seconds) by round and (time, clock, power)."""
+    times = [seconds for _, _, seconds in spans]
+    inside = [s for s in samples if any(begin <= s[0] <= end for begin, end, _ in spans)]
+    clock, power = (statistics.median(s[i] for s in inside) if inside else None for i in (1, 2))
+    return Turn(statistics.median(times), min(times), max(times), clock, power)
+
+
+@contextmanager
+def sampled(device: torch.device | str) -> Iterator[list[tuple[float, float, float]]]:
+    """(time, MHz, W) of the chip, ten a second, by nvidia-smi; none where it is absent or does not say."""
+    found: list[tuple[float, float, float]] = []
+    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", "--loop-ms=100"]
+    command += ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        yield found
+        return
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                clock, power = map(float, line.split(","))
+            except ValueError:  # [N/A]
+                continue
+            found.append((time.perf_counter(), clock, power))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield found
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()
+
+
+def looped(run: Call, device: torch.device, seconds: float = LONG) -> Callable[[], float]:
+    """A measure for in_turn: seconds of a call of `run`, in a loop that lasts about `seconds`."""
+    run()
+    n = max(1, round(seconds / min(timed(run, device) for _ in range(3))))
+    return lambda: timed(lambda: [run() for _ in range(n)], device) / n
 
 
 def held(calls: Sequence[Call], flops: float, device: torch.device) -> float:

@@ -3,7 +3,8 @@
     python scripts/bench/blocks.py --peers
 
 Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B. The parts are the products by cuBLAS and the
-fastest attention (cuDNN, FlashAttention-2, ours), each alone with a cold L2.
+fastest attention (cuDNN, FlashAttention-2, ours), each alone with a cold L2. A peer and ours take turns of a second
+after both are warm: medians, with the chip's clock and power.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import block_parts
 import torch
+from block_parts import Turn, in_turn, looped
 from op_cases import BF16, DEVICE, attention_inputs, dense_peers, randn
 from ops import seconds
 from torch import Tensor
@@ -140,8 +142,8 @@ def peer_layer(cfg: ModelConfig, liger: bool):
     return layer.train(), rotation
 
 
-def time_peer(b: Block, liger: bool, compile: bool) -> float:
-    """Seconds of forward and backward, of `b.cfg.fp8` by torchao; gradients accumulate, like ours."""
+def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
+    """Forward and backward of transformers' layer, of `b.cfg.fp8` by torchao; gradients accumulate, like ours."""
     layer, rotation = peer_layer(b.cfg, liger)
     if b.cfg.fp8:
         from torchao.float8 import convert_to_float8_training
@@ -153,30 +155,37 @@ def time_peer(b: Block, liger: bool, compile: bool) -> float:
     rotated = rotation(x, position_ids)
     call = torch.compile(layer, dynamic=False) if compile else layer
 
-    def both():
+    def both() -> None:
         y = call(x, attention_mask=None, position_ids=position_ids, position_embeddings=rotated)
         y.backward(dy)
         x.grad = None
 
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        both()
-        return seconds(both, 300)
+    return both
 
 
 PEERS = (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True))  # the first for all
 
 
-def peers(b: Block) -> dict[str, float]:
+def peers(b: Block) -> dict[str, dict]:
+    """The Turns of each peer and, in the same rounds, ours."""
     found = {}
     for name, liger, compile in PEERS[:1] if b.cfg.fp8 or b.cfg.experts else PEERS:
         try:
-            found[f"transformers, {name}"] = time_peer(b, liger, compile)
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                runs = {"peer": peer_call(b, liger, compile), "ours": b.both}
+                found[f"transformers, {name}"] = alternate(runs)
         except ImportError:  # no Liger, no torchao
             continue
         except Exception as e:  # not compilable by this torch
             print(f"transformers, {name}: {type(e).__name__}: {str(e).splitlines()[0][:100]}")
         torch._dynamo.reset()
     return found
+
+
+def alternate(runs: Mapping[str, Callable]) -> dict[str, dict]:
+    """Turns of `runs`, as dicts for JSON."""
+    measures = {who: looped(run, torch.device(DEVICE)) for who, run in runs.items()}
+    return {who: turn._asdict() for who, turn in in_turn(measures, DEVICE).items()}
 
 
 # ---------------------------------------------------------------- reports
@@ -190,11 +199,13 @@ def times_of(b: Block) -> tuple[float, float, float]:
     return seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)
 
 
-def beside_peers(b: Block, together: float, with_peers: bool) -> dict[str, float]:
-    """Prints and returns their seconds."""
+def beside_peers(b: Block, with_peers: bool, what: str = "") -> dict[str, dict]:
+    """Prints and returns their Turns."""
     found = peers(b) if with_peers else {}
-    for who, t in found.items():
-        print(f"  {who}: {t * 1e3:.3f} ms, ours {t / together:.3f} times as fast", flush=True)
+    for who, both in found.items():
+        peer, ours = Turn(**both["peer"]), Turn(**both["ours"])
+        print(f"  {what}{who}: {peer.seconds * 1e3:.3f} ms {peer}; ours in turn {ours.seconds * 1e3:.3f} ms {ours}: "
+              f"{peer.seconds / ours.seconds:.3f} times as fast", flush=True)  # fmt: skip
     return found
 
 
@@ -209,30 +220,26 @@ def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
               f"attention {attend * 1e3:6.3f} ({who}): {(gemm + attend) / t:.3f}", flush=True)  # fmt: skip
     print(f"  together {together * 1e3:7.3f} ms, parts {sum(parts) * 1e3:7.3f}: {sum(parts) / together:.3f}")
     return dict(block=name, tokens=N, forward=ours[0], backward=ours[1], together=together, products=gemms,
-                attention=attention, peers=beside_peers(b, together, with_peers))  # fmt: skip
+                attention=attention, peers=beside_peers(b, with_peers))  # fmt: skip
 
 
 def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     """A block in bf16 and in fp8, in turn."""
-    found: dict[str, list[tuple[float, ...]]] = {"bf16": [], "fp8": []}
-    gemms, others = dict[str, tuple[float, float]](), dict[str, float]()
-    for turn in range(2):
-        for dtype, times in found.items():
-            b = make_block(replace(cfg, fp8=dtype == "fp8"), N)
-            times.append(times_of(b))
-            gemms[dtype] = products(b)
-            if with_peers and turn:
-                others |= {f"{who}, {dtype}": t for who, t in peers(b).items()}
-            del b
+    blocks = {dtype: make_block(replace(cfg, fp8=dtype == "fp8"), N) for dtype in ("bf16", "fp8")}
+    for b in blocks.values():
+        b.both()
+    rows = {
+        what: alternate({dtype: getattr(b, call) for dtype, b in blocks.items()})
+        for what, call in zip(TIMES, ("forward", "backward", "both"), strict=True)
+    }
+    gemms = {dtype: products(b) for dtype, b in blocks.items()}
     print(f"{name} block, {N} tokens, ms in bf16 and fp8")
-    best = {dtype: [min(t) for t in zip(*times, strict=True)] for dtype, times in found.items()}
-    rows = {what: [best[d][i] for d in found] for i, what in enumerate(TIMES)}
-    rows["products, once"] = [sum(gemms[d]) for d in found]
-    for what, (old, new) in rows.items():
+    times = {what: [turn["seconds"] for turn in both.values()] for what, both in rows.items()}
+    times["products, once"] = [sum(gemms[dtype]) for dtype in blocks]
+    for what, (old, new) in times.items():
         print(f"  {what:14s} {old * 1e3:7.3f} {new * 1e3:7.3f}: {old / new:.3f} times as fast", flush=True)
-    for who, t in others.items():
-        print(f"  {who}: {t * 1e3:.3f} ms", flush=True)
-    return dict(block=name, tokens=N, **rows, peers=others)
+    others = {dtype: beside_peers(b, with_peers, f"{dtype}, ") for dtype, b in blocks.items()}
+    return dict(block=name, tokens=N, **rows, products=gemms, peers=others)
 
 
 def with_experts(name: str, cfg: ModelConfig, N: int, documents: int, with_peers: bool) -> dict:
@@ -241,11 +248,10 @@ def with_experts(name: str, cfg: ModelConfig, N: int, documents: int, with_peers
     ours = dict(zip(TIMES, times_of(b), strict=True))
     times = ", ".join(f"{what} {t * 1e3:.3f}" for what, t in ours.items())
     print(f"{name} block, {N} tokens in {documents} documents, ms: {times}")
-    found = beside_peers(b, ours["together"], with_peers)
-    return dict(block=name, tokens=N, documents=documents, **ours, peers=found)
+    return dict(block=name, tokens=N, documents=documents, **ours, peers=beside_peers(b, with_peers))
 
 
-def looped(run: Callable, n: int = 50) -> tuple[float, float]:
+def host_and_wall(run: Callable, n: int = 50) -> tuple[float, float]:
     """(host seconds, wall seconds) a call."""
     run()
     torch.cuda.current_stream().synchronize()
@@ -269,8 +275,8 @@ def busy(name: str, cfg: ModelConfig, N: int) -> dict:
     """The GPU's share of the wall time of a loop of blocks, by their time as a graph."""
     b = make_block(cfg, N)
     b.both()
-    host, wall = looped(b.both)
-    _, gpu = looped(captured(b.both))
+    host, wall = host_and_wall(b.both)
+    _, gpu = host_and_wall(captured(b.both))
     print(f"{name} block, {N} tokens: host {host * 1e6:.0f} us, wall {wall * 1e6:.0f} us, GPU {gpu * 1e6:.0f} us, "
           f"busy {gpu / wall:.3f}", flush=True)  # fmt: skip
     return dict(block=name, tokens=N, host=host, wall=wall, gpu=gpu)

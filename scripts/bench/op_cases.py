@@ -214,7 +214,7 @@ def experts() -> Iterator[Case]:
             yield Case(f"{name} {label}", "grouped_mm", args, flops, flops=True, peers=peers)
         for label, w, a, b, k_a, k_b in (("up", up, x, d_gate_up, k, 0), ("down", down, act, x, 0, k)):
             dw = torch.zeros_like(w, dtype=torch.float32)
-            peers = partial(op_peers.grouped_gradient, a, b, order, k_a, k_b)
+            peers = partial(op_peers.grouped_gradient, dw, a, b, order, k_a, k_b)
             args, flops = (dw, a, b, order, k_a, k_b), 2 * P * w.shape[1] * w.shape[2]
             yield Case(f"{name} {label}", "grouped_add_", args, flops, flops=True, peers=peers)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.kernels.experts import hopper
 
 Peers = dict[str, tuple[Callable, float]]
 
@@ -179,7 +180,10 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, docs, scale: float, dout: Te
 
 
 def grouped_product(x: Tensor, w: Tensor, order: ops.Order, k: int) -> Peers:
-    """torch's grouped product of rows that lie sorted, behind the gather of rows by token; one matrix for all rows."""
+    """torch's grouped product of rows that lie sorted, behind the gather of rows by token; one matrix for all rows.
+
+    Without a gather also our kernel, where the op takes torch's.
+    """
     tokens, ends = order.pair // max(k, 1), order.starts[1:].clone()
     rows = x[tokens] if k else x
     found: Peers = {
@@ -188,14 +192,24 @@ def grouped_product(x: Tensor, w: Tensor, order: ops.Order, k: int) -> Peers:
     }
     if k:
         found["with gather"] = (lambda: torch._grouped_mm(x.index_select(0, tokens), w, offs=ends), 1.0)
+    else:
+        y = torch.empty(len(x), w.shape[2], dtype=x.dtype, device=x.device)
+        found["our kernel"] = (lambda: ops.grouped_mm(x, w, order, out=y), 1.0)
     return found
 
 
-def grouped_gradient(a: Tensor, b: Tensor, order: ops.Order, k_a: int, k_b: int) -> Peers:
-    """torch's, in bf16 and not added to a sum, of rows that lie sorted; one matrix for all rows."""
+def grouped_gradient(dw: Tensor, a: Tensor, b: Tensor, order: ops.Order, k_a: int, k_b: int) -> Peers:
+    """torch's, in bf16 and not added to a sum, of rows that lie sorted; one matrix for all rows.
+
+    On Hopper also ours without the copy engine's reduction.
+    """
+    found: Peers = {}
+    turned = (dw, a, b, order, k_a, k_b) if dw.is_contiguous() else (dw.mT, b, a, order, k_b, k_a)
+    if hopper.suits(a.device, a.dtype, *dw.shape[1:]):
+        found["no reduction"] = (lambda: hopper.add_(*turned, hopper.tile(*dw.shape[1:], False), False), 1.0)
     ends = order.starts[1:].clone()
     a, b = (x[order.pair // k] if k else x for x, k in ((a, k_a), (b, k_b)))
-    return {
+    return found | {
         "grouped": (lambda: torch._grouped_mm(a.T, b, offs=ends), 1.0),
         "one matrix": (lambda: torch.mm(a.T, b), 1.0),
     }

@@ -8,6 +8,7 @@ Work is each input read and each output written once, or FLOPs. An op that diffe
 Times are medians with no inputs in L2. Written lines there go to memory while the op runs: so before each call the same
 op runs on other tensors, and a call pays for as many writes as it makes. `--flush write` fills the L2 with written
 lines, like triton.testing.do_bench, `--flush read` with lines that cost nothing; peers and the copy are timed alike.
+Peers and ours take turns in rounds after a second of both, and the median is printed with the chip's clock and power.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 
 import op_peers
 import torch
 import triton
-from block_parts import product_rate
+from block_parts import LONG, ROUNDS, in_turn, product_rate
 from op_cases import BF16, DEVICE, GROUPS, PACKED, Case, attention_inputs, randn
 from triton.testing import do_bench
 
@@ -117,17 +119,19 @@ def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]
             print(f"{case.op:22s} {case.label:38s} {kind}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
     ways = {"write": matmul} if case.flops else copies  # products ignore the L2
     others = [] if case.flops else [a.clone() if torch.is_tensor(a) else a for a in case.args]
+    flushes = {way: flusher(way, lambda: getattr(ops, case.op)(*others, **case.kwargs)) for way in ways}
+    measures = {(who, way): partial(seconds, run, flush=flushes[way]) for who, (run, _) in runs.items() for way in ways}
+    rounds, warm = (ROUNDS, LONG) if len(runs) > 1 else (1, 0.0)
     rows = []
-    for (who, (run, share)), (flush, ceiling) in itertools.product(runs.items(), ways.items()):
-        t = seconds(run, flush=flusher(flush, lambda: getattr(ops, case.op)(*others, **case.kwargs)))
-        rate, unit = share * case.work / t, "TFLOP/s" if case.flops else f"TB/s after {flush}"
+    for (who, way), turn in in_turn(measures, DEVICE, rounds, warm).items():
+        rate, unit = runs[who][1] * case.work / turn.seconds, "TFLOP/s" if case.flops else f"TB/s after {way}"
         print(
-            f"{case.op:22s} {case.label:38s} {who:13s} {t * 1e6:9.1f} us {rate / 1e12:8.2f} {unit:16s} "
-            f"{rate / ceiling:5.2f}  error {wrong:.1e}",
+            f"{case.op:22s} {case.label:38s} {who:13s} {turn.seconds * 1e6:9.1f} us {rate / 1e12:8.2f} {unit:16s} "
+            f"{rate / ways[way]:5.2f}  error {wrong:.1e} {turn}",
             flush=True,
         )
-        figures = dict(seconds=t, rate=rate, fraction=rate / ceiling)
-        rows.append(dict(op=case.op, shape=case.label, who=who, flush=flush, **figures))
+        figures = dict(rate=rate, fraction=rate / ways[way], rounds=rounds, **turn._asdict())
+        rows.append(dict(op=case.op, shape=case.label, who=who, flush=way, **figures))
     return rows
 
 
