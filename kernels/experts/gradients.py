@@ -71,8 +71,7 @@ def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, 
     assert all(t.is_contiguous() for t in (dw_, a, b))
     assert a.dtype == b.dtype
     if hopper.suits(a.device, a.dtype, A, B):
-        reduce = hopper.reduces(dw_)
-        hopper.add_(dw_, a, b, order, k_a, k_b, hopper.tile(A, B, reduce), reduce)
+        hopper.add_(dw_, a, b, order, k_a, k_b, hopper.reduces(dw_))
         return
     t = launch.grouped_add(a.device, a.dtype)
     _grouped_add[(E * cdiv(A, t.a) * cdiv(B, t.b),)](

@@ -26,8 +26,8 @@ from trireme.kernels.launch import Grouped, cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
 THREADS = Grouped(64, 128, 256, 8, 3)  # stages are slots of the rings
-LARGE = Grouped(64, 128, 256, 8, 4)  # where the copy engine adds
-SMALL = Grouped(32, 128, 128, 4, 4)  # three programs on a multiprocessor: one adds while others multiply
+COPY_ENGINE = Grouped(32, 128, 128, 4, 4)  # three programs on a multiprocessor: one adds while others multiply
+LARGE = 1 << 25  # elements of an expert's matrix, from which threads add as fast
 
 
 @builtin
@@ -143,17 +143,13 @@ def suits(device: torch.device, dtype: torch.dtype, A: int, B: int) -> bool:
 def reduces(dw_: Tensor) -> bool:
     """Whether the copy engine adds to dw_ (E, A, B); bf16 sums are rounded once, which it would do twice."""
     _, A, B = dw_.shape
-    return dw_.dtype == torch.float32 and min(A, B) >= 128 and dw_.data_ptr() % 16 == 0
+    return dw_.dtype == torch.float32 and min(A, B) >= 128 and A * B < LARGE and dw_.data_ptr() % 16 == 0
 
 
-def tile(A: int, B: int, reduce: bool) -> Grouped:
-    """Of a sum (A, B)."""
-    return THREADS if not reduce else SMALL if A * B < 1 << 25 else LARGE
-
-
-def add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int, k_b: int, t: Grouped, reduce: bool) -> None:
-    """As reference.grouped_add_, all contiguous."""
+def add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int, k_b: int, reduce: bool) -> None:
+    """As reference.grouped_add_, all contiguous; with `reduce` the copy engine adds."""
     E, A, B = dw_.shape
+    t = COPY_ENGINE if reduce else THREADS
     layout = gl.NVMMASharedLayout(128, 32, rank=3)
     target = TensorDescriptor.from_tensor(dw_, [1, t.a, t.b], layout) if reduce else dw_
     add_kernel[(E * cdiv(A, t.a) * cdiv(B, t.b),)](

@@ -206,7 +206,7 @@ def grouped_gradient(dw: Tensor, a: Tensor, b: Tensor, order: ops.Order, k_a: in
     found: Peers = {}
     turned = (dw, a, b, order, k_a, k_b) if dw.is_contiguous() else (dw.mT, b, a, order, k_b, k_a)
     if hopper.suits(a.device, a.dtype, *dw.shape[1:]):
-        found["no reduction"] = (lambda: hopper.add_(*turned, hopper.tile(*dw.shape[1:], False), False), 1.0)
+        found["no reduction"] = (lambda: hopper.add_(*turned, False), 1.0)
     ends = order.starts[1:].clone()
     a, b = (x[order.pair // k] if k else x for x, k in ((a, k_a), (b, k_b)))
     return found | {

@@ -59,7 +59,6 @@ def test_products_use_hopper():
     gradients = [kernel for kernel in kernels if kernel["name"] == "add_kernel"]
     assert {(k["constants"]["REDUCE"], k["constants"]["BLOCK_B"]) for k in gradients} == {
         (True, 128),
-        (True, 256),
-        (False, 256),  # sums in bf16
+        (False, 256),  # sums in bf16, and large ones
     }
     assert all(k["registers"] <= 168 for k in gradients if k["constants"]["BLOCK_B"] == 128)  # three programs fit
