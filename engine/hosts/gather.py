@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trireme.engine.between import Reader
 from trireme.engine.homes import Entry
+from trireme.engine.hosts.group import refuse_text
 from trireme.engine.shared import Wire
 
 LANE, EXPORTS = "net", 0
@@ -46,7 +47,7 @@ class Gatherer(Reader):
 def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
     """On all hosts at once, lanes idle: a reader where the export is made, None on the others, which answer it.
 
-    `own`: of each host's share. Raises LostHost.
+    `own`: of each host's share. Raises LostHost, InputError.
     """
     plan = own.homes.plan
     if wire is None:
@@ -68,4 +69,8 @@ def _answer(own: Reader, wire: Wire) -> None:
         u, a = asked.tolist()
         if u == END:
             return
-        wire.send(LANE, EXPORTS, own.low(u, a, min(a + own.homes.plan.record, own.homes.geo.numel[u])))
+        geo, record = own.homes.geo, own.homes.plan.record
+        bounds = dict(geo.records(u, record) if 0 <= u < geo.n_units else ())
+        if a not in bounds:
+            refuse_text(EXPORTS, f": a record of unit {u} that begins at {a}")
+        wire.send(LANE, EXPORTS, own.low(u, a, bounds[a]))

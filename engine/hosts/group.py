@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from trireme.engine.hosts.watch import END, LostHost, Watch, beat
+from trireme.engine.plan import MOST_HOSTS
 from trireme.models.config import InputError
+from trireme.storage.untrusted import Shape, complaint, parse_json, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
 NEVER = timedelta(days=30)  # gloo's own timeouts name nobody; watch.py does
 MEETING = timedelta(minutes=5)  # for all hosts that torchrun has started to be here
 FEW = 64 << 20  # bytes that time the network
+LONGEST = 256 << 20  # bytes of a text
+ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
+
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # in the environment, as in Place
 
 
 class Place(NamedTuple):
@@ -36,19 +44,46 @@ class Place(NamedTuple):
 
 def place() -> Place:
     """From torchrun's environment; alone without one. Raises InputError."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    try:
-        found = Place(*(int(os.environ.get(name, str(usual))) for name, usual in zip(names, Place(), strict=True)))
-    except ValueError:
-        raise InputError(f"{', '.join(names)} of the environment are no numbers. Start with torchrun.") from None
-    if found.hosts < 2:
+    said = {name: os.environ.get(name, str(usual)) for name, usual in zip(NAMES, Place(), strict=True)}
+    if said["WORLD_SIZE"] in ("0", "1"):
         return Place()
-    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT", "").isdecimal()):
-        raise InputError(
-            f"WORLD_SIZE of the environment is {found.hosts}, MASTER_ADDR and MASTER_PORT do not say where to meet. "
-            "Start with torchrun, or unset WORLD_SIZE."
-        )
+    for name, text in said.items():
+        if not re.fullmatch("[0-9]{1,18}", text):
+            _refuse(name, text, "a whole number")
+    found = Place(*map(int, said.values()))
+    if found.hosts > MOST_HOSTS:
+        _refuse("WORLD_SIZE", said["WORLD_SIZE"], f"at most {MOST_HOSTS}")
+    for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE")):
+        if int(said[name]) >= int(said[of]) + (name == "LOCAL_WORLD_SIZE"):
+            _refuse(name, said[name], f"a number for {of} {said[of]}")
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not ADDRESS.fullmatch(address):
+        _refuse("MASTER_ADDR", address, "the name or the address of host 0")
+    if not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16):
+        _refuse("MASTER_PORT", port, "a port, 1 to 65535")
     return found
+
+
+def _refuse(name: str, text: str, expected: str) -> NoReturn:
+    is_what = f"is {shown(repr(text))}" if text else "is not set"
+    raise InputError(f"{name} of the environment {is_what}; expected {expected}. Start with torchrun, or unset it.")
+
+
+def told(text: str, shape: Shape, host: int) -> Any:
+    """A JSON object that a host has sent, of this shape. Raises InputError."""
+    try:
+        found = parse_json(text.encode(errors="surrogatepass"), "text")
+        wrong = complaint(found, shape)
+    except ValueError as error:
+        wrong = f": {error}"
+    if wrong:
+        refuse_text(host, wrong)
+    return found
+
+
+def refuse_text(host: int, wrong: str) -> NoReturn:
+    """Raises InputError."""
+    raise InputError(f"host {host} says what this version does not{wrong}. Start the same version on all hosts.")
 
 
 class Alone:
@@ -108,9 +143,9 @@ class Group(Alone):
             dist.init_process_group("gloo", timeout=MEETING)
             every = list(range(at.hosts))
             groups = {line: dist.new_group(every, timeout=NEVER) for line in (*LINES, "control")}
+            client = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         self._control = groups["control"]
         self.wire = Wire(at.host, groups)
-        client = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore("trireme", client)
         names = self.texts(socket.gethostname())
         if not at.host:
@@ -124,9 +159,14 @@ class Group(Alone):
         import torch
 
         own = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
-        sizes = [int(n) for n in self.numbers([len(own)], 1)]
-        found = self._gathered(torch.cat([own, own.new_zeros(max(sizes) - len(own))]))
-        return [bytes(each[: n - 1].numpy()).decode() for each, n in zip(found, sizes, strict=True)]
+        sizes = self.numbers([len(own)], 1)
+        for host, n in enumerate(sizes):
+            if not 1 <= n <= LONGEST:
+                refuse_text(host, f": a text of {n:g} bytes")
+        found = self._gathered(torch.cat([own, own.new_zeros(int(max(sizes)) - len(own))]))
+        return [
+            bytes(each[: int(n) - 1].numpy()).decode(errors="replace") for each, n in zip(found, sizes, strict=True)
+        ]
 
     def numbers(self, own: Sequence[float], most: int) -> list[float]:
         import torch
@@ -134,11 +174,15 @@ class Group(Alone):
         assert len(own) <= most
         padded = torch.zeros(1 + most, dtype=torch.float64)
         padded[: 1 + len(own)] = torch.tensor([float(len(own)), *own], dtype=torch.float64)
-        return [x for each in self._gathered(padded) for x in each[1 : 1 + int(each[0])].tolist()]
+        found = [each.tolist() for each in self._gathered(padded)]
+        for host, (n, *_) in enumerate(found):
+            if n not in range(1 + most):
+                refuse_text(host, f": {n:g} numbers of at most {most}")
+        return [x for n, *numbers in found for x in numbers[: int(n)]]
 
     def agree(self, what: str, said: Mapping[str, object], way: str) -> None:
         hashes = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in said.items()}
-        each = [json.loads(text) for text in self.texts(json.dumps(hashes))]
+        each = [told(text, {str: str}, host) for host, text in enumerate(self.texts(json.dumps(hashes)))]
         for host, theirs in enumerate(each):
             if theirs != each[0]:
                 keys = [key for key in {**each[0], **theirs} if each[0].get(key) != theirs.get(key)]

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme.engine.amounts import count
-from trireme.engine.hosts.group import Alone
+from trireme.engine.hosts.group import Alone, refuse_text, told
+from trireme.engine.plan import MOST_HOSTS
 from trireme.models.config import InputError
 from trireme.storage import folders, snapshots
 from trireme.storage.files import StoreError
@@ -26,6 +27,7 @@ from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.untrusted import checksum, summed
 
 PIECE = 64 << 20  # bytes read at once, at most
+TOLD = {"begun": bool, "held": [(int, int, int, str)]}  # by each process: (host, *Key)
 
 
 class Key(NamedTuple):
@@ -50,17 +52,21 @@ class Held:
         try:
             plan: dict[str, Any] = extra["cut"]["plan"]
             said = [{**extra["cut"], "plan": {**plan, "host": 0}}, extra["data"]]
-            return Key(step, int(plan.get("hosts", 1)), checksum([json.dumps(said, sort_keys=True).encode()]))
-        except (KeyError, TypeError, ValueError, AttributeError):  # an older version's; whoever resumes it says so
-            return Key(step, 1, "")
+            hosts, content = plan.get("hosts", 1), checksum([json.dumps(said, sort_keys=True).encode()])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            hosts, content = None, ""
+        if type(hosts) is int and 0 < hosts <= MOST_HOSTS:
+            return Key(step, hosts, content)
+        return Key(step, 1, "")  # another version's, or changed; whoever resumes it says so
 
     @property
     def of(self) -> int:
         """The host that it says to be of."""
         try:
-            return int(self.snapshot.extra["cut"]["plan"]["host"])
-        except (KeyError, TypeError, ValueError):
+            host = self.snapshot.extra["cut"]["plan"]["host"]
+        except (KeyError, TypeError):
             return 0
+        return host if type(host) is int else 0
 
     def pieces(self, name: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
         """(offset in the span, bytes) of a shard, a piece at a time. Raises StoreError; Damaged behind the last."""
@@ -117,19 +123,22 @@ def last_whole(group: Alone, held: Sequence[Held], begun: bool, run: Path) -> Wh
 
     Raises InputError where a host's is missing.
     """
-    own = [[each.host, *each.key] for each in held]
-    said = [json.loads(text) for text in group.texts(json.dumps([begun, own]))]
+    own = json.dumps({"begun": begun, "held": [[each.host, *each.key] for each in held]})
+    said = [told(text, TOLD, process) for process, text in enumerate(group.texts(own))]
     seen: dict[Key, list[set[int]]] = defaultdict(lambda: [set() for _ in said])
-    for process, (_, found) in enumerate(said):
-        for host, *key in found:
-            seen[Key(*key)][process].add(host)
+    for process, there in enumerate(said):
+        for host, *words in there["held"]:
+            key = Key(*words)
+            if not host < key.hosts <= MOST_HOSTS:
+                refuse_text(process, f": a snapshot of host {host} of {key.hosts}")
+            seen[key][process].add(host)
     hosts = {key: set[int]().union(*sights) for key, sights in seen.items()}
-    whole = [key for key in seen if hosts[key] >= set(range(key.hosts))]
+    whole = [key for key in seen if len(hosts[key]) == key.hosts]
     if whole:
         key = max(whole, key=lambda key: (key.step, key.hosts == group.hosts, key))
         return Whole(key, {each.host: each for each in held if each.key == key}, [frozenset(s) for s in seen[key]])
     firsts = [key for key in seen if 0 in hosts[key]]
-    as_many = all(key.hosts == group.hosts for key in seen) and all(began for began, _ in said)
+    as_many = all(key.hosts == group.hosts for key in seen) and all(each["begun"] for each in said)
     if not firsts or as_many:  # killed before all had their first
         return None
     last = max(firsts)

@@ -15,6 +15,7 @@ from torch import Tensor
 from trireme.engine.between import Writer
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes, Progress, Stored, silent, stored
+from trireme.engine.hosts.group import refuse_text
 from trireme.engine.hosts.held import Held, Whole
 from trireme.engine.shared import Wire
 
@@ -22,7 +23,7 @@ LANE = "net"
 
 
 def fill(homes: Homes, whole: Whole, wire: Wire | None, progress: Progress = silent) -> None:
-    """Fills the homes of trained weights and state. Raises StoreError, LostHost."""
+    """Fills the homes of trained weights and state. Raises StoreError, LostHost, InputError."""
     homes.blank = False
     plan, same = homes.plan, (homes.geo.cfg, homes.geo.dtype, homes.geo.adam_bits)
     then = Geometry(*same, 0, whole.key.hosts)
@@ -69,6 +70,8 @@ def _bring(buffer: Tensor, shards: list[Stored], whole: Whole, source: int, wire
         at, n = head.tolist()
         if not n:
             return
+        if at < 0 or not 0 < n <= len(buffer) - at:
+            refuse_text(whole.seer(source), f": bytes {at} to {at + n} of {len(buffer)}")
         wire.receive(LANE, whole.seer(source), buffer[at : at + n])
 
 

@@ -11,6 +11,7 @@ import uuid
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,11 @@ from trireme.engine.data.chat import load_template
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.rows import BadRow
 from trireme.engine.data.tokens import load_tokenizer
+from trireme.engine.hosts.group import Group
+from trireme.engine.hosts.held import Held, last_whole
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.run import demo
+from trireme.engine.run.begin.job import common
 from trireme.engine.run.begin.kept import changes, kept
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_snapshot, identity, pinned_of
 from trireme.engine.run.begin.settle import check_memory, check_step, given_plan
@@ -41,6 +45,7 @@ from trireme.storage.devices import Device
 from trireme.storage.files import StoreError
 from trireme.storage.headers import CheckpointError
 from trireme.storage.layout import sequential
+from trireme.storage.snapshots import Snapshot
 from trireme.storage.store import Store
 from trireme.storage.untrusted import SEAL, checksum, parse_json
 
@@ -173,6 +178,33 @@ def snapshot(folder: Path) -> Target:
         Mark(*said["log"]).step + said["step"]
 
     return Target([said], as_json, read, (InputError,))
+
+
+def hosts(folder: Path) -> Target:
+    """What another host says of the snapshots that it sees, of its options, its plan and its last snapshot."""
+    plan = Plan((UnitPlan("host", "host"), UnitPlan("host", "ssd"), UnitPlan("host", "host")), 24, 2, "F32", hosts=2)
+    key = [4, 2, "0" * 16]
+    seen = {"begun": True, "held": [[0, *key], [1, *key], [1, 2, *key[1:]]]}
+    own = Held(0, [], Snapshot(1, 4, {"cut": {"plan": {"hosts": 2, "host": 0}}, "data": "x"}, {}, {}))
+
+    def read(content: bytes) -> None:
+        group = _says(content.decode(errors="surrogateescape"))
+        for hear in (
+            lambda: last_whole(group, [own], True, folder),
+            lambda: group.agree("options", {"--lr": "1"}, "Be alike"),
+            lambda: common(group, plan),
+        ):
+            with suppress(InputError):
+                hear()
+
+    return Target([seen, asdict(plan), {"--lr": "0" * 64}], as_json, read)
+
+
+def _says(text: str) -> Group:
+    """Two hosts that both say this."""
+    group = object.__new__(Group)
+    group.host, group.hosts, group.texts = 0, 2, lambda own: [text, text]
+    return group
 
 
 def tokens_meta(folder: Path) -> Target:
@@ -371,7 +403,7 @@ def _rows(kind: str, write: Callable[[Any], bytes]) -> Callable[[Path], Target]:
 
 TARGETS = {
     made.__name__: made
-    for made in (header, index, config, manifest, store_id, snapshot, tokens_meta, log, config_yaml, plan,
+    for made in (header, index, config, manifest, store_id, snapshot, hosts, tokens_meta, log, config_yaml, plan,
                  chat_template, tokenizer_config)
 } | {f"rows{kind}": _rows(kind, write)
      for kind, write in ((".json", as_json), (".jsonl", as_lines), (".csv", _cells), (".txt", _prose))}  # fmt: skip

@@ -4,16 +4,19 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from runs import Hosts
 
-from trireme.engine.hosts import group, watch
+from trireme.engine.hosts import group, held, watch
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.run import main
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
+from trireme.storage import snapshots
 
 
 @pytest.fixture
@@ -133,17 +136,102 @@ def test_without_torchrun_a_run_is_alone():
         alone.meet()
 
 
-def test_an_environment_that_names_no_meeting_place_is_refused(monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "a"}.items():
+ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0.local", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match="WORLD_SIZE of the environment is 2.* Start with torchrun, or unset"):
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("MASTER_PORT", "99999", "is '99999'; expected a port"),
+        ("MASTER_PORT", "0", "is '0'; expected a port"),
+        ("MASTER_PORT", "a", "is 'a'; expected a port"),
+        ("MASTER_PORT", "", "is not set; expected a port"),
+        ("MASTER_ADDR", "", "is not set; expected the name or the address of host 0"),
+        ("MASTER_ADDR", "a\x1b[2J", r"is 'a\x1b[2J'; expected the name"),
+        ("WORLD_SIZE", "3000000000", "is '3000000000'; expected at most 1024"),
+        ("WORLD_SIZE", "9" * 5000, "more characters"),
+        ("RANK", "2", "is '2'; expected a number for WORLD_SIZE 2"),
+        ("RANK", "-1", "is '-1'; expected a whole number"),
+        ("RANK", "\u00b2", "expected a whole number"),
+        ("LOCAL_RANK", "1", "is '1'; expected a number for LOCAL_WORLD_SIZE 1"),
+        ("LOCAL_WORLD_SIZE", "3", "is '3'; expected a number for WORLD_SIZE 2"),
+    ],
+)
+def test_an_environment_that_is_not_torchruns_is_refused_at_once(environment, name, value, expected):
+    environment.setenv(name, value)
+    with pytest.raises(InputError) as refused:
         group.place()
-    monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(InputError, match="do not say where to meet"):
-        group.place()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert group.place().hosts == 2
+    assert str(refused.value).startswith(f"{name} of the environment ")
+    assert expected in str(refused.value)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
+
+
+def test_torchruns_environment_is_a_place(environment):
+    assert group.place() == group.Place(1, 2, 0, 1)
+    environment.setenv("WORLD_SIZE", "1")
+    environment.setenv("LOCAL_RANK", "-1")  # as some launchers say
+    assert group.place() == group.Place()
+
+
+class Says(group.Alone):
+    """A host that hears these texts, its own first."""
+
+    def __init__(self, *others: str):
+        self.others = others
+
+    def texts(self, text):
+        return [text, *self.others]
+
+
+SEEN = '{"begun": true, "held": [[1, 4, 2, "ab"]]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[true, []]", "is not a JSON object"),
+        ("", "is not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"begun": true, "begun": true, "held": []}', "names something twice"),
+        ('{"begun": 1, "held": []}', "begun is 1, expected true or false"),
+        (SEEN.replace("4", "-4"), "is -4, expected a whole number"),
+        (SEEN.replace("4", "4.5"), "is 4.5, expected a whole number"),
+        (SEEN.replace("2", "1000000000"), "a snapshot of host 1 of 1000000000"),
+        (SEEN.replace("[1", "[7"), "a snapshot of host 7 of 2"),
+        (SEEN.replace('"ab"', "null"), "is null, expected a string"),
+    ],
+)
+def test_what_another_host_says_is_read_without_trust(text, wrong):
+    with pytest.raises(InputError, match="host 1 says what this version does not") as refused:
+        held.last_whole(Says(text), [], True, Path("out"))
+    assert wrong in str(refused.value)
+    assert held.last_whole(Says(SEEN), [], True, Path("out")) is None  # of host 0 no snapshot
+
+
+@pytest.mark.parametrize("n", [float("nan"), float("inf"), -1.0, 0.5, 1e300])
+def test_how_much_another_host_says_is_bounded(monkeypatch, n):
+    here = object.__new__(group.Group)
+    monkeypatch.setattr(here, "_gathered", lambda own: [own, own.clone().index_fill_(0, torch.tensor([0]), n)])
+    with pytest.raises(InputError, match="host 1 says what this version does not: .* numbers of at most 1"):
+        here.numbers([3.0], 1)
+    monkeypatch.setattr(here, "numbers", lambda own, most: [*own, n])
+    with pytest.raises(InputError, match="host 1 says what this version does not: a text of .* bytes"):
+        here.texts("")
+
+
+def test_a_snapshot_of_a_billion_hosts_is_none_of_several():
+    extra = {"cut": {"plan": {"hosts": 10**9, "host": 0}}, "data": "x"}
+    snapshot = snapshots.Snapshot(1, 4, extra, {}, {})
+    assert held.Held(0, [], snapshot).key == held.Key(4, 1, "")
+    assert held.last_whole(group.Alone(), [held.Held(0, [], snapshot)], True, Path("out")).key.hosts == 1
 
 
 @pytest.mark.parametrize(("shown", "own"), [(None, "2,3"), ("4,5,6,7", "6,7"), ("4,5,6", None), ("", "")])

@@ -20,7 +20,7 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
 from trireme.engine.data.prepare import Progress
 from trireme.engine.geometry import Geometry
-from trireme.engine.hosts.group import Alone, Group
+from trireme.engine.hosts.group import Alone, Group, told
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work
@@ -207,7 +207,8 @@ def common(group: Alone, plan: Plan) -> Plan:
     """Host 0's plan, which all adopt."""
     if group.hosts == 1:
         return plan
-    return replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)
+    first = told(group.texts(json.dumps(asdict(plan)))[0], dict, 0)
+    return replace(Plan.of(first), host=group.host)
 
 
 def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptions:

@@ -9,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.engine.hosts.group import Alone
+from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import is_same_run, stores_of
+from trireme.engine.run.begin.pinned import check_snapshot
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import has_begun, tidy
@@ -90,9 +91,18 @@ def open_run(options: Options, screen: Screen, group: Alone) -> Begun:
     snapshot = store.go_back(own.snapshot.sequence) if store is not None and own is not None else None
     if whole.key.hosts == group.hosts:
         return Begun(store, snapshot)
-    first = json.loads(group.texts(json.dumps(snapshot))[0])
-    mark = [whole.key.step, first["log"][1], 0, 0]  # of a log that is to begin
-    return Begun(store, snapshot or {**first, "written": 0, "log": mark}, whole)
+    return Begun(store, _common(options, group, snapshot, whole.key.step), whole)
+
+
+def _common(options: Options, group: Alone, snapshot: Snapshot | None, step: int) -> Snapshot:
+    """This host's snapshot, else another's with a log that is to begin. Raises InputError."""
+    said = [told(text, {"snapshot": {dict, type(None)}}, host)["snapshot"]
+            for host, text in enumerate(group.texts(json.dumps({"snapshot": snapshot})))]  # fmt: skip
+    if snapshot is not None:
+        return snapshot
+    first = next(filter(None, said))
+    check_snapshot(options, first)
+    return {**first, "written": 0, "log": [step, first["log"][1], 0, 0]}
 
 
 def run_folder(out: Path, host: int) -> Path:
