@@ -287,7 +287,7 @@ def export(
         for folder in {(out / f).parent for f in files} | {out}:
             sync_folder(folder)
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(out)) from e
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or out)) from e
     finally:
         for file in done:
             partial_of(out / file).unlink(missing_ok=True)

@@ -16,7 +16,8 @@ from trireme.storage.files import AnyPath, Say, StoreError, make_folder, to_stde
 from trireme.storage.kernel_aio import KernelIO
 from trireme.storage.layout import ALIGN, round_up
 
-PROBE = ".store-probe"
+PROBE, LINKED = ".store-probe", ".store-probe-link"
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 MIB = 1 << 20
 # Back end, block, depth, mixed; the first is the default. Over 100 MiB in flight keep the drive busy while Python holds
 # the GIL, 5 ms at a time. Threads need it after every block: larger blocks.
@@ -47,9 +48,26 @@ class Device:
         return 2 / (1 / self.read + 1 / self.write)
 
 
+def check_links(folder: Path) -> None:
+    """Raises StoreError where the drive has no hard links, which snapshots are made of."""
+    path, link = folder / PROBE, folder / LINKED
+    try:
+        link.unlink(missing_ok=True)
+        path.touch()
+        os.link(path, link)
+    except OSError as e:
+        none = "cannot hold snapshots: it has no hard links. Name a folder on ext4, xfs or btrfs with --store"
+        raise StoreError(e.errno, none if e.errno in NO_LINKS else e.strerror, str(folder)) from e
+    finally:
+        for made in (link, path):
+            made.unlink(missing_ok=True)
+
+
 def is_direct(folder: Path) -> bool:
     """Whether files in `folder` bypass the page cache. Accepting O_DIRECT proves nothing: where unaligned reads succeed
     (tmpfs, overlay, sometimes btrfs), the cache served them.
+
+    Raises StoreError where the drive has no hard links, which snapshots are made of.
     """
     path = folder / PROBE
     path.unlink(missing_ok=True)

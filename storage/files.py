@@ -49,12 +49,16 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 def write_synced(path: Path, content: Iterable[Buffer]) -> None:
-    """A new file, fsynced; large ones past the page cache, DEPTH blocks while the next is made. Raises StoreError."""
+    """A new file, fsynced; large ones past the page cache, DEPTH blocks while the next is made. Raises StoreError.
+
+    What has the name is removed, not written to: it may be a link to another file.
+    """
     fd, end = -1, 0
     written: deque[Future[None]] = deque()
     writing = ThreadPoolExecutor(DEPTH)
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         for block in _blocks(content):
             whole = len(block) == BLOCK  # else the last
             while len(written) > (DEPTH - 1) * whole:

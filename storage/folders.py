@@ -7,6 +7,7 @@ others. Only the holder of `store.lock` makes or removes files.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import uuid
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from trireme.storage import scratch, snapshots
 from trireme.storage.checkpoint import INDEX
 from trireme.storage.companions import TEMPLATES
-from trireme.storage.devices import PROBE
+from trireme.storage.devices import LINKED, PROBE
 from trireme.storage.files import (
     LOCK,
     NoSnapshot,
@@ -192,7 +193,7 @@ def _empty(path: Path, identity: Identity | None) -> None:
     link.
     """
     beside = (*identity.companions, INDEX) if identity and identity.device == 0 else ()
-    for name in (*beside, scratch.NAME, PROBE):
+    for name in (*beside, scratch.NAME, PROBE, LINKED):
         if not (path / name).parent.is_symlink() or (path / name).parent == path:
             (path / name).unlink(missing_ok=True)
     for snapshot in snapshots.folders(path):
@@ -218,7 +219,7 @@ def _read(path: Path, name: str) -> Identity | None:
 def _refuse_others(paths: Sequence[Path], companions: Sequence[str]) -> None:
     """Raises StoreError for foreign files of a store's names."""
     names = [(paths[0], name) for name in (*companions, INDEX)] + [(path, scratch.NAME) for path in paths]
-    there = [(path, path / name) for path, name in names if (path / name).exists()]
+    there = [(path, path / name) for path, name in names if os.path.lexists(path / name)]
     for path in paths:
         there += [(path, theirs) for theirs in (*version_files(path), *snapshots.leftovers(path))]
     for path, theirs in there[:1]:

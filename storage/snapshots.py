@@ -123,7 +123,7 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
         for place in places:
             shutil.rmtree(place, ignore_errors=True)
         if isinstance(e, OSError) and not isinstance(e, StoreError):
-            raise StoreError(e.errno, f"{e.strerror}, making a snapshot", e.filename or str(partial)) from e
+            raise StoreError(e.errno, f"{e.strerror}, making a snapshot", str(e.filename or partial)) from e
         raise
 
 
@@ -143,7 +143,7 @@ def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
         for place in (dropped, *(device / snapshot.folder for device in devices[1:])):
             shutil.rmtree(place)
     except OSError as e:
-        raise StoreError(e.errno, f"{e.strerror}, removing a snapshot", e.filename or str(dropped)) from e
+        raise StoreError(e.errno, f"{e.strerror}, removing a snapshot", str(e.filename or dropped)) from e
 
 
 def folders(device: Path) -> list[str]:
@@ -214,7 +214,7 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
                 raise StoreError(errno.EIO, message, str(path))
             _link(path, devices[0] / name)
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(path)) from e
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or path)) from e
 
 
 def make_place(path: Path, folder: Path) -> None:
@@ -235,12 +235,10 @@ def check_header(path: Path, stripe: Stripe, back: str) -> None:
 
 
 def _link(path: Path, name: Path) -> None:
-    """Makes `name` a hard link to `path`."""
+    """Makes `name` a hard link to `path`; killed in between, it is made again."""
     if not (os.path.lexists(name) and os.path.samestat(os.lstat(name), os.lstat(path))):
-        partial = name.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        os.link(path, partial)
-        partial.replace(name)
+        name.unlink(missing_ok=True)
+        os.link(path, name)
 
 
 def clean(devices: Sequence[Path], valid: set[str]) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 from trireme.storage import folders, snapshots
 from trireme.storage.companions import CONTENT, beside, content_of
-from trireme.storage.devices import Device, open_device
+from trireme.storage.devices import Device, check_links, open_device
 from trireme.storage.files import (
     AnyPath,
     NoSnapshot,
@@ -222,7 +222,11 @@ def _path(d: AnyPath | Device) -> Path:
 
 
 def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Device:
-    device = d if isinstance(d, Device) else open_device(d, trial, say)
+    if isinstance(d, Device):
+        device = d
+    else:
+        check_links(Path(d))
+        device = open_device(d, trial, say)
     stack.callback(device.io.close)
     return device
 

@@ -111,7 +111,7 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str) -> N
             partial_of(folder / name).replace(folder / name)
         sync_folder(folder)
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, e.filename or str(folder)) from e
+        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or folder)) from e
 
 
 def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trireme.storage import files
-from trireme.storage.files import StoreError, read_back, write_synced
+from trireme.storage.files import StoreError, read_back, replace_synced, write_synced
 
 BLOCK = 8192
 
@@ -46,6 +46,17 @@ def test_a_piece_may_change_once_the_next_is_asked_for(tmp_path):
 
     write_synced(tmp_path / "file", content())
     assert (tmp_path / "file").read_bytes() == b"".join(bytes([k]) * (BLOCK // 2) for k in range(9))
+
+
+@pytest.mark.parametrize("make", ["symlink_to", "hardlink_to"])
+def test_a_link_to_another_file_is_replaced_and_not_written_to(tmp_path, make):
+    """As one that a killed process has left, or a stranger."""
+    (tmp_path / "other").write_text("mine")
+    getattr(tmp_path / ".name.partial", make)(tmp_path / "other")
+    replace_synced(tmp_path / "name", b"new")
+    assert (tmp_path / "other").read_text() == "mine"
+    assert (tmp_path / "name").read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["name", "other"]
 
 
 @pytest.mark.parametrize("how", ["short", "refused"])

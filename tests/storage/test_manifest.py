@@ -206,7 +206,6 @@ LINKS = {
     f"d0/{SNAPSHOT}/{TEMPLATES}": link_folder(f"d0/{SNAPSHOT}/{TEMPLATES}"),
     **{name: link_file(name) for name in ("d0/store.lock", "d1/store.id", f"d0/{SNAPSHOT}/config.json")},
     f"d0/{SNAPSHOT}/{MANIFEST}": link_file(f"d0/{SNAPSHOT}/{MANIFEST}"),
-    "d0/.model.safetensors.index.json.partial": link_file("d0/.model.safetensors.index.json.partial"),
 }
 
 
@@ -248,6 +247,29 @@ def test_a_new_store_in_place_of_one_without_a_snapshot_leaves_what_links_lead_t
     with pytest.raises(StoreError, match="is not a folder of the store|which is no store.s"):
         Store.create(devices(ours, 2), companions=made / "source")
     assert outside(victim) == before
+
+
+def test_links_that_a_copy_has_split_are_made_again_without_other_names(ours, tmp_path, monkeypatch):
+    """A kill meanwhile leaves nothing that nobody removes."""
+    shutil.copytree(ours, tmp_path / "copy")
+    made, real = [], os.link
+    monkeypatch.setattr(os, "link", lambda path, name: made.append(Path(name).name) or real(path, name))
+    before = {path.name for path in (tmp_path / "copy").rglob("*")}
+    with Store.open(devices(tmp_path / "copy", 2)) as store:
+        assert holds(store, 1)
+    assert made
+    assert set(made) <= before
+
+
+def test_a_link_with_the_name_of_a_file_that_is_being_written_is_replaced(ours, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    link_file("d0/.model.safetensors.index.json.partial")(ours, victim)
+    before = outside(victim)
+    with Store.open(devices(ours, 2)) as store:
+        assert holds(store, 1)
+    assert outside(victim) == before
+    assert not list((ours / "d0").glob(".*"))
 
 
 @pytest.mark.parametrize("to", ["victim", f"d0/{SNAPSHOT}/block-0.safetensors"])

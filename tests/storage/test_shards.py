@@ -299,6 +299,29 @@ def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, call)
         assert store.made == [tmp_path / "deep" / "d1", tmp_path / "deep"]
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_drive_without_hard_links_is_refused_before_the_first_step(tmp_path, monkeypatch, code):
+    """As exFAT, SMB and many FUSE file systems are."""
+
+    def link(path, to):
+        raise OSError(code, os.strerror(code), path, None, to)
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StoreError, match="cannot hold snapshots: it has no hard links. Name a folder on ext4") as error:
+        Store.create([tmp_path / "drive"], trial=0)
+    assert error.value.filename == str(tmp_path / "drive")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_fails_in_a_snapshot_is_named_as_text(tmp_path, monkeypatch):
+    with create(tmp_path) as store:
+        write_all(store, 0)
+        monkeypatch.setattr(os, "link", lambda path, to: os.rename(path, Path("nowhere", "x")))
+        with pytest.raises(StoreError, match="making a snapshot") as error:
+            store.commit(0, {})
+    assert error.value.filename == str(tmp_path / "d0" / "files" / "000000.safetensors")
+
+
 @pytest.mark.parametrize("theirs", ["in use", "with a snapshot"])
 def test_a_store_that_is_not_taken_stays_as_it_is(tmp_path, theirs):
     """Also the folders beside it, which were free."""
