@@ -293,9 +293,8 @@ def test_the_wheel_runs_as_a_module(site, tmp_path):
 
 @pytest.mark.parametrize("page", USERS_PAGES)
 def test_the_pages_name_only_options_that_exist(page):
-    known = {"help", "local-dir", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint"} | {
-        f.name.replace("_", "-") for f in fields(Options)
-    }
+    torchruns = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "rdzv-backend"}
+    known = {"help", "local-dir", *torchruns, *(f.name.replace("_", "-") for f in fields(Options))}
     known |= {name for f in fields(Options) for name in f.metadata.get("also", "").split()}
     for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", (ROOT / page).read_text()):
         assert option.replace("_", "-") in known, f"{page} names --{option}"
