@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -23,7 +22,6 @@ from trireme.models.lora import initial
 from trireme.models.sizes.narrow import FP8, ROWS, SCALE, SCALES
 from trireme.models.sizes.shapes import Group
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
-from trireme.storage.files import partial_of, read_back, sync_folder, write_synced
 from trireme.storage.layout import TensorSpec
 from trireme.storage.untrusted import checksum, summed
 
@@ -80,10 +78,6 @@ class Exchange:
 
         export(self.source, folder, values, progress)
 
-    def replace(self, folder: Path, progress: Progress = silent) -> None:
-        """As save, by `replace_folder`."""
-        replace_folder(folder, lambda new: self.save(new, progress))
-
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
         if name in self.stored:
             yield from self.source.values(self.stored[name], first, last)
@@ -101,42 +95,6 @@ class Exchange:
                     f"{stored} and {first} are tied by config.json but differ in the files of {self.source.folder}. "
                     'Set "tie_word_embeddings": false in config.json if they are meant to.'
                 )
-
-
-def replace_folder(folder: Path, save: Callable[[Path], None]) -> None:
-    """Saves over `folder`, which stands until the new one is whole."""
-    new, old = (folder.with_name(folder.name + ending) for ending in (".new", ".old"))
-    bring_back(folder)
-    for left in (new, old):
-        shutil.rmtree(left, ignore_errors=True)
-    save(new)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def bring_back(folder: Path) -> None:
-    """Undoes a replacement that was killed between its renames."""
-    old = folder.with_name(folder.name + ".old")
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-
-
-def take_over(folder: Path, out: Path) -> None:
-    """Gives `out` the files of `folder`, one by one: by links where the drive has them."""
-    for path in (p for p in sorted(folder.rglob("*")) if p.is_file()):
-        target = out / path.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = partial_of(target)
-        part.unlink(missing_ok=True)
-        try:
-            part.hardlink_to(path)
-        except OSError:
-            write_synced(part, read_back(path))
-        part.replace(target)
-        sync_folder(target.parent)
 
 
 class Kept(Reader):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from trireme.engine.lanes.names import LANES
 from trireme.engine.lanes.task import Kind, Task, named
@@ -40,8 +39,8 @@ def busy(spans: Sequence[Span]) -> dict[str, float]:
     return total
 
 
-def write_perfetto(path: Path, spans: Sequence[Span], process: str = "measured") -> None:
-    """Writes a Chrome trace (ui.perfetto.dev): a row a lane, microseconds."""
+def perfetto(spans: Sequence[Span], process: str = "measured") -> str:
+    """A Chrome trace (ui.perfetto.dev): a row a lane, microseconds."""
     rows = {lane: i for i, lane in enumerate(dict.fromkeys((*LANES, *(s.lane for s in spans))))}
     events = [
         {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": lane}} for lane, i in rows.items()
@@ -50,4 +49,4 @@ def write_perfetto(path: Path, spans: Sequence[Span], process: str = "measured")
         args = {"MB": round(s.nbytes / 1e6, 3), "GFLOP": round(s.flops / 1e9, 3)}
         times = {"ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}
         events.append({"ph": "X", "name": s.name, "pid": process, "tid": rows[s.lane], "args": args, **times})
-    path.write_text(json.dumps({"traceEvents": events}))
+    return json.dumps({"traceEvents": events})

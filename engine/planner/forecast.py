@@ -182,7 +182,7 @@ class Forecast:
             "snapshots": files.keep * stored,
             "spares": spares(self.geo, self.plan),
             "export": export + files.merged,
-            "best": export * files.best,
+            "best": 2 * export * files.best,  # and the one that the last snapshot names
             "apart": export * files.apart,
             "tokens": files.tokens,
             "frozen": self.frozen_on_ssd * bool(files.copied),

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from trireme.engine.amounts import count, duration
 from trireme.engine.between import Reader, save_to_store
 from trireme.engine.build import InRam, dealt
-from trireme.engine.exchange import Exchange, Kept, replace_folder, take_over
+from trireme.engine.exchange import Exchange, Kept
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
@@ -28,6 +29,7 @@ from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import kept
 from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
 from trireme.engine.run.command import program
+from trireme.engine.run.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
@@ -177,7 +179,7 @@ class Live:
         return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
 
     def save(self) -> None:
-        """A snapshot, whose best is in OUT/best: after a kill both are of one moment."""
+        """A snapshot, whose best is in OUT/best."""
         self.write_best()
         if not self.is_saved:
             self._save()
@@ -206,6 +208,7 @@ class Live:
             "log": self.log.sync(done.step, done.evaluated),
         }
         self.store.commit(done.step, says, self.group.meet, keep)
+        forget_old(self.job.out)
 
     def last_snapshot(self) -> str:
         snapshots = self.store.snapshots
@@ -215,7 +218,7 @@ class Live:
         """The present weights are the best: copied within RAM where there is room, else OUT/best at once."""
         self.settle()
         if self.group.any(not self.job.forecast.kept):
-            self.export(self.job.out / "best")
+            self.export(self.job.out / BEST)
         else:
             self._best = self._best or Kept(self.engine.homes, self.job.files.exact)
             with self.watched("the best"):
@@ -225,7 +228,7 @@ class Live:
     def write_best(self) -> None:
         """OUT/best is the best so far."""
         if self.best_kept:
-            self.export(self.job.out / "best", self._best)
+            self.export(self.job.out / BEST, self._best)
             self.best_kept = False
 
     def export(self, folder: Path | None = None, kept: Kept | None = None) -> None:
@@ -240,25 +243,29 @@ class Live:
                 self._export(folder, reader)
 
     def _export(self, folder: Path | None, reader: Reader) -> None:
+        job, save, began = self.job, partial(self._save_weights, reader), self.clock.now()
+        if folder is None:
+            save(job.out)
+        elif folder.name == BEST:
+            assert self.progress.best_step is not None
+            assert self.progress.best is not None
+            replace_best(job.out, save, Best(self.progress.best_step, self.progress.best))
+        else:
+            replace_folder(folder, save)
+        if job.cfg.lora is None:
+            note_export(job.forecast, job.out, self.clock.now() - began)
+        elif folder is None:
+            self._merge(job.cfg)
+
+    def _save_weights(self, reader: Reader, folder: Path) -> None:
+        """A checkpoint or adapters."""
         job = self.job
         if job.cfg.lora is not None:
-            self._export_adapter(job.cfg, folder, reader)
+            save_adapter(folder, job.cfg, reader, str(Path(job.options.model or "").resolve()))
             return
-        exchange, began = Exchange(job.cfg, job.source, self.engine.homes, reader=reader), self.clock.now()
+        exchange = Exchange(job.cfg, job.source, self.engine.homes, reader=reader)
         with self.screen.working("writing the checkpoint", 2 * job.source.nbytes) as more:  # and reading it back
-            if folder is not None:
-                exchange.replace(folder, more)
-            else:
-                exchange.save(job.out, more)
-        note_export(job.forecast, job.out, self.clock.now() - began)
-
-    def _export_adapter(self, cfg: ModelConfig, folder: Path | None, reader: Reader) -> None:
-        job, base = self.job, str(Path(self.job.options.model or "").resolve())
-        if folder is not None:
-            replace_folder(folder, lambda new: save_adapter(new, cfg, reader, base))
-            return
-        save_adapter(job.out, cfg, reader, base)
-        self._merge(cfg)
+            exchange.save(folder, more)
 
     def export_best(self) -> None:
         """OUT becomes the best, without writing it twice; OUT/best stays as it is."""
@@ -268,7 +275,7 @@ class Live:
         if self.group.host:
             return
         with self.clock.at("export"):
-            take_over(self.job.out / "best", self.job.out)
+            take_over(self.job.out / BEST, self.job.out)
             if self.job.cfg.lora is not None:
                 self._merge(self.job.cfg)
 

@@ -21,7 +21,7 @@ from trireme.engine.run.options import Options
 from trireme.engine.run.records import COLUMNS, Appender, Mark, Record, as_csv, as_json, is_whole, read_log, read_until
 from trireme.engine.run.screen import Screen, progress
 from trireme.models.config import InputError
-from trireme.storage.files import partial_of
+from trireme.storage.files import replace_synced
 
 Tracker = tuple[Callable[[Record], None], Callable[[], None]]  # (add, close)
 
@@ -48,7 +48,7 @@ def _wandb(out: Path, options: Options) -> Tracker:
     resumed = {"id": known, "resume": "allow"} if known else {}
     run = wandb.init(project="trireme", name=out.name, dir=str(out), config=asdict(options), **resumed)
     held.parent.mkdir(exist_ok=True)
-    held.write_text(run.id)
+    replace_synced(held, run.id.encode())
     return lambda record: run.log(record, step=record["step"]), run.finish
 
 
@@ -203,12 +203,9 @@ class RunLog:
         return Mark(step, evaluated, self._jsonl.nbytes, self._jsonl.crc32)
 
     def draw(self) -> None:
-        scratch = partial_of(self._out / "loss.svg")
         try:
-            scratch.write_text(draw(self._losses.points, self._evals.points), encoding="utf-8")
-            scratch.replace(self._out / "loss.svg")
+            replace_synced(self._out / "loss.svg", draw(self._losses.points, self._evals.points).encode())
         except OSError as error:
-            scratch.unlink(missing_ok=True)
             self._warn(error)
 
     def close(self) -> None:

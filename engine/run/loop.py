@@ -13,7 +13,7 @@ import torch
 from trireme.engine.amounts import count
 from trireme.engine.build import Ahead, InRam, in_ram
 from trireme.engine.lanes.names import READS
-from trireme.engine.lanes.trace import Span, write_perfetto
+from trireme.engine.lanes.trace import Span, perfetto
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.planner.correct import at_work, until_its_end
 from trireme.engine.planner.host import memory_in_use
@@ -21,6 +21,7 @@ from trireme.engine.planner.lines import took_line
 from trireme.engine.run.begin.opened import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
+from trireme.engine.run.exports import BEST, set_aside
 from trireme.engine.run.live import Live, reopen_adapter
 from trireme.engine.run.pace import Pace
 from trireme.engine.run.records import Record
@@ -30,7 +31,7 @@ from trireme.engine.step import train_step
 from trireme.models.config import InputError
 from trireme.models.rows import Load, make_load
 from trireme.models.sizes import costs
-from trireme.storage.files import remove_folders
+from trireme.storage.files import remove_folders, replace_synced
 
 BOUND_EVERY = 50  # steps between timings of lanes
 
@@ -169,7 +170,7 @@ class Run:
         found = at_work(until_its_end(spans))
         self.bound = max(found, key=lambda lane: found[lane])
         if live.job.options.trace:
-            write_perfetto(live.job.out / "trace.json", spans)
+            replace_synced(live.job.out / "trace.json", perfetto(spans).encode())
             live.screen.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in found.items()))
         return spans
 
@@ -180,10 +181,10 @@ class Run:
             live.screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} no better than the best")
         live.settle()
         self.evaluation.run_if_due(final=True)
-        best = job.options.export == "best" and done.best_step not in (None, done.step)
         last_is_best = done.best_step == done.step
-        there = last_is_best and not live.best_kept and (job.out / "best").is_dir()  # just written
-        if live.group.first(best or there):
+        there = live.group.first(live.best_kept or (job.out / BEST).is_dir())  # else lost
+        best = there and job.options.export == "best" and done.best_step not in (None, done.step)
+        if best or (there and last_is_best and not live.best_kept):  # just written
             live.export_best()
         else:
             live.export()
@@ -200,14 +201,14 @@ class Run:
             live.screen.say(line)
         for prompt, text, ended in self.evaluation.samples(0 if best else 3):  # the engine has the last weights
             live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
-        for line in self._about_best(best):
+        for line in self._about_best(best, there):
             live.screen.say(line)
         with live.clock.at("close"):
             live.close()
             live.log.sync(done.step, done.evaluated)
-            live.store.remove()
             if best or last_is_best:
-                shutil.rmtree(job.out / "best", ignore_errors=True)  # equals the output
+                set_aside(job.out)  # equals the output; `tidy` removes it once the store is
+            live.store.remove()
             tidy(job.out)
         live.group.meet()
         remove_given_up(job.out, live.group.hosts)
@@ -222,7 +223,7 @@ class Run:
         shutil.rmtree(live.job.out, ignore_errors=True)
         remove_folders([*live.job.store_dirs, live.job.out.parent])
 
-    def _about_best(self, exported: bool) -> list[str]:
+    def _about_best(self, exported: bool, there: bool) -> list[str]:
         """Where the best weights are, if they are not the last."""
         done, o = self.live.progress, self.live.job.options
         if done.best is None or done.best_step == done.step:
@@ -230,5 +231,7 @@ class Run:
         if done.best_step is None:
             what = "no evaluation was better than before training; the output is the last weights"
             return [f"best     {what}"] if o.export == "best" or o.patience else []
-        which = "the output" if exported else f"{self.live.job.out / 'best'}, to be the output by --export best"
+        which = "the output" if exported else f"{self.live.job.out / BEST}, to be the output by --export best"
+        if not there:
+            which = "lost, the output is the last weights"
         return [f"best     {which}: eval_loss {done.best:.4f} at step {done.best_step}"]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from trireme.engine.exchange import bring_back
 from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
@@ -18,6 +17,7 @@ from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, ne
 from trireme.engine.run.begin.otherwise import adapters_instead
 from trireme.engine.run.begin.pinned import check_snapshot
 from trireme.engine.run.command import checked
+from trireme.engine.run.exports import BEST, Best, settle
 from trireme.engine.run.live import Live
 from trireme.engine.run.log import Tracker, trackers
 from trireme.engine.run.loop import Interrupted, Run
@@ -125,8 +125,8 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
 
 def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[Tracker], group: Alone) -> Live:
     screen.forgive()
-    bring_back(job.out / "best")
     live = Live(job, begun, screen, clock, told, group)
+    _settle_exports(live)
     if job.device.type == "cuda":
         with clock.at("plan"):
             left = promise(job, live.progress.step)
@@ -135,6 +135,17 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
         _load(live)
         Run(live).go()
     return live
+
+
+def _settle_exports(live: Live) -> None:
+    """The best of the snapshot's moment."""
+    out, done = live.job.out, live.progress
+    best = Best(done.best_step, done.best) if done.best_step is not None and done.best is not None else None
+    if not settle(out, best) and best and not live.group.host:
+        live.screen.warn(
+            f"{out / BEST} is not the best of the snapshot, eval_loss {best.eval_loss:.4f} at step {best.step}: those "
+            "weights are lost unless a later step is better"
+        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trireme.engine.run.begin.kept import config_yaml
+from trireme.engine.run.exports import BEST, half_made, remove
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.packed import open_checkpoint
 from trireme.models.config import InputError
@@ -84,9 +85,8 @@ def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
 
 def tidy(out: Path) -> None:
     """Removes a finished run's leftovers, after its store."""
-    half_made = (path for path in out.glob("step-*.new") if re.fullmatch(r"step-\d+\.new", path.name))
-    for folder in (out / "tokens", out / "best.new", out / "best.old", *half_made):
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in (out / "tokens", out / f"{BEST}.new", out / f"{BEST}.old", *half_made(out)):
+        remove(folder)
     for name in LOGS:
         partial_of(out / name).unlink(missing_ok=True)
     remove_folders([out / "store"])

@@ -29,7 +29,7 @@ from trireme.engine.buffers import usage
 from trireme.engine.build import build, inputs_on
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.lanes.real import InlineLanes, RealLanes
-from trireme.engine.lanes.trace import Span, busy, write_perfetto
+from trireme.engine.lanes.trace import Span, busy, perfetto
 from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.choose import choose
@@ -196,7 +196,7 @@ def measure(
             return result
         result |= against_floor(a, e, rates, run) | against_prediction(a, e, rates, run, at_start)
     if a.trace:
-        write_perfetto(Path(a.trace), run.last)
+        Path(a.trace).write_text(perfetto(run.last))
     return result
 
 

@@ -1,6 +1,5 @@
 """From a checkpoint into the homes and back: exact in every dtype and tier, tied weights checked, the old one safe."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from safetensors.numpy import save_file
 from trireme.engine import exchange as module
 from trireme.engine.between import Reader, Writer
 from trireme.engine.build import build
-from trireme.engine.exchange import Exchange, Kept, bring_back
+from trireme.engine.exchange import Exchange, Kept
 from trireme.engine.homes import Entry
 from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.memory import views
@@ -167,34 +166,6 @@ def test_a_frozen_value_that_is_not_finite_is_refused_by_name(tmp_path):
     source = checkpoint(tmp_path / "in", cfg, **{"model.layers.1.mlp.up_proj.weight": bad})
     with pytest.raises(InputError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinite"):
         exchange(cfg, source).load()
-
-
-def test_the_older_checkpoint_goes_when_the_name_of_the_new_one_is_on_the_drive(tmp_path, monkeypatch):
-    x, done = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA)), []
-    x.load()
-    x.replace(tmp_path / "best")
-    rename, rmtree = Path.rename, shutil.rmtree
-    monkeypatch.setattr(Path, "rename", lambda old, new: (rename(old, new), done.append(new.name)))
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda folder, **how: (rmtree(folder, **how), done.append(f"no {folder.name}"))
-    )
-    monkeypatch.setattr("trireme.engine.exchange.sync_folder", lambda folder: done.append("sync"))
-    x.replace(tmp_path / "best")
-    assert done[-4:] == ["best.old", "best", "sync", "no best.old"]
-
-
-def test_replace_leaves_only_the_new_checkpoint(tmp_path):
-    x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA))
-    x.load()
-    (tmp_path / "best.new").mkdir()  # of a run that was killed
-    for _ in range(2):
-        x.replace(tmp_path / "best")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "in"]
-    assert (tmp_path / "best/model.safetensors").is_file()
-    (tmp_path / "best").rename(tmp_path / "best.old")  # killed between two renames
-    for _ in range(2):
-        bring_back(tmp_path / "best")
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "in"]
 
 
 def test_a_master_is_split_as_the_kernels_split_it(tmp_path):

@@ -12,7 +12,7 @@ from trireme.engine.build import build, inputs_on
 from trireme.engine.lanes import real
 from trireme.engine.lanes.names import LANES, kind_of, lanes_of
 from trireme.engine.lanes.real import RealLanes
-from trireme.engine.lanes.trace import busy, write_perfetto
+from trireme.engine.lanes.trace import busy, perfetto
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedLanes
@@ -140,10 +140,9 @@ def test_a_simulated_step_is_as_long_as_its_slowest_lane():
     assert faster < 0.6 * seconds
 
 
-def test_the_trace_opens_as_json(tmp_path, lanes):
+def test_the_trace_opens_as_json(lanes):
     lanes.tracing = True
     lanes.run("cpu", "other", "work", lambda: None, nbytes=1e6)
     lanes.drain()
-    write_perfetto(tmp_path / "trace.json", lanes.trace())
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads(perfetto(lanes.trace()))["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["work"]

@@ -18,6 +18,7 @@ from trireme.engine.between import READ_AHEAD
 from trireme.engine.homes import Homes
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.clock import Clock
+from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run import evaluation, live, loop, train
 from trireme.engine.run.begin import filled, job
 from trireme.engine.run.begin.job import prepare
@@ -93,10 +94,13 @@ def test_the_best_of_a_resumed_run_is_the_best(checkpoint, stop, monkeypatch):
     assert (out / "best" / "model.safetensors").read_bytes() == (before / "best" / "model.safetensors").read_bytes()
 
 
-def test_a_best_that_no_snapshot_has_is_lost_and_found_again(checkpoint, monkeypatch):
-    """Killed once step 5 was the best: OUT/best is step 4's, whole, as the snapshot says."""
+@pytest.mark.parametrize("room", [True, False], ids=["in RAM", "on the drive"])
+def test_a_best_that_no_snapshot_has_is_lost_and_found_again(checkpoint, room, monkeypatch, capsys):
+    """Killed once step 5 was the best: a run goes on with the best of step 4, as the snapshot says."""
     often = dict(eval_every=every("1"), export_every=every("4"), export="best")
-    run = replace(options(checkpoint, checkpoint / "kept", "gpu", val="0.1", **often), save_every=every("4"))
+    run = replace(options(checkpoint, checkpoint / f"kept-{room}", "gpu", val="0.1", **often), save_every=every("4"))
+    if not room:
+        monkeypatch.setattr(Forecast, "kept", 0)
     loss = {step: abs(step - 5.0) for step in range(STEPS + 1)}
     monkeypatch.setattr(evaluation.Evaluation, "_loss", lambda self, _: loss[self.live.progress.step])
     finetune(run)
@@ -111,9 +115,31 @@ def test_a_best_that_no_snapshot_has_is_lost_and_found_again(checkpoint, monkeyp
         m.setattr(live.Live, "keep_best", kept)
         assert ended(child(killed)) == 9
     read = lambda out, folder: Path(out, folder, "model.safetensors").read_bytes()
-    assert read(killed.out, "best") == read(run.out, "step-4")
+    assert read(killed.out, "best" if room else "best.old") == read(run.out, "step-4")
+    other = f"{killed.out}-otherwise"
+    shutil.copytree(killed.out, other)
     finetune(replace(killed, resume=killed.out))
     assert read(killed.out, ".") == read(run.out, ".") != read(run.out, "step-4")
+    assert not list(Path(killed.out).glob("best*"))
+    capsys.readouterr()
+    finetune(replace(killed, out=other, resume=other, eval_every=every("never"), max_steps=6, lr=0.5))
+    assert "the output: eval_loss 1.0000 at step 4" in capsys.readouterr().out
+    assert read(other, ".") == read(run.out, "step-4")
+
+
+def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, monkeypatch, capsys):
+    run = options(checkpoint, checkpoint / "foreign", "gpu", val="0.1", eval_every=every("2"), export="best")
+    loss = lambda self, _: float(self.live.progress.step != 2)
+    monkeypatch.setattr(evaluation.Evaluation, "_loss", loss)
+    stopped(run, 3, monkeypatch)
+    note = Path(run.out, "best", "best.json")
+    assert json.loads(note.read_text()) == {"step": 2, "eval_loss": 0.0}
+    note.write_text(note.read_text().replace("2", "1"))
+    finetune(replace(run, resume=run.out, max_steps=4))
+    said = capsys.readouterr()
+    assert "best is not the best of the snapshot, eval_loss 0.0000 at step 2: those weights are lost" in said.out
+    assert "lost, the output is the last weights: eval_loss 0.0000 at step 2" in said.out
+    assert Path(run.out, "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("damage", [False, True])
