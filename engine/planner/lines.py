@@ -84,7 +84,7 @@ def disk_line(f: Forecast) -> str:
     parts = f"store {gb(part['store'])}, as much again for {count(keep, 'snapshot')}"
     parts += f", spare files {gb(part['spares'])}" if part["spares"] else ""
     parts += f", export {gb(part['export'])}"
-    parts += ", as much again for the best" if f.files.best else ""
+    parts += ", twice that for the best and the one before it" if f.files.best else ""
     parts += f", {count(f.files.apart, 'step')} kept {gb(part['apart'])}" if part["apart"] else ""
     parts += f", tokens {gb(part['tokens'])}" if part["tokens"] else ""
     if f.frozen_on_ssd and f.files.copied:

@@ -16,6 +16,7 @@ from trireme.engine.amounts import count, duration
 from trireme.engine.between import Reader, save_to_store
 from trireme.engine.build import InRam, dealt
 from trireme.engine.exchange import Exchange, Kept
+from trireme.engine.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
@@ -29,7 +30,6 @@ from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import kept
 from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
 from trireme.engine.run.command import program
-from trireme.engine.run.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen

@@ -12,6 +12,7 @@ import torch
 
 from trireme.engine.amounts import count
 from trireme.engine.build import Ahead, InRam, in_ram
+from trireme.engine.exports import BEST, set_aside
 from trireme.engine.lanes.names import READS
 from trireme.engine.lanes.trace import Span, perfetto
 from trireme.engine.optimizer import StepStats, learning_rate
@@ -21,7 +22,6 @@ from trireme.engine.planner.lines import took_line
 from trireme.engine.run.begin.opened import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
-from trireme.engine.run.exports import BEST, set_aside
 from trireme.engine.run.live import Live, reopen_adapter
 from trireme.engine.run.pace import Pace
 from trireme.engine.run.records import Record

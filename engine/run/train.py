@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from trireme.engine.exports import BEST, Best, settle
 from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
@@ -17,7 +18,6 @@ from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, ne
 from trireme.engine.run.begin.otherwise import adapters_instead
 from trireme.engine.run.begin.pinned import check_snapshot
 from trireme.engine.run.command import checked
-from trireme.engine.run.exports import BEST, Best, settle
 from trireme.engine.run.live import Live
 from trireme.engine.run.log import Tracker, trackers
 from trireme.engine.run.loop import Interrupted, Run

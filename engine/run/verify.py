@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from trireme.engine.exports import BEST, half_made, remove
 from trireme.engine.run.begin.kept import config_yaml
-from trireme.engine.run.exports import BEST, half_made, remove
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.packed import open_checkpoint
 from trireme.models.config import InputError

@@ -1,7 +1,6 @@
 """From a checkpoint into the homes and back: exact in every dtype and tier, tied weights checked, the old one safe."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest

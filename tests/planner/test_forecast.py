@@ -306,8 +306,8 @@ def test_documents_and_labels_are_predicted_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("val", ["0.1", None])
-def test_what_is_exported_is_as_large_as_the_source_and_once_more_for_the_best(tmp_path, val):
-    """Whatever it is computed in. The best so far stands beside the next one, and beside the result, for a while."""
+def test_what_is_exported_is_as_large_as_the_source_and_twice_more_for_the_best(tmp_path, val):
+    """Whatever it is computed in. The best of the last snapshot, the best so far and the result are there at once."""
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
     model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
@@ -316,9 +316,9 @@ def test_what_is_exported_is_as_large_as_the_source_and_once_more_for_the_best(t
     part = f.disk_parts()
     assert size > 3 * f.geo.weights[0].span
     assert part["export"] == size
-    assert part["best"] == (size if val else 0)
+    assert part["best"] == (2 * size if val else 0)
     assert f.disk() == sum(part.values())
-    assert (", as much again for the best" in disk_line(f)) == bool(val)
+    assert (", twice that for the best and the one before it" in disk_line(f)) == bool(val)
     shutil.copytree(model, Path(out) / "best")
     held = prepare(given).files.held
     assert held - f.files.held == pytest.approx(size, abs=1 << 16), (

@@ -259,7 +259,7 @@ def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: 
     """What the run has and will have on drives, beside training state."""
     tokens = data.nbytes(shelf()) if data else 0
     held = [*(file for d in store_folders(options.store, out) for file in version_files(d))]
-    held += [file for kind in ("best", "step-*") for file in out.glob(f"{kind}/*.safetensors")]
+    held += [file for kind in ("best*", "step-*") for file in out.glob(f"{kind}/*.safetensors")]
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else tokens)
     export = 4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes
     merged = source.nbytes * options.merge

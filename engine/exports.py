@@ -111,7 +111,9 @@ def forget_old(out: Path) -> None:
 
 
 def settle(out: Path, best: Best | None) -> bool:
-    """Undoes what a kill has left half done; makes OUT/best the one that a snapshot names. Returns whether it is there.
+    """Undoes what a kill has left half done, and makes OUT/best the one that a snapshot names.
+
+    Returns whether it is there.
     """
     for left in half_made(out):
         if left.suffix == ".old":
