@@ -1,235 +1,329 @@
-"""Activations from forward to backward: kept on the GPU, swapped to RAM or the SSD, or recomputed.
+"""Activations from forward to backward: kept on the GPU, sent to RAM or the SSD and brought back, or recomputed.
 
-Saved tensors of one tier are one span. A unit's output (`x` of the next in forward, `dx` in backward) stays on the GPU
-until used; with `plan.between` "host" `x` goes to its tier, `dx` to RAM. To a home on another GPU `x` hops through RAM,
-by the place of the micro-batch's `dx`.
+Saved tensors of one tier are one buffer. A layer's output (`x` of the next in forward, `dx` in backward) stays on the
+GPU until used; with `plan.between` "host" `x` goes to its tier, `dx` to RAM. To a layer on another GPU `x` goes through
+RAM, by the place of the micro-batch's `dx`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.homes import Homes, Scratch
+from trireme.engine.homes import Homes, Space
 from trireme.engine.lanes.names import HOPS, numbered
 from trireme.engine.lanes.task import Lanes, Task
-from trireme.engine.memory import OnGpu, Ring, memory_of, views
+from trireme.engine.memory import Buffer, Pool, Prefetch, flat, memory_of, views
 from trireme.engine.plan import TIERS, Plan, Tier
 
+# ---------------------------------------------------------------- outside the GPU
 
-class Activation(NamedTuple):
-    """Unit u's input, its gradient, or saved tensors, of micro-batch b; `tier`: between uses."""
 
+class Outside(Protocol):
+    """A place for an activation in RAM or on the SSD."""
+
+    def store(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+        """Copies `here` out; returns its last reader."""
+        ...
+
+    def load(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+        """Copies it back; returns the last writer of `here`."""
+        ...
+
+
+class InRam:
+    def __init__(self, lanes: Lanes, place: Buffer):
+        self.lanes, self.place = lanes, place
+
+    def store(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+        return self._copy(lane, label, here, self.place, nbytes)
+
+    def load(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+        return self._copy(lane, label, self.place, here, nbytes)
+
+    def _copy(self, lane: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
+        task = _copy(self.lanes, lane, label, source, target, nbytes)
+        self.place.ready = (task,)  # orders its next writer after this reader
+        return task
+
+
+class OnSsd:
+    def __init__(self, lanes: Lanes, staging: Pool, space: Space, offset: int):
+        self.lanes, self.staging, self.space, self.offset = lanes, staging, space, offset
+        self.last: tuple[Task, ...] = ()
+
+    def store(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+        buffer, offset, space = self.staging.acquire(label), self.offset, self.space
+        task = _copy(self.lanes, lane, label, here, buffer, nbytes)
+
+        def write() -> None:
+            space.write(offset, memory_of(buffer.tensor, nbytes))
+
+        ready = (task, *self.last)
+        self.last = (self.lanes.run("ssd_write", "activations", label, write, ready, nbytes=nbytes),)
+        buffer.free(self.last)
+        return task
+
+    def load(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+        buffer, offset, space = self.staging.acquire(label), self.offset, self.space
+
+        def read() -> None:
+            space.read(offset, memory_of(buffer.tensor, nbytes))
+
+        ready = (*buffer.ready, *self.last)
+        buffer.ready = (self.lanes.run("ssd_read", "activations", label, read, ready, nbytes=nbytes),)
+        task = _copy(self.lanes, lane, label, buffer, here, nbytes)
+        self.last = (task,)
+        buffer.free(self.last)
+        return task
+
+
+def _copy(lanes: Lanes, lane: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
+    def copy() -> None:
+        target.tensor[:nbytes].copy_(source.tensor[:nbytes], non_blocking=True)
+
+    return lanes.run(lane, "activations", label, copy, (*source.ready, *target.ready), nbytes=nbytes)
+
+
+# ---------------------------------------------------------------- one activation
+
+
+class Activation:
+    """Layer u's input, its gradient, or saved tensors, of micro-batch b. Frees itself after its last reader."""
+
+    def __init__(self, swap: ActivationSwap, label: str, kind: Kind, home: Home):
+        """`home`: where it is written, read, and waits between."""
+        self.swap, self.label, self.kind = swap, label, kind
+        self.out, self.back, self.outside, self.at_once = home
+        self.here: Buffer | None = None  # on the GPU
+        self.tokens = self.reads = 0  # readers to come
+        self.stored = False  # outside
+        self.lane = ""  # that brings it back
+
+    # ------------------------------------------------ written
+
+    def fill(self, tokens: int, reads: int = 1) -> InUse:
+        """A buffer on the writer's GPU, for `reads` readers."""
+        self.tokens, self.reads, self.stored = tokens, reads, False
+        self.here = self.out.acquire(self.label) if isinstance(self.out, Pool) else self.out
+        return InUse(self, self.here, tokens, fills=True)
+
+    def written(self, task: Task) -> None:
+        """Sends it outside, unless all its readers come before it would be sent back."""
+        here = self._here()
+        here.ready = (task,)
+        if self.outside is None or self.reads <= self.at_once:
+            return
+        lane, nbytes = self.kind.lane_out, self.kind.nbytes(self.tokens)
+        here.ready = (task, self.outside.store(lane, self.label, here, nbytes))
+        self.stored = True
+        if not self.at_once:
+            self._free(here.ready)
+        self.swap.go_on()
+
+    # ------------------------------------------------ read
+
+    @property
+    def may_come(self) -> bool:
+        return self.stored and (not isinstance(self.back, Pool) or self.back.is_free)
+
+    def fetch(self) -> None:
+        if self.here is not None:
+            return
+        assert self.outside is not None
+        here = self.back.acquire(self.label) if isinstance(self.back, Pool) else self.back
+        here.ready = (self.outside.load(self.lane, self.label, here, self.kind.nbytes(self.tokens)),)
+        self.here = here
+
+    def read(self) -> InUse:
+        return InUse(self, self._here(), self.tokens, fills=False)
+
+    def was_read(self, task: Task) -> None:
+        """By `task`: frees its buffer after the last reader, or where it waits outside for the next."""
+        self.reads -= 1
+        here = self._here()
+        here.ready = (*here.ready, task)
+        if self.reads == 0 or (self.stored and isinstance(self.back, Pool)):
+            self._free(here.ready)
+
+    def discard(self, after: Task) -> None:
+        """Nobody reads it."""
+        self.reads, self.stored = 0, False
+        if self.here is not None:
+            self._free((*self.here.ready, after))
+
+    def _here(self) -> Buffer:
+        assert self.here is not None, f"{self.label} is not on the GPU"
+        return self.here
+
+    def _free(self, after: Sequence[Task]) -> None:
+        here, self.here = self._here(), None
+        self.stored = self.stored and self.reads > 0
+        here.free(after)
+        self.swap.go_on()
+
+
+class Home(NamedTuple):
+    """Buffers or pools to write it to and to read it from, its place between, readers before it would leave."""
+
+    out: Buffer | Pool
+    back: Buffer | Pool
+    outside: Outside | None
+    at_once: int = 0
+
+
+class Kind(NamedTuple):
+    """What activations of a layer have in common."""
+
+    geo: Geometry
     u: int
-    b: int
-    what: Literal["x", "dx", "saved"]
-    tier: Tier
+    names: tuple[str, ...]  # of saved tensors; without them it is an input or its gradient
+    lane_out: str
+
+    def nbytes(self, tokens: int) -> int:
+        return self.geo.saved_layout(self.u, self.names, tokens).span if self.names else self.geo.x_bytes(tokens)
+
+
+class InUse(NamedTuple):
+    """An activation that a task fills or reads."""
+
+    of: Activation
+    buffer: Buffer
+    tokens: int
+    fills: bool
+
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        return self.buffer.ready
+
+    def done(self, task: Task) -> None:
+        if self.fills:
+            self.of.written(task)
+        else:
+            self.of.was_read(task)
+
+    def rows(self) -> Tensor:
+        """Of an input or its gradient, (N, D)."""
+        geo = self.of.kind.geo
+        return flat(self.buffer.tensor, geo.dtype, self.tokens * geo.cfg.width).view(self.tokens, geo.cfg.width)
+
+
+def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
+    """Saved tensors by name."""
+    found: dict[str, Tensor] = {}
+    for use in saved:
+        kind = use.of.kind
+        found |= views(kind.geo.saved_layout(kind.u, kind.names, use.tokens), use.buffer.tensor)
+    return found
+
+
+# ---------------------------------------------------------------- all of them
+
+
+Pools = tuple[list[Pool], list[Pool]]  # of each GPU: to fill, and to bring back to
 
 
 class ActivationSwap:
-    """Spans to fill in forward and bring back in backward."""
+    """Activations of all layers, by layer and micro-batch; transfers back in the order of their use."""
 
-    def __init__(
-        self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None, first: int = 0
-    ):
-        self.geo, self.plan, self.lanes, self.scratch = geo, plan, lanes, scratch
-        self.names = {(u, tier): unit.names(tier) for u, unit in enumerate(plan.units) for tier in TIERS}
-        self.rings = {what: homes.gpu_rings(f"{what} ring") for what in ("x", "dx")}
-        self.swap_rings = {tier: homes.gpu_rings(f"swap ring {tier}") for tier in ("host", "ssd")}
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
+        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
         self.hop_in, self.hop_out = HOPS if plan.gpus > 1 else ("h2d", "d2h")
-        self.host_ring = homes.ring("host", "swap ring ssd")
-        self.fixed: dict[Activation, Tensor] = {}  # on the GPU, outside rings
-        self.host: dict[Activation, Tensor] = {}
-        self.offset: dict[Activation, int] = {}  # in the scratch space
-        self.first, self.scratch_bytes = first, 0
-        self._place(homes)
-        self.here: dict[Activation, OnGpu] = {}
-        self.away: dict[Activation, Task] = {}  # last tasks outside the GPU
-        self.read: dict[Activation, Task] = {}  # last readers of fixed places that hops fill
-
-    def _place(self, homes: Homes) -> None:
-        """Places spans outside rings."""
-        on_gpu = [iter(homes.many("gpu", "x", gpu)) for gpu in range(self.plan.gpus)]
+        self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
+        self.staging = homes.pool("host", "swap ring ssd")
+        self.pools = {tier: homes.gpu_pools(f"swap ring {tier}") for tier in ("host", "ssd")}
+        self.places = [Buffer(tensor) for tensor in homes.many("host", "dx")]  # by micro-batch
+        micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
+        x, dx = self._between("x"), self._between("dx")
+        on_gpu = [iter(homes.many("gpu", "x", gpu)) for gpu in range(plan.gpus)]
         in_ram = iter(homes.many("host", "x"))
-        for u in range(1, self.geo.n_units):
-            name = self.geo.names[u]
-            saved_on = self.plan.units[u].gpu
-            gpu, host = iter(homes.many("gpu", f"saved {name}", saved_on)), iter(homes.many("host", f"saved {name}"))
-            for b in range(self.plan.n_micro):
-                for activation in (Activation(u, b, "x", self.plan.units[u].x), *self.saved(u, b)):
-                    if activation.tier == "gpu":
-                        self.fixed[activation] = next(on_gpu[saved_on] if activation.what == "x" else gpu)
-                    elif activation.tier == "host":
-                        self.host[activation] = next(in_ram if activation.what == "x" else host)
-                    else:
-                        self.offset[activation] = self.first + self.scratch_bytes
-                        self.scratch_bytes += self._nbytes(activation, self.plan.tokens)
-        for b, buffer in enumerate(homes.many("host", "dx")):
-            self.host[Activation(0, b, "dx", "host")] = buffer
+        self.x = [[], *([self._x(u, b, x, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
+        self.dx = [[], *([self._dx(u, b, dx) for b in micro_batches] for u in layers)]
+        self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
 
-    # ------------------------------------------------ the spans of a unit
+    def _between(self, what: Literal["x", "dx"]) -> Pools:
+        """For what layers leave for each other."""
+        name, gpus = f"{what} ring", range(self.plan.gpus)
+        if self.plan.between == "gpu":
+            pools = self.homes.gpu_pools(name)
+            return pools, pools
+        slots = self.plan.swap_slots
+        out, back = (
+            [self.homes.pool("gpu", name, gpu, part) for gpu in gpus] for part in (slice(slots), slice(slots, None))
+        )
+        return out, back
 
-    def x(self, u: int, b: int) -> Activation:
-        """Unit u's input. The head's, needed at once, stays on the GPU unless `between` is "host"."""
-        at_once = u == self.geo.head and self.plan.between == "gpu"
-        return Activation(u, b, "x", "gpu" if at_once else self.plan.units[u].x)
+    def _gpu(self, u: int) -> int:
+        return self.plan.units[u].gpu
 
-    def dx(self, u: int, b: int) -> Activation:
-        return Activation(u, b, "dx", self.plan.between)
-
-    def saved(self, u: int, b: int) -> list[Activation]:
-        """Unit u's saved tensors, a span for each tier."""
-        if not 0 < u < self.geo.head:
-            return []
-        return [Activation(u, b, "saved", tier) for tier in TIERS if self.names[u, tier]]
-
-    def tensors(self, spans: Mapping[Activation, OnGpu], tokens: int) -> dict[str, Tensor]:
-        """The saved tensors in these spans by name."""
-        found: dict[str, Tensor] = {}
-        for activation, span in spans.items():
-            found |= views(
-                self.geo.saved_layout(activation.u, self.names[activation.u, activation.tier], tokens), span.buffer
-            )
-        return found
-
-    def _nbytes(self, activation: Activation, tokens: int) -> int:
-        if activation.what == "saved":
-            return self.geo.saved_layout(activation.u, self.names[activation.u, activation.tier], tokens).span
-        return self.geo.x_bytes(tokens)
-
-    def _label(self, activation: Activation) -> str:
-        what = activation.tier if activation.what == "saved" else activation.what
-        return f"{self.geo.names[activation.u]} {what} {activation.b}"
-
-    def _ring(self, activation: Activation, gpu: int) -> Ring:
-        rings = self.swap_rings[activation.tier] if activation.what == "saved" else self.rings[activation.what]
-        return rings[gpu]
-
-    def _writer(self, activation: Activation) -> int:
-        """The GPU that fills it; of `x` that of the unit before."""
-        return self.plan.units[activation.u - (activation.what == "x")].gpu
-
-    def _reader(self, activation: Activation) -> int:
-        """The GPU that uses it; of `dx` that of the unit before."""
-        return self.plan.units[activation.u - (activation.what == "dx")].gpu
-
-    def _hops(self, activation: Activation) -> bool:
-        """Whether it is at home on another GPU than its writer's."""
-        return self._writer(activation) != self._reader(activation) and activation.tier == "gpu"
-
-    def _waiting_place(self, activation: Activation) -> Activation:
-        """The key of its place outside the GPU: all units' `dx`, and `x` that hop, share one per micro-batch."""
-        if activation.what == "dx" or self._hops(activation):
-            return Activation(0, activation.b, "dx", "host")
-        return activation
-
-    # ------------------------------------------------ on the GPU and out
-
-    def open(self, activation: Activation) -> OnGpu:
-        """A span on the writer's GPU to fill; its writers come after `ready`."""
-        if activation in self.fixed and not self._hops(activation):
-            here = OnGpu(self.fixed[activation], ())
+    def _x(self, u: int, b: int, pools: Pools, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
+        """The head's, needed at once, stays on the GPU unless `between` is "host"."""
+        tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u)
+        out, back, at_once = pools[0][writer], pools[1][reader], int(self.plan.between == "gpu")
+        if tier == "gpu":
+            own = Buffer(next(on_gpu))
+            home = Home(own, own, None) if writer == reader else Home(out, own, InRam(self.lanes, self.places[b]))
+        elif u == self.geo.head and at_once:
+            home = Home(out, back, None)
         else:
-            slot = self._ring(activation, self._writer(activation)).acquire(self._label(activation))
-            here = OnGpu(slot.buffer, slot.ready, slot)
-        self.here[activation] = here
-        return here
+            home = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once)
+        kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
+        return Activation(self, f"{self.geo.names[u]} x {b}", kind, home)
 
-    def send(self, activation: Activation, tokens: int, after: Task, backward: bool = True) -> None:
-        """Sends a span that `after` fills to its tier; frees its place on the GPU unless the next unit reads there.
+    def _dx(self, u: int, b: int, pools: Pools) -> Activation:
+        writer, reader = self._gpu(u), self._gpu(u - 1)
+        outside = InRam(self.lanes, self.places[b]) if self.plan.between == "host" else None
+        kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
+        return Activation(self, f"{self.geo.names[u]} dx {b}", kind, Home(pools[0][writer], pools[1][reader], outside))
 
-        Without a `backward` to come only a next unit that reads it from its tier needs it there.
-        """
-        here = self.here[activation]
-        here.ready = (after,)
-        if (activation.tier != "gpu" and (backward or self.plan.between == "host")) or self._hops(activation):
-            self._send_out(activation, here, self._nbytes(activation, tokens))
-            if activation.what != "x" or self.plan.between == "host":
-                self.release(activation, after)
+    def _saved(self, u: int) -> Iterator[list[Activation]]:
+        unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
+        kinds = {t: Kind(self.geo, u, unit.names(t), numbered("d2h", unit.gpu)) for t in TIERS if unit.names(t)}
+        on_gpu = iter(self.homes.many("gpu", f"saved {name}", unit.gpu))
+        in_ram = iter(self.homes.many("host", f"saved {name}"))
 
-    def _send_out(self, activation: Activation, here: OnGpu, nbytes: int) -> None:
-        waits, label = self._waiting_place(activation), self._label(activation)
-        slot = self.host_ring.acquire(label) if activation.tier == "ssd" else None
-        target, before = (slot.buffer, slot.ready) if slot else (self.host[waits], self._last(waits))
+        def home(tier: Tier) -> Home:
+            if tier == "gpu":
+                own = Buffer(next(on_gpu))
+                return Home(own, own, None)
+            pool = self.pools[tier][unit.gpu]
+            return Home(pool, pool, self._outside(tier, in_ram, kinds[tier].nbytes(self.plan.tokens)))
 
-        def out() -> None:
-            target[:nbytes].copy_(here.buffer[:nbytes], non_blocking=True)
+        for b in range(self.plan.n_micro):
+            yield [Activation(self, f"{name} {t} {b}", kinds[t], home(t)) for t in kinds if inner]
 
-        lane = numbered("d2h" if activation.what == "saved" else self.hop_out, self._writer(activation))
-        task = self.lanes.run(lane, "activations", label, out, (*here.ready, *before), nbytes=nbytes)
-        here.ready = (*here.ready, task)
-        if slot is not None:
-            task = self._write(activation, target, nbytes, (task, *self._last(waits)))
-            slot.ring.release(slot, (task,))
-        self.away[waits] = task
+    def _outside(self, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Outside:
+        if tier == "host":
+            return InRam(self.lanes, Buffer(next(in_ram)))
+        return OnSsd(self.lanes, self.staging, self.homes.space, self.homes.space.reserve(nbytes))
 
-    def _last(self, waits: Activation) -> tuple[Task, ...]:
-        return (self.away[waits],) if waits in self.away else ()
+    # ------------------------------------------------ a pass
 
-    # ------------------------------------------------ back
+    def expect_forward(self, n_micro: int) -> None:
+        """Forward brings each input that leaves the GPU before its layer."""
+        if self.plan.between == "host":
+            inputs = [(u, x) for u, of_layer in enumerate(self.x) for x in of_layer[:n_micro]]
+            self._expect(self.to_next, self.hop_in, inputs)
 
-    def prefetch(self, activations: Iterable[Activation], tokens: int, lane: str = "h2d") -> None:
-        """Starts spans on their way back, unless on the GPU."""
-        for activation in activations:
-            if activation not in self.here:
-                self._fetch(activation, self._nbytes(activation, tokens), numbered(lane, self._reader(activation)))
+    def expect_backward(self, n_micro: int) -> None:
+        """Backward brings what forward left outside, and each gradient that leaves the GPU before its layer."""
+        blocks, micro_batches = range(self.geo.head - 1, 0, -1), range(n_micro)
+        left = [(u, each) for u in blocks for b in micro_batches for each in (self.x[u][b], *self.saved[u][b])]
+        self._expect(self.again, "h2d", [(u, each) for u, each in left if isinstance(each.back, Pool)])
+        above = [(u - 1, self.dx[u][b]) for u in range(self.geo.head, 0, -1) for b in micro_batches]
+        self._expect(self.to_next, self.hop_in, above)
 
-    def _fetch(self, activation: Activation, nbytes: int, lane: str) -> None:
-        waits, label = self._waiting_place(activation), self._label(activation)
-        gpu = self._landing(activation)
-        slot, come = None, (self.away[waits],)
-        if activation.tier == "ssd":
-            slot = self.host_ring.acquire(label)
-            source, come = slot.buffer, (self._read(activation, slot.buffer, nbytes, (*slot.ready, *come)),)
-        else:
-            source = self.host[waits]
+    def _expect(self, queue: Prefetch, lane: str, read: Sequence[tuple[int, Activation]]) -> None:
+        """`read`: activations in the order in which layers read them."""
+        coming = [(u, each) for u, each in read if each.outside is not None]
+        for u, each in coming:
+            each.lane = numbered(lane, self._gpu(u))
+        queue.expect([each for _, each in coming])
 
-        def back() -> None:
-            gpu.buffer[:nbytes].copy_(source[:nbytes], non_blocking=True)
-
-        task = self.lanes.run(lane, "activations", label, back, (*gpu.ready, *come), nbytes=nbytes)
-        if slot is not None:
-            slot.ring.release(slot, (task,))
-        self.away[waits] = task  # orders the copy's next writer after this read
-        self.here[activation] = OnGpu(gpu.buffer, (task,), gpu.slot)
-
-    def _landing(self, activation: Activation) -> OnGpu:
-        """Its place on the reader's GPU, to fill after `ready`."""
-        if activation in self.fixed:
-            last = self.read.get(activation)
-            return OnGpu(self.fixed[activation], (last,) if last else ())
-        slot = self._ring(activation, self._reader(activation)).acquire(self._label(activation))
-        return OnGpu(slot.buffer, slot.ready, slot)
-
-    def get(self, activation: Activation) -> OnGpu:
-        return self.here[activation]
-
-    def release(self, activation: Activation, after: Task) -> None:
-        """Frees the span's place on the GPU after `after` and copies out."""
-        here = self.here.pop(activation)
-        if here.slot is not None:
-            here.slot.ring.release(here.slot, (*here.ready, after))
-        elif self._hops(activation):
-            self.read[activation] = after
-
-    # ------------------------------------------------ the SSD
-
-    @property
-    def _ssd(self) -> Scratch:
-        assert self.scratch is not None, "the plan swaps to the SSD, and no scratch space was claimed"
-        return self.scratch
-
-    def _write(self, activation: Activation, buffer: Tensor, nbytes: int, after: Sequence[Task]) -> Task:
-        def write() -> None:
-            self._ssd.write(self.offset[activation], memory_of(buffer, nbytes)).result()
-
-        return self.lanes.run("ssd_write", "activations", self._label(activation), write, after, nbytes=nbytes)
-
-    def _read(self, activation: Activation, buffer: Tensor, nbytes: int, after: Sequence[Task]) -> Task:
-        def read() -> None:
-            self._ssd.read(self.offset[activation], memory_of(buffer, nbytes)).result()
-
-        return self.lanes.run("ssd_read", "activations", self._label(activation), read, after, nbytes=nbytes)
+    def go_on(self) -> None:
+        """A buffer was freed, or something stored."""
+        self.to_next.go_on()
+        self.again.go_on()

@@ -14,15 +14,15 @@ from trireme.engine.activations import ActivationSwap
 from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
-from trireme.engine.homes import BaseFiles, Homes, Scratch, Store
+from trireme.engine.homes import BaseFiles, Homes, Scratch, Space, Store
 from trireme.engine.lanes.task import Lanes, Task
-from trireme.engine.memory import Memory, Slot
+from trireme.engine.memory import Buffer, Memory
 from trireme.engine.optimizer import Optimizer
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.shared import SharedGradients, Wire
 from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
-from trireme.engine.weights import UnitStream
+from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.rows import Load, Rows, Tables
@@ -48,7 +48,7 @@ def build(
 ) -> Engine:
     """Makes all buffers; Exchange.load or between.load_from_store fills them. Raises DoesNotFit.
 
-    `poison`: NaN in released slots (tests). `pinned`: register RAM with CUDA, for copies several times faster.
+    `poison`: NaN in freed buffers (tests). `pinned`: register RAM with CUDA, for copies several times faster.
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
@@ -56,28 +56,27 @@ def build(
     geo, others = Geometry.of(cfg, plan), lanes.devices[1:]
     memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned, others=others)
     if poison:
-        memory.poison = lambda slot: _poison(lanes, slot)
+        memory.poison = lambda buffer: _poison(lanes, buffer)
     for gpu in range(plan.gpus):
         memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
-    homes = Homes(geo, plan, memory, lanes, store, scratch, files)
-    weights = UnitStream(geo, plan, homes, lanes)
-    swap = ActivationSwap(geo, plan, homes, lanes, scratch, homes.base_bytes)
-    first = homes.base_bytes + swap.scratch_bytes
+    homes = Homes(geo, plan, memory, lanes, store, Space(scratch), files)
+    weights = WeightStream(geo, plan, homes, lanes)
+    swap = ActivationSwap(geo, plan, homes, lanes)
     alone = plan.hosts == 1
-    gradients = (
-        Gradients(geo, plan, homes, lanes, scratch, first) if alone else SharedGradients(geo, plan, homes, lanes, wire)
-    )
-    optimizer = Optimizer(homes, weights.trained, gradients, lanes, adamw or AdamW())
+    gradients = Gradients(geo, plan, homes, lanes) if alone else SharedGradients(geo, plan, homes, lanes, wire)
+    optimizer = Optimizer(homes, weights, gradients, lanes, adamw or AdamW())
     return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer)
 
 
-def _poison(lanes: Lanes, slot: Slot) -> Task:
-    def fill() -> None:
-        slot.buffer.fill_(0xFF)  # NaN in every float format
-        if slot.buffer.is_cuda:  # no stream orders the next user
-            torch.cuda.current_stream(slot.buffer.device).synchronize()
+def _poison(lanes: Lanes, buffer: Buffer) -> Task:
+    assert buffer.pool is not None
 
-    return lanes.run("poison", "other", f"poison {slot.ring.name}", fill, slot.ready)
+    def fill() -> None:
+        buffer.tensor.fill_(0xFF)  # NaN in every float format
+        if buffer.tensor.is_cuda:  # no stream orders the next user
+            torch.cuda.current_stream(buffer.tensor.device).synchronize()
+
+    return lanes.run("poison", "other", f"poison {buffer.pool.name}", fill, buffer.ready)
 
 
 class MicroBatch(Protocol):

@@ -14,44 +14,43 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry, Stretch, extent
-from trireme.engine.homes import Homes, Scratch
+from trireme.engine.homes import Homes
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
-from trireme.engine.memory import NOTHING, Slot, flat, memory_of, views
+from trireme.engine.memory import NOTHING, Buffer, flat, memory_of, views
 from trireme.engine.plan import Plan
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
 
 
 class Gradient(NamedTuple):
-    """A unit's accumulator; additions come after `ready`."""
+    """A layer's sum, which tasks add to."""
 
-    buffer: Tensor
-    ready: tuple[Task, ...]
+    buffer: Buffer
+
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        return self.buffer.ready
+
+    def done(self, task: Task) -> None:
+        self.buffer.ready = (task,)
 
 
 class Gradients:
     """Accumulators and, in `landed`, gradients due for updates."""
 
-    def __init__(
-        self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, scratch: Scratch | None = None, first: int = 0
-    ):
-        """`scratch`: for gradients on the SSD, from byte `first` on."""
-        self.geo, self.plan, self.homes, self.lanes, self.scratch = geo, plan, homes, lanes, scratch
+    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
+        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
         self.wide = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
-        self.accumulators, self.tied = homes.gpu_rings("gradient"), homes.gpu_rings("gradient embed")
-        self.out = homes.gpu_rings("gradient out")  # rounded
-        self.landings, self.back = homes.rings("host", "gradient"), homes.ring("host", "gradient ring")
-        self.holding: dict[int, Slot] = {}  # accumulators in use, by unit
-        self.landed: dict[int, tuple[Slot | None, Task]] = {}  # by unit: its slot in RAM or None, its arrival
-        self.offset: dict[int, int] = {}  # in the scratch space
+        self.accumulators, self.tied = homes.gpu_pools("gradient"), homes.gpu_pools("gradient embed")
+        self.out = homes.gpu_pools("gradient out")  # rounded
+        self.landings, self.back = homes.pools("host", "gradient"), homes.pool("host", "gradient ring")
+        self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
+        self.landed: dict[int, tuple[Buffer | None, Task]] = {}  # by unit: its buffer in RAM or None, its arrival
+        spilled = [u for u in range(geo.n_units) if plan.spilled(u)]
+        self.offset = {u: homes.space.reserve(geo.weights[u].span) for u in spilled}  # in the scratch space
         self.written: dict[int, Task] = {}  # last write there
         self.read: dict[int, Task] = {}  # last read
-        self.scratch_bytes = 0
-        for u in range(geo.n_units):
-            if plan.spilled(u):
-                self.offset[u] = first + self.scratch_bytes
-                self.scratch_bytes += geo.weights[u].span
         if not lanes.simulated:
             sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in lanes.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
@@ -59,63 +58,62 @@ class Gradients:
     def get(self, u: int) -> Gradient:
         """Unit u's accumulator, zero at first."""
         if not self.geo.numel[u]:
-            return Gradient(NOTHING, ())
+            return Gradient(Buffer(NOTHING))
         if u not in self.holding:
             self._begin(u)
-        slot = self.holding[u]
-        return Gradient(slot.buffer, slot.ready)
+        return Gradient(self.holding[u])
 
     def tensors(self, u: int, gradient: Gradient) -> dict[str, Tensor]:
-        return views(self.wide[u], gradient.buffer) if self.geo.numel[u] else {}
+        return views(self.wide[u], gradient.buffer.tensor) if self.geo.numel[u] else {}
 
     def _begin(self, u: int) -> None:
         """Takes unit u's accumulator, zero."""
-        slot, nbytes = self._accumulator(u), self.wide[u].span
+        buffer, nbytes = self._accumulator(u), self.wide[u].span
 
         def zero() -> None:
-            slot.buffer[:nbytes].zero_()
+            buffer.tensor[:nbytes].zero_()
 
         lane = numbered("compute", self.plan.units[u].gpu)
-        slot.ready = (self.lanes.run(lane, "zero", self.geo.names[u], zero, slot.ready, nbytes=nbytes),)
+        buffer.ready = (self.lanes.run(lane, "zero", self.geo.names[u], zero, buffer.ready, nbytes=nbytes),)
 
-    def _accumulator(self, u: int) -> Slot:
-        rings = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
-        self.holding[u] = rings[self.plan.units[u].gpu].acquire(self.geo.names[u])
+    def _accumulator(self, u: int) -> Buffer:
+        pools = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
+        self.holding[u] = pools[self.plan.units[u].gpu].acquire(self.geo.names[u])
         return self.holding[u]
 
-    def finish(self, u: int, after: Task) -> None:
-        """Rounds unit u's gradient, whole after `after`, sums its squares, sends it to its update."""
+    def finish(self, u: int) -> None:
+        """Rounds unit u's gradient after its last addition, sums its squares, sends it to its update."""
         if not self.geo.numel[u]:
             return
         accumulator, name = self.holding.pop(u), self.geo.names[u]
         if self.plan.units[u].state == "gpu":
             (whole,) = self.geo.pieces(u, self.geo.numel[u])
-            task = self._round(u, whole, accumulator, self.homes.gradients[u], (after,))
+            task = self._round(u, whole, accumulator, self.homes.gradients[u], accumulator.ready)
             self.landed[u] = (None, task)
         else:
             host = self.landings[self.geo.size_class(u)].acquire(name)
-            task, landed = self._leave(u, accumulator, host, after)
+            task, landed = self._leave(u, accumulator, host)
             self.landed[u] = (host, landed)
             if u in self.offset:
                 self.landed[u] = (None, self._spill(u, host, landed))
-        accumulator.ring.release(accumulator, (task,))
+        accumulator.free((task,))
 
-    def drop(self, u: int, after: Task) -> None:
-        """Forgets unit u's sum, in use until `after`."""
+    def drop(self, u: int) -> None:
+        """Forgets unit u's sum."""
         if u in self.holding:
             accumulator = self.holding.pop(u)
-            accumulator.ring.release(accumulator, (after,))
+            accumulator.free(accumulator.ready)
 
-    def set_aside(self, u: int, after: Task) -> None:
-        """Unit u's sum goes on later; until `after` it has the head's part."""
+    def set_aside(self, u: int) -> None:
+        """Unit u's sum goes on later; it has the head's part."""
 
-    def _leave(self, u: int, accumulator: Slot, host: Slot, after: Task) -> tuple[Task, Task]:
+    def _leave(self, u: int, accumulator: Buffer, host: Buffer) -> tuple[Task, Task]:
         """Rounds unit u's gradient piece by piece into `host`: (last read of the accumulator, arrival)."""
         for piece in self.geo.pieces(u, self.plan.piece):
             out = self.out[self.plan.units[u].gpu].acquire(self.geo.names[u])
-            task = self._round(u, piece, accumulator, out.buffer, (after, *out.ready))
+            task = self._round(u, piece, accumulator, out.tensor, (*accumulator.ready, *out.ready))
             landed = self._land(u, piece, out, host, task)
-            out.ring.release(out, (landed,))
+            out.free((landed,))
         return task, landed  # first in, first out: the last piece lands last
 
     def shared(self, u: int, hi: Tensor, updated: Task) -> Task:  # noqa: ARG002 (of several hosts)
@@ -131,13 +129,13 @@ class Gradients:
         norm = self.norm(gpu, others)
         return loss(torch.zeros_like(norm)), norm
 
-    def _round(self, u: int, piece: Sequence[Stretch], accumulator: Slot, out: Tensor, after: Sequence[Task]) -> Task:
+    def _round(self, u: int, piece: Sequence[Stretch], accumulator: Buffer, out: Tensor, after: Sequence[Task]) -> Task:
         """Rounds a piece and sums its squares by stretch."""
         (first, n), place = extent(piece), self.geo.first_stretch[u]
         gpu = self.plan.units[u].gpu
 
         def finish() -> None:
-            wide = flat(accumulator.buffer, self.wide[u].tensors[0].dtype, first + n)
+            wide = flat(accumulator.tensor, self.wide[u].tensors[0].dtype, first + n)
             narrow = flat(out, self.geo.dtype, n)
             for start, stop, i in piece:
                 total = self.sums[gpu][place + i : place + i + 1]
@@ -146,46 +144,41 @@ class Gradients:
         nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
         return self.lanes.run(numbered("compute", gpu), "finish", self.geo.names[u], finish, after, nbytes=nbytes)
 
-    def _land(self, u: int, piece: Sequence[Stretch], out: Slot, host: Slot, rounded: Task) -> Task:
+    def _land(self, u: int, piece: Sequence[Stretch], out: Buffer, host: Buffer, rounded: Task) -> Task:
         """Copies a rounded piece to RAM."""
         size = ITEMSIZE[self.geo.dtype]
         first, nbytes = (size * n for n in extent(piece))
 
         def land() -> None:
-            host.buffer[first : first + nbytes].copy_(out.buffer[:nbytes], non_blocking=True)
+            host.tensor[first : first + nbytes].copy_(out.tensor[:nbytes], non_blocking=True)
 
         lane = numbered("d2h", self.plan.units[u].gpu)
         return self.lanes.run(lane, "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
 
-    def _spill(self, u: int, host: Slot, landed: Task) -> Task:
+    def _spill(self, u: int, host: Buffer, landed: Task) -> Task:
         """Writes unit u's gradient to the SSD, frees its slot."""
         nbytes, before = self.geo.weights[u].span, (self.read[u],) if u in self.read else ()
 
         def write() -> None:
-            self._ssd.write(self.offset[u], memory_of(host.buffer, nbytes)).result()
+            self.homes.space.write(self.offset[u], memory_of(host.tensor, nbytes))
 
         task = self.lanes.run("state_write", "gradient", self.geo.names[u], write, (landed, *before), nbytes=nbytes)
-        host.ring.release(host, (task,))
+        host.free((task,))
         self.written[u] = task
         return task
 
-    @property
-    def _ssd(self) -> Scratch:
-        assert self.scratch is not None, "gradients wait on the SSD, and no scratch space was claimed"
-        return self.scratch
-
-    def fetch(self, u: int, a: int, b: int) -> tuple[Slot, int]:
-        """Elements a..b from the SSD: (slot in RAM, their first byte there)."""
-        size, slot = ITEMSIZE[self.geo.dtype], self.back.acquire(f"{self.geo.names[u]} gradient {a}")
+    def fetch(self, u: int, a: int, b: int) -> tuple[Buffer, int]:
+        """Elements a..b from the SSD: (buffer in RAM, their first byte there)."""
+        size, buffer = ITEMSIZE[self.geo.dtype], self.back.acquire(f"{self.geo.names[u]} gradient {a}")
         first, end = a * size // 4096 * 4096, round_up(b * size)
 
         def read() -> None:
-            self._ssd.read(self.offset[u] + first, memory_of(slot.buffer, end - first)).result()
+            self.homes.space.read(self.offset[u] + first, memory_of(buffer.tensor, end - first))
 
-        ready = (*slot.ready, self.written[u])
+        ready = (*buffer.ready, self.written[u])
         self.read[u] = self.lanes.run("state_read", "gradient", self.geo.names[u], read, ready, nbytes=end - first)
-        slot.ready = (self.read[u],)
-        return slot, a * size - first
+        buffer.ready = (self.read[u],)
+        return buffer, a * size - first
 
     def norm(self, gpu: int, others: Sequence[Tensor]) -> Tensor:
         """A step's global norm, fp64 on a GPU; `others`: sums of the others, in RAM."""
@@ -196,7 +189,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Drops waiting gradients: the step is skipped."""
-        for slot, task in self.landed.values():
-            if slot is not None:
-                slot.ring.release(slot, (task,))
+        for buffer, task in self.landed.values():
+            if buffer is not None:
+                buffer.free((task,))
         self.landed.clear()

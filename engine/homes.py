@@ -16,10 +16,12 @@ from trireme.engine.buffers import ENDS, buffers
 from trireme.engine.geometry import Geometry
 from trireme.engine.lanes.names import READS, numbered
 from trireme.engine.lanes.task import Kind, Lanes, Task
-from trireme.engine.memory import NOTHING, Memory, Ring, memory_of
+from trireme.engine.memory import NOTHING, Memory, Pool, memory_of
 from trireme.engine.plan import Plan, Tier
 from trireme.models.sizes.shapes import HALVES
+from trireme.storage.devices import Device
 from trireme.storage.layout import Layout
+from trireme.storage.scratch import Scratch as OnDrives
 
 Progress = Callable[[int], None]  # (bytes just moved)
 Transfer = Callable[[str, memoryview], "Future[None]"]  # (shard's name, bytes)
@@ -51,8 +53,39 @@ class Scratch(Protocol):
     def close(self) -> None: ...
 
 
+class Space:
+    """Scratch space on the SSD: parts are reserved while the engine is built, then all is claimed at once."""
+
+    def __init__(self, scratch: Scratch | None = None):
+        self.scratch, self.nbytes = scratch, 0
+
+    def reserve(self, nbytes: int) -> int:
+        """The offset of a part."""
+        self.nbytes += nbytes
+        return self.nbytes - nbytes
+
+    def claim(self, devices: Sequence[Device]) -> None:
+        """Raises StoreError."""
+        if self.nbytes:
+            self.scratch = OnDrives(devices, self.nbytes)
+
+    def start(self, way: Literal["read", "write"], offset: int, buffer: memoryview) -> Future[None]:
+        assert self.scratch is not None, "the plan uses scratch space on the SSD, and none was claimed"
+        return (self.scratch.write if way == "write" else self.scratch.read)(offset, buffer)
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        self.start("read", offset, buffer).result()
+
+    def write(self, offset: int, buffer: memoryview) -> None:
+        self.start("write", offset, buffer).result()
+
+    def close(self) -> None:
+        if self.scratch is not None:
+            self.scratch.close()
+
+
 class Piece(NamedTuple):
-    """Bytes of a tensor: where a host slot has them, where the layout wants them."""
+    """Bytes of a tensor: where a buffer in RAM has them, where the layout wants them."""
 
     first: int
     offset: int
@@ -112,26 +145,21 @@ class Homes:
         memory: Memory,
         lanes: Lanes,
         store: Store | None = None,
-        scratch: Scratch | None = None,
+        space: Space | None = None,
         files: BaseFiles | None = None,
     ):
         """`files`: of frozen weights on the SSD; without them, they are copied to the scratch space."""
         self.geo, self.plan, self.memory, self.lanes = geo, plan, memory, lanes
-        self.store, self.scratch, self.files = store, scratch, files
+        self.store, self.space, self.files = store, space or Space(), files
         self.blank = True  # homes in RAM are as the system gives memory: zero
-        self.base_offset: dict[int, int] = {}  # in the scratch space
-        self.base_bytes = 0
-        for u, unit in enumerate(plan.units):
-            if unit.base == "ssd" and files is None:
-                self.base_offset[u] = self.base_bytes
-                self.base_bytes += geo.base[u].span
+        copied = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and files is None]
+        self.base_offset = {u: self.space.reserve(geo.base[u].span) for u in copied}  # in the scratch space
         self._made = {
             (b.tier, b.key, b.gpu): memory.alloc(b.tier, b.key, b.nbytes, b.count, b.gpu) for b in buffers(geo, plan)
         }
         units = range(geo.n_units)
         self.weights = [self.of(u, plan.units[u].weights, "weights") for u in units]
         self.base = [self.of(u, plan.units[u].base, "base") for u in units]
-        self.copies = [self.of(u, "gpu", "weights") for u in units]  # on the GPU
         self.state = [self._split_records(u, self.of(u, plan.units[u].state, "state")) for u in units]
         self.gradients = [self.of(u, "gpu", "gradient out") for u in units]
 
@@ -143,19 +171,19 @@ class Homes:
         """The equal buffers `key` in RAM or of a GPU."""
         return self._made.get((tier, key, gpu if tier == "gpu" else 0), [])
 
-    def ring(self, tier: Tier, key: str, gpu: int = 0) -> Ring:
-        """A new ring over buffers `key`."""
-        ring = Ring(f"{numbered(tier, gpu)} {key}", self.many(tier, key, gpu), self.memory.poison)
-        self.memory.rings.append(ring)
-        return ring
+    def pool(self, tier: Tier, key: str, gpu: int = 0, part: slice = slice(None)) -> Pool:
+        """A new pool of buffers `key`, or of a part of them."""
+        pool = Pool(f"{numbered(tier, gpu)} {key}", self.many(tier, key, gpu)[part], self.memory.poison)
+        self.memory.pools.append(pool)
+        return pool
 
-    def gpu_rings(self, key: str) -> list[Ring]:
-        """A ring of each GPU."""
-        return [self.ring("gpu", key, gpu) for gpu in range(self.plan.gpus)]
+    def gpu_pools(self, key: str) -> list[Pool]:
+        """A pool of each GPU."""
+        return [self.pool("gpu", key, gpu) for gpu in range(self.plan.gpus)]
 
-    def rings(self, tier: Tier, prefix: str, gpu: int = 0) -> dict[str, Ring]:
-        """Rings by size class."""
-        return {kind: self.ring(tier, f"{prefix} {kind}", gpu) for kind in ("block", *HALVES, *ENDS)}
+    def pools(self, tier: Tier, prefix: str, gpu: int = 0) -> dict[str, Pool]:
+        """Pools by size class."""
+        return {kind: self.pool(tier, f"{prefix} {kind}", gpu) for kind in ("block", *HALVES, *ENDS)}
 
     def _split_records(self, u: int, buffer: Tensor) -> list[Tensor]:
         records, start = [], 0
@@ -271,9 +299,8 @@ class Homes:
         """The method that moves an entry's shards: the store's or, for frozen weights, the scratch space's."""
         if entry.kind != "base":
             return {"read": self.ssd.read, "verify": self.ssd.verify, "write": self.ssd.write}[way]
-        assert self.scratch is not None, "frozen weights are at home on the SSD, and no scratch space was claimed"
-        move, offset = self.scratch.write if way == "write" else self.scratch.read, self.base_offset[entry.u]
-        return lambda _, buffer: move(offset, buffer)
+        space, offset = self.space, self.base_offset[entry.u]
+        return lambda _, buffer: space.start("write" if way == "write" else "read", offset, buffer)
 
     def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
         """Moves shards from or to their offsets in `buffer`. Even on errors nothing is in flight afterwards."""

@@ -1,4 +1,4 @@
-"""Memory of a step: exact buffers made before it, rings of equal slots, hard limits.
+"""Memory of a step: exact buffers made before it, pools of equal ones, transfers ahead of use, hard limits.
 
 Host buffers are mappings on 2 MiB pages where granted, registered with CUDA, ready for O_DIRECT: torch's pinned
 allocator rounds up to powers of two and never gives back.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,69 +56,133 @@ def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
     return memoryview(buffer[:nbytes].numpy().data)
 
 
-class Slot:
-    """A ring's buffer, owned from acquire to release; its next writer comes after `ready`."""
+class Buffer:
+    """Bytes of a pool, owned from acquire to free, or of one user for good (`pool` None).
 
-    __slots__ = ("ring", "buffer", "owner", "ready")
-
-    def __init__(self, ring: Ring, buffer: Tensor):
-        self.ring, self.buffer = ring, buffer
-        self.owner: str | None = None
-        self.ready: tuple[Task, ...] = ()
-
-
-Poison = Callable[[Slot], Task]  # fills a released slot with NaN (tests)
-
-
-@dataclass
-class OnGpu:
-    """Bytes on the GPU; readers and writers come after `ready`."""
-
-    buffer: Tensor
-    ready: tuple[Task, ...]
-    slot: Slot | None = None
-
-
-class Ring:
-    """Equal slots, handed out in order of release, by one thread in program order.
-
-    Never blocks: a slot's next writer comes after its last owner's tasks. No free slot is an error instead of a hang:
-    the plan is wrong.
+    Whoever writes it next comes after `ready`. `content`: what a pool's buffer holds, also while it is free.
     """
 
-    def __init__(self, name: str, buffers: Sequence[Tensor], poison: Poison | None = None):
+    __slots__ = ("tensor", "ready", "pool", "owner", "content")
+
+    def __init__(self, tensor: Tensor, pool: Pool | None = None):
+        self.tensor, self.pool = tensor, pool
+        self.ready: tuple[Task, ...] = ()
+        self.owner: str | None = None
+        self.content: object | None = None
+
+    def free(self, after: Sequence[Task]) -> None:
+        """Its next writer comes after `after`."""
+        if self.pool is None:
+            self.ready = tuple(after)
+        else:
+            self.pool.free(self, after)
+
+
+Poison = Callable[[Buffer], Task]  # fills a buffer with NaN (tests)
+
+
+class Pool:
+    """Equal buffers, handed out in the order in which they were freed, by one thread in program order.
+
+    Never blocks: a buffer's next writer comes after its last owner's tasks. No free buffer is an error instead of a
+    hang: the plan is wrong. A free buffer keeps its content until it is handed out for another, or the content is
+    forgotten.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor], poison: Poison | None = None):
         self.name, self.poison = name, poison
-        self.free = [Slot(self, b) for b in buffers]
-        self.slots = list(self.free)
+        self.buffers = [Buffer(tensor, self) for tensor in tensors]
+        self._free = list(self.buffers)
 
-    def acquire(self, owner: str) -> Slot:
-        """Raises RuntimeError without a free slot."""
-        if not self.free:
-            owners = ", ".join(str(s.owner) for s in self.slots)
-            raise RuntimeError(f"ring {self.name}: {owner} needs a slot and all {len(self.slots)} are owned ({owners})")
-        slot = self.free.pop(0)
-        slot.owner = owner
-        return slot
-
-    def release(self, slot: Slot, after: Sequence[Task] = ()) -> None:
-        """Frees the slot; its next writer comes after `after`."""
-        assert slot.ring is self, f"ring {self.name}: a slot of ring {slot.ring.name}"
-        assert slot.owner is not None, f"ring {self.name}: a slot released twice"
-        slot.owner, slot.ready = None, tuple(after)
-        if self.poison is not None:
-            slot.ready = (self.poison(slot),)
-        self.free.append(slot)
+    @property
+    def is_free(self) -> bool:
+        """Whether there is a buffer to acquire."""
+        return bool(self._free)
 
     @property
     def owned(self) -> int:
-        return len(self.slots) - len(self.free)
+        return len(self.buffers) - len(self._free)
+
+    def acquire(self, owner: str, content: object | None = None) -> Buffer:
+        """The free buffer that holds `content`, or one without content. Raises RuntimeError without a free buffer."""
+        if not self._free:
+            owners = ", ".join(str(b.owner) for b in self.buffers)
+            raise RuntimeError(
+                f"pool {self.name}: {owner} needs a buffer and all {len(self.buffers)} are owned ({owners})"
+            )
+        found = (i for i, b in enumerate(self._free) if content is not None and b.content is content)
+        buffer = self._free.pop(next(found, 0))
+        if buffer.content is not content:
+            self._empty(buffer)
+        buffer.owner = owner
+        return buffer
+
+    def free(self, buffer: Buffer, after: Sequence[Task]) -> None:
+        assert buffer.owner is not None, f"pool {self.name}: a buffer freed twice"
+        buffer.owner, buffer.ready = None, tuple(after)
+        if buffer.content is None:
+            self._empty(buffer)
+        self._free.append(buffer)
+
+    def forget(self, content: object) -> None:
+        """No buffer holds `content` any more: it has changed."""
+        for buffer in self._free:
+            if buffer.content is content:
+                self._empty(buffer)
+
+    def _empty(self, buffer: Buffer) -> None:
+        buffer.content = None
+        if self.poison is not None:
+            buffer.ready = (self.poison(buffer),)
+
+
+class Use(Protocol):
+    """What a task reads or writes: it comes after `ready`, and is told with `done`."""
+
+    @property
+    def ready(self) -> Sequence[Task]: ...
+
+    def done(self, task: Task) -> None: ...
+
+
+class Fetched(Protocol):
+    """What is brought to the GPU before its use."""
+
+    @property
+    def may_come(self) -> bool:
+        """Whether there is a buffer for it."""
+        ...
+
+    def fetch(self) -> None:
+        """Starts the transfer, unless it is there or in flight."""
+        ...
+
+
+class Prefetch:
+    """Transfers to the GPU in the order of their use, each as soon as it may come."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Fetched] = deque()
+
+    def expect(self, items: Iterable[Fetched]) -> None:
+        assert not self.queue, "what the last pass expects was not used"
+        self.queue.extend(items)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """To be called when a buffer was freed."""
+        while self.queue and self.queue[0].may_come:
+            self.queue.popleft().fetch()
+
+    def break_off(self) -> None:
+        self.queue.clear()
 
 
 @dataclass(eq=False)
 class Memory:
     """Named buffers under limits in bytes, of each GPU and of RAM. On the CPU both tiers are RAM.
 
-    `simulated`: counts alone. `poison`: called with released slots.
+    `simulated`: counts alone. `poison`: called with freed buffers.
     """
 
     device: torch.device
@@ -129,7 +194,7 @@ class Memory:
     refused: int = 0  # bytes not registered
     others: Sequence[torch.device] = ()  # GPUs behind `device`
     table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU
-    rings: list[Ring] = field(default_factory=list)
+    pools: list[Pool] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
@@ -196,8 +261,8 @@ class Memory:
         return lines
 
     def owned(self) -> int:
-        """Slots in use; zero between steps."""
-        return sum(r.owned for r in self.rings)
+        """Buffers in use; zero between steps."""
+        return sum(pool.owned for pool in self.pools)
 
     def close(self) -> None:
         """The memory goes with its last view."""

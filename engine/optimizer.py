@@ -60,13 +60,13 @@ class Optimizer:
         self.on_cpu.moments(self.geo.head - MOMENTS_AHEAD)
         self.kernels.step, self.kernels.lr = step, lr
 
-    def finish(self, u: int, after: Task) -> None:
-        """Sends unit u's gradient, complete after `after`, on its way; in mode `backward` updates the unit."""
+    def finish(self, u: int) -> None:
+        """Sends unit u's gradient to its update; in mode `backward` updates the unit."""
         self.on_cpu.moments(u - 1 - MOMENTS_AHEAD)
-        self.gradients.finish(u, after)
+        self.gradients.finish(u)
         if self.plan.mode == "backward":
             self.update(u)
-            self.weights.settle()  # its next forward is far off
+            self.weights.layers[u].trained.settle()  # its next forward is far off
 
     def conclude(self, losses: list[Tensor], trained: int) -> StepStats:
         """Waits for backward; returns its statistics, sets the updates' clip factor."""
@@ -111,14 +111,20 @@ class Optimizer:
         """Hands over unit u's update, if due."""
         if u not in self.gradients.landed:
             return
-        slot, landed = self.gradients.landed.pop(u)
+        buffer, landed = self.gradients.landed.pop(u)
         if self.plan.units[u].state == "gpu":
             self.on_gpu.hand_over(u, landed)
         elif self.plan.units[u].update == "gpu":
-            assert slot is not None, "a gradient for the GPU waits in RAM"
-            self.streamed.hand_over(u, slot, landed)
+            assert buffer is not None, "a gradient for the GPU waits in RAM"
+            self.streamed.hand_over(u, buffer, landed)
         else:
-            self.on_cpu.hand_over(u, slot, landed)
+            self.on_cpu.hand_over(u, buffer, landed)
+
+    def update_before_forward(self, u: int) -> None:
+        """Hands over unit u's update, if due, and early ones."""
+        self.run_ahead()
+        self.update(u)
+        self.run_ahead()
 
     def _is_early(self, u: int) -> bool:
         """Whether run_ahead looks at it: the CPU updates beside forward."""
@@ -126,7 +132,7 @@ class Optimizer:
         return unit.weights == "ssd" or (unit.weights == "host" and unit.update == "cpu")
 
     def run_ahead(self) -> None:
-        """Hands over early updates, in forward order, up to the first that needs a host slot for its weights."""
+        """Hands over early updates, in forward order, up to the first that needs a staging buffer."""
         for u in self.early:
             if u in self.gradients.landed and self.plan.units[u].weights == "ssd":
                 return
@@ -140,9 +146,10 @@ class Optimizer:
         """Runs all updates due, in forward order."""
         for u in range(self.geo.n_units):
             self.update(u)
-            self.weights.settle()
-            if self.plan.units[u].update == "gpu":
-                self.weights.drop(u)
+            trained = self.weights.layers[u].trained
+            trained.settle()
+            if self.plan.units[u].update == "gpu":  # they came for it alone
+                trained.release(())
         self.on_cpu.moments(0)
 
     def close(self) -> None:

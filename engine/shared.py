@@ -20,7 +20,7 @@ from trireme.engine.gradients import Gradient, Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
-from trireme.engine.memory import Slot, flat
+from trireme.engine.memory import Buffer, flat
 from trireme.engine.plan import Plan
 from trireme.storage.layout import ITEMSIZE
 
@@ -48,8 +48,8 @@ class SharedGradients(Gradients):
         """`wire`: None in a simulation."""
         super().__init__(geo, plan, homes, lanes)
         self._wire = wire
-        self.into, self.onward = homes.ring("host", "sums in"), homes.ring("host", "sums out")
-        self.whole = homes.rings("host", "whole gradient")
+        self.into, self.onward = homes.pool("host", "sums in"), homes.pool("host", "sums out")
+        self.whole = homes.pools("host", "whole gradient")
         order = [geo.head, *[0] * geo.cfg.tied, *range(geo.head - 1, -1, -1)]  # of backward
         self.following = dict(pairwise(u for u in order if geo.numel[u]))
         self.aside: set[int] = set()  # units with sums at the next host, to come back
@@ -71,23 +71,23 @@ class SharedGradients(Gradients):
             super()._begin(u)
             return
         before = (self.plan.host - 1) % self.plan.hosts
-        slot, gpu, name, come = self._accumulator(u), self.plan.units[u].gpu, self.geo.names[u], []
+        buffer, gpu, name, come = self._accumulator(u), self.plan.units[u].gpu, self.geo.names[u], []
         for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
             piece = self.into.acquire(name)
 
-            def receive(piece: Slot = piece, n: int = n) -> None:
-                self.wire.receive("sum_in", before, flat(piece.buffer, "F32", n))
+            def receive(piece: Buffer = piece, n: int = n) -> None:
+                self.wire.receive("sum_in", before, flat(piece.tensor, "F32", n))
 
-            def up(piece: Slot = piece, first: int = first, n: int = n) -> None:
-                slot.buffer[4 * first : 4 * (first + n)].copy_(piece.buffer[: 4 * n], non_blocking=True)
+            def up(piece: Buffer = piece, first: int = first, n: int = n) -> None:
+                buffer.tensor[4 * first : 4 * (first + n)].copy_(piece.tensor[: 4 * n], non_blocking=True)
 
             here = self.lanes.run("sum_in", "gradient", name, receive, piece.ready, nbytes=4 * n)
-            ready = (here, *slot.ready)
+            ready = (here, *buffer.ready)
             come.append(self.lanes.run(numbered("sum_up", gpu), "gradient", name, up, ready, nbytes=4 * n))
-            self.into.release(piece, come[-1:])
-        slot.ready = tuple(come[-1:])  # first in, first out: the last piece arrives last
+            piece.free(come[-1:])
+        buffer.ready = tuple(come[-1:])  # first in, first out: the last piece arrives last
 
-    def finish(self, u: int, after: Task) -> None:
+    def finish(self, u: int) -> None:
         """Passes unit u's sum on, or rounds and deals it; receives the own share."""
         if not self.geo.numel[u]:
             return
@@ -98,17 +98,17 @@ class SharedGradients(Gradients):
         mine = self.landings[kind].acquire(name) if own.stop > own.start else None
         whole = self.whole[kind].acquire(name) if self.plan.last_host else None
         if whole is None:
-            last, landed = self._pass_on(u, accumulator, after), None
+            last, landed = self._pass_on(u, accumulator), None
         else:
-            last, landed = self._leave(u, accumulator, whole, after)
-        accumulator.ring.release(accumulator, (last,))
+            last, landed = self._leave(u, accumulator, whole)
+        accumulator.free((last,))
 
         def deal() -> None:
             parts = [torch.empty(0, dtype=torch.uint8)] * self.plan.hosts
             if whole is not None:
-                parts = [whole.buffer[s.start * size : s.stop * size] for s in shares]
+                parts = [whole.tensor[s.start * size : s.stop * size] for s in shares]
             if mine is not None:
-                here = mine.buffer[: (own.stop - own.start) * size]
+                here = mine.tensor[: (own.stop - own.start) * size]
                 if whole is not None:
                     here.copy_(parts[self.plan.host])
                 parts[self.plan.host] = here
@@ -118,32 +118,32 @@ class SharedGradients(Gradients):
         ready = (*([landed] if landed else ()), *(mine.ready if mine else ()))
         dealt = self.lanes.run("net", "gradient", name, deal, ready, nbytes=nbytes)
         if whole is not None:
-            whole.ring.release(whole, (dealt,))
+            whole.free((dealt,))
         self.landed[u] = (mine, dealt)
 
-    def set_aside(self, u: int, after: Task) -> None:
+    def set_aside(self, u: int) -> None:
         """Passes the sum on, from the last host to the first, which goes on with it."""
         if self.geo.numel[u]:
             accumulator = self.holding.pop(u)
-            accumulator.ring.release(accumulator, (self._pass_on(u, accumulator, after),))
+            accumulator.free((self._pass_on(u, accumulator),))
             self.aside.add(u)
 
-    def _pass_on(self, u: int, accumulator: Slot, after: Task) -> Task:
+    def _pass_on(self, u: int, accumulator: Buffer) -> Task:
         """Sends unit u's sum to the next host; returns the last read of the accumulator."""
         gpu, name = self.plan.units[u].gpu, self.geo.names[u]
         for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
             piece = self.onward.acquire(name)
 
-            def down(piece: Slot = piece, first: int = first, n: int = n) -> None:
-                piece.buffer[: 4 * n].copy_(accumulator.buffer[4 * first : 4 * (first + n)], non_blocking=True)
+            def down(piece: Buffer = piece, first: int = first, n: int = n) -> None:
+                piece.tensor[: 4 * n].copy_(accumulator.tensor[4 * first : 4 * (first + n)], non_blocking=True)
 
-            def send(piece: Slot = piece, n: int = n) -> None:
-                self.wire.send("sum_out", (self.plan.host + 1) % self.plan.hosts, flat(piece.buffer, "F32", n))
+            def send(piece: Buffer = piece, n: int = n) -> None:
+                self.wire.send("sum_out", (self.plan.host + 1) % self.plan.hosts, flat(piece.tensor, "F32", n))
 
-            ready = (after, *piece.ready)
+            ready = (*accumulator.ready, *piece.ready)
             left = self.lanes.run(numbered("sum_down", gpu), "gradient", name, down, ready, nbytes=4 * n)
             gone = self.lanes.run("sum_out", "gradient", name, send, (left,), nbytes=4 * n)
-            self.onward.release(piece, (gone,))
+            piece.free((gone,))
         return left
 
     def shared(self, u: int, hi: Tensor, updated: Task) -> Task:

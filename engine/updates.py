@@ -19,7 +19,7 @@ from trireme.engine.gradients import Gradients
 from trireme.engine.homes import Homes
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Kind, Lanes, Task
-from trireme.engine.memory import OnGpu, Slot, flat, views
+from trireme.engine.memory import Buffer, flat, views
 from trireme.engine.plan import Plan
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
@@ -116,7 +116,7 @@ class OnGpuUpdates:
 
         nbytes, lane = GPU_BYTES * self.geo.numel[u], numbered("compute", self.plan.units[u].gpu)
         task = self.lanes.run(lane, "adamw", self.geo.names[u], update, (landed,), nbytes=nbytes)
-        self.weights.publish(u, task)
+        self.weights.layers[u].trained.publish(task)
 
 
 class StreamedUpdates:
@@ -125,43 +125,55 @@ class StreamedUpdates:
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.lanes = homes, weights, lanes
-        self.rings = homes.gpu_rings("stream ring")
+        self.pools = homes.gpu_pools("stream ring")
         self.written: dict[tuple[int, int], Task] = {}
 
-    def hand_over(self, u: int, landing: Slot, landed: Task) -> None:
-        held, read = self.weights.get(u), []
+    def hand_over(self, u: int, landing: Buffer, landed: Task) -> None:
+        weights, read = self.weights.in_ram(u), []
+        held = weights.get()
+        ready = weights.ready
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            up, done = self._record(u, r, a, b, held, landing, landed)
+            up, done = self._record(u, r, (a, b), held, ready, landing, landed)
             read.append(up)
-        landing.ring.release(landing, read)
-        self.weights.write_back(u, done)
+        landing.free(read)
+        weights.write_back(done)
 
-    def _record(self, u: int, r: int, a: int, b: int, held: OnGpu, landing: Slot, landed: Task) -> tuple[Task, Task]:
-        """(copy to the GPU, update); queues the copy back too."""
+    def _record(
+        self,
+        u: int,
+        r: int,
+        elements: tuple[int, int],
+        held: Buffer,
+        come: Sequence[Task],
+        landing: Buffer,
+        landed: Task,
+    ) -> tuple[Task, Task]:
+        """(copy to the GPU, update of weights that `held` has after `come`); queues the copy back too."""
+        a, b = elements
         dtype, layout, home = self.geo.dtype, self.geo.state_layout(b - a), self.homes.state[u][r]
         of, adamw, gpu = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True), self.plan.units[u].gpu
-        slot = self.rings[gpu].acquire(of)
+        buffer = self.pools[gpu].acquire(of)
 
         def up() -> None:
-            slot.buffer[: layout.span].copy_(home, non_blocking=True)
-            gradient = flat(slot.buffer[layout.span :], dtype, b - a)
-            gradient.copy_(flat(landing.buffer, dtype, b)[a:], non_blocking=True)
+            buffer.tensor[: layout.span].copy_(home, non_blocking=True)
+            gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
+            gradient.copy_(flat(landing.tensor, dtype, b)[a:], non_blocking=True)
 
         def update() -> None:
-            gradient = flat(slot.buffer[layout.span :], dtype, b - a)
-            adamw(flat(held.buffer, dtype, b)[a:], views(layout, slot.buffer), gradient)
+            gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
+            adamw(flat(held.tensor, dtype, b)[a:], views(layout, buffer.tensor), gradient)
 
         def down() -> None:
-            home.copy_(slot.buffer[: layout.span], non_blocking=True)
+            home.copy_(buffer.tensor[: layout.span], non_blocking=True)
 
         last = (self.written[u, r],) if (u, r) in self.written else ()
-        before = (*slot.ready, landed, *self.kernels.clip.known, *last)
+        before = (*buffer.ready, landed, *self.kernels.clip.known, *last)
         nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
         gone = self.lanes.run(numbered("h2d", gpu), "state", of, up, before, nbytes=nbytes)
-        ready = (gone, *held.ready)
+        ready = (gone, *come)
         done = self.lanes.run(numbered("update", gpu), "adamw", of, update, ready, nbytes=GPU_BYTES * (b - a))
         back = self.written[u, r] = self.lanes.run(numbered("d2h", gpu), "state", of, down, (done,), nbytes=layout.span)
-        slot.ring.release(slot, (back,))
+        buffer.free((back,))
         return gone, done
 
 
@@ -225,7 +237,7 @@ class Read(NamedTuple):
 
     u: int
     r: int
-    slot: Slot
+    buffer: Buffer
     task: Task
 
 
@@ -234,7 +246,7 @@ class Records:
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes):
         self.geo, self.plan, self.homes = geo, plan, homes
-        self.ring = homes.ring("host", "state ring")
+        self.pool = homes.pool("host", "state ring")
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
         on_ssd = (u for u in units if plan.units[u].state == "ssd")
         self.order = [(u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
@@ -244,7 +256,7 @@ class Records:
         self.written: dict[tuple[int, int], Task] = {}
 
     def read_ahead(self) -> None:
-        while self.readable and self.ring.free and len(self.ahead) < len(self.order):
+        while self.readable and self.pool.is_free and len(self.ahead) < len(self.order):
             self._read()
 
     def _read(self) -> None:
@@ -254,9 +266,9 @@ class Records:
         self.ahead.append(self._start(u, r))
 
     def _start(self, u: int, r: int, *parts: str) -> Read:
-        slot = self.ring.acquire(f"{self.geo.names[u]} state {r}")
+        buffer = self.pool.acquire(f"{self.geo.names[u]} state {r}")
         last = (self.written[u, r],) if (u, r) in self.written else ()
-        return Read(u, r, slot, self.homes.read_state(u, r, slot.buffer, (*slot.ready, *last), *parts))
+        return Read(u, r, buffer, self.homes.read_state(u, r, buffer.tensor, (*buffer.ready, *last), *parts))
 
     def take(self, u: int, r: int) -> Read:
         """Record r of unit u, the next in order."""
@@ -272,9 +284,9 @@ class Records:
 
     def put_back(self, read: Read, done: Task, *parts: str) -> None:
         """Writes it, or `parts`, after `done`, and releases its slot."""
-        write = self.homes.write_state(read.u, read.r, read.slot.buffer, (done,), *parts)
+        write = self.homes.write_state(read.u, read.r, read.buffer.tensor, (done,), *parts)
         self.written[read.u, read.r] = write
-        self.ring.release(read.slot, (write,))
+        read.buffer.free((write,))
 
 
 class CpuUpdates:
@@ -284,15 +296,16 @@ class CpuUpdates:
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.gradients, self.lanes = homes, weights, gradients, lanes
         self.records = Records(self.geo, self.plan, homes)
-        self.late: list[tuple[int, Slot | None, CpuWork, Task]] = []  # due: unit, gradient, work, weights
+        self.late: list[tuple[int, Buffer | None, CpuWork, Task]] = []  # due: unit, gradient, work, weights
 
-    def hand_over(self, u: int, gradient: Slot | None, landed: Task) -> None:
+    def hand_over(self, u: int, gradient: Buffer | None, landed: Task) -> None:
         """Queues unit u's update. `gradient`: its slot in RAM, None where it waits on the SSD."""
         unit = self.plan.units[u]
-        hi, slot, come = self.weights.for_update(u)
-        after = (*come, landed, *self.kernels.clip.known)
+        weights = self.weights.in_ram(u)
+        taken = weights.take()
+        hi, after = taken.tensor, (*taken.ready, landed, *self.kernels.clip.known)
         late = unit.state in self.plan.late_moments
-        in_ram = gradient.buffer if gradient else None
+        in_ram = gradient.tensor if gradient else None
         work = CpuWork(self.kernels, self.lanes, u, hi, in_ram, "weights" if late else "all")
         if unit.state == "ssd" and work.ranges:
             for r in range(len(work.ranges)):  # first in, first out: the last record ends last
@@ -306,8 +319,8 @@ class CpuUpdates:
             moments = CpuWork(self.kernels, self.lanes, u, stand_in, in_ram, "moments")
             self.late.append((u, gradient, moments, done))
         elif gradient:
-            gradient.ring.release(gradient, (done,))
-        self.weights.updated_in_ram(u, current, slot)
+            gradient.free((done,))
+        weights.put(taken, current)
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Updates one record from the SSD; with late moments only its low halves go back."""
@@ -319,17 +332,17 @@ class CpuUpdates:
         elif self.geo.dtype == "BF16":
             self.records.put_back(read, done, "low")
         else:  # F32: the weights are the master, the record is unchanged
-            self.records.ring.release(read.slot, (done,))
+            read.buffer.free((done,))
         self.records.read_ahead()
         return done
 
     def _with_gradient(self, work: CpuWork, r: int, read: Read, after: Sequence[Task]) -> Task:
         """Queues work on a record, its gradient fetched if on the SSD."""
         if not self.plan.spilled(work.u):
-            return work.record(r, read.slot.buffer, after)
+            return work.record(r, read.buffer.tensor, after)
         back, first = self.gradients.fetch(work.u, *work.ranges[r])
-        task = work.record(r, read.slot.buffer, (*after, *back.ready), back.buffer[first:])
-        back.ring.release(back, (task,))
+        task = work.record(r, read.buffer.tensor, (*after, *back.ready), back.tensor[first:])
+        back.free((task,))
         return task
 
     def moments(self, first: int) -> None:
@@ -345,4 +358,4 @@ class CpuUpdates:
             else:
                 done = work.whole(self.homes.state[u], (weights,))
             if gradient:
-                gradient.ring.release(gradient, (done,))
+                gradient.free((done,))

@@ -1,13 +1,14 @@
-"""Weights on their way to the GPU: prefetch, get, release.
+"""Weights on the GPU when they are needed: expect, get, release.
 
-They stay there (at home, or a copy refreshed once a step) or pass through a ring. The last units of forward keep their
-slots for backward: STRONGHOLD's window and, the order being known, Belady's choice.
+They are stored there, or come from RAM or the SSD to a buffer of a pool, ahead of their use; a resident copy is a pool
+of one. Buffers keep their content while they are free, so that backward begins with what forward used last:
+STRONGHOLD's window and, the order being known, Belady's choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,235 +16,280 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
-from trireme.engine.memory import NOTHING, OnGpu, Slot, views
-from trireme.engine.plan import Plan, Tier
+from trireme.engine.memory import Buffer, Pool, Prefetch, views
+from trireme.engine.plan import Plan
 from trireme.models import model
 
+# ---------------------------------------------------------------- one layer's trained or frozen weights
 
-class WeightStream:
-    """Trained or frozen weights of all units. After the task `updated[u]` the home of u is current."""
 
-    def __init__(self, kind: Literal["weights", "base"], geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
-        self.kind, self.geo, self.plan, self.homes, self.lanes = kind, geo, plan, homes, lanes
-        self.layouts, self.buffers = (geo.weights, homes.weights) if kind == "weights" else (geo.base, homes.base)
-        ring = "weight ring" if kind == "weights" else "base ring"
-        self.gpu_rings = [homes.rings("gpu", ring, gpu) for gpu in range(plan.gpus)]
-        self.host_rings = homes.rings("host", ring)
-        self.updated: dict[int, Task] = {}
-        self.fresh: dict[int, tuple[Slot, Task]] = {}  # SSD-home weights still in a host slot
-        units = range(geo.n_units)
-        self.tiers: list[Tier] = [homes.tier(Entry(kind, u)) for u in units]
-        self.streamed = [
-            self.tiers[u] != "gpu" and not self._resident(u) and bool(self.layouts[u].tensors) for u in units
-        ]
-        self.stale = {u for u in units if self._resident(u)}  # copies to refresh
-        self.refreshed: dict[int, Task] = {}  # their last refreshes
-        self.held: dict[int, OnGpu] = {}
+class OnGpu:
+    """Weights stored on their GPU, or none. Readers come after `ready`."""
 
-    def prefetch(self, u: int) -> None:
-        """Starts unit u's transfer, unless there or under way."""
-        if u in self.held:
-            return
-        if self._resident(u):
-            held = OnGpu(self.homes.copies[u], (self.refreshed[u],) if u in self.refreshed else ())
-        elif self.streamed[u]:
-            slot = self.gpu_rings[self._gpu(u)][self.geo.size_class(u)].acquire(self.geo.names[u])
-            held = OnGpu(slot.buffer, slot.ready, slot)
-        else:
-            held = OnGpu(self.buffers[u], self._ready(u))
-        self.held[u] = held
-        if self.streamed[u] or u in self.stale:
-            self._copy_up(u, held)
+    may_come = True
 
-    def get(self, u: int) -> OnGpu:
-        """Unit u's weights; readers come after `ready`."""
-        self.prefetch(u)
-        return self.held[u]
+    def __init__(self, tensor: Tensor):
+        self.here: Buffer | None = Buffer(tensor)
+        self.ready: tuple[Task, ...] = ()
 
-    def release(self, u: int, *after: Task, keep: bool = False) -> None:
-        """Unit u is free after `after`; `keep` holds its slot for backward."""
-        held = self.held[u]
-        held.ready = (*held.ready, *after)
-        if not keep:
-            del self.held[u]
-            if held.slot is not None:
-                held.slot.ring.release(held.slot, (*held.ready, *self._ready(u)))
+    def fetch(self) -> None:
+        """They are there."""
 
-    def kept_for_turn(self, u: int, train: bool) -> bool:
-        """Whether unit u stays for backward, or tied for the head."""
-        if u == 0 or not train:
-            return u == 0 and self.geo.cfg.tied
-        if not self.streamed[u]:
-            return True
-        ring = self._gpu(u), self.geo.size_class(u)
-        later = (v for v in range(u + 1, self.geo.n_units) if (self._gpu(v), self.geo.size_class(v)) == ring)
-        return sum(map(self.streamed.__getitem__, later)) < len(self.gpu_rings[ring[0]][ring[1]].slots)
+    def get(self) -> Buffer:
+        self.fetch()
+        assert self.here is not None
+        return self.here
 
-    def _gpu(self, u: int) -> int:
-        return self.plan.units[u].gpu
+    def release(self, after: Sequence[Task]) -> None:
+        """They stay."""
 
-    def _resident(self, u: int) -> bool:
-        return self.kind == "weights" and self.plan.units[u].resident and bool(self.layouts[u].tensors)
-
-    # ------------------------------------------------ updates
-
-    def for_update(self, u: int) -> tuple[Tensor, Slot | None, tuple[Task, ...]]:
-        """(unit u's weights in RAM, their slot if at home on the SSD, tasks to wait for)."""
-        if self.plan.units[u].weights == "host":
-            return self.homes.weights[u], None, self._ready(u)
-        slot = self.host_rings[self.geo.size_class(u)].acquire(f"{self.geo.names[u]} update")
-        return slot.buffer, slot, (self._read(u, slot.buffer, (*slot.ready, *self._ready(u))),)
-
-    def _read(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        return self.homes.read_weights(Entry(self.kind, u), buffer, after)
-
-    def updated_in_ram(self, u: int, done: Task, slot: Slot | None) -> None:
-        """`done` updates the weights of `for_update`; the next prefetch reads their slot."""
-        self.publish(u, done)
-        if slot is not None:
-            self.updated[u] = self.homes.write_weights(u, slot.buffer, (done,))
-            self.fresh[u] = slot, done
-
-    def publish(self, u: int, done: Task) -> None:
-        """After `done` the home of u holds new weights."""
-        assert u not in self.held or self.plan.units[u].weights == "gpu", "a unit in use was updated"
-        self.held.pop(u, None)
-        if self._resident(u):
-            self.stale.add(u)
-        self.updated[u] = done
-
-    def write_back(self, u: int, done: Task) -> None:
-        """Copies unit u home from the GPU after its update."""
-        held = self.held[u]
-        held.ready = (done,)
-        self.updated[u] = self._copy_down(u, held.buffer, self.homes.weights[u], (done,))
-
-    def _copy_down(self, u: int, source: Tensor, target: Tensor, after: Sequence[Task]) -> Task:
-        nbytes = self.geo.weights[u].span
-
-        def down() -> None:
-            target[:nbytes].copy_(source[:nbytes], non_blocking=True)
-
-        lane = numbered("d2h", self._gpu(u))
-        return self.lanes.run(lane, "weights", self.geo.names[u], down, after, nbytes=nbytes)
-
-    def drop(self, u: int) -> None:
-        """Releases a unit that came for its update alone."""
-        held = self.held.pop(u, None)
-        if held is not None and held.slot is not None:
-            held.slot.ring.release(held.slot, (*held.ready, self.updated[u]))
+    def publish(self, done: Task) -> None:
+        """After `done` they are new."""
+        self.ready = (done,)
 
     def settle(self) -> None:
-        """Releases host slots of fresh weights, to be read again."""
-        for u, (slot, _) in self.fresh.items():
-            slot.ring.release(slot, (self.updated[u],))
-        self.fresh.clear()
+        """They are where they are stored."""
 
-    def _ready(self, u: int) -> tuple[Task, ...]:
-        return (self.updated[u],) if u in self.updated else ()
 
-    def _copy_up(self, u: int, to: OnGpu) -> None:
-        """Copies unit u from home to the GPU, from the SSD through a host slot."""
-        entry, nbytes = Entry(self.kind, u), self.layouts[u].span
-        name, pieces = self.homes.label(entry), self.homes.pieces(entry)
-        slot = None
-        if self.tiers[u] == "host":
-            source, come = self.buffers[u], self._ready(u)
-        elif u in self.fresh:
-            slot, task = self.fresh.pop(u)
-            source, come = slot.buffer, (task,)
-        else:
-            slot = self.host_rings[self.geo.size_class(u)].acquire(name)
-            source = slot.buffer
-            come = (self._read(u, source, (*slot.ready, *self._ready(u))),)
+class InRam(OnGpu):
+    """Weights stored in RAM. After `updated` they are current there."""
+
+    def __init__(self, name: str, homes: Homes, entry: Entry, pool: Pool, gpu: int):
+        self.name, self.homes, self.entry, self.pool, self.gpu = name, homes, entry, pool, gpu
+        self.nbytes = homes.layout(entry).span
+        self.here = None  # while in use
+        self.ready = ()
+        self.updated: tuple[Task, ...] = ()
+
+    @property
+    def may_come(self) -> bool:  # type: ignore[override]
+        return self.here is not None or self.pool.is_free
+
+    def fetch(self) -> None:
+        if self.here is not None:
+            return
+        self.here = self.pool.acquire(self.name, self)
+        if self.here.content is not self:
+            self.here.content, self.ready = self, (self._copy_up(self.here),)
+
+    def release(self, after: Sequence[Task]) -> None:
+        """The last reader is `after`."""
+        here, self.here = self.get(), None
+        here.free((*self.ready, *after, *self.updated))
+
+    def publish(self, done: Task) -> None:
+        assert self.here is None, "a layer in use was updated"
+        self.updated = (done,)
+        self.pool.forget(self)
+
+    def _copy_up(self, here: Buffer) -> Task:
+        return self._copy(self._stored(), self.updated, here)
+
+    def _copy(self, source: Tensor, come: Sequence[Task], here: Buffer) -> Task:
+        pieces = self.homes.pieces(self.entry)
 
         def up() -> None:
             for first, offset, n in pieces:
-                to.buffer[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
+                here.tensor[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
 
-        lane = numbered("h2d", self._gpu(u))
-        to.ready = (self.lanes.run(lane, "weights", name, up, (*to.ready, *come), nbytes=nbytes),)
-        if to.slot is None:
-            self.stale.discard(u)
-            self.refreshed[u] = to.ready[0]
-        if slot is not None:
-            slot.ring.release(slot, (*to.ready, *self._ready(u)))
+        label, lane = self.homes.label(self.entry), numbered("h2d", self.gpu)
+        return self.homes.lanes.run(lane, "weights", label, up, (*here.ready, *come), nbytes=self.nbytes)
+
+    def _stored(self) -> Tensor:
+        stored = self.homes.home(self.entry)
+        assert stored is not None
+        return stored
+
+    # ------------------------------------------------ updates
+
+    def take(self) -> Buffer:
+        """The weights in RAM, to be updated after `ready`."""
+        taken = Buffer(self._stored())
+        taken.ready = self.updated
+        return taken
+
+    def put(self, taken: Buffer, done: Task) -> None:  # noqa: ARG002 (of the SSD)
+        """After `done` those of `take` are new."""
+        self.publish(done)
+
+    def write_back(self, done: Task) -> None:
+        """After `done` those on the GPU are new: copies them to RAM."""
+        here, stored = self.get(), self._stored()
+
+        def down() -> None:
+            stored[: self.nbytes].copy_(here.tensor[: self.nbytes], non_blocking=True)
+
+        lane = numbered("d2h", self.gpu)
+        self.ready = (done,)
+        self.updated = (self.homes.lanes.run(lane, "weights", self.name, down, (done,), nbytes=self.nbytes),)
 
 
-class Weights(NamedTuple):
-    trained: OnGpu
-    frozen: OnGpu
-    decoded: OnGpu  # what a pass makes of both
+class OnSsd(InRam):
+    """Weights stored on the SSD, which pass through a staging buffer in RAM."""
+
+    def __init__(self, name: str, homes: Homes, entry: Entry, pool: Pool, gpu: int, staging: Pool):
+        super().__init__(name, homes, entry, pool, gpu)
+        self.staging = staging
+        self.fresh: Buffer | None = None  # new weights that are still in RAM
+
+    def _copy_up(self, here: Buffer) -> Task:
+        source, self.fresh = self.fresh or self._read(self.homes.label(self.entry)), None
+        done = self._copy(source.tensor, source.ready, here)
+        source.free((done, *self.updated))
+        return done
+
+    def _read(self, owner: str) -> Buffer:
+        buffer = self.staging.acquire(owner)
+        ready = (*buffer.ready, *self.updated)
+        buffer.ready = (self.homes.read_weights(self.entry, buffer.tensor, ready),)
+        return buffer
+
+    def take(self) -> Buffer:
+        return self._read(f"{self.name} update")
+
+    def put(self, taken: Buffer, done: Task) -> None:
+        self.publish(done)
+        self.updated = (self.homes.write_weights(self.entry.u, taken.tensor, (done,)),)
+        taken.ready, self.fresh = (done,), taken
+
+    def settle(self) -> None:
+        """Frees the staging buffer of new weights, to be read again."""
+        if self.fresh is not None:
+            self.fresh.free(self.updated)
+            self.fresh = None
+
+
+# ---------------------------------------------------------------- all of a layer's
+
+
+class LayerWeights:
+    """A layer's trained and frozen weights, and what a pass makes of both."""
+
+    def __init__(self, u: int, trained: OnGpu, frozen: OnGpu):
+        self.u, self.trained, self.frozen = u, trained, frozen
+        self.decoded: Buffer | None = None
+        self.before: Callable[[int], None] | None = None  # called before they come
+        self.last: tuple[Task, ...] = ()  # reader
+
+    @property
+    def may_come(self) -> bool:
+        return self.trained.may_come and self.frozen.may_come
+
+    def fetch(self) -> None:
+        if self.before is not None:
+            self.before(self.u)
+        self.trained.fetch()
+        self.frozen.fetch()
 
     @property
     def ready(self) -> tuple[Task, ...]:
-        return (*self.trained.ready, *self.frozen.ready, *self.decoded.ready)
+        return (*self.trained.ready, *self.frozen.ready, *(self.decoded.ready if self.decoded else ()))
+
+    def done(self, task: Task) -> None:
+        self.last = (task,)
 
 
-class UnitStream:
-    """Both streams as one, and what each pass makes of them once, by the lane that computes."""
+class WeightStream:
+    """The weights of all layers."""
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
-        self.geo, self.plan, self.lanes = geo, plan, lanes
-        self.rings = homes.gpu_rings("decoded")
-        self.decoded: dict[int, OnGpu] = {}
-        self.trained = WeightStream("weights", geo, plan, homes, lanes)
-        self.frozen = WeightStream("base", geo, plan, homes, lanes)
-        self._streams = (self.trained, self.frozen)
+        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
+        self.for_decoded = homes.gpu_pools("decoded")
+        trained, frozen = self._stored("weights", "weight ring"), self._stored("base", "base ring")
+        self.layers = [LayerWeights(u, *both) for u, both in enumerate(zip(trained, frozen, strict=True))]
+        self.coming = Prefetch()
+        self.in_use: dict[int, LayerWeights] = {}
 
-    def prefetch(self, u: int) -> None:
-        for stream in self._streams:
-            stream.prefetch(u)
+    def _stored(self, kind: Literal["weights", "base"], pool: str) -> Iterable[OnGpu]:
+        homes, geo = self.homes, self.geo
+        pools = [homes.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
+        staging = homes.pools("host", pool)
+        for u, unit in enumerate(self.plan.units):
+            entry, name, size, gpu = Entry(kind, u), geo.names[u], geo.size_class(u), unit.gpu
+            tier, layouts = homes.tier(entry), geo.weights if kind == "weights" else geo.base
+            if tier == "gpu" or not layouts[u].tensors:
+                yield OnGpu((homes.weights if kind == "weights" else homes.base)[u])
+                continue
+            resident = kind == "weights" and unit.resident
+            to = homes.pool("gpu", f"weights {name}", gpu) if resident else pools[gpu][size]
+            if tier == "host":
+                yield InRam(name, homes, entry, to, gpu)
+            else:
+                yield OnSsd(name, homes, entry, to, gpu, staging[size])
 
-    def get(self, u: int, backward: bool = False) -> Weights:
-        trained, frozen = self.trained.get(u), self.frozen.get(u)
-        if u not in self.decoded and self.geo.decoded[u].tensors:
-            self.decoded[u] = self._decode(u, trained, frozen, backward)
-        return Weights(trained, frozen, self.decoded.get(u, OnGpu(NOTHING, ())))
+    # ------------------------------------------------ a pass
 
-    def _decode(self, u: int, trained: OnGpu, frozen: OnGpu, backward: bool) -> OnGpu:
-        gpu, geo = self.plan.units[u].gpu, self.geo
-        slot, nbytes = self.rings[gpu].acquire(geo.names[u]), geo.decode_bytes[u][backward]
-        if not nbytes:  # this pass reads frozen codes as they lie
-            return OnGpu(slot.buffer, slot.ready, slot)
+    def expect(self, units: Iterable[int], before: Callable[[int], None] | None = None) -> None:
+        """A pass uses `units` in this order: each comes when its pool has a buffer, after `before(u)`."""
+        layers = [self.layers[u] for u in units]
+        for layer in layers:
+            layer.before = before
+        self.coming.expect(layers)
 
-        def decode() -> None:
-            given = views(geo.weights[u], trained.buffer) | views(geo.base[u], frozen.buffer)
-            model.make_codes(geo.cfg, u, given, views(geo.decoded[u], slot.buffer), backward)
+    def get(self, u: int, backward: bool = False) -> LayerWeights:
+        """Layer u's weights on its GPU, until `release`; readers come after `ready`."""
+        layer = self.layers[u]
+        layer.trained.get()
+        layer.frozen.get()
+        if layer.decoded is None and self.geo.decoded[u].tensors:
+            layer.decoded = self._decode(layer, backward)
+        self.in_use[u] = layer
+        return layer
 
-        after = (*(trained.ready if geo.quantised[u] else ()), *frozen.ready, *slot.ready)
-        done = self.lanes.run(numbered("compute", gpu), "decode", geo.names[u], decode, after, nbytes=nbytes)
-        return OnGpu(slot.buffer, (done,), slot)
+    def release(self, u: int) -> None:
+        """Frees layer u's buffers after its last reader."""
+        layer = self.in_use.pop(u)
+        if layer.decoded is not None:
+            layer.decoded.free((*layer.decoded.ready, *layer.last))
+            layer.decoded = None
+        layer.trained.release(layer.last)
+        layer.frozen.release(layer.last)
+        layer.last = ()
+        self.coming.go_on()
 
-    def tensors(self, u: int, held: Weights) -> dict[str, Tensor]:
-        geo, (trained, frozen, decoded) = self.geo, held
-        found = views(geo.weights[u], trained.buffer) | views(geo.base[u], frozen.buffer)
-        return found | views(geo.decoded[u], decoded.buffer)
-
-    def release(self, u: int, *after: Task) -> None:
-        self._release_decoded(u, *after)
-        for stream in self._streams:
-            stream.release(u, *after)
-
-    def _release_decoded(self, u: int, *after: Task) -> None:
-        held = self.decoded.pop(u, None)
-        if held is not None and held.slot is not None:
-            held.slot.ring.release(held.slot, (*held.ready, *after))
-
-    def release_in_forward(self, u: int, after: Task, train: bool) -> None:
-        """As release, but keeps the units of `kept_for_turn`, packed."""
-        self._release_decoded(u, after)
-        for stream in self._streams:
-            stream.release(u, after, keep=stream.kept_for_turn(u, train))
-
-    def release_all(self, after: Task) -> None:
-        for u in list(self.decoded):
-            self._release_decoded(u, after)
-        for stream in self._streams:
-            for u in list(stream.held):
-                stream.release(u, after)
+    def break_off(self, after: Task) -> None:
+        """Ends a pass: releases all that came, after `after`."""
+        self.coming.break_off()
+        for layer in self.held:
+            self.in_use[layer.u] = layer
+            layer.done(after)
+        for u in list(self.in_use):
+            self.release(u)
 
     @property
-    def held(self) -> list[OnGpu]:
-        streams = [held for stream in self._streams for held in stream.held.values()]
-        return streams + list(self.decoded.values())
+    def held(self) -> list[LayerWeights]:
+        """Layers in use, or with buffers of pools."""
+        pooled = lambda part: isinstance(part, InRam) and part.here is not None
+        return [
+            layer for layer in self.layers if layer.u in self.in_use or pooled(layer.trained) or pooled(layer.frozen)
+        ]
+
+    def _decode(self, layer: LayerWeights, backward: bool) -> Buffer:
+        u, geo, gpu = layer.u, self.geo, self.plan.units[layer.u].gpu
+        decoded, nbytes = self.for_decoded[gpu].acquire(geo.names[u]), geo.decode_bytes[u][backward]
+        if not nbytes:  # this pass reads frozen codes as they lie
+            return decoded
+        trained, frozen = layer.trained.get(), layer.frozen.get()
+
+        def decode() -> None:
+            given = views(geo.weights[u], trained.tensor) | views(geo.base[u], frozen.tensor)
+            model.make_codes(geo.cfg, u, given, views(geo.decoded[u], decoded.tensor), backward)
+
+        after = (*(layer.trained.ready if geo.quantised[u] else ()), *layer.frozen.ready, *decoded.ready)
+        lane = numbered("compute", gpu)
+        decoded.ready = (self.lanes.run(lane, "decode", geo.names[u], decode, after, nbytes=nbytes),)
+        return decoded
+
+    def tensors(self, layer: LayerWeights) -> dict[str, Tensor]:
+        """By name, of a layer in use."""
+        geo, u = self.geo, layer.u
+        found = views(geo.weights[u], layer.trained.get().tensor) | views(geo.base[u], layer.frozen.get().tensor)
+        return found | (views(geo.decoded[u], layer.decoded.tensor) if layer.decoded is not None else {})
+
+    # ------------------------------------------------ updates
+
+    def in_ram(self, u: int) -> InRam:
+        """Layer u's trained weights, stored in RAM or on the SSD."""
+        trained = self.layers[u].trained
+        assert isinstance(trained, InRam)
+        return trained

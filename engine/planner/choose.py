@@ -234,12 +234,22 @@ def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
 
 
 def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
-    """Adds unit u's frozen weights; those that forward leaves in the window do not come again."""
+    """Adds unit u's frozen weights; those that the pass before left on the GPU do not come again."""
     tier, nbytes = plan.units[u].base, geo.base[u].span
-    again = 0 < u < geo.head - plan.ahead - 1
-    moved.forward["h2d"] += nbytes * (tier != "gpu")
+    first, again = not _stays(geo, plan, u), 0 < u < geo.head - _window(plan)
+    moved.forward["h2d"] += nbytes * (tier != "gpu") * first
     moved.backward["h2d"] += nbytes * (tier != "gpu") * again
-    moved.read += nbytes * (tier == "ssd") * (1 + again)
+    moved.read += nbytes * (tier == "ssd") * (first + again)
+
+
+def _window(plan: Plan) -> int:
+    """Units that are on the GPUs at once."""
+    return (plan.ahead + 1) * plan.gpus
+
+
+def _stays(geo: Geometry, plan: Plan, u: int) -> bool:
+    """Whether unit u may be on the GPU still, unchanged, when forward begins."""
+    return u <= _window(plan) or u == geo.head
 
 
 def _weights_and_state(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
@@ -247,7 +257,8 @@ def _weights_and_state(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> Non
     unit, numel = plan.units[u], geo.numel[u]
     weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
     spilled, late = weights * plan.spilled(u), unit.state in plan.late_moments
-    moved.forward["h2d"] += weights * (unit.weights != "gpu")
+    changed_outside = unit.weights != "gpu" and not (unit.update == "gpu" and _stays(geo, plan, u))
+    moved.forward["h2d"] += weights * changed_outside
     moved.backward["d2h"] += weights * (unit.state != "gpu")
     if unit.update == "gpu":
         moved.forward["h2d"] += state + weights

@@ -269,7 +269,8 @@ def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
     """Bytes of activations and gradients on the SSD, as in Engine.claim_scratch."""
     units = [(u, plan.units[u]) for u in range(geo.n_units)]
     saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in units)
-    x = geo.x_bytes(plan.tokens) * sum(u > 0 and unit.x == "ssd" for u, unit in units)
+    leave = range(1, geo.n_units if plan.between == "host" else geo.head)  # the head's input is read at once
+    x = geo.x_bytes(plan.tokens) * sum(plan.units[u].x == "ssd" for u in leave)
     return plan.n_micro * (saved + x), sum(geo.weights[u].span for u, _ in units if plan.spilled(u))
 
 

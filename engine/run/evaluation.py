@@ -22,7 +22,7 @@ from trireme.engine.planner.rule import largest
 from trireme.engine.run.live import Live
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
-from trireme.engine.step import Engine, Inputs, evaluate, forward_units, weights_of
+from trireme.engine.step import Engine, Inputs, evaluate, weights_of
 from trireme.models.generate import generate, needs
 from trireme.models.rows import Load, rope_tables
 
@@ -91,26 +91,30 @@ def sample(
 
 def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
     """Units in order, with prefetched weights."""
-    for u in forward_units(e):
+    e.weights.expect(range(e.geo.n_units), before=e.optimizer.update_before_forward)
+    for u in range(e.geo.n_units):
         held = e.weights.get(u)
         lane = numbered("compute", e.gpu(u))
         arrived = e.lanes.run(lane, "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
         if e.plan.gpus > 1:
             arrived.wait()  # another thread's lane
-        yield u, weights_of(e, u, held)
+        yield u, weights_of(e, held)
         done = e.lanes.run(lane, "other", f"read {e.geo.names[u]}", lambda: None)
-        e.weights.release_in_forward(u, done, train=False)
+        held.done(done)
+        if u > 0 or not e.cfg.tied:
+            e.weights.release(u)
     if e.cfg.tied:
-        e.weights.release(0, done)
+        e.weights.layers[0].done(done)
+        e.weights.release(0)
 
 
 def _let_go(e: Engine) -> None:
-    """Releases a broken-off pass's units."""
-    on_their_way = [task for held in e.weights.held for task in held.ready]
+    """Releases the layers of a pass that was broken off."""
+    in_flight = [task for held in e.weights.held for task in held.ready]
     for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
-        done = e.lanes.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, on_their_way)
-        on_their_way = [done]
-    e.weights.release_all(done)
+        done = e.lanes.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, in_flight)
+        in_flight = [done]
+    e.weights.break_off(done)
 
 
 # ---------------------------------------------------------------- evaluations

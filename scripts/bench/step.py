@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bare_step import bare_step
 from ceilings import against, blended, floors, forget_peaks, held_rates, measure_rates
 from model_inputs import make_batch, random_homes, with_adapters
 
@@ -131,8 +130,6 @@ def _step(
     a: Arguments, e: Engine, batch: Sequence[MicroBatch], places: Sequence[tuple[Tables, torch.device]], step: int
 ) -> StepStats:
     on_device = (inputs_on(e.cfg, mb, places) for mb in batch)  # lazily, for "vertical"
-    if a.bare:
-        return bare_step(e, list(on_device), step, a.lr)
     if "vertical" not in a.off:
         return train_step(e, list(on_device), step, a.lr)
     # Like other trainers: weights stream for each micro-batch. To the engine each is a step; only the last updates.
@@ -190,10 +187,6 @@ def measure(
             "limits": asdict(limits),
         }
         result |= {"step_s": statistics.median(run.times), "steps_s": run.times, "plan": asdict(plan)}
-        if a.bare:
-            ends = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}"
-            print(f"step {result['step_s']:.3f} s without the engine's machinery; {ends}")
-            return result
         result |= against_floor(a, e, rates, run) | against_prediction(a, e, rates, run, at_start)
     if a.trace:
         Path(a.trace).write_text(perfetto(run.last))
@@ -274,7 +267,7 @@ def main(argv: list[str]) -> int:
     print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
     plan = make_plan(a, cfg, dtype, limits, rates)
-    dense = device.type == "cuda" and not a.bare and cfg.experts is None
+    dense = device.type == "cuda" and cfg.experts is None
     slower = held_rates(cfg, plan, a.seq, device) if dense else {}
     forget_peaks(device)
     result = measure(a, cfg, plan, limits, rates, device, at_start)
@@ -308,7 +301,6 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--adam-bits", type=int, default=32, choices=(32, 16, 8))
     p.add_argument("--record", type=int, default=0, help="parameters of an optimizer record")
     p.add_argument("--off", type=lambda t: t.split(","), default=[], help="ideas to switch off: " + ",".join(SWITCHES))
-    p.add_argument("--bare", action="store_true", help="plain calls without the engine's machinery, all on the GPU")
     p.add_argument("--text", help="a text file whose bytes are the tokens")
     p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     p.add_argument("--dtype", choices=("auto", "bf16", "fp8"), default="auto", help="bf16 on the CPU too; or fp8")

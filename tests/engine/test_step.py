@@ -82,7 +82,7 @@ def run(e, n_micro: int, between=((),) * 4):
     def do(i, micro):
         for name in between[i]:
             told[i, name] = BETWEEN[name](e, micro)
-            assert all(held.slot is None for held in e.weights.held), f"after {name} a slot stays owned"
+            assert not e.weights.held, f"after {name} a buffer stays owned"
 
     return train(e, batches(e.cfg, 3, n_micro, 24), between=do), told
 
@@ -282,7 +282,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations):
             for _ in range(evaluations[i - 1]):
                 evaluate(e, batch)
             train_step(e, batch, i, 1e-3)
-            assert all(held.slot is None for held in e.weights.held)
+            assert not e.weights.held
         assert tasks(real.trace()) == tasks(simulated.trace())
     real.drain()
     real.close()

@@ -84,7 +84,7 @@ def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
         lanes = RealLanes("cpu", extra=("poison",))
         places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
         e = build(cfg, plan, LIMITS, lanes, **places, poison=True, pinned=False)
-        assert (e.homes.base_bytes > 0) == (tier == "ssd" and not in_place)
+        assert bool(e.homes.base_offset) == (tier == "ssd" and not in_place)
         exchange = Exchange(cfg, source, e.homes)
         exchange.load()
         seen = train(e, batches(cfg, 3, 2, 24))

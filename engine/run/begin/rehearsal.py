@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trireme.engine.activations import Activation
-from trireme.engine.lanes.task import Task
-from trireme.engine.memory import NOTHING, OnGpu
+from trireme.engine.memory import NOTHING
 from trireme.engine.step import (
     Engine,
     Inputs,
@@ -37,51 +36,45 @@ def rehearse(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
     e.lanes.drain()
 
 
-def _arrives(e: Engine, activation: Activation, tokens: int) -> OnGpu:
-    """A span of zeros, sent and brought back as a step would."""
-    swap = e.activations
-    here = swap.open(activation)
-    done = e.compute("zero", activation.u, here.buffer.zero_, here.ready)
-    swap.send(activation, tokens, done)
-    swap.prefetch([activation], tokens, swap.hop_in)
-    return swap.get(activation)
-
-
-def _leaves(e: Engine, activation: Activation, done: Task) -> None:
-    """Frees what no unit reads."""
-    if activation in e.activations.here:
-        e.activations.release(activation, done)
+def _arrives(e: Engine, activation: Activation, tokens: int, reads: int = 1) -> None:
+    """An activation of zeros, sent and brought back as a step would."""
+    here = activation.fill(tokens, reads)
+    e.compute("zero", activation.kind.u, here.buffer.tensor.zero_, (here,))
+    activation.lane = e.activations.hop_in
+    activation.fetch()
 
 
 def _embedding(e: Engine, u: int, mb: Inputs) -> None:
-    target = e.activations.x(1, 0)
-    done = forward_embedding(e, e.weights.get(u), mb, e.activations.open(target))
-    _leaves(e, target, done)
-    e.weights.release(u, done)
-    _arrives(e, e.activations.dx(1, 0), mb.tokens)
-    e.gradients.drop(u, backward_embedding(e, 0, e.gradients.get(u), mb))
+    done = forward_embedding(e, 0, e.weights.get(u), mb, train=False)
+    e.activations.x[1][0].discard(done)
+    e.weights.release(u)
+    _arrives(e, e.activations.dx[1][0], mb.tokens)
+    backward_embedding(e, 0, e.gradients.get(u), mb)
+    e.gradients.drop(u)
 
 
 def _block(e: Engine, u: int, mb: Inputs) -> None:
-    swap, target = e.activations, e.activations.x(u + 1, 0)
-    _arrives(e, swap.x(u, 0), mb.tokens)
-    done = forward_block(e, u, 0, e.weights.get(u), mb, swap.open(target), train=True)
-    _leaves(e, target, done)
-    e.weights.release_in_forward(u, done, train=True)
-    _arrives(e, swap.dx(u + 1, 0), mb.tokens)
-    swap.prefetch([swap.x(u, 0), *swap.saved(u, 0)], mb.tokens)
+    x, dx, saved = e.activations.x, e.activations.dx, e.activations.saved
+    _arrives(e, x[u][0], mb.tokens, reads=2)
+    done = forward_block(e, u, 0, e.weights.get(u), mb, train=True)
+    x[u + 1][0].discard(done)
+    e.weights.release(u)
+    _arrives(e, dx[u + 1][0], mb.tokens)
+    for left in (x[u][0], *saved[u][0]):
+        left.lane = "h2d"
+        left.fetch()
     done = backward_block(e, u, 0, e.weights.get(u, backward=True), e.gradients.get(u), mb)
-    _leaves(e, swap.dx(u, 0), done)
-    e.weights.release(u, done)
-    e.gradients.drop(u, done)
+    dx[u][0].discard(done)
+    e.weights.release(u)
+    e.gradients.drop(u)
 
 
 def _head(e: Engine, u: int, mb: Inputs) -> None:
     read = (u, 0) if e.cfg.tied else (u,)
-    _arrives(e, e.activations.x(u, 0), mb.tokens)
+    _arrives(e, e.activations.x[u][0], mb.tokens)
     w, g = {v: e.weights.get(v) for v in read}, {v: e.gradients.get(v) for v in read}
     done = loss(e, 0, w, g, mb, 1.0, [NOTHING])
-    _leaves(e, e.activations.dx(u, 0), done)
+    e.activations.dx[u][0].discard(done)
     for v in read:
-        e.weights.release(v, done)
-        e.gradients.drop(v, done)
+        e.weights.release(v)
+        e.gradients.drop(v)
