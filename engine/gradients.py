@@ -17,7 +17,7 @@ from trireme.engine.geometry import Geometry, Stretch, extent
 from trireme.engine.homes import Homes
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
-from trireme.engine.memory import NOTHING, Buffer, flat, memory_of, views
+from trireme.engine.memory import NOTHING, Buffer, Pool, flat, memory_of, views
 from trireme.engine.plan import Plan
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
@@ -36,21 +36,83 @@ class Gradient(NamedTuple):
         self.buffer.ready = (task,)
 
 
+class Elements(NamedTuple):
+    """Elements of a gradient, there after `ready`; `buffer`: to be freed after their last reader."""
+
+    tensor: Tensor
+    ready: tuple[Task, ...]
+    buffer: Buffer | None = None
+
+
+class Landed:
+    """A gradient that waits for its update on its layer's GPU or in RAM, there after `ready`."""
+
+    def __init__(self, buffer: Buffer, ready: tuple[Task, ...], itemsize: int, first: int = 0):
+        """`first`: its first element; other hosts update those before."""
+        self.buffer, self.ready, self.itemsize, self.first = buffer, ready, itemsize, first
+
+    def part(self, a: int, b: int) -> Elements:
+        """Elements a..b."""
+        start, stop = ((i - self.first) * self.itemsize for i in (a, b))
+        return Elements(self.buffer.tensor[start:stop], self.ready)
+
+    def free(self, after: Sequence[Task]) -> None:
+        self.buffer.free(after)
+
+
+class Spilled:
+    """A gradient that waits for its update on the SSD, in scratch space; parts pass through buffers in RAM."""
+
+    def __init__(self, name: str, nbytes: int, itemsize: int, homes: Homes, lanes: Lanes, pool: Pool):
+        self.name, self.nbytes, self.itemsize = name, nbytes, itemsize
+        self.space, self.lanes, self.pool = homes.space, lanes, pool
+        self.offset = homes.space.reserve(nbytes)
+        self.ready: tuple[Task, ...] = ()  # last task on it
+
+    def write(self, source: Buffer, landed: Task) -> None:
+        """Frees `source`."""
+
+        def write() -> None:
+            self.space.write(self.offset, memory_of(source.tensor, self.nbytes))
+
+        ready = (landed, *self.ready)
+        self.ready = (self.lanes.run("state_write", "gradient", self.name, write, ready, nbytes=self.nbytes),)
+        source.free(self.ready)
+
+    def part(self, a: int, b: int) -> Elements:
+        """Elements a..b, in whole blocks of the drive."""
+        buffer = self.pool.acquire(f"{self.name} gradient {a}")
+        first, end = a * self.itemsize // 4096 * 4096, round_up(b * self.itemsize)
+
+        def read() -> None:
+            self.space.read(self.offset + first, memory_of(buffer.tensor, end - first))
+
+        ready = (*buffer.ready, *self.ready)
+        self.ready = (self.lanes.run("state_read", "gradient", self.name, read, ready, nbytes=end - first),)
+        return Elements(buffer.tensor[a * self.itemsize - first : b * self.itemsize - first], self.ready, buffer)
+
+    def free(self, after: Sequence[Task]) -> None:
+        """It has a place of its own."""
+
+
 class Gradients:
-    """Accumulators and, in `landed`, gradients due for updates."""
+    """Sums and, in `landed`, gradients due for updates."""
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
         self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
         self.wide = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
         self.accumulators, self.tied = homes.gpu_pools("gradient"), homes.gpu_pools("gradient embed")
         self.out = homes.gpu_pools("gradient out")  # rounded
-        self.landings, self.back = homes.pools("host", "gradient"), homes.pool("host", "gradient ring")
+        self.landings, back = homes.pools("host", "gradient"), homes.pool("host", "gradient ring")
         self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
-        self.landed: dict[int, tuple[Buffer | None, Task]] = {}  # by unit: its buffer in RAM or None, its arrival
-        spilled = [u for u in range(geo.n_units) if plan.spilled(u)]
-        self.offset = {u: homes.space.reserve(geo.weights[u].span) for u in spilled}  # in the scratch space
-        self.written: dict[int, Task] = {}  # last write there
-        self.read: dict[int, Task] = {}  # last read
+        self.landed: dict[int, Landed | Spilled] = {}
+        self.itemsize = ITEMSIZE[geo.dtype]
+        self.on_gpu = [Buffer(tensor) for tensor in homes.gradients]  # of layers that are updated there
+        self.on_ssd = {
+            u: Spilled(geo.names[u], geo.weights[u].span, self.itemsize, homes, lanes, back)
+            for u in range(geo.n_units)
+            if plan.spilled(u)
+        }
         if not lanes.simulated:
             sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in lanes.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
@@ -88,14 +150,15 @@ class Gradients:
         accumulator, name = self.holding.pop(u), self.geo.names[u]
         if self.plan.units[u].state == "gpu":
             (whole,) = self.geo.pieces(u, self.geo.numel[u])
-            task = self._round(u, whole, accumulator, self.homes.gradients[u], accumulator.ready)
-            self.landed[u] = (None, task)
+            task = self._round(u, whole, accumulator, self.on_gpu[u].tensor, accumulator.ready)
+            self.landed[u] = Landed(self.on_gpu[u], (task,), self.itemsize)
         else:
             host = self.landings[self.geo.size_class(u)].acquire(name)
             task, landed = self._leave(u, accumulator, host)
-            self.landed[u] = (host, landed)
-            if u in self.offset:
-                self.landed[u] = (None, self._spill(u, host, landed))
+            self.landed[u] = Landed(host, (landed,), self.itemsize)
+            if u in self.on_ssd:
+                self.landed[u] = self.on_ssd[u]
+                self.on_ssd[u].write(host, landed)
         accumulator.free((task,))
 
     def drop(self, u: int) -> None:
@@ -155,31 +218,6 @@ class Gradients:
         lane = numbered("d2h", self.plan.units[u].gpu)
         return self.lanes.run(lane, "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
 
-    def _spill(self, u: int, host: Buffer, landed: Task) -> Task:
-        """Writes unit u's gradient to the SSD, frees its slot."""
-        nbytes, before = self.geo.weights[u].span, (self.read[u],) if u in self.read else ()
-
-        def write() -> None:
-            self.homes.space.write(self.offset[u], memory_of(host.tensor, nbytes))
-
-        task = self.lanes.run("state_write", "gradient", self.geo.names[u], write, (landed, *before), nbytes=nbytes)
-        host.free((task,))
-        self.written[u] = task
-        return task
-
-    def fetch(self, u: int, a: int, b: int) -> tuple[Buffer, int]:
-        """Elements a..b from the SSD: (buffer in RAM, their first byte there)."""
-        size, buffer = ITEMSIZE[self.geo.dtype], self.back.acquire(f"{self.geo.names[u]} gradient {a}")
-        first, end = a * size // 4096 * 4096, round_up(b * size)
-
-        def read() -> None:
-            self.homes.space.read(self.offset[u] + first, memory_of(buffer.tensor, end - first))
-
-        ready = (*buffer.ready, self.written[u])
-        self.read[u] = self.lanes.run("state_read", "gradient", self.geo.names[u], read, ready, nbytes=end - first)
-        buffer.ready = (self.read[u],)
-        return buffer, a * size - first
-
     def norm(self, gpu: int, others: Sequence[Tensor]) -> Tensor:
         """A step's global norm, fp64 on a GPU; `others`: sums of the others, in RAM."""
         sums = self.sums[gpu]
@@ -189,7 +227,6 @@ class Gradients:
 
     def discard(self) -> None:
         """Drops waiting gradients: the step is skipped."""
-        for buffer, task in self.landed.values():
-            if buffer is not None:
-                buffer.free((task,))
+        for gradient in self.landed.values():
+            gradient.free(gradient.ready)
         self.landed.clear()

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trireme.engine.gradients import Gradients
+from trireme.engine.gradients import Gradients, Landed
 from trireme.engine.homes import Homes
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
@@ -111,14 +111,13 @@ class Optimizer:
         """Hands over unit u's update, if due."""
         if u not in self.gradients.landed:
             return
-        buffer, landed = self.gradients.landed.pop(u)
-        if self.plan.units[u].state == "gpu":
-            self.on_gpu.hand_over(u, landed)
-        elif self.plan.units[u].update == "gpu":
-            assert buffer is not None, "a gradient for the GPU waits in RAM"
-            self.streamed.hand_over(u, buffer, landed)
-        else:
-            self.on_cpu.hand_over(u, buffer, landed)
+        gradient = self.gradients.landed.pop(u)
+        unit = self.plan.units[u]
+        if "gpu" not in (unit.state, unit.update):
+            self.on_cpu.hand_over(u, gradient)
+            return
+        assert isinstance(gradient, Landed), "a gradient for the GPU is there or in RAM"
+        (self.on_gpu if unit.state == "gpu" else self.streamed).hand_over(u, gradient)
 
     def update_before_forward(self, u: int) -> None:
         """Hands over unit u's update, if due, and early ones."""

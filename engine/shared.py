@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry, extent
-from trireme.engine.gradients import Gradient, Gradients
+from trireme.engine.gradients import Gradient, Gradients, Landed
 from trireme.engine.homes import Homes
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Lanes, Task
-from trireme.engine.memory import Buffer, flat
+from trireme.engine.memory import NOTHING, Buffer, flat
 from trireme.engine.plan import Plan
 from trireme.storage.layout import ITEMSIZE
 
@@ -119,7 +119,7 @@ class SharedGradients(Gradients):
         dealt = self.lanes.run("net", "gradient", name, deal, ready, nbytes=nbytes)
         if whole is not None:
             whole.free((dealt,))
-        self.landed[u] = (mine, dealt)
+        self.landed[u] = Landed(mine or Buffer(NOTHING), (dealt,), size, own.start)
 
     def set_aside(self, u: int) -> None:
         """Passes the sum on, from the last host to the first, which goes on with it."""

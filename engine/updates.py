@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Geometry, Part
-from trireme.engine.gradients import Gradients
+from trireme.engine.gradients import Elements, Gradients, Landed, Spilled
 from trireme.engine.homes import Homes
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Kind, Lanes, Task
-from trireme.engine.memory import Buffer, flat, views
+from trireme.engine.memory import NOTHING, Buffer, flat, views
 from trireme.engine.plan import Plan
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
@@ -105,8 +105,8 @@ class OnGpuUpdates:
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.lanes = homes, weights, lanes
 
-    def hand_over(self, u: int, landed: Task) -> None:
-        hi, grad, states, dtype = self.homes.weights[u], self.homes.gradients[u], self.homes.state[u], self.geo.dtype
+    def hand_over(self, u: int, gradient: Landed) -> None:
+        hi, grad, states, dtype = self.homes.weights[u], gradient.buffer.tensor, self.homes.state[u], self.geo.dtype
         records = [(a, b, self.kernels.bind(u, a, b, on_gpu=True)) for a, b in self.geo.records(u, self.plan.record)]
 
         def update() -> None:
@@ -115,7 +115,7 @@ class OnGpuUpdates:
                 adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad, dtype, b)[a:])
 
         nbytes, lane = GPU_BYTES * self.geo.numel[u], numbered("compute", self.plan.units[u].gpu)
-        task = self.lanes.run(lane, "adamw", self.geo.names[u], update, (landed,), nbytes=nbytes)
+        task = self.lanes.run(lane, "adamw", self.geo.names[u], update, gradient.ready, nbytes=nbytes)
         self.weights.layers[u].trained.publish(task)
 
 
@@ -128,28 +128,18 @@ class StreamedUpdates:
         self.pools = homes.gpu_pools("stream ring")
         self.written: dict[tuple[int, int], Task] = {}
 
-    def hand_over(self, u: int, landing: Buffer, landed: Task) -> None:
+    def hand_over(self, u: int, gradient: Landed) -> None:
         weights, read = self.weights.in_ram(u), []
-        held = weights.get()
-        ready = weights.ready
+        held, come = weights.get(), weights.ready
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            up, done = self._record(u, r, (a, b), held, ready, landing, landed)
+            up, done = self._record(u, r, flat(held.tensor, self.geo.dtype, b)[a:], come, gradient.part(a, b))
             read.append(up)
-        landing.free(read)
+        gradient.free(read)
         weights.write_back(done)
 
-    def _record(
-        self,
-        u: int,
-        r: int,
-        elements: tuple[int, int],
-        held: Buffer,
-        come: Sequence[Task],
-        landing: Buffer,
-        landed: Task,
-    ) -> tuple[Task, Task]:
-        """(copy to the GPU, update of weights that `held` has after `come`); queues the copy back too."""
-        a, b = elements
+    def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], grad: Elements) -> tuple[Task, Task]:
+        """(copy to the GPU, update of weights `hi`, there after `come`); queues the copy back too."""
+        a, b = self.geo.records(u, self.plan.record)[r]
         dtype, layout, home = self.geo.dtype, self.geo.state_layout(b - a), self.homes.state[u][r]
         of, adamw, gpu = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True), self.plan.units[u].gpu
         buffer = self.pools[gpu].acquire(of)
@@ -157,17 +147,17 @@ class StreamedUpdates:
         def up() -> None:
             buffer.tensor[: layout.span].copy_(home, non_blocking=True)
             gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
-            gradient.copy_(flat(landing.tensor, dtype, b)[a:], non_blocking=True)
+            gradient.copy_(flat(grad.tensor, dtype, b - a), non_blocking=True)
 
         def update() -> None:
             gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
-            adamw(flat(held.tensor, dtype, b)[a:], views(layout, buffer.tensor), gradient)
+            adamw(hi, views(layout, buffer.tensor), gradient)
 
         def down() -> None:
             home.copy_(buffer.tensor[: layout.span], non_blocking=True)
 
         last = (self.written[u, r],) if (u, r) in self.written else ()
-        before = (*buffer.ready, landed, *self.kernels.clip.known, *last)
+        before = (*buffer.ready, *grad.ready, *self.kernels.clip.known, *last)
         nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
         gone = self.lanes.run(numbered("h2d", gpu), "state", of, up, before, nbytes=nbytes)
         ready = (gone, *come)
@@ -181,37 +171,41 @@ class StreamedUpdates:
 
 
 class CpuWork:
-    """A unit's update on the CPU, or a part of it."""
+    """A layer's update on the CPU, or a part of it."""
 
-    def __init__(self, kernels: Kernels, lanes: Lanes, u: int, hi: Tensor, gradient: Tensor | None, part: Part):
-        """`gradient`: the unit's in RAM, None where records bring their own."""
+    def __init__(
+        self, kernels: Kernels, lanes: Lanes, u: int, gradient: Landed | Spilled, part: Part, hi: Tensor = NOTHING
+    ):
+        """`hi`: the weights in RAM; the part "moments" reads none."""
         self.kernels, self.geo, self.lanes = kernels, kernels.geo, lanes
-        self.u, self.hi, self.gradient, self.part = u, hi, gradient, part
+        self.u, self.gradient, self.part, self.hi = u, gradient, part, hi
         self.ranges = self.geo.records(u, kernels.plan.record)
-        self.first = self.geo.share(u, kernels.plan.record).start  # element of the gradient's first
-        self.weights_first = self.first if part == "moments" else 0
         self.updates = [kernels.bind(u, a, b, part=part) for a, b in self.ranges]
 
     def whole(self, states: Sequence[Tensor], after: Sequence[Task]) -> Task:
-        """Queues all records; `states` lie in RAM."""
+        """Queues all records; `states` lie in RAM, as the gradient does."""
+        grads = [self.gradient.part(a, b).tensor for a, b in self.ranges]
 
         def update() -> None:
             with self._workers().together():
-                for r, state in enumerate(states):
-                    self._update(r, state, self._gradient_of(r))
+                for r, (state, grad) in enumerate(zip(states, grads, strict=True)):
+                    self._update(r, state, grad)
 
         n = sum(b - a for a, b in self.ranges)
-        return self._run(self.geo.names[self.u], update, after, n)
+        return self._run(self.geo.names[self.u], update, (*after, *self.gradient.ready), n)
 
-    def record(self, r: int, state: Tensor, after: Sequence[Task], gradient: Tensor | None = None) -> Task:
-        """`gradient`: that of the record alone."""
+    def record(self, r: int, state: Tensor, after: Sequence[Task]) -> Task:
+        a, b = self.ranges[r]
+        grad = self.gradient.part(a, b)
 
         def update() -> None:
             with self._workers().together():
-                self._update(r, state, self._gradient_of(r) if gradient is None else gradient)
+                self._update(r, state, grad.tensor)
 
-        a, b = self.ranges[r]
-        return self._run(f"{self.geo.names[self.u]} {r}", update, after, b - a)
+        task = self._run(f"{self.geo.names[self.u]} {r}", update, (*after, *grad.ready), b - a)
+        if grad.buffer is not None:
+            grad.buffer.free((task,))
+        return task
 
     def _run(self, of: str, update: Callable[[], None], after: Sequence[Task], n: int) -> Task:
         return self.lanes.run("cpu", KIND[self.part], of, update, after, nbytes=PART_BYTES[self.part] * n)
@@ -220,16 +214,11 @@ class CpuWork:
         assert self.kernels.workers is not None, "simulated work is never run"
         return self.kernels.workers
 
-    def _gradient_of(self, r: int) -> Tensor:
-        assert self.gradient is not None
-        size, (a, b) = ITEMSIZE[self.geo.dtype], self.ranges[r]
-        return self.gradient[(a - self.first) * size : (b - self.first) * size]
-
     def _update(self, r: int, state: Tensor, gradient: Tensor) -> None:
-        a, b = self.ranges[r]
-        dtype, layout = self.geo.dtype, self.geo.state_layout(b - a)
-        hi = flat(self.hi, dtype, b - self.weights_first)[a - self.weights_first :]
-        self.updates[r](hi, views(layout, state), flat(gradient, dtype, b - a))
+        (a, b), dtype = self.ranges[r], self.geo.dtype
+        grad = flat(gradient, dtype, b - a)
+        hi = grad if self.part == "moments" else flat(self.hi, dtype, b)[a:]  # moments read no weights
+        self.updates[r](hi, views(self.geo.state_layout(b - a), state), grad)
 
 
 class Read(NamedTuple):
@@ -296,36 +285,30 @@ class CpuUpdates:
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.gradients, self.lanes = homes, weights, gradients, lanes
         self.records = Records(self.geo, self.plan, homes)
-        self.late: list[tuple[int, Buffer | None, CpuWork, Task]] = []  # due: unit, gradient, work, weights
+        self.late: list[tuple[CpuWork, Task]] = []  # moments that are due, their weights' update
 
-    def hand_over(self, u: int, gradient: Buffer | None, landed: Task) -> None:
-        """Queues unit u's update. `gradient`: its slot in RAM, None where it waits on the SSD."""
-        unit = self.plan.units[u]
-        weights = self.weights.in_ram(u)
-        taken = weights.take()
-        hi, after = taken.tensor, (*taken.ready, landed, *self.kernels.clip.known)
-        late = unit.state in self.plan.late_moments
-        in_ram = gradient.tensor if gradient else None
-        work = CpuWork(self.kernels, self.lanes, u, hi, in_ram, "weights" if late else "all")
+    def hand_over(self, u: int, gradient: Landed | Spilled) -> None:
+        """Queues layer u's update."""
+        unit, weights = self.plan.units[u], self.weights.in_ram(u)
+        taken, late = weights.take(), unit.state in self.plan.late_moments
+        after = (*taken.ready, *self.kernels.clip.known)
+        work = CpuWork(self.kernels, self.lanes, u, gradient, "weights" if late else "all", taken.tensor)
         if unit.state == "ssd" and work.ranges:
             for r in range(len(work.ranges)):  # first in, first out: the last record ends last
                 done = self._record(work, r, after, late)
         else:
             done = work.whole(self.homes.state[u], after)
-        current = self.gradients.shared(u, hi, done)
+        current = self.gradients.shared(u, taken.tensor, done)
         if late:
-            # Moments read no weights, and SSD-home weights are gone by then: any buffer of that size will do.
-            stand_in = in_ram if in_ram is not None else hi
-            moments = CpuWork(self.kernels, self.lanes, u, stand_in, in_ram, "moments")
-            self.late.append((u, gradient, moments, done))
-        elif gradient:
+            self.late.append((CpuWork(self.kernels, self.lanes, u, gradient, "moments"), done))
+        else:
             gradient.free((done,))
         weights.put(taken, current)
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Updates one record from the SSD; with late moments only its low halves go back."""
         read = self.records.take(work.u, r)
-        done = self._with_gradient(work, r, read, (*after, read.task))
+        done = work.record(r, read.buffer.tensor, (*after, read.task))
         if not late:
             self.records.put_back(read, done)
             self.records.readable += 1
@@ -336,26 +319,16 @@ class CpuUpdates:
         self.records.read_ahead()
         return done
 
-    def _with_gradient(self, work: CpuWork, r: int, read: Read, after: Sequence[Task]) -> Task:
-        """Queues work on a record, its gradient fetched if on the SSD."""
-        if not self.plan.spilled(work.u):
-            return work.record(r, read.buffer.tensor, after)
-        back, first = self.gradients.fetch(work.u, *work.ranges[r])
-        task = work.record(r, read.buffer.tensor, (*after, *back.ready), back.tensor[first:])
-        back.free((task,))
-        return task
-
     def moments(self, first: int) -> None:
-        """Queues due moments, last unit first, down to unit `first`."""
-        while self.late and self.late[-1][0] >= first:
-            u, gradient, work, weights = self.late.pop()
-            if self.plan.units[u].state == "ssd" and work.ranges:
+        """Queues due moments, last layer first, down to layer `first`."""
+        while self.late and self.late[-1][0].u >= first:
+            work, weights = self.late.pop()
+            if self.plan.units[work.u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
-                    read = self.records.take_moments(u, r)
-                    done = self._with_gradient(work, r, read, (weights, read.task))
+                    read = self.records.take_moments(work.u, r)
+                    done = work.record(r, read.buffer.tensor, (weights, read.task))
                     self.records.put_back(read, done, "moments")
                 self.records.readable += len(work.ranges)
             else:
-                done = work.whole(self.homes.state[u], (weights,))
-            if gradient:
-                gradient.free((done,))
+                done = work.whole(self.homes.state[work.u], (weights,))
+            work.gradient.free((done,))
