@@ -233,26 +233,27 @@ class ActivationSwap:
         self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
         self.hop_in, self.hop_out = HOPS if plan.gpus > 1 else ("h2d", "d2h")
         self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
-        self.staging = homes.pool("host", "swap ring ssd")
-        self.pools = {tier: homes.gpu_pools(f"swap ring {tier}") for tier in ("host", "ssd")}
+        self.staging = homes.pool("host", "staging pool")
+        self.pools = {tier: homes.gpu_pools("saved pool", tier) for tier in ("host", "ssd")}
         self.places = [Buffer(tensor) for tensor in homes.many("host", "dx")]  # by micro-batch
         micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
-        x, dx = self._between("x"), self._between("dx")
-        on_gpu = [iter(homes.many("gpu", "x", gpu)) for gpu in range(plan.gpus)]
+        x, dx = self._between("x pool"), self._between("dx pool")
+        on_gpu = [iter(homes.many("gpu", "x", gpu=gpu)) for gpu in range(plan.gpus)]
         in_ram = iter(homes.many("host", "x"))
         self.x = [[], *([self._x(u, b, x, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
         self.dx = [[], *([self._dx(u, b, dx) for b in micro_batches] for u in layers)]
         self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
 
-    def _between(self, what: Literal["x", "dx"]) -> Pools:
+    def _between(self, what: Literal["x pool", "dx pool"]) -> Pools:
         """For what layers leave for each other."""
-        name, gpus = f"{what} ring", range(self.plan.gpus)
+        gpus = range(self.plan.gpus)
         if self.plan.between == "gpu":
-            pools = self.homes.gpu_pools(name)
+            pools = self.homes.gpu_pools(what)
             return pools, pools
         slots = self.plan.swap_slots
         out, back = (
-            [self.homes.pool("gpu", name, gpu, part) for gpu in gpus] for part in (slice(slots), slice(slots, None))
+            [self.homes.pool("gpu", what, gpu=gpu, part=part) for gpu in gpus]
+            for part in (slice(slots), slice(slots, None))
         )
         return out, back
 
@@ -282,8 +283,8 @@ class ActivationSwap:
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
         kinds = {t: Kind(self.geo, u, unit.names(t), numbered("d2h", unit.gpu)) for t in TIERS if unit.names(t)}
-        on_gpu = iter(self.homes.many("gpu", f"saved {name}", unit.gpu))
-        in_ram = iter(self.homes.many("host", f"saved {name}"))
+        on_gpu = iter(self.homes.many("gpu", "saved", name, unit.gpu))
+        in_ram = iter(self.homes.many("host", "saved", name))
 
         def home(tier: Tier) -> Home:
             if tier == "gpu":

@@ -9,6 +9,7 @@ from itertools import cycle
 
 from torch import Tensor
 
+from trireme.engine.buffers import What
 from trireme.engine.homes import Entry, Homes, Progress, finish, silent
 from trireme.engine.memory import NOTHING
 
@@ -108,12 +109,13 @@ def load_from_store(homes: Homes, progress: Progress = silent, everything: bool 
 
 def _places(homes: Homes, everything: bool) -> Iterator[tuple[Entry, Tensor]]:
     """Each entry with a buffer in RAM: its home, a ring's slot or staging."""
-    turns: dict[str, Iterator[Tensor]] = {}
+    turns: dict[tuple[What, str], Iterator[Tensor]] = {}
     for entry in homes.entries(everything):
         home = homes.in_ram(entry)
         if home is not None:
             yield entry, home
             continue
-        key = "state ring" if entry.kind == "state" else f"weight ring {homes.geo.size_class(entry.u)}"
-        key = key if homes.tier(entry) == "ssd" else "staging"
-        yield entry, next(turns.setdefault(key, cycle(homes.many("host", key))))
+        key: tuple[What, str] = ("staging", "")
+        if homes.tier(entry) == "ssd":
+            key = ("state pool", "") if entry.kind == "state" else ("weights pool", homes.geo.size_class(entry.u))
+        yield entry, next(turns.setdefault(key, cycle(homes.many("host", *key))))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from trireme.engine.geometry import Geometry, extent
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
 from trireme.models.sizes.workspace import workspace_bytes
-from trireme.storage.layout import ITEMSIZE, round_up
+from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
 OUT_SLOTS = 2  # for pieces of gradients leaving the GPU: one filled, one emptied
@@ -21,23 +22,51 @@ WHOLE_SLOTS = 2  # for gradients whose shares go to other hosts
 Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind and plan)
 
 
+Group = Literal["weights", "gradients", "optimizer state", "activations", "workspace"]  # rows of the memory table
+
+# What buffers hold, by group. Those of a pool pass from owner to owner.
+What = Literal[
+    "weights", "weights pool", "base", "base pool", "decoded",
+    "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
+    "state", "state pool",
+    "x", "x pool", "dx", "dx pool", "saved", "saved pool", "staging pool",
+    "staging",
+]  # fmt: skip
+GROUPS: dict[Group, tuple[What, ...]] = {
+    "weights": ("weights", "weights pool", "base", "base pool", "decoded"),
+    "gradients": (
+        *("sum", "sum of embedding", "sums", "rounded", "rounded pool"),
+        *("gradient", "whole gradient", "gradient pool"),
+    ),
+    "optimizer state": ("state", "state pool"),
+    "activations": ("x", "x pool", "dx", "dx pool", "saved", "saved pool", "staging pool"),
+    "workspace": ("staging",),
+}
+GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
+
+
 @dataclass(frozen=True)
-class Buffer:
-    """`count` equal buffers of `nbytes`, asked for by `key`; `gpu`: of the gpu tier."""
+class Buffers:
+    """`count` equal buffers of `nbytes`. `of`: a layer's name, a size class or a tier; `gpu`: of the gpu tier."""
 
     tier: Tier
-    key: str
+    what: What
     nbytes: int
     count: int = 1
+    of: str = ""
     gpu: int = 0
 
+    @property
+    def name(self) -> str:
+        return f"{self.what} {self.of}".rstrip()
 
-def buffers(geo: Geometry, plan: Plan) -> list[Buffer]:
+
+def buffers(geo: Geometry, plan: Plan) -> list[Buffers]:
     """All buffers that the engine makes, and no others."""
     return _buffers(geo, plan, [(u, 1) for u in range(geo.n_units)])
 
 
-def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
+def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
     """Each GPU's, as if its units were all, and those of RAM."""
     made = _made(geo, plan, units)
     if plan.gpus == 1:
@@ -49,7 +78,7 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
     return made
 
 
-def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffer]:
+def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
     made = [
         *_weight_buffers(geo, plan, units),
         *_base_buffers(geo, plan, units),
@@ -67,48 +96,53 @@ def _alike(geo: Geometry, plan: Plan) -> Alike:
     return [(one[key], count) for key, count in Counter(keys).items()]
 
 
-def _by_class(geo: Geometry, units: Alike, size: Callable[[int], int]) -> dict[str, tuple[int, int]]:
-    """size class -> (largest size, number of units), without units of size 0."""
+def _spans(layouts: Sequence[Layout]) -> list[int]:
+    return [layout.span for layout in layouts]
+
+
+def _by_class(geo: Geometry, units: Alike, sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """size class -> (largest size, number of units), without units of size 0; `sizes`: bytes of each unit."""
     found: dict[str, tuple[int, int]] = {}
     for u, alike in units:
-        if not size(u):
+        if not sizes[u]:
             continue
         kind = geo.size_class(u)
         biggest, count = found.get(kind, (0, 0))
-        found[kind] = (max(biggest, size(u)), count + alike)
+        found[kind] = (max(biggest, sizes[u]), count + alike)
     return found
 
 
-def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
-    span = lambda u: geo.weights[u].span
+def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
+    """A layer's own: as large as its weights in the compute dtype; a pool's: as large as those of its largest."""
+    spans = _spans(geo.weights)
     for u, alike in units:
         unit = plan.units[u]
         if unit.weights == "gpu" or unit.resident:
-            yield Buffer("gpu", f"weights {geo.names[u]}", span(u), alike)
+            yield Buffers("gpu", "weights", spans[u], alike, geo.names[u])
         if unit.weights == "host":
-            yield Buffer("host", f"weights {geo.names[u]}", span(u), alike)
+            yield Buffers("host", "weights", spans[u], alike, geo.names[u])
     streamed = [(u, n) for u, n in units if plan.units[u].weights != "gpu" and not plan.units[u].resident]
-    for kind, (size, count) in _by_class(geo, streamed, span).items():
-        yield Buffer("gpu", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.window, count))
+    for kind, (size, count) in _by_class(geo, streamed, spans).items():
+        yield Buffers("gpu", "weights pool", size, 1 if kind in ENDS else min(plan.window, count), kind)
     from_ssd = [(u, n) for u, n in units if plan.units[u].weights == "ssd"]
-    yield Buffer("host", "staging", _staging(geo, plan, units))
-    for kind, (size, count) in _by_class(geo, from_ssd, span).items():
-        yield Buffer("host", f"weight ring {kind}", size, 1 if kind in ENDS else min(plan.host_window, count))
+    yield Buffers("host", "staging", _staging(geo, plan, units))
+    for kind, (size, count) in _by_class(geo, from_ssd, spans).items():
+        yield Buffers("host", "weights pool", size, 1 if kind in ENDS else min(plan.host_window, count), kind)
 
 
-def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
-    span = lambda u: geo.base[u].span
+def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
+    """As of trained weights; in RAM those that pass lie as in the checkpoint's files, in whole blocks of the drive."""
+    spans = _spans(geo.base)
     for u, alike in units:
         if plan.units[u].base != "ssd":
-            yield Buffer(plan.units[u].base, f"base {geo.names[u]}", span(u), alike)
-    ways: tuple[tuple[Tier, int, tuple[Tier, ...]], ...]
-    ways = ("gpu", plan.window, ("host", "ssd")), ("host", plan.host_window, ("ssd",))  # rings and homes behind them
-    for tier, window, homes in ways:
-        passing = [(u, n) for u, n in units if plan.units[u].base in homes]
-        room = span if tier == "gpu" else geo.base_room.__getitem__
-        for kind, (size, count) in _by_class(geo, passing, room).items():
-            yield Buffer(tier, f"base ring {kind}", size, 1 if kind in ENDS else min(window, count))
-    yield Buffer("gpu", "decoded", max((geo.decoded[u].span for u, _ in units), default=0))
+            yield Buffers(plan.units[u].base, "base", spans[u], alike, geo.names[u])
+    streamed = [(u, n) for u, n in units if plan.units[u].base != "gpu"]
+    for kind, (size, count) in _by_class(geo, streamed, spans).items():
+        yield Buffers("gpu", "base pool", size, 1 if kind in ENDS else min(plan.window, count), kind)
+    from_ssd = [(u, n) for u, n in units if plan.units[u].base == "ssd"]
+    for kind, (size, count) in _by_class(geo, from_ssd, geo.base_room).items():
+        yield Buffers("host", "base pool", size, 1 if kind in ENDS else min(plan.host_window, count), kind)
+    yield Buffers("gpu", "decoded", max((geo.decoded[u].span for u, _ in units), default=0))
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
@@ -119,52 +153,53 @@ def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
     return max(0, geo.state_layout(n).span, *weights, *base)
 
 
-def _sum_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
+def _sum_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     """Accumulators."""
     wide = geo.gradients if plan.sums_wide else geo.weights
     tied = geo.cfg.tied  # then the head adds to the embedding's gradient too
     slots = 1 if plan.hosts == 1 else SUMS  # sums leave while the next unit's begins
-    yield Buffer("gpu", "gradient", max((wide[u].span for u, _ in units if u >= tied), default=0), slots)
-    yield Buffer("gpu", "gradient embed", max((wide[u].span for u, _ in units if u < tied), default=0))
+    yield Buffers("gpu", "sum", max((wide[u].span for u, _ in units if u >= tied), default=0), slots)
+    yield Buffers("gpu", "sum of embedding", max((wide[u].span for u, _ in units if u < tied), default=0))
 
 
-def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
+def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     for u, alike in units:
         if plan.units[u].state == "gpu":
-            yield Buffer("gpu", f"gradient out {geo.names[u]}", geo.weights[u].span, alike)
+            yield Buffers("gpu", "rounded", geo.weights[u].span, alike, geo.names[u])
         if plan.units[u].state != "ssd":
-            yield Buffer(plan.units[u].state, f"state {geo.names[u]}", geo.state_span(u, plan.record), alike)
+            yield Buffers(plan.units[u].state, "state", geo.state_span(u, plan.record), alike, geo.names[u])
     on_cpu = [(u, n) for u, n in units if plan.units[u].state != "gpu" and geo.numel[u]]
     if on_cpu and plan.last_host:
         pieces = {geo.pieces(u, plan.piece) for u, _ in on_cpu}
         largest = max(extent(piece)[1] for unit in pieces for piece in unit)
         count = max(sum(n for _, n in on_cpu), *map(len, pieces))
-        yield Buffer("gpu", "gradient out", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
-    for kind, (size, count) in _by_class(geo, on_cpu, lambda u: geo.share_span(u, plan.record)).items():
+        yield Buffers("gpu", "rounded pool", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
+    shares = [geo.share_span(u, plan.record) for u in range(geo.n_units)]
+    for kind, (size, count) in _by_class(geo, on_cpu, shares).items():
         spilled = sum(n for u, n in on_cpu if plan.spilled(u) and geo.size_class(u) == kind)
         passing = count if plan.mode == "backward" else spilled
-        yield Buffer("host", f"gradient {kind}", size, count - passing + min(plan.host_window, passing))
+        yield Buffers("host", "gradient", size, count - passing + min(plan.host_window, passing), kind)
     if plan.hosts > 1:
         yield from _shared_buffers(geo, plan, on_cpu)
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.spilled(u)])
     size = round_up(n * ITEMSIZE[plan.dtype]) + 4096  # a record begins and ends within a drive's block
-    yield Buffer("host", "gradient ring", size, min(GRADIENT_SLOTS, count))
+    yield Buffers("host", "gradient pool", size, min(GRADIENT_SLOTS, count))
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].update == "gpu"])
     size = geo.state_layout(n).span + round_up(n * ITEMSIZE[plan.dtype])
-    yield Buffer("gpu", "stream ring", size, min(plan.stream_slots, count))
+    yield Buffers("gpu", "state pool", size, min(plan.stream_slots, count))
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state == "ssd"])
-    yield Buffer("host", "state ring", geo.state_layout(n).span, min(plan.state_slots, count))
+    yield Buffers("host", "state pool", geo.state_layout(n).span, min(plan.state_slots, count))
 
 
-def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
+def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     """For gradients between hosts: pieces of sums; at the last host whole units, until their shares are dealt."""
     pieces = [piece for u, _ in units for piece in geo.pieces(u, plan.sum_piece)]
     largest = max((extent(piece)[1] for piece in pieces), default=0)
     tied = geo.cfg.tied  # then the last host hands a sum to the first
     for way, used in (("in", plan.host > 0 or tied), ("out", not plan.last_host or tied)):
-        yield Buffer("host", f"sums {way}", round_up(4 * largest), SUM_SLOTS * used)
-    for kind, (size, count) in _by_class(geo, units, lambda u: geo.weights[u].span).items():
-        yield Buffer("host", f"whole gradient {kind}", size, min(WHOLE_SLOTS, count) * plan.last_host)
+        yield Buffers("host", "sums", round_up(4 * largest), SUM_SLOTS * used, way)
+    for kind, (size, count) in _by_class(geo, units, _spans(geo.weights)).items():
+        yield Buffers("host", "whole gradient", size, min(WHOLE_SLOTS, count) * plan.last_host, kind)
 
 
 def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
@@ -173,29 +208,29 @@ def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
     return min(largest, plan.record), sum(n * len(geo.records(u, plan.record)) for u, n in units)
 
 
-def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffer]:
+def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
     away = plan.between == "host"
     inner = [(u, alike) for u, alike in units if u]  # the embedding's input is token ids
     homes: Counter[Tier] = Counter()  # of inputs
     for u, alike in inner:
         homes[plan.units[u].x] += alike * n
-    yield Buffer("gpu", "x", x, homes["gpu"])
+    yield Buffers("gpu", "x", x, homes["gpu"])
     if homes["host"] or homes["ssd"] or plan.gpus > 1:
-        yield Buffer("gpu", "x ring", x, plan.swap_slots + (plan.swap_slots if away else n))
-        yield Buffer("host", "x", x, homes["host"])
-    yield Buffer("gpu", "dx ring", x, 2 * plan.swap_slots if away else n + 1)
-    yield Buffer("host", "dx", x, n if away else 0)
+        yield Buffers("gpu", "x pool", x, plan.swap_slots + (plan.swap_slots if away else n))
+        yield Buffers("host", "x", x, homes["host"])
+    yield Buffers("gpu", "dx pool", x, 2 * plan.swap_slots if away else n + 1)
+    yield Buffers("host", "dx", x, n if away else 0)
     spans = {
         tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in TIERS
     }
     for (u, alike), here, host in zip(inner, spans["gpu"], spans["host"], strict=True):
-        yield Buffer("gpu", f"saved {geo.names[u]}", here, n * alike)
-        yield Buffer("host", f"saved {geo.names[u]}", host, n * alike)
+        yield Buffers("gpu", "saved", here, n * alike, geo.names[u])
+        yield Buffers("host", "saved", host, n * alike, geo.names[u])
     for tier in ("host", "ssd"):
-        yield Buffer("gpu", f"swap ring {tier}", max(spans[tier], default=0), plan.swap_slots)
+        yield Buffers("gpu", "saved pool", max(spans[tier], default=0), plan.swap_slots, tier)
     if homes["ssd"] or any(spans["ssd"]):
-        yield Buffer("host", "swap ring ssd", max(x, *spans["ssd"]), 2 * plan.swap_slots)
+        yield Buffers("host", "staging pool", max(x, *spans["ssd"]), 2 * plan.swap_slots)
 
 
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:

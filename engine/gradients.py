@@ -101,9 +101,9 @@ class Gradients:
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
         self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
         self.wide = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
-        self.accumulators, self.tied = homes.gpu_pools("gradient"), homes.gpu_pools("gradient embed")
-        self.out = homes.gpu_pools("gradient out")  # rounded
-        self.landings, back = homes.pools("host", "gradient"), homes.pool("host", "gradient ring")
+        self.accumulators, self.tied = homes.gpu_pools("sum"), homes.gpu_pools("sum of embedding")
+        self.out = homes.gpu_pools("rounded pool")  # rounded
+        self.landings, back = homes.pools("host", "gradient"), homes.pool("host", "gradient pool")
         self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
         self.landed: dict[int, Landed | Spilled] = {}
         self.itemsize = ITEMSIZE[geo.dtype]

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from trireme.engine.buffers import ENDS, buffers
+from trireme.engine.buffers import ENDS, What, buffers
 from trireme.engine.geometry import Geometry
 from trireme.engine.lanes.names import READS, numbered
 from trireme.engine.lanes.task import Kind, Lanes, Task
@@ -155,35 +155,39 @@ class Homes:
         copied = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and files is None]
         self.base_offset = {u: self.space.reserve(geo.base[u].span) for u in copied}  # in the scratch space
         self._made = {
-            (b.tier, b.key, b.gpu): memory.alloc(b.tier, b.key, b.nbytes, b.count, b.gpu) for b in buffers(geo, plan)
+            (b.tier, b.what, b.of, b.gpu): memory.alloc(b.tier, b.name, b.nbytes, b.count, b.gpu)
+            for b in buffers(geo, plan)
         }
         units = range(geo.n_units)
         self.weights = [self.of(u, plan.units[u].weights, "weights") for u in units]
         self.base = [self.of(u, plan.units[u].base, "base") for u in units]
         self.state = [self._split_records(u, self.of(u, plan.units[u].state, "state")) for u in units]
-        self.gradients = [self.of(u, "gpu", "gradient out") for u in units]
+        self.gradients = [self.of(u, "gpu", "rounded") for u in units]
 
-    def of(self, u: int, tier: Tier, what: str) -> Tensor:
+    def of(self, u: int, tier: Tier, what: What) -> Tensor:
         """Unit u's buffer; empty if absent or simulated."""
-        return next(iter(self.many(tier, f"{what} {self.geo.names[u]}", self.plan.units[u].gpu)), NOTHING)
+        return next(iter(self.many(tier, what, self.geo.names[u], self.plan.units[u].gpu)), NOTHING)
 
-    def many(self, tier: Tier, key: str, gpu: int = 0) -> list[Tensor]:
-        """The equal buffers `key` in RAM or of a GPU."""
-        return self._made.get((tier, key, gpu if tier == "gpu" else 0), [])
+    def many(self, tier: Tier, what: What, of: str = "", gpu: int = 0) -> list[Tensor]:
+        """Equal buffers in RAM or of a GPU, as in buffers.py; none where the plan needs none."""
+        return self._made.get((tier, what, of, gpu if tier == "gpu" else 0), [])
 
-    def pool(self, tier: Tier, key: str, gpu: int = 0, part: slice = slice(None)) -> Pool:
-        """A new pool of buffers `key`, or of a part of them."""
-        pool = Pool(f"{numbered(tier, gpu)} {key}", self.many(tier, key, gpu)[part], self.memory.poison)
+    def pool(self, tier: Tier, what: What, of: str = "", gpu: int = 0, part: slice | None = None) -> Pool:
+        """A new pool of equal buffers, or of a part of them."""
+        tensors = self.many(tier, what, of, gpu)
+        pool = Pool(
+            f"{numbered(tier, gpu)} {what} {of}".rstrip(), tensors[part] if part else tensors, self.memory.poison
+        )
         self.memory.pools.append(pool)
         return pool
 
-    def gpu_pools(self, key: str) -> list[Pool]:
+    def gpu_pools(self, what: What, of: str = "") -> list[Pool]:
         """A pool of each GPU."""
-        return [self.pool("gpu", key, gpu) for gpu in range(self.plan.gpus)]
+        return [self.pool("gpu", what, of, gpu) for gpu in range(self.plan.gpus)]
 
-    def pools(self, tier: Tier, prefix: str, gpu: int = 0) -> dict[str, Pool]:
+    def pools(self, tier: Tier, what: What, gpu: int = 0) -> dict[str, Pool]:
         """Pools by size class."""
-        return {kind: self.pool(tier, f"{prefix} {kind}", gpu) for kind in ("block", *HALVES, *ENDS)}
+        return {kind: self.pool(tier, what, kind, gpu) for kind in ("block", *HALVES, *ENDS)}
 
     def _split_records(self, u: int, buffer: Tensor) -> list[Tensor]:
         records, start = [], 0

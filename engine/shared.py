@@ -48,7 +48,7 @@ class SharedGradients(Gradients):
         """`wire`: None in a simulation."""
         super().__init__(geo, plan, homes, lanes)
         self._wire = wire
-        self.into, self.onward = homes.pool("host", "sums in"), homes.pool("host", "sums out")
+        self.into, self.onward = homes.pool("host", "sums", "in"), homes.pool("host", "sums", "out")
         self.whole = homes.pools("host", "whole gradient")
         order = [geo.head, *[0] * geo.cfg.tied, *range(geo.head - 1, -1, -1)]  # of backward
         self.following = dict(pairwise(u for u in order if geo.numel[u]))

@@ -125,7 +125,7 @@ class StreamedUpdates:
     def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.homes, self.weights, self.lanes = homes, weights, lanes
-        self.pools = homes.gpu_pools("stream ring")
+        self.pools = homes.gpu_pools("state pool")
         self.written: dict[tuple[int, int], Task] = {}
 
     def hand_over(self, u: int, gradient: Landed) -> None:
@@ -235,7 +235,7 @@ class Records:
 
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes):
         self.geo, self.plan, self.homes = geo, plan, homes
-        self.pool = homes.pool("host", "state ring")
+        self.pool = homes.pool("host", "state pool")
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
         on_ssd = (u for u in units if plan.units[u].state == "ssd")
         self.order = [(u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from trireme.engine.buffers import What
 from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes
 from trireme.engine.lanes.names import numbered
@@ -195,12 +196,12 @@ class WeightStream:
     def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
         self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
         self.for_decoded = homes.gpu_pools("decoded")
-        trained, frozen = self._stored("weights", "weight ring"), self._stored("base", "base ring")
+        trained, frozen = self._stored("weights", "weights pool"), self._stored("base", "base pool")
         self.layers = [LayerWeights(u, *both) for u, both in enumerate(zip(trained, frozen, strict=True))]
         self.coming = Prefetch()
         self.in_use: dict[int, LayerWeights] = {}
 
-    def _stored(self, kind: Literal["weights", "base"], pool: str) -> Iterable[OnGpu]:
+    def _stored(self, kind: Literal["weights", "base"], pool: What) -> Iterable[OnGpu]:
         homes, geo = self.homes, self.geo
         pools = [homes.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
         staging = homes.pools("host", pool)
@@ -211,7 +212,7 @@ class WeightStream:
                 yield OnGpu((homes.weights if kind == "weights" else homes.base)[u])
                 continue
             resident = kind == "weights" and unit.resident
-            to = homes.pool("gpu", f"weights {name}", gpu) if resident else pools[gpu][size]
+            to = homes.pool("gpu", "weights", name, gpu) if resident else pools[gpu][size]
             if tier == "host":
                 yield InRam(name, homes, entry, to, gpu)
             else:

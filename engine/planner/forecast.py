@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from trireme.engine.amounts import gb, whole_gib
-from trireme.engine.buffers import buffers, usage, workspace
+from trireme.engine.buffers import GROUP, GROUPS, buffers, usage, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
 from trireme.engine.planner.choose import choose, first_plan
@@ -23,13 +23,6 @@ from trireme.models.sizes import costs, narrow, shapes
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
-ROWS = {  # row of the memory table -> prefixes of its buffers' keys
-    "weights": ("weights", "weight ring", "base", "decoded"),
-    "gradients": ("gradient", "sums", "whole gradient"),
-    "optimizer state": ("state", "stream ring"),
-    "activations": ("x", "dx", "saved", "swap ring"),
-    "workspace": ("workspace", "staging"),
-}
 BEST = "best so far"  # its row: what is written with the next snapshot, or at the end
 SHORT = 4  # leans of a search for what is faster
 WORTH_SAYING = 1.1  # gain from which a change is offered
@@ -130,10 +123,10 @@ class Forecast:
         for b in made:
             each[b.gpu] += b.nbytes * b.count * (b.tier == "gpu")
         counted = range(plan.gpus) if all_gpus else [each.index(max(each))]
-        held = {row: dict.fromkeys(TIERS, 0) for row in ROWS}
+        held: dict[str, dict[Tier, int]] = {row: dict.fromkeys(TIERS, 0) for row in GROUPS}
         held["workspace"]["gpu"] = sum(workspace(geo, plan, gpu) for gpu in counted)
         for b in made:
-            held[_row(b.key)][b.tier] += b.nbytes * b.count * (b.tier != "gpu" or b.gpu in counted)
+            held[GROUP[b.what]][b.tier] += b.nbytes * b.count * (b.tier != "gpu" or b.gpu in counted)
         for u, unit in enumerate(plan.units):
             held["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
             held["weights"]["ssd"] += geo.base[u].span * (unit.base == "ssd")
@@ -281,7 +274,3 @@ def spares(geo: Geometry, plan: Plan) -> int:
     sizes = {layout.span for layout in geo.weights}
     sizes |= {geo.state_layout(n).span for u in range(geo.n_units) for n in geo.record_sizes(u, plan.record)}
     return IN_FLIGHT * sum(sizes)
-
-
-def _row(key: str) -> str:
-    return next(row for row, starts in ROWS.items() if any(key == s or key.startswith(s + " ") for s in starts))

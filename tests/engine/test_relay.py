@@ -133,7 +133,7 @@ def test_an_input_at_home_on_its_gpu_hops_there_once():
     hops = [task for task in lanes.tasks if kind_of(task.lane) == "hop_in" and " x " in task.of]
     assert len(hops) == 2 * sum(a.gpu != b.gpu for a, b in zip(plan.units, plan.units[1:], strict=False))
     assert all(task in lanes.tasks[: turn + 1] for task in hops)
-    assert {b.key: b.count for b in buffers(e.geo, plan) if b.tier == "host" and b.key in ("x", "dx")} == {"dx": 2}
+    assert {b.what: b.count for b in buffers(e.geo, plan) if b.tier == "host" and b.what in ("x", "dx")} == {"dx": 2}
     readers = {f"{task.of} x": task for task in lanes.tasks if task.kind == "backward"}  # of the last micro-batch
     begun = len(lanes.tasks)
     evaluate(e, batch)

@@ -192,7 +192,7 @@ def test_experts_in_mxfp4_are_counted_packed_and_their_decoding_too():
     geo, batch = Geometry.of(cfg, plan), Batch(16384, 4096, 2)
     assert all(unit.base != "ssd" for unit in plan.units)
     assert sum(layout.nbytes for layout in geo.base) == pytest.approx(65.3 * GB, rel=0.01)  # 233.7 GB in bf16
-    (decoded,) = [b for b in buffers(geo, plan) if b.key == "decoded"]
+    (decoded,) = [b for b in buffers(geo, plan) if b.what == "decoded"]
     assert (decoded.count, decoded.nbytes) == (1, 2 * 3 * 128 * 2880**2)
     found = predict(cfg, plan, RATES, batch)
     spans = [s for s in found.spans if s.kind == "decode"]

@@ -1,0 +1,79 @@
+"""Pools of buffers and transfers ahead of use: what a free buffer holds, and in which order things come."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import LIMITS, LORA, gpu_plan
+
+from trireme.engine.build import build
+from trireme.engine.lanes.names import kind_of
+from trireme.engine.memory import Pool, Prefetch
+from trireme.engine.plan import UnitPlan
+from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.step import Inputs, train_step
+
+
+def pool(count: int, poisoned: list) -> Pool:
+    return Pool("weights", [torch.empty(0)] * count, lambda buffer: poisoned.append(buffer) or SimpleNamespace())
+
+
+def test_a_free_buffer_keeps_its_content_until_it_is_handed_out_for_another():
+    poisoned = []
+    p = pool(2, poisoned)
+    for content in ("first", "second"):
+        buffer = p.acquire("owner", content)
+        buffer.content = content
+        buffer.free(())
+    held = [p.acquire("owner", content) for content in ("second", "first")]
+    assert [buffer.content for buffer in held] == ["second", "first"]
+    with pytest.raises(RuntimeError, match=r"third needs a buffer and all 2 are owned \(owner, owner\)"):
+        p.acquire("third")
+    for buffer in held:
+        buffer.free(())
+    assert not poisoned[2:], "the first two had no content when they were handed out"
+    evicted = p.acquire("owner", "third")
+    assert evicted is held[0], "that which was freed first"
+    assert evicted.content is None
+    assert poisoned[-1] is evicted
+
+
+def test_what_is_forgotten_is_not_found_again():
+    poisoned = []
+    p = pool(1, poisoned)
+    buffer = p.acquire("owner", "weights")
+    buffer.content = "weights"
+    buffer.free(())
+    p.forget("others")
+    assert buffer.content == "weights"
+    p.forget("weights")
+    assert poisoned[-1] is buffer
+    assert p.acquire("owner", "weights").content is None
+
+
+def test_transfers_start_in_order_and_none_overtakes_one_that_waits():
+    items = [SimpleNamespace(name=name, may_come=name != "b") for name in "abc"]
+    fetched, coming = [], Prefetch()
+    for item in items:
+        item.fetch = lambda item=item: fetched.append(item.name)
+    coming.expect(items)
+    assert fetched == ["a"]
+    with pytest.raises(AssertionError):
+        coming.expect(items)
+    items[1].may_come = True
+    coming.go_on()
+    assert fetched == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_what_is_frozen_stays_in_the_window_from_pass_to_pass(window):
+    """Blocks cross the bus 2 n - 2 window times a step."""
+    lanes = SimulatedLanes(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    n, frozen = LORA.n_layers, UnitPlan("gpu", "gpu", base="host")
+    e = build(LORA, gpu_plan(LORA, units=(frozen,) * LORA.n_units, window=window), LIMITS, lanes)
+    for step in (1, 2):
+        lanes.begin()
+        train_step(e, [Inputs(24, 20, 100)] * 2, step, 1e-3)
+    of_blocks = [t for t in lanes.tasks if kind_of(t.lane) == "h2d" and t.of.startswith("block")]
+    assert len(of_blocks) == 2 * n - 2 * window
