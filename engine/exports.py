@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from trireme.storage.checkpoint import counted
 from trireme.storage.files import partial_of, read_back, sync_folder, write_synced
 from trireme.storage.untrusted import complaint, parse_json, read_small
 
@@ -62,7 +63,7 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def take_over(folder: Path, out: Path) -> None:
+def take_over(folder: Path, out: Path, progress: Callable[[int], object] = lambda _: None) -> None:
     """Gives `out` the files of `folder`, one by one: by links where the drive has them."""
     for path in (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != NOTE):
         target = out / path.relative_to(folder)
@@ -74,7 +75,7 @@ def take_over(folder: Path, out: Path) -> None:
         try:
             part.hardlink_to(path)
         except OSError:
-            write_synced(part, read_back(path))
+            write_synced(part, counted(read_back(path), progress))
         part.replace(target)
         sync_folder(target.parent)
 

@@ -24,6 +24,8 @@ from trireme.engine.memory import NOTHING, Buffer, flat
 from trireme.engine.plan import Plan
 from trireme.storage.layout import ITEMSIZE
 
+BETWEEN = "net_between"  # of the lane net, which is idle, by the run's own thread
+
 
 class Wire(Protocol):
     """Tensors in RAM between hosts, for each lane in the order of its calls. A call returns when they are there."""

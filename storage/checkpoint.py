@@ -278,9 +278,9 @@ def export(
             (out / file).parent.mkdir(parents=True, exist_ok=True)
             done[file] = ""
             content = source.rewritten(file, fetch) if file in source.files else _copied(source, file)
-            write_synced(partial_of(out / file), summed(_counted(content, progress), partial(done.__setitem__, file)))
+            write_synced(partial_of(out / file), summed(counted(content, progress), partial(done.__setitem__, file)))
         for file, written in done.items():
-            if checksum(_counted(read_back(partial_of(out / file)), progress)) != written:
+            if checksum(counted(read_back(partial_of(out / file)), progress)) != written:
                 raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
         for file in files:
             partial_of(out / file).replace(out / file)
@@ -304,7 +304,8 @@ def _copied(source: Source, file: str) -> Iterator[np.ndarray]:
     yield np.frombuffer(content_of(source.others.get(file, source.folder / file)), np.uint8)
 
 
-def _counted(content: Iterable[np.ndarray | memoryview], progress: Callable[[int], None]) -> Iterator[memoryview]:
+def counted(content: Iterable[np.ndarray | memoryview], progress: Callable[[int], object]) -> Iterator[memoryview]:
+    """The pieces; tells progress(nbytes) of each once the next is asked for."""
     for piece in content:
         yield piece if isinstance(piece, memoryview) else piece.data
         progress(len(piece))

@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -133,12 +133,12 @@ def sign(paths: Sequence[Path], companions: Sequence[str], undo: ExitStack) -> N
         write_identity(path, Identity(name, k, len(paths), tuple(companions)))
 
 
-def remove(paths: Sequence[Path]) -> None:
+def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
     """Removes all of the store, and its locks, which are held. Killed meanwhile, it is finished."""
     for path in paths:
         _mark_finished(path)
     for path in paths:
-        _erase(path)
+        _erase(path, progress)
         let_go(path)
 
 
@@ -181,14 +181,14 @@ def _mark_finished(path: Path) -> None:
         sync_folder(path)
 
 
-def _erase(path: Path) -> None:
+def _erase(path: Path, progress: Callable[[int], object] = lambda _: None) -> None:
     """Removes a finished store's files."""
     if (path / FINISHED).exists():
-        _empty(path, _read(path, FINISHED))
+        _empty(path, _read(path, FINISHED), progress)
         (path / FINISHED).unlink()
 
 
-def _empty(path: Path, identity: Identity | None) -> None:
+def _empty(path: Path, identity: Identity | None, progress: Callable[[int], object] = lambda _: None) -> None:
     """Removes all but identity and lock; companions only if the identity is readable. Raises StoreError if FOLDER is a
     link.
     """
@@ -201,6 +201,7 @@ def _empty(path: Path, identity: Identity | None) -> None:
     snapshots.clean([path], set())
     for version in version_files(path):
         version.unlink()
+        progress(0)
     for name in (TEMPLATES, FOLDER):
         with suppress(OSError):  # absent, or keeping foreign files
             (path / name).rmdir()

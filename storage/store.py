@@ -21,7 +21,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,17 @@ class Store(Shards):
     # ------------------------------------------------------------ snapshots
 
     def commit(
-        self, step: int, extra: dict[str, Any], meet: Callable[[], None] = lambda: None, keep: int | None = None
+        self,
+        step: int,
+        extra: dict[str, Any],
+        meet: Callable[[], None] = lambda: None,
+        keep: int | None = None,
+        progress: Callable[[int], object] = lambda _: None,
     ) -> None:
         """Makes a snapshot with `extra` (JSON), drops the oldest beyond `keep`, if not the store's own.
 
-        Writes under way belong to the next. `meet` returns when other stores have this snapshot too: what it raises
-        leaves all snapshots. Raises StoreError, keeping earlier snapshots.
+        Writes under way belong to the next. Calls progress(0) for each file made durable. `meet` returns when other
+        stores have this snapshot too: what it raises leaves all snapshots. Raises StoreError, keeping earlier ones.
         """
         with self._versions.lock:
             state = {name: list(shard.current or ()) for name, shard in self.shards.items()}
@@ -146,7 +151,7 @@ class Store(Shards):
         sequence = self.snapshots[-1].sequence + 1 if self.snapshots else 1
         snapshot = snapshots.Snapshot(sequence, step, extra, self._companions, records)
         try:
-            self._sync(snapshot)
+            self._sync(snapshot, progress)
             snapshots.write(snapshot, self.paths)
         except BaseException:
             self._versions.drop(self._held(snapshot))
@@ -185,11 +190,13 @@ class Store(Shards):
             self._versions.drop(shard.current or [])
         self.shards = {}
 
-    def _sync(self, snapshot: snapshots.Snapshot) -> None:
+    def _sync(self, snapshot: snapshots.Snapshot, progress: Callable[[int], object]) -> None:
         stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
         with ThreadPoolExecutor(8) as pool:
             pairs = zip(self._held(snapshot), stripes, strict=True)
             jobs = [pool.submit(_sync, version, stripe.nbytes) for version, stripe in pairs if not version.synced]
+            for _ in as_completed(jobs):
+                progress(0)
         for job in jobs:
             job.result()
         for path in self.paths:
@@ -205,9 +212,9 @@ class Store(Shards):
         self._versions.close()  # requests ending here still hand over checksums
         self._sums.shutdown()
 
-    def remove(self) -> None:
-        """Removes all files and closes; if killed, the next process completes it."""
-        folders.remove(self.paths)
+    def remove(self, progress: Callable[[int], object] = lambda _: None) -> None:
+        """Removes all files and closes; if killed, the next process completes it. progress(0) is called for each."""
+        folders.remove(self.paths, progress)
         self.close()
 
     def __enter__(self) -> Store:

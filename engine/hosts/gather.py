@@ -14,9 +14,9 @@ from torch import Tensor
 from trireme.engine.between import Reader
 from trireme.engine.homes import Entry
 from trireme.engine.hosts.group import refuse_text
-from trireme.engine.shared import Wire
+from trireme.engine.shared import BETWEEN, Wire
 
-LANE, EXPORTS = "net", 0
+EXPORTS = 0
 END = -1
 
 
@@ -38,8 +38,8 @@ class Gatherer(Reader):
             return self.own.low(u, a, b)
         if len(self.came) < 2 * (b - a):
             self.came = torch.empty(2 * (b - a), dtype=torch.uint8)
-        self.wire.send(LANE, host, torch.tensor([u, a]))
-        self.wire.receive(LANE, host, self.came[: 2 * (b - a)])
+        self.wire.send(BETWEEN, host, torch.tensor([u, a]))
+        self.wire.receive(BETWEEN, host, self.came[: 2 * (b - a)])
         return self.came[: 2 * (b - a)]
 
 
@@ -56,7 +56,7 @@ def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
         yield Gatherer(own, wire)
         for host in range(plan.hosts):
             if host != EXPORTS:
-                wire.send(LANE, host, torch.tensor([END, END]))
+                wire.send(BETWEEN, host, torch.tensor([END, END]))
     else:
         _answer(own, wire)
         yield None
@@ -65,7 +65,7 @@ def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
 def _answer(own: Reader, wire: Wire) -> None:
     asked = torch.zeros(2, dtype=torch.int64)
     while True:
-        wire.receive(LANE, EXPORTS, asked)
+        wire.receive(BETWEEN, EXPORTS, asked)
         u, a = asked.tolist()
         if u == END:
             return
@@ -73,4 +73,4 @@ def _answer(own: Reader, wire: Wire) -> None:
         bounds = dict(geo.records(u, record) if 0 <= u < geo.n_units else ())
         if a not in bounds:
             refuse_text(EXPORTS, f": a record of unit {u} that begins at {a}")
-        wire.send(LANE, EXPORTS, own.low(u, a, bounds[a]))
+        wire.send(BETWEEN, EXPORTS, own.low(u, a, bounds[a]))

@@ -92,6 +92,11 @@ class Alone:
     host, hosts, beside = 0, 1, 1
     wire: Wire | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether the run's own thread waits for another host, which is watched there."""
+        return self.wire is not None and self.wire.waits
+
     def texts(self, text: str) -> list[str]:
         """What each host gives."""
         return [text]
@@ -192,10 +197,9 @@ class Group(Alone):
         import torch
         import torch.distributed as dist
 
-        from trireme.engine.hosts.wire import answered
-
+        assert self.wire is not None
         found = [torch.empty_like(own) for _ in range(self.hosts)]
-        with answered():
+        with self.wire.waiting():
             dist.all_gather(found, own, group=self._control)
         return found
 

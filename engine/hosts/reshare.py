@@ -17,9 +17,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.homes import Entry, Homes, Progress, Stored, silent, stored
 from trireme.engine.hosts.group import refuse_text
 from trireme.engine.hosts.held import Held, Whole
-from trireme.engine.shared import Wire
-
-LANE = "net"
+from trireme.engine.shared import BETWEEN, Wire
 
 
 def fill(homes: Homes, whole: Whole, wire: Wire | None, progress: Progress = silent) -> None:
@@ -66,19 +64,19 @@ def _bring(buffer: Tensor, shards: list[Stored], whole: Whole, source: int, wire
     assert wire is not None
     head = torch.zeros(2, dtype=torch.int64)
     while True:
-        wire.receive(LANE, whole.seer(source), head)
+        wire.receive(BETWEEN, whole.seer(source), head)
         at, n = head.tolist()
         if not n:
             return
         if at < 0 or not 0 < n <= len(buffer) - at:
             refuse_text(whole.seer(source), f": bytes {at} to {at + n} of {len(buffer)}")
-        wire.receive(LANE, whole.seer(source), buffer[at : at + n])
+        wire.receive(BETWEEN, whole.seer(source), buffer[at : at + n])
 
 
 def _send(wire: Wire, host: int, held: Held, shards: list[Stored]) -> None:
     """In pieces, each behind its (offset, bytes)."""
     for shard in shards:
         for at, piece in held.pieces(shard.name, shard.layout):
-            wire.send(LANE, host, torch.tensor([shard.first + at, len(piece)]))
-            wire.send(LANE, host, torch.frombuffer(bytearray(piece), dtype=torch.uint8))
-    wire.send(LANE, host, torch.zeros(2, dtype=torch.int64))
+            wire.send(BETWEEN, host, torch.tensor([shard.first + at, len(piece)]))
+            wire.send(BETWEEN, host, torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+    wire.send(BETWEEN, host, torch.zeros(2, dtype=torch.int64))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trireme.engine.hosts.watch import LostHost
+from trireme.engine.shared import BETWEEN
 
 LINES = ("net", "sum", "statistics")  # a group each; `sum_in` and `sum_out` are two ends of one
 
@@ -27,16 +28,27 @@ class Wire:
 
     def __init__(self, host: int, groups: Mapping[str, dist.ProcessGroup]):
         self.host, self._groups = host, groups
+        self.waits = False  # the run's own thread does, for another host
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """As `answered`, of what the run's own thread calls."""
+        self.waits = True
+        try:
+            with answered():
+                yield
+        finally:
+            self.waits = False
 
     def _group(self, lane: str) -> dist.ProcessGroup:
         return self._groups[lane.partition("_")[0]]
 
     def send(self, lane: str, host: int, what: Tensor) -> None:
-        with answered():
+        with self.waiting() if lane == BETWEEN else answered():
             dist.send(what, host, group=self._group(lane))
 
     def receive(self, lane: str, host: int, what: Tensor) -> None:
-        with answered():
+        with self.waiting() if lane == BETWEEN else answered():
             dist.recv(what, host, group=self._group(lane))
 
     def exchange(self, lane: str, to: int, source: int, block: Tensor) -> None:

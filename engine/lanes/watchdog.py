@@ -1,4 +1,4 @@
-"""The watchdog: ends a run where no task of the lanes is over any more.
+"""The watchdog: ends a run where nothing goes on any more.
 
 A wedged GPU or drive would be waited for without end, in calls that no exception interrupts. So a thread of its own
 says what hangs and ends the process at once: unwinding would free memory that a late lane may still write to.
@@ -14,20 +14,28 @@ from contextlib import contextmanager
 from trireme.engine.lanes.real import RealLanes
 
 HUNG = 4  # exit code
-LEAST, STEPS = 600.0, 20  # seconds without an end of a task, at least; steps as predicted
+LEAST, STEPS = 600.0, 20  # seconds without progress, at least; steps as predicted
 HALVES = 2  # silent in a row: a process stopped and continued has slept through one at most
 
 
 def patience(step_s: float) -> float:
-    """Seconds for a task; `step_s`: of a step, as predicted."""
+    """Seconds without progress; `step_s`: of a step, as predicted."""
     return max(LEAST, STEPS * step_s)
 
 
+def nothing() -> None:
+    """Of a run that has no other progress than its lanes'."""
+
+
 @contextmanager
-def watched(lanes: RealLanes, limit: float, late: Callable[[str], object]) -> Iterator[None]:
-    """Within, calls late(what hangs) from another thread once no task was over for `limit` seconds."""
+def watched(
+    lanes: RealLanes, limit: float, late: Callable[[str], object], other: Callable[[], object] = nothing
+) -> Iterator[None]:
+    """Within, calls late(what hangs) from another thread once for `limit` seconds no task was over and `other` returned
+    equal values: progress outside the lanes.
+    """
     left = threading.Event()
-    args = (left, lanes, limit, late)
+    args = (left, lanes, limit, late, other)
     threading.Thread(target=watch, args=args, name="watchdog", daemon=True).start()
     try:
         yield
@@ -35,11 +43,17 @@ def watched(lanes: RealLanes, limit: float, late: Callable[[str], object]) -> It
         left.set()
 
 
-def watch(left: threading.Event, lanes: RealLanes, limit: float, late: Callable[[str], object]) -> None:
+def watch(
+    left: threading.Event,
+    lanes: RealLanes,
+    limit: float,
+    late: Callable[[str], object],
+    other: Callable[[], object] = nothing,
+) -> None:
     """Until `left` is set or, once, `late` is called."""
-    before, silent = dict(lanes.over), 0
+    before, silent = (dict(lanes.over), other()), 0
     while not left.wait(limit / HALVES):
-        now = dict(lanes.over)
+        now = dict(lanes.over), other()
         silent, before = (silent + 1 if now == before else 0), now
         if silent == HALVES:
             late(_hanging(lanes))

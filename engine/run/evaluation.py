@@ -159,7 +159,8 @@ class Evaluation:
             return
         record: Record = {"step": done.step, "epoch": epoch(live), "eval_loss": loss}
         record |= {"eval_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
-        live.log.eval(record | ({"sample": samples[0].text} if samples else {}))
+        with live.watched("log"):
+            live.log.eval(record | ({"sample": samples[0].text} if samples else {}))
         done.worse += 1
         if done.best is None or loss < done.best:
             done.best, done.best_step, done.worse = loss, done.step or None, 0

@@ -25,7 +25,7 @@ from trireme.engine.lanes.real import RealLanes
 from trireme.engine.lanes.watchdog import leave, patience, watched
 from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.planner.whole import note_export
-from trireme.engine.run.begin.filled import fill_engine, make_engine
+from trireme.engine.run.begin.filled import claim_space, fill_engine, make_engine
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import kept
 from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
@@ -108,8 +108,10 @@ class Live:
             self._engine = make_engine(self.job, self.lanes, self.store, self.screen, self.group)
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
+            claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.whole is not None)
             given = self._engine, self.job, self.store, self.screen, self.resumed, asked
-            self._loaded(fill_engine(*given, group=self.group, whole=self.whole, clock=self.clock))
+            with self.watched("loading"):
+                self._loaded(fill_engine(*given, group=self.group, whole=self.whole, clock=self.clock))
         if self.whole is not None and not asked:
             self._settle_in(self.whole)
 
@@ -145,7 +147,9 @@ class Live:
         self.job = job
         with self.clock.at("load"):
             self._engine = make_engine(job, self.lanes, self.store, self.screen)
-            self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
+            claim_space(self._engine, job, self.store, anew=False)
+            with self.watched("loading"):
+                self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
 
     def settle(self) -> None:
         """Applies all updates; drains lanes."""
@@ -154,17 +158,20 @@ class Live:
             self.lanes.drain()
 
     def watched(self, what: str) -> AbstractContextManager[None]:
-        """Within, a task that hangs ends the process with code 4."""
-
+        """Within, a task, a read or a write that hangs ends the process with code 4."""
         limit = patience(self.job.forecast.step.step_s)
 
         def late(what_hangs: str) -> None:
-            how = f"no task was over for {duration(limit)}; {what_hangs}"
+            how = f"no progress for {duration(limit)}; {what_hangs}"
             said = f"error: {what}: {how}. Is the GPU or a drive failing? {self.last_snapshot()}"
             self.group.tell(how)
             leave(lambda: self._last_words(f"{said}. To go on: --resume {self.job.out}"))
 
-        return watched(self.lanes, limit, late)
+        return watched(self.lanes, limit, late, self._progress)
+
+    def _progress(self) -> tuple[int, object]:
+        """Of what is no task; another each time while a terminal or another host is waited for."""
+        return self.screen.counted, object() if self.screen.waits or self.group.waits else None
 
     def _last_words(self, said: str) -> None:
         self.screen.urgent(said)
@@ -188,27 +195,27 @@ class Live:
         """`keep`: snapshots, if not --keep."""
         self.settle()
         self._check_base()
-        with self.clock.at("snapshots"):
+        with self.clock.at("snapshots"), self.watched("snapshot"):
             self._write(keep)
 
     def _write(self, keep: int | None) -> None:
         homes, done = self.engine.homes, self.progress
         with self.screen.working("saving", homes.nbytes(everything=False)) as more:
             save_to_store(homes, more)
-        says = {
-            "step": done.step,
-            "options": kept(self.job.options),
-            "cut": self.job.pinned.json(),
-            "data": self.job.data.fingerprint,
-            "best": [done.best, done.best_step],
-            "worse": done.worse,
-            "written": self.written,
-            "eval_rows": done.eval_rows,
-            "base": self.base,
-            "log": self.log.sync(done.step, done.evaluated),
-        }
-        self.store.commit(done.step, says, self.group.meet, keep)
-        forget_old(self.job.out)
+            says = {
+                "step": done.step,
+                "options": kept(self.job.options),
+                "cut": self.job.pinned.json(),
+                "data": self.job.data.fingerprint,
+                "best": [done.best, done.best_step],
+                "worse": done.worse,
+                "written": self.written,
+                "eval_rows": done.eval_rows,
+                "base": self.base,
+                "log": self.log.sync(done.step, done.evaluated),
+            }
+            self.store.commit(done.step, says, self.group.meet, keep, more)
+            forget_old(self.job.out)
 
     def last_snapshot(self) -> str:
         snapshots = self.store.snapshots
@@ -237,7 +244,7 @@ class Live:
         Host 0 does, and asks the others for what it lacks.
         """
         own = kept or Reader(self.engine.homes)
-        with self.clock.at("export"), masters(own, self.group.wire) as reader:
+        with self.clock.at("export"), self.watched("export"), masters(own, self.group.wire) as reader:
             if reader is not None:
                 self._check_base(copied=self.job.cfg.lora is None)
                 self._export(folder, reader)
@@ -274,8 +281,9 @@ class Live:
             return
         if self.group.host:
             return
-        with self.clock.at("export"):
-            take_over(self.job.out / BEST, self.job.out)
+        with self.clock.at("export"), self.watched("export"):
+            with self.screen.working("writing the checkpoint", self.job.files.export) as more:
+                take_over(self.job.out / BEST, self.job.out, more)
             if self.job.cfg.lora is not None:
                 self._merge(self.job.cfg)
 
@@ -297,8 +305,13 @@ class Live:
 
     def close(self) -> None:
         """Ends the lanes; gives back. Idempotent."""
-        self.lanes.close()
-        self.give_back()
+        with self.watched("close"):
+            self.lanes.close()
+            self.give_back()
+
+    def close_log(self) -> None:
+        with self.watched("close"):
+            self.log.close()
 
 
 def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:

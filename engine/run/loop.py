@@ -95,7 +95,9 @@ class Run:
         self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
         seconds = time.perf_counter() - began
         spans = self._trace() if live.lanes.tracing else []
-        live.log.step(self._record(stats, rate, batch, seconds) | self._load_record(loads[0]))
+        record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
+        with live.watched("log"):
+            live.log.step(record)
         if self.pace.compare(spans, micro, seconds):
             self.saved = time.monotonic()
         self.evaluation.run_if_due()  # before a snapshot, which records the best so far
@@ -195,20 +197,21 @@ class Run:
             return
         adapter = job.cfg.lora is not None
         base = job.options.model or ""
-        with live.clock.at("check"):
+        with live.clock.at("check"), live.watched("check"):
             written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
-        for line in (live.log.summary(), *written):
+            summary = live.log.summary()
+        for line in (summary, *written):
             live.screen.say(line)
         for prompt, text, ended in self.evaluation.samples(0 if best else 3):  # the engine has the last weights
             live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
         for line in self._about_best(best, there):
             live.screen.say(line)
-        with live.clock.at("close"):
+        with live.clock.at("close"), live.watched("close"), live.screen.working("removing the store", 0) as more:
             live.close()
             live.log.sync(done.step, done.evaluated)
             if best or last_is_best:
                 set_aside(job.out)  # equals the output; `tidy` removes it once the store is
-            live.store.remove()
+            live.store.remove(more)
             tidy(job.out)
         live.group.meet()
         remove_given_up(job.out, live.group.hosts)
@@ -219,9 +222,10 @@ class Run:
         live = self.live
         live.close()
         live.group.meet()
-        live.store.remove()
-        shutil.rmtree(live.job.out, ignore_errors=True)
-        remove_folders([*live.job.store_dirs, live.job.out.parent])
+        with live.watched("close"), live.screen.working("removing the store", 0) as more:
+            live.store.remove(more)
+            shutil.rmtree(live.job.out, ignore_errors=True)
+            remove_folders([*live.job.store_dirs, live.job.out.parent])
 
     def _about_best(self, exported: bool, there: bool) -> list[str]:
         """Where the best weights are, if they are not the last."""

@@ -68,12 +68,15 @@ class Screen:
         self._parts: Mapping[str, str] = {}  # of the live line
         self._last = -math.inf
         self._may_fail = True
+        self.counted = 0  # sizes told while `working`, in all
+        self.waits = False  # for a terminal that is held
 
     def forgive(self) -> None:
         """From now on drops output that cannot be written."""
         self._may_fail = False
 
     def _write(self, text: str) -> None:
+        self.waits = True
         try:
             if self._stream:
                 self._stream.write(text)
@@ -84,6 +87,8 @@ class Screen:
             if self._may_fail:
                 raise StoreError(error.errno, error.strerror, OUTPUT) from error
             self._stream = None
+        finally:
+            self.waits = False
 
     def say(self, line: str) -> None:
         """Prints above the live line. Raises StoreError, BrokenPipeError until `forgive`."""
@@ -140,6 +145,7 @@ class Screen:
         def more(size: int) -> None:
             nonlocal done
             done += size
+            self.counted += size + 1  # a part without bytes counts too
             self.far(what, done, total, begun, unit)
 
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from trireme.engine.exports import BEST, Best, settle
@@ -131,7 +131,10 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
         with clock.at("plan"):
             left = promise(job, live.progress.step)
         live.promised = clock.with_spent(left | {"plan": AGAIN * clock.spent["plan"]})
-    with closing(live.log), closing(live), _telling(group):
+    with ExitStack() as stack:
+        stack.callback(live.close_log)
+        stack.enter_context(closing(live))
+        stack.enter_context(_telling(group))
         _load(live)
         Run(live).go()
     return live

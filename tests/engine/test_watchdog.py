@@ -48,6 +48,16 @@ def test_tasks_that_end_are_progress_and_silence_is_told_once(lanes):
     assert told == ["no lane has a task"]
 
 
+def test_progress_outside_the_lanes_counts(lanes):
+    """Bytes told of, or any value that is another each time."""
+    told, counts, nothing = [], iter([0, 1, 1, 2, 2, 3, 3, 3, 3, 3]), (lambda: None,)
+    watch(Script(*nothing * 6), lanes, 8.0, told.append, lambda: next(counts))
+    watch(Script(*nothing * 6), lanes, 8.0, told.append, object)
+    assert told == []
+    watch(Script(*nothing * 2), lanes, 8.0, told.append, lambda: next(counts))
+    assert told == ["no lane has a task"]
+
+
 def test_where_all_lanes_wait_it_is_the_gpu(lanes, monkeypatch):
     told, silence = [], (lambda: None,) * HALVES
     monkeypatch.setattr(lanes, "streams", {"h2d": None})  # as on a GPU

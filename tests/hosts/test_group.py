@@ -13,8 +13,10 @@ from runs import Hosts
 
 from trireme.engine.hosts import group, held, watch
 from trireme.engine.hosts.watch import LostHost
+from trireme.engine.hosts.wire import Wire
 from trireme.engine.run import main
 from trireme.engine.run.options import Options
+from trireme.engine.shared import BETWEEN
 from trireme.models.config import InputError
 from trireme.storage import snapshots
 
@@ -125,6 +127,19 @@ def test_a_host_that_dies_or_hangs_is_named_in_time(told, how):
     assert codes == ([2, 2] if how == signal.SIGKILL else [4, 4])
     for host in (0, 2):
         assert "host 1 is lost or hangs" in told()[host]
+
+
+def test_a_wait_for_another_host_is_known_as_one(monkeypatch):
+    """Between steps alone: in a step the lanes are watched."""
+    wire, seen = Wire(0, {"net": None, "sum": None}), []
+    waits = lambda what, host, group: seen.append(wire.waits)
+    monkeypatch.setattr(dist, "send", waits)
+    monkeypatch.setattr(dist, "recv", waits)
+    for lane in (BETWEEN, "sum_in"):
+        wire.send(lane, 1, None)
+        wire.receive(lane, 1, None)
+    assert seen == [True, True, False, False]
+    assert not wire.waits
 
 
 def test_without_torchrun_a_run_is_alone():

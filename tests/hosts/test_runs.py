@@ -5,8 +5,10 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs import Hosts, hold, losses, make_small
@@ -14,7 +16,8 @@ from tiny import CASES, oracle
 
 from trireme.engine.hosts import group, watch
 from trireme.engine.hosts.watch import LostHost
-from trireme.engine.run import demo, evaluation, main
+from trireme.engine.lanes import watchdog
+from trireme.engine.run import demo, evaluation, live, main
 from trireme.engine.run.begin import job, opened
 from trireme.engine.shared import SharedGradients
 from trireme.storage.files import StoreError
@@ -191,6 +194,36 @@ def test_where_one_host_cannot_save_no_hosts_snapshot_advances(folder, whole):
     assert same(out, whole)
 
 
+def hanging_drive(host: int) -> None:
+    """Host 1's drive hangs in the snapshot of step 4, while host 0 waits for its answer."""
+    stuck, real = threading.Event(), Store.commit
+
+    class Left(threading.Event):
+        def wait(self, seconds):
+            return not stuck.wait(120) or super().wait(seconds)
+
+    def commit(store, step, *args):
+        if host == 1 and step == 4:
+            stuck.set()
+            threading.Event().wait()
+        return real(store, step, *args)
+
+    watch.GRACE = 0.5
+    Store.commit = commit
+    watchdog.threading = SimpleNamespace(Event=Left, Thread=threading.Thread)
+    live.patience = lambda step_s: 0.5
+
+
+def test_a_drive_that_hangs_in_a_snapshot_ends_all_hosts(folder):
+    out = folder / "hanging"
+    run = Run(out, 2, command(folder, out), hanging_drive)
+    assert run.ended() == [4, 4]
+    first, second = run.errors()
+    assert second.startswith("error: snapshot: no progress for 0s; no lane has a task. Is the GPU or a drive failing?")
+    assert "host 1: no progress for 0s; no lane has a task" in first
+    shutil.rmtree(out)
+
+
 def ailing(error: Exception):
     """Host 0 fails where its last sum leaves, when it waits already for the norm, which host 1 has by all sums."""
 
@@ -288,7 +321,7 @@ def killed(host: int, when: str):
     def changed(this: int) -> None:
         real = Store.commit
 
-        def commit(store, step, extra, meet, keep):
+        def commit(store, step, extra, meet, *more):
             def met():
                 if when == "with":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -296,7 +329,7 @@ def killed(host: int, when: str):
 
             if when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(store, step, extra, met, keep)
+            real(store, step, extra, met, *more)
             os.kill(os.getpid(), signal.SIGKILL)
 
         if this == host:

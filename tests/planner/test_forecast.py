@@ -80,10 +80,10 @@ def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
                     gpu_memory=memory[0], ram=memory[1], save_every=every("2"))  # fmt: skip
     part, found, remove = prepare(replace(given, dry_run=True)).forecast.disk_parts(), [], Store.remove
 
-    def measured(store):
+    def measured(store, *more):
         files = {file.stat().st_ino: file.stat().st_size for file in Path(out, "store").rglob("*") if file.is_file()}
         found.append(sum(files.values()))
-        remove(store)
+        remove(store, *more)
 
     monkeypatch.setattr(Store, "remove", measured)
     train.finetune(given)

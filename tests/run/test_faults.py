@@ -5,22 +5,27 @@ moments, evaluations with samples, the best checkpoint, snapshots, a move to ano
 """
 
 import errno
+import io
 import json
 import os
 import random
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
+from concurrent.futures import Future
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engines import fork
 from runs import child as resumed
 from runs import ended, finished, losses, options
 
+from trireme.engine.lanes import watchdog
 from trireme.engine.lanes.names import LANES
 from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import UnitPlan
@@ -30,9 +35,12 @@ from trireme.engine.run import evaluation, live, loop, pace, train
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
+from trireme.storage.store import Store
 
 CALLS = ("fsync", "rename", "ftruncate", "posix_fallocate")
+OTHERS = ("open", "unlink", "pwrite", "preadv")
 PLACES = (*LANES, "read", "write", *CALLS)
+UNWATCHED = "unwatched"
 WATCH = 120  # seconds after which a run counts as one that hangs
 FAILED, OTHER = 3, 4
 
@@ -46,6 +54,7 @@ class Faults:
 
     def __init__(self, out: Path, place: str = "", fatal: int = 0):
         self.out, self.place, self.fatal, self.lock, self.count = out, place, fatal, threading.Lock(), Counter()
+        self.begun, self.watches = False, 0  # Live.watched that are entered
 
     def due(self, place: str) -> bool:
         with self.lock:
@@ -62,14 +71,46 @@ class Faults:
             finish(io, piece, -errno.EIO if self.due("write" if piece.write else "read") else result)
 
         RealLanes.run, IO._finish = run_or_fail, finish_or_fail
-        for name in CALLS:
+        for name in (*CALLS, *OTHERS):
             setattr(os, name, self.wrapped(name, getattr(os, name)))
+        self.look_for_waits()
+
+    def look_for_waits(self) -> None:
+        """Counts what the run's own thread waits for that no watchdog looks at, from its loading on."""
+        watched, load, result = live.Live.watched, live.Live.load, Future.result
+
+        @contextmanager
+        def counted(run, what):
+            with watched(run, what):
+                self.watches += 1
+                try:
+                    yield
+                finally:
+                    self.watches -= 1
+
+        def loaded(run, *args):
+            self.begun = True
+            load(run, *args)
+
+        def waited(future, timeout=None):
+            self.waits("result")
+            return result(future, timeout)
+
+        live.Live.watched, live.Live.load, Future.result = counted, loaded, waited
+
+    def waits(self, what: str) -> None:
+        if self.begun and not self.watches and threading.current_thread() is threading.main_thread():
+            callers = [frame.name for frame in traceback.extract_stack()]
+            if "claim_space" not in callers:  # may write zeros without a sign of progress
+                self.count[f"{UNWATCHED} {what} by {callers[-4]}"] += 1
 
     def wrapped(self, name: str, call):
         def called(what, *args, **kwargs):
             path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
-            if path.is_relative_to(self.out) and self.due(name):
-                self.fail()
+            if path.is_relative_to(self.out):
+                self.waits(name)
+                if name in CALLS and self.due(name):
+                    self.fail()
             return call(what, *args, **kwargs)
 
         return called
@@ -124,6 +165,11 @@ def whole(checkpoint):
     return given, after, out, json.loads(Path(f"{out}.json").read_text())
 
 
+def test_what_a_run_waits_for_is_watched(whole):
+    *_, count = whole
+    assert not [what for what in count if what.startswith(UNWATCHED)]
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_fails_the_run_ends_with_it_and_goes_on(checkpoint, whole, place):
     given, after, before, count = whole
@@ -158,6 +204,37 @@ def hangs(opts, lane: str, step: int, errors: str) -> None:
         train.finetune(opts)
 
 
+def snapshot_hangs() -> None:
+    """The first write of a snapshot never ends; time begins for the watchdog once it has begun."""
+    stuck = threading.Event()
+
+    class Left(threading.Event):
+        def wait(self, seconds):
+            return not stuck.wait(WATCH) or super().wait(seconds)
+
+    watchdog.threading = SimpleNamespace(Event=Left, Thread=threading.Thread)
+    live.patience = lambda step_s: 0.2
+    Store.write = lambda store, name, buffer: stuck.set() or Future()
+
+
+def test_a_snapshot_that_hangs_ends_the_run(checkpoint):
+    out, errors = checkpoint / "hangs-snapshot", checkpoint / "hangs-snapshot.txt"
+    pid = fork()
+    if not pid:
+        try:
+            snapshot_hangs()
+            with open(errors, "w") as said, redirect_stderr(said), redirect_stdout(io.StringIO()):
+                train.finetune(options(checkpoint, out, "host"))
+        finally:
+            os._exit(1)
+    assert ended(pid) == 4
+    (line,) = errors.read_text().splitlines()
+    assert line == (
+        "error: snapshot: no progress for 0s; no lane has a task. Is the GPU or a drive failing? There is no snapshot "
+        f"yet. To go on: --resume {out}"
+    )
+
+
 @pytest.mark.parametrize("lane", HANGS)
 def test_a_lane_that_hangs_ends_the_run_which_goes_on(checkpoint, lane):
     out, errors = checkpoint / f"hangs-{lane}", checkpoint / f"hangs-{lane}.txt"
@@ -169,7 +246,7 @@ def test_a_lane_that_hangs_ends_the_run_which_goes_on(checkpoint, lane):
             os._exit(1)
     assert ended(pid) == 4
     (line,) = errors.read_text().splitlines()
-    assert line.startswith(f"error: step 6: no task was over for 1s; lane {lane} hangs in "), line
+    assert line.startswith(f"error: step 6: no progress for 1s; lane {lane} hangs in "), line
     assert line.endswith(f"Last snapshot: step 4. To go on: --resume {out}")
     assert ended(resumed(options(checkpoint, out, "host", resume=str(out)))) == 0
     assert finished(out)

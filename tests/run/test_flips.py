@@ -97,6 +97,7 @@ def resumed(job: Job, run: Options) -> dict[str, bytes]:
     with store:
         e = filled.make_engine(job, InlineLanes(), store, screen)
         with closing(e):
+            filled.claim_space(e, job, store, anew=False)
             filled.fill_engine(e, job, store, screen, resumed=True)
             found = {"said": json.dumps(said).encode(), "step": b"%d" % store.snapshots[-1].step}
             for name, shard in store.shards.items():

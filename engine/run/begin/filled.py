@@ -75,14 +75,12 @@ def fill_engine(
 
     `clock`: within its part "load". Without `everything`, homes on the SSD are not read. Raises as Live.load.
     """
-    e.claim_scratch(store.devices)
     adapter = None if resumed else job.adapter
     exchange = Exchange(job.cfg, job.source, e.homes, adapter.values if adapter else None)
     if resumed:
         if whole is None:
             _load_snapshot(e, store, screen, asked, everything)
         else:
-            _new_shards(e, job, store)
             what = f"dealing anew the state of {count(whole.key.hosts, 'host')}"
             with _loading(screen, what, e.homes.nbytes(), asked) as more:
                 reshare.fill(e.homes, whole, group.wire if group else None, more)
@@ -90,7 +88,6 @@ def fill_engine(
             with _loading(screen, "loading what is frozen", e.homes.frozen_bytes, asked) as more:
                 exchange.load_base(more)
         return exchange.base
-    _new_shards(e, job, store)
     with _loading(screen, "loading", e.homes.nbytes() + e.homes.frozen_bytes, asked) as more:
         _load_and_rehearse(e, job, exchange, more, clock or Clock())
     if group:
@@ -126,8 +123,11 @@ def _first(job: Job) -> Inputs:
     return placed(mb, [(rope_tables(job.cfg, job.seq_len, job.device), job.device)], [load])
 
 
-def _new_shards(e: Engine, job: Job, store: Store) -> None:
-    """Raises StoreError where a drive has no room for them."""
+def claim_space(e: Engine, job: Job, store: Store, anew: bool) -> None:
+    """Scratch space and, where no snapshot has them (`anew`), shards. Raises StoreError without space."""
+    e.claim_scratch(store.devices)
+    if not anew:
+        return
     store.clear()
     for shard in e.homes.shards():
         store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
