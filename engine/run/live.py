@@ -35,9 +35,11 @@ from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import LOGS
 from trireme.engine.step import Engine
-from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
+from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.merge import merge_adapter
+from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.peft_config import CONFIG
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.files import StoreError

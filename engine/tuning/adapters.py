@@ -7,7 +7,6 @@ is (out, rank E), by rank and expert.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,16 +18,15 @@ import torch
 
 from trireme.engine.between import Reader
 from trireme.engine.exchange import fetch
-from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
-from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
+from trireme.storage.checkpoint import Source, convert, dtype_of
 from trireme.storage.files import StoreError, partial_of, sync_folder, write_synced
-from trireme.storage.headers import encode_header, read_header
+from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
-from trireme.storage.untrusted import parse_json, read_small
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's
 IN_PEFT = {  # of a layer's experts, in transformers: parameter -> the module that has its adapter
     shapes.GATE_UP: "mlp.experts.base_layer",
@@ -45,9 +43,13 @@ class Adapter:
     source: Source
     base: str  # the model that it was made for: a folder, or a name on the hub
     names: dict[str, str]  # canonical -> in the file
+    absent: tuple[str, ...]  # modules of targets that have none: theirs is zero, and stays it
+    dropout: float
 
     def values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
-        if _turned(name):
+        if name not in self.names:
+            yield np.zeros(last - first, np.float32)
+        elif turned(name):
             yield self.tensor(name).flatten()[first:last].numpy()
         else:
             yield from self.source.values(self.names[name], first, last)
@@ -57,12 +59,15 @@ class Adapter:
         t = self.source.tensors[self.names[name]]
         pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(self.names[name])]
         found = torch.from_numpy(np.concatenate(pieces)).view(t.shape)
-        if not _turned(name):
+        if not found.isfinite().all():
+            where = self.source.folder / WEIGHTS
+            raise InputError(f"{where}: {self.names[name]} holds NaN or infinite values; the adapter is damaged.")
+        if not turned(name):
             return found
         return found.view(t.shape[0], self.lora.rank, -1).permute(2, 1, 0).reshape(-1, t.shape[0])
 
 
-def _turned(name: str) -> bool:
+def turned(name: str) -> bool:
     """Whether a tensor lies otherwise in peft's files: B of experts, (E rank, out) here."""
     return shapes.adapts_experts(name) and name.endswith(".lora_B.weight")
 
@@ -89,14 +94,14 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str) -> N
     assert cfg.lora is not None
     unit = {t.name: u for u, layout in enumerate(reader.homes.geo.weights) for t in layout.tensors}
     names, rank = peft_names(cfg), cfg.lora.rank
-    stored = {name: shape[::-1] if _turned(name) else shape for name, shape in adapter_shapes(cfg).items()}
+    stored = {name: shape[::-1] if turned(name) else shape for name, shape in adapter_shapes(cfg).items()}
     layout = sequential([(names[name], "F32", shape) for name, shape in stored.items()])
 
     def content() -> Iterator[bytes]:
         yield encode_header(layout, {"format": "pt"})
         for name, shape in stored.items():
             pieces = fetch(reader, unit[name], name, exact=True)
-            if _turned(name):
+            if turned(name):
                 whole = np.concatenate([piece.copy() for piece in pieces])
                 pieces = iter([np.ascontiguousarray(whole.reshape(-1, rank, shape[0]).transpose(2, 1, 0))])
             for piece in pieces:
@@ -114,13 +119,16 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str) -> N
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or folder)) from e
 
 
+def excluded(cfg: ModelConfig) -> str:
+    """The regular expression of what has layers of like names outside the language model; "" without."""
+    return "|".join(f"{re.escape(prefix)}.*" for prefix in (cfg.carried if cfg.wrapper else ()))
+
+
 def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     """Keys that peft, vLLM and llama.cpp read."""
-    towers = cfg.carried if cfg.wrapper else ()  # have layers of like names
-    beside = "|".join(f"{re.escape(prefix)}.*" for prefix in towers)
     experts = cfg.experts is not None and lora.adapts(cfg.names.experts)
     modules = [t for t in lora.targets if not (experts and f".{cfg.names.experts}".endswith(f".{t}"))]
-    more: dict[str, Any] = {"exclude_modules": beside} if beside else {}
+    more: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
     if experts:
         more["target_parameters"] = PARAMETERS
     return more | {
@@ -139,73 +147,3 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
         "use_dora": False,
         "use_rslora": False,
     }
-
-
-def read_adapter(folder: Path, cfg: ModelConfig) -> Adapter:
-    """What of `cfg` is trained does not count. Raises InputError on another format, kind or base."""
-    config = read_adapter_config(folder)
-    try:
-        header = read_header(folder / WEIGHTS)
-    except (OSError, ValueError) as error:
-        raise InputError(str(error)) from None
-    rank, alpha = _numbers(folder, config)
-    found = {t.name.removeprefix(PREFIX): t.shape for t in header.layout.tensors}
-    layered = re.compile(re.escape(cfg.names.block).replace(r"\{\}", r"\d+") + r"(.+)\.lora_[AB]\.weight")
-    modules = {match[1] for match in map(layered.fullmatch, found) if match}
-    wrapped = modules & set(IN_PEFT.values()) if cfg.experts else set()
-    experts = _of_parameters(folder, config, bool(wrapped))
-    lora = Lora(rank, alpha, (*sorted(modules - wrapped), *((cfg.names.experts,) if experts else ())))
-    names, ours = peft_names(adapted(cfg, lora)), adapter_shapes(adapted(cfg, lora))
-    expected = {
-        names[name].removeprefix(PREFIX): shape[::-1] if _turned(name) else shape for name, shape in ours.items()
-    }
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            has, wants = (list(known[name]) if name in known else "missing" for known in (found, expected))
-            raise InputError(f"{folder / WEIGHTS}: {name} is {has}, for this model it would be {wants}.")
-    tensors = {t.name: SourceTensor(t.dtype, t.shape, WEIGHTS, header.data + t.offset) for t in header.layout.tensors}
-    return Adapter(lora, Source(folder, (WEIGHTS,), tensors, {}), base_of(config), names)
-
-
-def _of_parameters(folder: Path, config: dict[str, Any], experts: bool) -> bool:
-    """Whether experts are adapted. Raises InputError where only one of their matrices is, or something else."""
-    given = config.get("target_parameters") or []
-    ends = {str(name).rpartition(".")[2] for name in given} if isinstance(given, list) else {"?"}
-    if ends == (set(IN_PEFT) if experts else set()):
-        return experts
-    wanted = (
-        f"{', '.join(PARAMETERS)}, both, are" if experts or ends <= set(IN_PEFT) else "only parameters of experts are"
-    )
-    raise InputError(f"{folder / CONFIG}: target_parameters is {given!r}; {wanted} supported.")
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Raises InputError."""
-    try:
-        return parse_json(read_small(folder / CONFIG, links=True), str(folder / CONFIG))
-    except FileNotFoundError:
-        raise InputError(f"{folder} has no {CONFIG}: it is not an adapter of peft.") from None
-    except (OSError, ValueError) as error:
-        raise InputError(str(error)) from None
-
-
-def base_of(config: dict[str, Any]) -> str:
-    """The model that an adapter was made for; "" where it does not say."""
-    name = config.get("base_model_name_or_path")
-    return name if isinstance(name, str) and "\0" not in name else ""
-
-
-def _numbers(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
-    """(rank, alpha without rank stabilisation). Raises InputError on other kinds."""
-    where = folder / CONFIG
-    if config.get("peft_type") != "LORA":
-        raise InputError(f"{where}: peft_type is {config.get('peft_type')!r}; LORA is supported.")
-    for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias"):
-        if config.get(key):
-            raise InputError(
-                f"{where}: {key} is {config[key]!r}, which is not supported. Train the adapter without it."
-            )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not (isinstance(rank, int) and isinstance(alpha, int | float)) or rank < 1 or not math.isfinite(alpha):
-        raise InputError(f"{where}: r is {rank!r}, lora_alpha is {alpha!r}; expected numbers.")
-    return rank, alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha)

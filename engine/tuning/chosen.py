@@ -85,11 +85,16 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
     """`cfg` with adapters, which alone are trained. InputError where the rank or a target fits nothing."""
     if not 1 <= lora.rank <= cfg.width:
         raise InputError(f"a LoRA rank of {lora.rank}: expected 1 to {cfg.width}, the width of the model.")
-    modules = (*linear_layers(cfg), *((cfg.names.experts,) if cfg.experts else ()))
+    modules = adaptable(cfg)
     for target in lora.targets:
         if not any(replace(lora, targets=(target,)).adapts(module) for module in modules):
             raise InputError(f"no linear layer of the blocks is called {target}; there are {', '.join(modules)}.")
     return replace(cfg, lora=lora, frozen=("*",))
+
+
+def adaptable(cfg: ModelConfig) -> tuple[str, ...]:
+    """Names of what can have adapters, within a block."""
+    return (*linear_layers(cfg), *((cfg.names.experts,) if cfg.experts else ()))
 
 
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:

@@ -12,8 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from trireme.engine.homes import Progress, silent
-from trireme.engine.tuning.adapters import Adapter, base_of, read_adapter, read_adapter_config
+from trireme.engine.tuning.adapters import Adapter
+from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.packed import Packed, open_checkpoint, unpacked
+from trireme.engine.tuning.peft_config import base_of, read_adapter_config
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.models.sizes import shapes
@@ -43,7 +45,7 @@ def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working
 def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
     """Writes `source` plus the adapter to `out`. Raises InputError, StoreError."""
     base = replace(cfg, lora=None, frozen=())
-    adapter = read_adapter(folder, base)
+    adapter = read_adapter(folder, base, single=True)
     if isinstance(source, Packed) and any(map(shapes.adapts_experts, adapter.names)):
         source = unpacked(source)
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them

@@ -151,7 +151,7 @@ def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[G
 
 def adapts_experts(name: str) -> bool:
     """Whether a tensor is an adapter of a layer's experts."""
-    return ".experts." in name and (f".{GATE_UP}.lora_" in name or f".{DOWN}.lora_" in name)
+    return f".experts.{GATE_UP}.lora_" in name or f".experts.{DOWN}.lora_" in name
 
 
 def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:

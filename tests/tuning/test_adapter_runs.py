@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import losses, options, stopped
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from trireme.engine.amounts import gb
 from trireme.engine.lanes.names import WRITES
@@ -143,6 +143,24 @@ def test_an_adapter_is_trained_further(checkpoint, whole):
     assert all(torch.allclose(t, whole[0][name], atol=1e-6) for name, t in found.items())
 
 
+def test_a_part_of_the_layers_is_trained_further_without_dropout(checkpoint, whole, capsys):
+    shutil.copytree(checkpoint / "whole", checkpoint / "part")
+    tensors = {name: t for name, t in whole[0].items() if "layers.0.self_attn" not in name}
+    save_file(tensors, checkpoint / "part" / TENSORS)
+    path = checkpoint / "part/adapter_config.json"
+    config = json.loads(path.read_text()) | {"lora_dropout": 0.1, "target_modules": ".*q_proj|.*down_proj"}
+    path.write_text(json.dumps(config))
+    more = options(checkpoint, checkpoint / "part-out", "gpu", adapter=str(checkpoint / "part"))
+    finetune(replace(more, max_steps=2))
+    report = capsys.readouterr().out
+    assert "part was trained with lora_dropout 0.1; here it is trained without dropout" in report
+    assert "part has nothing for model.layers.0.self_attn.q_proj: these stay without an adapter" in report
+    found = load_file(checkpoint / "part-out" / TENSORS)
+    assert found.keys() == whole[0].keys()
+    assert {name for name, t in found.items() if not t.any()} == whole[0].keys() - tensors.keys()
+    assert not any(torch.equal(t, found[name]) for name, t in tensors.items())
+
+
 def test_frozen_tensors_come_out_as_they_went_in(checkpoint, monkeypatch, capsys):
     run = options(checkpoint, checkpoint / "some", "ssd", train=("*.mlp.*", "*embed*"), freeze=("*layers.0.*",))
     run = replace(run, max_steps=4)
@@ -253,6 +271,10 @@ BAD = {
     "a rank above the width": (dict(lora=100_000), "a LoRA rank of 100000"),
     "no such target": (dict(lora=4, lora_targets=("query",)), "is called query; there are"),
     "alpha without a rank": (dict(lora_alpha=3.0), "Give their rank"),
+    "more than read_adapter takes": (
+        dict(lora=4, lora_alpha=1e9),
+        r"--lora-alpha 1e[+]09: expected at most 1,000,000\.",
+    ),
     "merge without adapters": (dict(merge=True), "Give their rank"),
     "an adapter and a rank": (dict(adapter="x", lora=4), "has its own rank"),
     "no adapter": (dict(adapter="nowhere"), "has no adapter_config.json"),

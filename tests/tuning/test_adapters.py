@@ -17,9 +17,11 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.step import evaluate
-from trireme.engine.tuning.adapters import CONFIG, WEIGHTS, read_adapter, save_adapter
+from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.merge import merge_adapter
+from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models.config import InputError, Lora
 from trireme.models.rows import rope_tables
 from trireme.storage.checkpoint import open_source
@@ -126,7 +128,7 @@ BAD = {
     "another kind": (_config(peft_type="IA3"), "peft_type is 'IA3'"),
     "DoRA": (_config(use_dora=True), "use_dora is True"),
     "whole modules": (_config(modules_to_save=["lm_head"]), "modules_to_save"),
-    "another rank": (_config(r=3), r"is \[2, 56\], for this model it would be \[3, 56\]"),
+    "another rank": (_config(r=3), r"is \[2, 40\], for this model it would be \[3, 40\]"),
     "no number": (_config(r="2"), "r is '2'"),
     "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), "adapter_config.json"),
 }

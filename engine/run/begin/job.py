@@ -29,6 +29,7 @@ from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine
 from trireme.engine.run.begin.limits import check_fp8, check_gpus, least, place
 from trireme.engine.run.begin.model import (
+    about_adapter,
     given_adapter,
     is_absent,
     length,
@@ -156,10 +157,8 @@ def prepare(
     with clock.at("headers"):
         pinned = None if kept is None else pinned_of(options, kept, group.host, group.hosts)
         cfg = what_is_trained(options)
-        if (adapter := given_adapter(options, cfg)) and Path(adapter.base).name != folder.resolve().name:
-            say(
-                f"--adapter {options.adapter} was made for {adapter.base or 'a model without a name'}, not for {folder}"
-            )
+        for line in about_adapter(options, cfg):
+            say(line)
         source = outlined(cfg, folder) if is_absent(options, folder) else open_checkpoint(folder, say)
         cfg = cfg if is_absent(options, folder) else as_stored(cfg, source)
         if pinned:

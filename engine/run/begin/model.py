@@ -9,12 +9,16 @@ from pathlib import Path
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.run.options import Options
-from trireme.engine.tuning.adapters import Adapter, read_adapter
-from trireme.engine.tuning.chosen import adapted, chosen, targets
+from trireme.engine.tuning.adapters import Adapter
+from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
+from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.peft_config import MOST
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.companions import CONTENT, beside
+
+NAMED = 4  # modules named in a line
 
 
 def what_is_trained(options: Options) -> ModelConfig:
@@ -38,12 +42,30 @@ def what_is_trained(options: Options) -> ModelConfig:
             raise InputError("--lora-alpha, --lora-targets and --merge are of adapters. Give their rank: --lora 16.")
         return chosen(cfg, options.freeze, options.train)
     alpha = 2.0 * options.lora if options.lora_alpha is None else options.lora_alpha
+    if (options.lora_alpha or 0) > MOST:
+        raise InputError(f"--lora-alpha {options.lora_alpha:g}: expected at most {MOST:,}.")
     return adapted(cfg, Lora(options.lora, alpha, targets(cfg, options.lora_targets)))
 
 
 def given_adapter(options: Options, cfg: ModelConfig) -> Adapter | None:
     """The adapter that --adapter names. Raises InputError."""
     return read_adapter(Path(options.adapter), cfg) if options.adapter else None
+
+
+def about_adapter(options: Options, cfg: ModelConfig) -> list[str]:
+    """What the adapter that --adapter names is not as one would expect. Raises InputError."""
+    adapter, lines = given_adapter(options, cfg), list[str]()
+    if adapter is None:
+        return lines
+    if Path(adapter.base).name != Path(options.model).resolve().name:
+        lines.append(f"was made for {adapter.base or 'a model without a name'}, not for {options.model}")
+    if adapter.dropout:
+        lines.append(f"was trained with lora_dropout {adapter.dropout:g}; here it is trained without dropout")
+    if adapter.absent:
+        names = folded(cfg, adapter.absent)
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        lines.append(f"has nothing for {', '.join(names[:NAMED])}{more}: these stay without an adapter")
+    return [f"--adapter {options.adapter} {line}" for line in lines]
 
 
 def length(options: Options, cfg: ModelConfig) -> int:

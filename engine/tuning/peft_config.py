@@ -1,0 +1,166 @@
+"""adapter_config.json of peft, key by key: what is read, what changes nothing, and all else refused by name.
+
+Checked against LoraConfig of peft 0.21.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trireme.models.config import InputError
+from trireme.storage.untrusted import complaint, parse_json, read_small, shown
+
+CONFIG = "adapter_config.json"
+MOST = 1_000_000  # of rank and alpha
+# Keys that change no number whatever they say: where the base is, how peft computes, details of what `ONLY` decides.
+# `fan_in_fan_out` is corrected by peft to what the layer is.
+UNUSED = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
+    "inference_mode", "loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size",
+    "revision", "runtime_config",
+})  # fmt: skip
+# Key -> values that change no number.
+ONLY: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+}
+NUMBERS = ("lora_alpha", "r")
+# Other keys that are read -> the forms of their values, as `complaint` has them.
+READ: dict[str, tuple[Any, ...]] = {
+    "exclude_modules": (str, [str]),
+    "layers_pattern": (str, [str]),
+    "layers_to_transform": (int, [int]),
+    "lora_dropout": ({int, float},),
+    "target_modules": (str, [str]),
+    "target_parameters": ([str],),
+    "use_rslora": (bool,),
+}
+KNOWN = UNUSED | READ.keys() | set(NUMBERS)
+CONVERTED = ("pissa", "olora", "corda", "lora_ga")  # initial values that peft takes out of the base
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an adapter_config.json says of a plain LoRA."""
+
+    rank: int
+    alpha: float  # without rank stabilisation
+    dropout: float
+    base: str  # the model that it was made for: a folder, or a name on the hub; "": not said
+    modules: frozenset[str] | None  # ends of their names; None: peft's own choice, or a regular expression
+    excluded: frozenset[str]
+    parameters: frozenset[str]
+    layers: frozenset[int]  # none: all
+    lists: frozenset[str]  # of layers; none: any
+
+    def left_out(self, module: str, layer: int, layers: str) -> str | None:
+        """The key by which peft gives a linear layer no adapter, "" if it gives one; None where it cannot be known.
+
+        `layer`: its number in the list `layers` of the model.
+        """
+        if self.adapts(f"{module}.weight"):
+            return ""
+        if _named(self.excluded, module):
+            return "exclude_modules"
+        if self.modules is None:  # a regular expression of a stranger may not end
+            return None
+        if not _named(self.modules, module):
+            return "target_modules"
+        if self.layers and layer not in self.layers:
+            return "layers_to_transform"
+        return "layers_pattern" if self.layers and self.lists and layers not in self.lists else ""
+
+    def adapts(self, parameter: str) -> bool:
+        """Whether peft gives a parameter an adapter."""
+        return _named(self.parameters, parameter)
+
+
+def _named(ends: frozenset[str], name: str) -> bool:
+    """Whether a name, or its end behind a dot, is in `ends`."""
+    parts = name.split(".")
+    return any(".".join(parts[k:]) in ends for k in range(len(parts)))
+
+
+def read_said(folder: Path, excluded: str = "") -> Said:
+    """`excluded`: the one regular expression that exclude_modules may be.
+
+    Raises InputError unless it is a plain LoRA of a causal language model.
+    """
+    config, where = read_adapter_config(folder), folder / CONFIG
+    _check(where, config, excluded)
+    rank, alpha = _numbers(where, config)
+    targets, parameters = config.get("target_modules"), _listed(config.get("target_parameters"))
+    if targets is None and parameters:
+        targets = []  # as peft
+    return Said(
+        rank,
+        alpha,
+        float(config.get("lora_dropout") or 0),
+        base_of(config),
+        None if targets is None or isinstance(targets, str) else frozenset(targets),
+        frozenset() if isinstance(config.get("exclude_modules"), str) else _listed(config.get("exclude_modules")),
+        parameters,
+        _listed(config.get("layers_to_transform")),
+        _listed(config.get("layers_pattern") or None),
+    )
+
+
+def _listed(value: Any) -> frozenset[Any]:
+    return frozenset(value if isinstance(value, list) else () if value is None else (value,))
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Raises InputError."""
+    try:
+        return parse_json(read_small(folder / CONFIG, links=True), str(folder / CONFIG))
+    except FileNotFoundError:
+        raise InputError(f"{folder} has no {CONFIG}: it is not an adapter of peft.") from None
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from None
+
+
+def base_of(config: dict[str, Any]) -> str:
+    """See Said.base."""
+    name = config.get("base_model_name_or_path")
+    return name if isinstance(name, str) and "\0" not in name else ""
+
+
+def _check(where: Path, config: dict[str, Any], excluded: str) -> None:
+    """See read_said."""
+    if config.get("peft_type") != "LORA":
+        raise InputError(f"{where}: peft_type is {_show(config.get('peft_type'))}; LORA is supported.")
+    for key, value in sorted(config.items()):
+        if key in READ and value is not None:
+            if all(complaint(value, form) for form in READ[key]):
+                raise InputError(f"{where}: {key}{complaint(value, READ[key][-1])}.")
+            if key == "exclude_modules" and isinstance(value, str) and value not in ("", excluded):
+                raise InputError(f"{where}: {key} is a regular expression, {_show(value)}. List the modules instead.")
+        elif value and key not in KNOWN and value not in ONLY.get(key, ()):
+            raise InputError(f"{where}: {shown(key)} is {_show(value)}, which is not supported. {_instead(key, value)}")
+
+
+def _numbers(where: Path, config: dict[str, Any]) -> tuple[int, float]:
+    """Rank, and alpha without rank stabilisation. Raises InputError."""
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if type(rank) is int and 1 <= rank <= MOST and type(alpha) in (int, float) and abs(alpha) <= MOST:
+        plain = alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
+        if abs(plain) <= MOST:
+            return rank, plain
+    raise InputError(f"{where}: r is {_show(rank)}, lora_alpha is {_show(alpha)}; expected numbers up to {MOST:,}.")
+
+
+def _instead(key: str, value: object) -> str:
+    if key == "init_lora_weights" and str(value).lower().startswith(CONVERTED):
+        convert = "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        return f"The adapter is for a changed base. Convert it with peft: {convert}."
+    return "Train the adapter without it, or add it to its model with peft."
+
+
+def _show(value: object) -> str:
+    return shown(repr(value))
