@@ -1,7 +1,8 @@
 """Adapters in peft's format: adapter_config.json and adapter_model.safetensors, fp32.
 
 Those of experts are `target_parameters` there: the module is wrapped once for each parameter, the last outermost, and B
-is (out, rank E), by rank and expert.
+is (out, rank E), by rank and expert. So are linear layers with names of experts' matrices, as shared_experts.gate_proj:
+peft 0.21 takes such a `target_modules` for all experts.
 """
 
 from __future__ import annotations
@@ -128,9 +129,11 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     """Keys that peft, vLLM and llama.cpp read."""
     experts = cfg.experts is not None and lora.adapts(cfg.names.experts)
     modules = [t for t in lora.targets if not (experts and f".{cfg.names.experts}".endswith(f".{t}"))]
+    like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in cfg.names.each]
+    parameters = [*(PARAMETERS if experts else ()), *(f"{t}.weight" for t in like_experts)]
     more: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
-    if experts:
-        more["target_parameters"] = PARAMETERS
+    if parameters:
+        more["target_parameters"] = parameters
     return more | {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -142,7 +145,7 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": modules,
+        "target_modules": [t for t in modules if t not in like_experts],
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,

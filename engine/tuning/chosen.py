@@ -109,10 +109,7 @@ def _layers_seen(cfg: ModelConfig) -> tuple[ModelConfig, ...]:
 
 
 def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:
-    """Targets of adapters: those given, or every linear layer of the blocks; of a mixture of experts attention's.
-
-    peft takes a gate_proj for that of all experts, in GLM even behind shared_experts: it would not open such adapters.
-    """
+    """Targets of adapters: those given, or every linear layer of the blocks; of a mixture of experts attention's."""
     everything = len(given) == 1 and given[0] in ALL
     if given and not everything:
         return tuple(given)

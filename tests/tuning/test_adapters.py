@@ -17,12 +17,14 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.step import evaluate
-from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
-from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, save_adapter
+from trireme.engine.tuning.chosen import adapted, targets
 from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models.config import InputError, Lora
+from trireme.models.families.table import FAMILIES
+from trireme.models.lora import initial
 from trireme.models.rows import rope_tables
 from trireme.storage.checkpoint import open_source
 
@@ -73,6 +75,37 @@ def test_peft_computes_what_we_compute(case, tmp_path):
     with theirs.disable_adapter():  # it has learned something
         plain = torch.nn.functional.cross_entropy(logits(theirs, ids), labels, reduction="none", ignore_index=-100)
     assert not torch.allclose(plain, losses, atol=1e-2)
+
+
+MIXTURES = ("qwen3 moe among dense layers", "qwen2 moe among dense layers", "mixtral", "gpt oss", "olmoe", "glm4 moe")
+
+
+def test_each_family_of_mixtures_is_compared_with_peft():
+    families = {name for name, family in FAMILIES.items() if family.experts}
+    assert {CASES[case][0] for case in MIXTURES} == families
+
+
+@pytest.mark.parametrize("experts", [(), ("experts",)])
+@pytest.mark.parametrize("case", MIXTURES)
+def test_peft_opens_all_linear_layers_of_a_mixture(case, experts, tmp_path):
+    """It takes a target called gate_proj for that of all experts."""
+    peft = pytest.importorskip("peft")
+    reference, cfg = oracle(*CASES[case])
+    reference.save_pretrained(tmp_path / "base")
+    cfg, source = adapted(cfg, Lora(2, 8.0, (*targets(cfg, ("all-linear",)), *experts))), open_source(tmp_path / "base")
+    values = {name: initial(f"{name}.lora_A.weight", shape) for name, shape in adapter_shapes(cfg).items()}
+    e = engine(cfg, source, lambda name, first, last: [values[name].flatten()[first:last].numpy()], "gpu")
+    save_adapter(tmp_path / "adapter", cfg, Reader(e.homes), str(tmp_path / "base"))
+    merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "merged")
+    ids = torch.arange(3, 30)
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("base", "merged")
+    )
+    plain, wanted = logits(base, ids), logits(merged, ids)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert torch.allclose(logits(theirs, ids), wanted, atol=1e-4)
+    assert torch.allclose(logits(theirs.merge_and_unload(), ids), wanted, atol=1e-4)
+    assert not torch.allclose(plain, wanted, atol=1e-2)
 
 
 @CASE
