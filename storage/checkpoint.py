@@ -254,6 +254,13 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
     return rounded
 
 
+def is_finite(values: np.ndarray) -> bool:
+    """Whether all values are, bf16 as bits."""
+    if values.dtype == np.uint16:
+        return not bool(((values & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(values).all())
+
+
 def export(
     source: Source,
     out: AnyPath,

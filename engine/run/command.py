@@ -231,11 +231,18 @@ def _check_named(options: Options) -> None:
 def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
     """adapter, out and model of `merge`. Raises InputError; --help exits."""
     parser = _Parser(
-        prog=f"{program()} merge",
+        usage=f"{program()} merge ADAPTER --out DIR [--model DIR]",
         description="Adds an adapter to its model, and writes an ordinary checkpoint.",
         allow_abbrev=False,
     )
-    parser.add_argument("adapter", metavar="ADAPTER", help="a folder of peft's format")
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write")
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", default="", help="a folder of peft's format")
+    parser.add_argument("--out", metavar="DIR", default="", help="folder to write")
     parser.add_argument("--model", metavar="DIR", default="", help="the checkpoint [the one that ADAPTER names]")
-    return parser.parse_args(argv)
+    given, rest = parser.parse_known_args(argv)
+    for word in rest:
+        raise InputError(f"unknown option {word}. See merge --help.")
+    if not given.adapter:
+        raise InputError(f"no adapter is named. Name its folder: {program()} merge ADAPTER --out DIR.")
+    if not given.out:
+        raise InputError(f"--out is missing. Name the folder to write: {program()} merge {given.adapter} --out DIR.")
+    return given

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,8 +20,9 @@ from trireme.engine.tuning.peft_config import base_of, read_adapter_config
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.models.sizes import shapes
-from trireme.storage.checkpoint import Source, convert, dtype_of, export
-from trireme.storage.files import Say
+from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite
+from trireme.storage.files import Say, lock, make_folder, partial_of, remove_folders, sync_folder, write_synced
+from trireme.storage.untrusted import read_small
 
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 Working = Callable[[str, int], AbstractContextManager[Progress]]  # (what is done, its bytes) -> what hears of them
@@ -35,15 +37,48 @@ def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working
     if not Path(model or base or "?").is_dir():
         wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {base!r}, is no folder here"
         raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"--out {out} is there already. Name another folder.")
     cfg, source = read_config(model or base), open_checkpoint(model or base, say)
-    with working("merging the adapter", 2 * source.nbytes) as more:
+    with _claimed(out, [*source.others, *source.files]), working("merging the adapter", 2 * source.nbytes) as more:
         merge_adapter(folder, cfg, source, out, more)
 
 
+@contextmanager
+def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
+    """Locks a folder for these files: a new or empty one, or what a killed merge of the same files has left.
+
+    A mark stays in it until all are there. Raises InputError where it is not free, StoreError.
+    """
+    mark, text = partial_of(out / "merge"), "\n".join(files).encode()
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file. Name a folder.")
+    made = make_folder(out)
+    fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not lock(fd):
+            raise InputError(f"--out {out}: another process is merging there. Name another folder.")
+        if set(out.iterdir()) <= {mark}:
+            write_synced(mark, [text])
+            sync_folder(out)
+        elif not mark.is_file() or read_small(mark) != text:
+            raise InputError(f"--out {out} is there already. Name another folder.")
+        try:
+            yield
+        except BaseException:
+            remove_folders({(out / file).parent for file in files} - {out})
+            if list(out.iterdir()) == [mark]:
+                mark.unlink()
+            raise
+        mark.unlink()
+        sync_folder(out)
+    except BaseException:
+        remove_folders(made)
+        raise
+    finally:
+        os.close(fd)
+
+
 def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
-    """Writes `source` plus the adapter to `out`. Raises InputError, StoreError."""
+    """Writes `source` plus the adapter to `out`. Raises StoreError, InputError also where a value is not finite."""
     base = replace(cfg, lora=None, frozen=())
     adapter = read_adapter(folder, base, single=True)
     if isinstance(source, Packed) and any(map(shapes.adapts_experts, adapter.names)):
@@ -52,10 +87,26 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
     names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
 
     def values(stored: str) -> Iterator[np.ndarray] | None:
-        name = names[stored]
-        return merged(source.values(stored), factors(cfg, adapter, tensor, name), adapter.lora.scale) if name else None
+        name, dtype = names[stored], source.tensors[stored].dtype
+        if not name:
+            return None
+        damaged = f"{source.folder}: {stored} holds NaN or infinite values; the checkpoint is damaged."
+        read, found = _finite(source.values(stored), damaged), factors(cfg, adapter, tensor, name)
+        if not found:
+            return read
+        beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
+        added = merged(read, found, adapter.lora.scale)
+        return _finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond)
 
     export(source, out, values, progress)
+
+
+def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray]:
+    """Raises InputError where one is not."""
+    for piece in pieces:
+        if not is_finite(piece):
+            raise InputError(otherwise)
+        yield piece
 
 
 def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> Factors:
@@ -80,12 +131,9 @@ def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor],
 
 
 def merged(read: Iterator[np.ndarray], found: Factors, scale: float) -> Iterator[np.ndarray]:
-    """W + scale * left @ right in fp32, in pieces; without factors BF16 as read, the rest in fp32."""
+    """W + scale * left @ right in fp32, in pieces."""
     coming, first, stop = iter(found), 0, 0  # first: of the tensor's elements
     for piece in read:
-        if not found:
-            yield piece if dtype_of(piece) == "BF16" else convert(piece, dtype_of(piece), "F32")
-            continue
         end = first + len(piece)
         while first < end:
             if first == stop:

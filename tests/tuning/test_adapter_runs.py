@@ -218,12 +218,13 @@ def test_merged_later_it_is_the_same(checkpoint, whole, capsys):
 
 MERGES = {
     "no adapter": (["nowhere", "--out", "x"], "nowhere has no adapter_config.json"),
-    "no folder to write": (["whole"], "the following arguments are required: --out"),
+    "no folder to write": (["whole"], "--out is missing. Name the folder to write: "),
+    "no adapter named": (["--out", "x"], "no adapter is named. Name its folder: "),
     "a folder with files": (["whole", "--out", "whole"], "--out whole is there already. Name another"),
     "no such model": (["whole", "--out", "x", "--model", "y"], "--model y is no folder. Name the checkpoint"),
     "a base that is elsewhere": (["hub", "--out", "x"], "its base, 'someone/model', is no folder here. Name the"),
     "another base": (["whole", "--out", "x", "--model", "other"], "for this model it would be"),
-    "an unknown option": (["whole", "--out", "x", "--rank", "3"], "unrecognized arguments: --rank 3"),
+    "an unknown option": (["whole", "--out", "x", "--rank", "3"], "unknown option --rank. See merge --help."),
 }
 
 
