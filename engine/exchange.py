@@ -29,6 +29,7 @@ Loaded = Callable[[int], object]  # told of units
 Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) -> elements in pieces
 LOADERS = 8  # tensors read at once
 PIECE = 1 << 18  # elements at a time, in a core's cache
+LARGEST_F16 = 65504.0
 LARGEST_SCALE = 252  # of MXFP4: times 6 it is finite
 
 
@@ -52,6 +53,7 @@ class Exchange:
         self.canonical = hf.canonical_names(cfg, shapes)  # source's -> canonical name, None if not trained
         self.base: dict[str, str] = {}  # checksums of frozen weights as they were loaded, by unit
         self.trained = ""  # that of trained ones
+        self.beyond: dict[str, int] = {}  # values saved that F16 has not, by tensor
         self.unit = {t.name: u for u, layout in enumerate(homes.geo.stored) for t in layout.tensors}
 
     def load(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
@@ -68,15 +70,25 @@ class Exchange:
         self.base = fill_base(self.homes, self._values, progress, loaded)
 
     def save(self, folder: Path, progress: Progress = silent) -> None:
-        """Writes the checkpoint. Raises StoreError."""
+        """Writes the checkpoint; of F16, values beyond its largest as that. Raises StoreError."""
+        self.beyond = {}
 
         def values(stored: str) -> Iterator[np.ndarray] | None:
-            name = self.canonical[stored]
+            name, dtype = self.canonical[stored], self.source.tensors[stored].dtype
             if name not in self.unit:  # frozen or unused
                 return None
-            return fetch(self.reader, self.unit[name], name, exact=self.source.tensors[stored].dtype != "BF16")
+            pieces = fetch(self.reader, self.unit[name], name, exact=dtype != "BF16")
+            return self._in_f16(stored, pieces) if dtype == "F16" else pieces
 
         export(self.source, folder, values, progress)
+
+    def _in_f16(self, stored: str, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """fp32 values that round to finite ones; counts those that would not."""
+        for piece in pieces:
+            limited = np.clip(piece, -LARGEST_F16, LARGEST_F16)
+            if n := np.count_nonzero(limited != piece):
+                self.beyond[stored] = self.beyond.get(stored, 0) + n
+            yield limited
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
         if name in self.stored:

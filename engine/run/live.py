@@ -15,7 +15,7 @@ import torch
 from trireme.engine.amounts import count, duration
 from trireme.engine.between import Reader, save_to_store
 from trireme.engine.build import InRam, dealt
-from trireme.engine.exchange import Exchange, Kept
+from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
 from trireme.engine.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
@@ -42,7 +42,7 @@ from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
-from trireme.storage.files import StoreError
+from trireme.storage.files import StoreError, remove_folders
 
 
 @dataclass
@@ -275,6 +275,12 @@ class Live:
         exchange = Exchange(job.cfg, job.source, self.engine.homes, reader=reader)
         with self.screen.working("writing the checkpoint", 2 * job.source.nbytes) as more:  # and reading it back
             exchange.save(folder, more)
+        if beyond := exchange.beyond:
+            many = f"{count(sum(beyond.values()), 'value')} of {count(len(beyond), 'tensor')}, as {max(beyond)}"
+            self.screen.warn(
+                f"{folder}: {many}, beyond {LARGEST_F16:,.0f}, the largest of F16, and written as that. "
+                "Lower --lr, or train a copy of the checkpoint in BF16"
+            )
 
     def export_best(self) -> None:
         """OUT becomes the best, without writing it twice; OUT/best stays as it is."""
@@ -293,8 +299,12 @@ class Live:
         job = self.job
         if job.options.merge:
             self._check_base(copied=True)
-            with self.screen.working("merging the adapters", 2 * job.source.nbytes) as more:
-                merge_adapter(job.out, cfg, job.source, job.out / "merged", more)
+            try:
+                with self.screen.working("merging the adapters", 2 * job.source.nbytes) as more:
+                    merge_adapter(job.out, cfg, job.source, job.out / "merged", more)
+            except InputError as error:  # the adapter is whole
+                remove_folders([job.out / "merged"])
+                self.screen.warn(f"not merged: {error}")
 
     def give_back(self) -> None:
         """Frees the engine's memory. Idempotent."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engines import LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from trireme.engine import exchange as module
 from trireme.engine.between import Reader, Writer
@@ -61,6 +61,22 @@ def test_in_and_out_again_is_the_same_bytes(tmp_path, tier, stored, compute):
     x.load()
     x.save(tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "in/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("compute", ["F32", "BF16"])
+def test_what_f16_cannot_hold_is_limited_and_counted(tmp_path, compute):
+    large = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
+    large[2, :3] = 7e4, -1e30, 65504
+    name = "lm_head.weight"
+    trained = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, **{name: large}), dtype=compute)
+    trained.load()
+    x = Exchange(LLAMA, checkpoint(tmp_path / "f16", LLAMA, "F16"), trained.homes)
+    for _ in range(2):
+        x.save(tmp_path / "out")
+        assert x.beyond == {name: 2}
+    written = open_source(tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")[name][2, :3].tolist() == [65504, -65504, 65504]
+    exchange(LLAMA, written).load()
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command import TRAIN, fails
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from trireme.engine.exchange import Exchange
 from trireme.engine.planner.forecast import Forecast
@@ -154,6 +156,30 @@ def test_adapters_too(here, losses, capsys):
     adapter = lambda folder: Path(folder, "adapter_model.safetensors").read_bytes()
     assert adapter("out") == adapter("two/step-2") != adapter("two")
     assert Path("out/merged/model.safetensors").exists()
+
+
+def in_f16() -> None:
+    weights = {name: value.astype("float16") for name, value in load_file("model/model.safetensors").items()}
+    save_file(weights, "model/model.safetensors")
+
+
+ONE_STEP = [*TRAIN[:-1], "1", "--warmup", "0", "--schedule", "constant"]
+
+
+def test_what_f16_cannot_hold_is_said(here, capsys):
+    in_f16()
+    report = said(capsys, *ONE_STEP, "--lr", "1e5", "--max-grad-norm", "0")
+    assert re.search(r"warning: out: [\d,]+ values of \d+ tensors, as \S+, beyond 65,504, the largest of F16", report)
+    assert all(np.isfinite(value).all() for value in load_file("out/model.safetensors").values())
+
+
+def test_adapters_that_cannot_be_added_are_the_output_all_the_same(here, capsys):
+    in_f16()
+    report = said(capsys, *ONE_STEP, "--lr", "100", "--lora", "2", "--merge", "--lora-alpha", "1e6")
+    assert re.search("warning: not merged: model.layers.0.* values are beyond F16", report)
+    assert "\nnext     PeftModel" in report
+    assert not Path("out/merged").exists()
+    assert not Path("out/store").exists()
 
 
 def test_where_nothing_got_better_that_is_said(here, losses, capsys):
