@@ -48,7 +48,7 @@ def test_an_error_is_raised_where_the_value_is_taken(ahead):
 def test_inputs_by_way_of_ram_are_the_micro_batch():
     ((micro_batch, *_), *_) = batches(LLAMA, 1, 2, 24)
     found = placed(in_ram(LLAMA, micro_batch), [(rope_tables(LLAMA, 24, "cpu"), "cpu")])
-    packed, labels = found.on_device, torch.from_numpy(micro_batch.labels)
+    packed, labels = found.on(0), torch.from_numpy(micro_batch.labels)
     assert packed.ids.tolist() == list(micro_batch.ids)
     assert packed.labels.tolist() == list(micro_batch.labels)
     assert packed.loss_rows.tolist() == torch.nonzero(labels >= 0)[:, 0].tolist()
