@@ -137,6 +137,7 @@ class IO:
         self._waiting: tuple[deque[_Request], deque[_Request]] = (deque(), deque())  # reads, writes; whose turn is next
         self._flying = [0, 0]
         self._closed = False
+        self.written = 0  # bytes asked to be
 
     def __str__(self) -> str:
         return f"{self.name}, {self.block >> 10} KiB x {self.depth} ({self.mixed} + {self.mixed} mixed)"
@@ -175,6 +176,7 @@ class IO:
             closed = self._closed
             if not closed:
                 self._waiting[write].append(request)
+                self.written += len(view) * write
         if closed:
             request.future.set_exception(StoreError(errno.EBADF, "the store is closed", file.path))
         self._pump()

@@ -105,11 +105,6 @@ class Forecast:
         pairs = costs.layer_pairs(self.cfg, self.work.lengths)
         return costs.model_flops(self.cfg, self.work.tokens, pairs) / self.step.step_s / 1e12
 
-    @property
-    def written(self) -> int:
-        """Bytes that all steps write to the drives."""
-        return self.step.ssd_written * self.work.steps
-
     def pinning_s(self) -> float:
         """Seconds of pinning RAM, before the first step."""
         return usage(self.geo, self.plan)["host"] / self.machine.rates.pin

@@ -22,6 +22,7 @@ BINDS = {
 }
 MEMORIES: dict[Tier, str] = {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
 LONG = 5  # seconds of a start worth a line
+LITTLE, PART = 0.001, 0.01  # of what drives are rated for, of what is written: not worth telling
 
 
 def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
@@ -137,10 +138,14 @@ def took_line(clock: Clock, promised: Times) -> str:
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
 
 
-def wear_line(f: Forecast) -> str:
-    """Bytes read and written; the drives' endurance."""
-    rated = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB)
+def wear_line(f: Forecast, written: Mapping[str, int]) -> str:
+    """Bytes read and written, in all by what writes them; the drives' endurance. "" for little, past steps."""
+    rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
+    if total < LITTLE * rated and not f.plan.uses("ssd"):
+        return ""
+    most = {what: nbytes for what, nbytes in written.items() if nbytes > PART * total}
+    parts = ", ".join(f"{what} {gb(nbytes)}" for what, nbytes in most.items())
     return (
-        f"{gb(f.step.ssd_read)} read and {gb(f.step.ssd_written)} written a step, {gb(f.written)} written "
-        f"in all: {f.written / rated:.1%} of the {gb(rated)} that drives of this size are often rated for"
+        f"{gb(f.step.ssd_read)} read and {gb(f.step.ssd_written)} written a step, {gb(total)} written "
+        f"in all ({parts}): {total / rated:.1%} of the {gb(rated)} that drives of this size are often rated for"
     )

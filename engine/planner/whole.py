@@ -106,6 +106,20 @@ def unsaved(f: Forecast) -> int:
     return weights + sum(geo.state_span(u, plan.record) for u, unit in enumerate(plan.units) if unit.state != "ssd")
 
 
+def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
+    """Bytes that the run writes to drives, by what writes them."""
+    inputs = sum(unit.x == "ssd" for unit in f.plan.units[1:]) if f.plan.between == "host" else 0
+    tokens = math.ceil(events.held_out * f.work.seq_len * f.work.used)
+    part = f.disk_parts()
+    return {
+        "steps": steps * f.step.ssd_written,
+        "evaluations": events.evaluations * inputs * f.geo.x_bytes(tokens),
+        "snapshots": events.snapshots * unsaved(f),
+        "checkpoints": events.exports * (part["export"] - f.files.merged) + f.files.merged,
+        "start": f.stored() - unsaved(f) + part["frozen"],
+    }
+
+
 def removed(f: Forecast, snapshots: int) -> int:
     """Bytes of the store at the end: homes on the SSD, and what the last snapshots keep."""
     return f.stored() - unsaved(f) + min(snapshots, f.files.keep) * f.stored()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from trireme.engine.exports import BEST, Best, forget_old, replace_best, replace
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
-from trireme.engine.lanes.names import WRITES
 from trireme.engine.lanes.real import RealLanes
 from trireme.engine.lanes.watchdog import leave, patience, watched
 from trireme.engine.planner.clock import Clock, Part
@@ -89,6 +88,7 @@ class Live:
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
         self._stamps = stamps(job.source)
         self._best: Kept | None = None  # where there is room for it
+        self.exported = 0  # bytes of checkpoints, by this process
         self.best_kept = False  # in RAM alone: OUT/best is an earlier one
 
     @property
@@ -98,8 +98,8 @@ class Live:
 
     @property
     def written(self) -> int:
-        """Bytes to the SSD in the whole run."""
-        return self.progress.written + sum(self.lanes.moved[lane] for lane in WRITES)
+        """Bytes to drives in the whole run: by steps and evaluations, of snapshots, of checkpoints."""
+        return self.progress.written + sum(device.io.written for device in self.store.devices) + self.exported
 
     def load(self, asked: Sequence[int] = ()) -> None:
         """Makes and fills the engine.
@@ -271,9 +271,10 @@ class Live:
         job = self.job
         if job.cfg.lora is not None:
             save_adapter(folder, job.cfg, reader, str(Path(job.options.model or "").resolve()))
+            self.exported += sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
             return
         exchange = Exchange(job.cfg, job.source, self.engine.homes, reader=reader)
-        with self.screen.working("writing the checkpoint", 2 * job.source.nbytes) as more:  # and reading it back
+        with self._writing("writing the checkpoint", job.source.nbytes, 2) as more:  # and reading it back
             exchange.save(folder, more)
         if beyond := exchange.beyond:
             many = f"{count(sum(beyond.values()), 'value')} of {count(len(beyond), 'tensor')}, as {max(beyond)}"
@@ -281,6 +282,20 @@ class Live:
                 f"{folder}: {many}, beyond {LARGEST_F16:,.0f}, the largest of F16, and written as that. "
                 "Lower --lr, or train a copy of the checkpoint in BF16"
             )
+
+    @contextmanager
+    def _writing(self, what: str, nbytes: int, times: int) -> Iterator[Callable[[int], None]]:
+        """Gives a function to call with each part's size, `times` in all for each byte that is written."""
+        told = 0
+        with self.screen.working(what, times * nbytes) as more:
+
+            def count(size: int) -> None:
+                nonlocal told
+                told += size
+                more(size)
+
+            yield count
+        self.exported += told // times
 
     def export_best(self) -> None:
         """OUT becomes the best, without writing it twice; OUT/best stays as it is."""
@@ -290,7 +305,7 @@ class Live:
         if self.group.host:
             return
         with self.clock.at("export"), self.watched("export"):
-            with self.screen.working("writing the checkpoint", self.job.files.export) as more:
+            with self._writing("writing the checkpoint", self.job.files.export, 1) as more:
                 take_over(self.job.out / BEST, self.job.out, more)
             if self.job.cfg.lora is not None:
                 self._merge(self.job.cfg)
@@ -300,7 +315,7 @@ class Live:
         if job.options.merge:
             self._check_base(copied=True)
             try:
-                with self.screen.working("merging the adapters", 2 * job.source.nbytes) as more:
+                with self._writing("merging the adapters", job.source.nbytes, 2) as more:
                     merge_adapter(job.out, cfg, job.source, job.out / "merged", more)
             except InputError as error:  # the adapter is whole
                 remove_folders([job.out / "merged"])

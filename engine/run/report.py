@@ -9,7 +9,7 @@ from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
-from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold
+from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
 from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
@@ -40,8 +40,9 @@ def report(job: Job) -> list[str]:
     lines += gpu_lines(forecast) if on_gpu else [f"time     {ON_A_CPU}"]
     if forecast.work.evaluations:
         lines.append(f"eval     {eval_line(job)}")
-    if forecast.plan.uses("ssd"):
-        lines.append(f"ssd      {wear_line(forecast)}")
+    seconds_of_steps = job.total_steps * forecast.step.step_s if on_gpu else None
+    if wear := wear_line(forecast, written(forecast, job.total_steps, events(job, 0, seconds_of_steps))):
+        lines.append(f"ssd      {wear}")
     lines.append(f"disk     {disk_line(forecast)}")
     if on_gpu:
         lines.append(f"ready    {ready_line(promise(job))}")
@@ -187,14 +188,27 @@ def promise(job: Job, done: int = 0, clock: Clock | None = None, step_s: float |
 
     `clock`: parts that have happened are taken as they were. `step_s`: measured seconds of a step.
     """
-    o, total = job.options, job.total_steps
+    total = job.total_steps
     steps_s = (total - done) * (step_s or job.forecast.step.step_s)
+    before = {} if job.options.assume else export_s(job.forecast, job.out)
+    times = {**before, **known(clock, job.device.type == "cuda")}
+    found = foretold(job.forecast, total - done, events(job, done, steps_s), times)
+    found["steps"] = steps_s
+    if clock is not None:
+        return found | {"load": 0.0}
+    loading = 0.0 if done or job.plan.gpus * job.plan.hosts > 1 else found["load"] - job.forecast.pinning_s()
+    return found | {"compile": compile_s(job.cfg, job.plan, None if job.options.assume else job.device, loading)}
+
+
+def events(job: Job, done: int, steps_s: float | None) -> Events:
+    """After `done` steps; `steps_s`: seconds of the others, None where they are not known."""
+    o, total = job.options, job.total_steps
     evaluations, held_out = 0, job.read and job.read.held_out
     if held_out:
         evaluations = often(o.eval_every, done, total, steps_s) + (done == 0)
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
     snapshots, bests = often(o.save_every, done, total, steps_s), max(0, evaluations - (done == 0) - 1)
-    events = Events(
+    return Events(
         evaluations=evaluations,
         held_out=job.eval_rows or (held_out.n_sequences if held_out else 0),
         exports=1  # the result, which is the last best where each is better
@@ -205,26 +219,18 @@ def promise(job: Job, done: int = 0, clock: Clock | None = None, step_s: float |
         tokens=MAX_NEW,
         longest=LONGEST,
     )
-    before = {} if o.assume else export_s(job.forecast, job.out)
-    times = {**before, **known(clock, job.device.type == "cuda")}
-    found = foretold(job.forecast, total - done, events, times)
-    found["steps"] = steps_s
-    if clock is not None:
-        return found | {"load": 0.0}
-    loading = 0.0 if done or job.plan.gpus * job.plan.hosts > 1 else found["load"] - job.forecast.pinning_s()
-    return found | {"compile": compile_s(job.cfg, job.plan, None if o.assume else job.device, loading)}
 
 
 def known(clock: Clock | None, compiles: bool) -> Times:
     """Seconds of a part's last event; not of its first where kernels were compiled in it."""
-    events: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")
-    return {part: clock.last[part] for part in events if clock.times[part] > compiles} if clock else {}
+    parts: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")
+    return {part: clock.last[part] for part in parts if clock.times[part] > compiles} if clock else {}
 
 
-def often(every: Every, done: int, total: int, seconds: float) -> int:
-    """How often it is due in the rest of the run, of `seconds`."""
+def often(every: Every, done: int, total: int, seconds: float | None) -> int:
+    """How often it is due in the rest of the run, of `seconds`; if they are not known, as Every.count."""
     if every.seconds:
-        return int(seconds / every.seconds)
+        return every.count(total - done) if seconds is None else int(seconds / every.seconds)
     return sum(every.due(step, total, 0.0) for step in range(done + 1, total + 1))
 
 

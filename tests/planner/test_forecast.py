@@ -16,16 +16,20 @@ from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.lines import cell, disk_line, gpu_lines, memory_lines, time_line, wear_line
 from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.whole import written
 from trireme.engine.run import demo, train
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.settle import record_size
 from trireme.engine.run.options import Options, every
-from trireme.engine.run.report import report
+from trireme.engine.run.report import events, report
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.sizes import shapes
 from trireme.storage.store import Store
 
 SEVEN_B = ModelConfig("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, False, rope=Rope(1e4))
+
+
+ALL = {"steps": 10**13}
 
 
 def forecast(machine: str, sequences: int = 16, **more) -> Forecast:
@@ -50,7 +54,7 @@ def test_the_memory_table_adds_up(machine):
 def test_a_drive_that_binds_is_named_and_more_of_it_helps():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert "limited by the SSD" in time_line(f)
-    assert re.match(r"[\d.]+ GB read and [\d.]+ GB written a step", wear_line(f))
+    assert re.match(r"[\d.]+ GB read and [\d.]+ GB written a step", wear_line(f, ALL))
     assert {"--adam-bits 8", "--batch-size 32", "twice the drives"} & {change.what for change in f.faster()}
 
 
@@ -66,8 +70,17 @@ def test_a_larger_step_is_not_offered_where_there_are_no_more_sequences():
 def test_wear_is_of_the_drive_not_of_its_free_room():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     full = replace(f, machine=replace(f.machine, ssd=10**11))
-    assert wear_line(f) == wear_line(full)
-    assert "of the 1.2 PB that drives of this size are often rated for" in wear_line(f)
+    assert wear_line(f, ALL) == wear_line(full, ALL)
+    assert "of the 1.2 PB that drives of this size are often rated for" in wear_line(f, ALL)
+
+
+def test_wear_is_told_by_what_writes():
+    """Of a run in RAM too, where it is more than a thousandth of what drives are rated for."""
+    f = forecast("gpu=rtx4090,ram=256GiB,ssd=2TB@7/5")
+    assert not f.plan.uses("ssd")
+    assert wear_line(f, {"steps": 0, "snapshots": 10**12}) == ""
+    line = wear_line(f, {"steps": 0, "snapshots": 3 * 10**12, "checkpoints": 10**12, "start": 10**9})
+    assert "0 kB written a step, 4 TB written in all (snapshots 3 TB, checkpoints 1 TB): 0.3% of the 1.2 PB" in line
 
 
 @pytest.mark.parametrize("memory", [(14 << 20, 7 << 20), (14 << 20, 16 << 20)], ids=["on the SSD", "in RAM"])
@@ -78,15 +91,32 @@ def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
     model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
     given = Options(model=model, data=(text,), out=out, seq_len=64, batch_size=4, max_steps=5, device="cpu",
                     gpu_memory=memory[0], ram=memory[1], save_every=every("2"))  # fmt: skip
-    part, found, remove = prepare(replace(given, dry_run=True)).forecast.disk_parts(), [], Store.remove
+    job = prepare(replace(given, dry_run=True))
+    part, found, remove = job.forecast.disk_parts(), [], Store.remove
 
     def measured(store, *more):
         files = {file.stat().st_ino: file.stat().st_size for file in Path(out, "store").rglob("*") if file.is_file()}
         found.append(sum(files.values()))
         remove(store, *more)
 
+    def write(store, name, buffer):
+        stored.append(len(buffer) + sum(len(stripe.header) for stripe in store.shards[name].stripes))
+        return real(store, name, buffer)
+
+    def create(*args):
+        store = new(*args)
+        stored.extend(device.io.written for device in store.devices)  # to measure it
+        return store
+
+    stored, real, new = [], Store.write, train.new_store
+    monkeypatch.setattr(train, "new_store", create)
     monkeypatch.setattr(Store, "remove", measured)
-    train.finetune(given)
+    monkeypatch.setattr(Store, "write", write)
+    live = train.finetune(given)
+    files = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
+    assert live.written == sum(stored) + sum(Path(out, name).stat().st_size for name in files)
+    told = sum(written(job.forecast, 5, events(job, 0, None)).values())
+    assert 0.98 * told < live.written - stored[0] < 1.1 * told
     said = part["store"] + part["snapshots"] + part["spares"]
     assert 0.98 * said < found[0] < 1.1 * said
 
