@@ -374,7 +374,7 @@ def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monk
             (tmp_path / "d0" / "notes.txt").write_text("mine")
             if stopped:
                 with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-                    m.setattr(folders, "_erase", lambda path: interrupt())
+                    m.setattr(folders, "_erase", lambda path, progress: interrupt())
                     store.remove()
             else:
                 store.remove()
