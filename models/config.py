@@ -17,7 +17,7 @@ from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import Names, within
 from trireme.models.families.rope import Rope
-from trireme.models.families.table import EXACT_GELU, FAMILIES, SILU, WRAPPERS, Family
+from trireme.models.families.table import EXACT_GELU, FAMILIES, GELU, SILU, WRAPPERS, Family
 from trireme.storage.untrusted import read_small
 
 LARGEST = 1 << 20  # of config.json
@@ -38,6 +38,7 @@ INERT = {
     "residual_multiplier": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
     "no_rope_layers": (None,),
+    "per_layer_config": (None,),
 }
 SUPPORTED = (*FAMILIES, *WRAPPERS)
 
@@ -97,6 +98,7 @@ class ModelConfig:
     mtp_layers: int = 0  # behind the last, carried through
     wrapper: str = ""  # the model_type around it
     parallel: bool = False  # attention and MLP read one input: no half blocks
+    tanh_gelu: bool = False  # where the GELU of the family is exact
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
 
     @property
@@ -131,7 +133,7 @@ class ModelConfig:
     @property
     def exact_gelu(self) -> bool:
         """GELU by erf; otherwise by tanh."""
-        return self.family.acts is EXACT_GELU
+        return self.family.acts[0] == EXACT_GELU and not self.tanh_gelu
 
     @property
     def n_units(self) -> int:
@@ -217,7 +219,15 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         raise InputError(f'model_type "{model_type}" is not supported ({where}). Supported: {", ".join(SUPPORTED)}.')
     if model_type in WRAPPERS:
         return _wrapped(raw, where, model_type)
-    keys, family = Keys(raw, where), FAMILIES[model_type]
+    listed = FAMILIES[model_type].listed_type if "layer_types" in raw else ""
+    return _parsed(raw, where, listed or model_type)
+
+
+def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
+    """As parse_config, of a model_type of FAMILIES."""
+    family = FAMILIES[model_type]
+    keys = Keys(_renamed(raw, family, where), where)
+    keys.refuse_unless("is_causal", (True,), True)
     for name, accepted in INERT.items():
         if name not in family.accepts:
             keys.refuse_unless(name, accepted)
@@ -241,7 +251,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=keys.count(spelled["ffn"], None if family.rotary else 4 * width),
+        ffn=keys.count(spelled["ffn"], four := None if family.rotary else 4 * width, null=four),
         max_positions=positions,
         eps=keys.number(spelled["eps"], family.eps),
         tied=keys.flag("tie_word_embeddings", family.tied),
@@ -250,11 +260,23 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         mlp_bias=flag(family.mlp_bias),
         qk_norm=bool(family.qk_norm) and (not family.qk_norm_key or keys.flag(family.qk_norm_key, False)),
         parallel=family.parallel and keys.flag("use_parallel_residual", True),
+        tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
         experts=parse_experts(keys, family.experts, layers, packed=family.mxfp4 and method is not None),
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers),
         **scales_of(keys, family, width),
     )
+
+
+def _renamed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """With the keys that are read in place of their other names."""
+    for alias, name in family.aliases.items():
+        if alias not in raw:
+            continue
+        if name in raw and raw[name] != raw[alias]:
+            raise InputError(f'{where}: "{alias}" and "{name}" are two names of one key, but differ. Remove one.')
+        raw = {name: raw[alias]} | {key: value for key, value in raw.items() if key != alias}
+    return raw
 
 
 def _mtp_layers(keys: Keys) -> int:
@@ -271,4 +293,5 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     where = f"{where}: text_config"
     Keys(inner, where).refuse_unless("model_type", texts, texts[0])
     outer = {name: raw[name] for name in ("tie_word_embeddings",) if raw.get(name) is not None}
-    return replace(parse_config({"model_type": texts[0]} | inner | outer, where), wrapper=model_type)
+    inner = {"model_type": texts[0]} | inner | outer
+    return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type)

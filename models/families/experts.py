@@ -33,13 +33,15 @@ class ExpertKeys:
     count: int
     chosen: int
     width: int | None
+    count_key: str = "num_experts"
     width_key: str = "moe_intermediate_size"
     renormalise: bool | None = None  # None: norm_topk_prob
     normalised: bool = False  # default of norm_topk_prob
     shared: int = 0  # shared_expert_intermediate_size, with a gate; 0: none
     beside: int = 0  # n_shared_experts, of the width of the others, without a gate; 0: none
     sigmoid: bool = False
-    leading: int = 0  # first_k_dense_replace; 0: dense layers by decoder_sparse_step and mlp_only_layers
+    leading: int = 0  # first_k_dense_replace; 0: not read
+    among: bool = False  # dense layers by decoder_sparse_step and mlp_only_layers
     limit: float = 0.0  # swiglu_limit; 0: none
     bias: bool = False
 
@@ -50,9 +52,9 @@ REFUSED = {  # key -> accepted values
     "moe_latent_size": (None,),
     "swiglu_alpha": (None, 1.702),
     "n_group": (None, 1),
+    "topk_group": (None, 1),
 }
 MOST = 1 << 18  # experts of all layers
-COUNTED = "num_experts", "num_local_experts", "n_routed_experts"
 
 
 def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bool = False) -> Experts | None:
@@ -61,7 +63,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bo
         return None
     for name, accepted in REFUSED.items():
         keys.refuse_unless(name, accepted)
-    counted = next((name for name in COUNTED if name in keys.raw), COUNTED[0])
+    counted = family.count_key
     count, chosen = keys.count(counted, family.count), keys.count("num_experts_per_tok", family.chosen)
     if layers * count > MOST:
         raise keys.error(counted, f"at most {MOST // layers:,} in each of {layers:,} layers")
@@ -89,6 +91,8 @@ def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...
         if type(first) is not int or not 0 <= first < layers:
             raise keys.error("first_k_dense_replace", f"an integer from 0 to {layers - 1}")
         return tuple(range(first))
+    if not family.among:
+        return ()
     step, listed = keys.count("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(i) is not int for i in listed):
         raise keys.error("mlp_only_layers", "a list of layers")

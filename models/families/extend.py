@@ -34,7 +34,7 @@ def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
     kind = params.get("rope_type", params.get("type", "default"))
     if not family.rotary:
         said = "are learned"
-    elif family.local_theta is not None or any(isinstance(value, dict) for value in params.values()):
+    elif family.local_theta not in (None, family.theta) or any(isinstance(value, dict) for value in params.values()):
         said = "are of two kinds"
     elif family.longrope:
         said = "are scaled by longrope alone"
@@ -45,5 +45,8 @@ def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
     positions = keys.count(family.spelled["max_positions"], family.max_positions)
     yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": positions}
     params = {key: value for key, value in params.items() if key != "type"}
-    spelled = {"rope_parameters": params | yarn} if "rope_parameters" in raw else {"rope_scaling": yarn}
-    return raw | spelled | {family.spelled["max_positions"]: int(positions * factor)}
+    if family.local_theta is not None:  # transformers finds the parameters of full attention there
+        raw = {key: value for key, value in raw.items() if key != "rope_parameters"}
+    if "rope_parameters" not in raw:
+        name = "rope_scaling"
+    return raw | {name: params | yarn} | {family.spelled["max_positions"]: int(positions * factor)}

@@ -12,14 +12,15 @@ from trireme.models.families.windows import sliding_window, unrotated_layers
 
 def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int]:
     """(key/value heads, head width)."""
-    if not family.rotary:
+    if not family.grouped:
         if width % heads:
             raise keys.error(family.spelled["n_heads"], f"a divisor of {family.spelled['width']} = {width}")
+        keys.refuse_unless("head_dim", (None, width // heads))
         return heads, width // heads
-    kv_heads = keys.count("num_key_value_heads", family.kv_heads or heads)
+    kv_heads = keys.count("num_key_value_heads", family.kv_heads or heads, null=heads)
     if heads % kv_heads:
         raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    head_dim = keys.count("head_dim", family.head_dim or width // heads)
+    head_dim = keys.count("head_dim", family.head_dim or width // heads, null=width // heads)
     if head_dim % 2:
         raise InputError(f"{keys.where}: heads of {head_dim} cannot be rotated; head_dim must be even.")
     return kv_heads, head_dim
@@ -27,13 +28,13 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
 
 def positions_of(keys: Keys, family: Family, head_dim: int, positions: int, layers: int) -> dict[str, Any]:
     """Fields of ModelConfig."""
+    window, first, full = sliding_window(keys, family, layers)
     if not family.rotary:
         return {}
     if family.rope_said and not (keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")):
         raise keys.error("rope_parameters", "an object")
-    window, first, full = sliding_window(keys, family, layers)
     rope, local = parse_ropes(keys, family, head_dim, positions)
-    if rope.width and not family.partial:
+    if (rope.width or local.width) and not family.partial:
         raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
     found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
     if local != rope and window:
@@ -44,8 +45,8 @@ def positions_of(keys: Keys, family: Family, head_dim: int, positions: int, laye
         keys.refuse_unless("position_embedding_type", (None, "rope", "nope"))
         rotated = keys.raw.get("position_embedding_type") == "rope"
         found["unrotated"] = () if rotated else tuple(range(layers))
-    elif family.unrotated:
-        found["unrotated"] = full
+    elif family.unrotated and keys.raw.get("sliding_window", family.window) is not None:
+        found["unrotated"] = full if window else tuple(range(layers))
     return found
 
 

@@ -12,7 +12,10 @@ class InputError(ValueError):
 
 
 class Keys:
-    """Typed look-ups in config.json; `where` names it in errors. An absent or null key takes the default."""
+    """Typed look-ups in config.json; `where` names it in errors.
+
+    An absent key takes the default. Null is no value, but where `null` says what it stands for.
+    """
 
     def __init__(self, raw: dict[str, Any], where: str):
         self.raw, self.where = raw, where
@@ -20,22 +23,22 @@ class Keys:
     def error(self, name: str, expected: str) -> InputError:
         return InputError(f'{self.where}: "{name}" is {_shown(self.raw.get(name))}, expected {expected}.')
 
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.raw.get(name)
-        return default if value is None else value
+    def _get(self, name: str, default: Any, null: Any = None) -> Any:
+        value = self.raw.get(name, default)
+        return null if value is None else value
 
-    def count(self, name: str, default: int | None = None, most: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, most: int | None = None, null: int | None = None) -> int:
         """A positive integer, of `most` at most."""
-        value = self._get(name, default)
+        value = self._get(name, default, null)
         if type(value) is not int or not 0 < value < 1 << 31:
             raise self.error(name, "a positive integer")
         if most is not None and value > most:
             raise self.error(name, f"at most {most:,}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None, null: float | None = None) -> float:
         """A positive finite number."""
-        value = self._get(name, default)
+        value = self._get(name, default, null)
         if not _is_number(value):
             raise self.error(name, "a positive number")
         return float(value)

@@ -11,6 +11,7 @@ from trireme.models.families.table import Family
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
+MAY_BE_NULL = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}  # yarn, longrope
 
 
 @dataclass(frozen=True)
@@ -35,62 +36,76 @@ class Rope:
 
 
 def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tuple[Rope, Rope]:
-    """(Rope of layers with full attention, of layers with a window).
-
-    They differ where the family has a local theta, or parameters per layer type.
-    """
-    name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
-    params = keys.raw.get(name) or {}
-    if not isinstance(params, dict):
-        raise keys.error(name, "an object or null")
-    nested = {key for key, value in params.items() if isinstance(value, dict)}
-    if strange := nested - ({LOCAL, GLOBAL} if family.windows == "pattern" else set()):
-        raise InputError(
-            f'{keys.where}: {name}: parameters for "{min(strange)}" are not supported for this model_type.'
-        )
-    where = lambda kind: f"{keys.where}: {name}" + (f": {kind}" if nested else "")
-    of = lambda kind: Keys(params.get(kind, {}) if nested else params, where(kind))
-    theta, local = keys.number(family.spelled["theta"], family.theta), family.local_theta
-    rope = _parse(keys, of(GLOBAL), family, theta, head_dim, positions)
-    if nested:
-        return rope, _parse(keys, of(LOCAL), family, local or family.theta, head_dim, positions)
-    if local is None:
+    """(Rope of layers with full attention, of layers with a window). They differ where the family has a local theta."""
+    scaling, params = (_object(keys, keys.raw, name) for name in ("rope_scaling", "rope_parameters"))
+    of = lambda name, found: Keys(found, f"{keys.where}: {name}")
+    parse = lambda inner, *theta: _parse(keys, inner, family, _theta(keys, inner, *theta), head_dim, positions)
+    key, theta = family.spelled["theta"], family.theta
+    flat = of("rope_scaling", scaling) if scaling or family.local_theta else of("rope_parameters", params)
+    if nested := [kind for kind, value in flat.raw.items() if isinstance(value, dict)]:
+        raise InputError(f'{flat.where}: parameters for "{nested[0]}" are not supported for this model_type.')
+    if family.local_theta is None:
+        rope = parse(flat, key, theta)
         return rope, rope
-    return rope, Rope(keys.number("rope_local_base_freq", local), width=rope.width)
+    whole, local = (_object(of("rope_parameters", params), params, kind) for kind in (GLOBAL, LOCAL))
+    if strange := params.keys() - {GLOBAL, LOCAL}:
+        raise InputError(
+            f'{keys.where}: rope_parameters: "{min(strange)}" is not supported outside "{GLOBAL}" and "{LOCAL}".'
+        )
+    if "rope_type" not in scaling and "type" in scaling:  # transformers would leave it out
+        raise InputError(
+            f'{keys.where}: rope_scaling: "type" is not supported for this model_type: name it "rope_type".'
+        )
+    rope = parse(of("rope_scaling" if scaling else f"rope_parameters: {GLOBAL}", whole | scaling), key, theta)
+    return rope, parse(of(f"rope_parameters: {LOCAL}", local), family.local_theta_key, family.local_theta)
+
+
+def _object(keys: Keys, raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object of `raw`; empty where it is null or absent."""
+    found = raw.get(name) or {}
+    if not isinstance(found, dict):
+        raise keys.error(name, "an object or null")
+    return found
+
+
+def _theta(keys: Keys, inner: Keys, key: str, default: float) -> float:
+    """Of `inner`, or by a key next to it; the default where there is no such key."""
+    if "rope_theta" in inner.raw:
+        return inner.number("rope_theta")
+    return keys.number(key, default) if key else default
 
 
 def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int, positions: int) -> Rope:
     kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
-    if kind == "su" or kind == "yarn" and "short_factor" in inner.raw:
+    if family.longrope and kind in ("su", "yarn"):
         kind = "longrope"  # its first names
     kinds = ("yarn",) if family.query_beta else ("default", "longrope") if family.longrope else KINDS
     if kind not in kinds:
         raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
     if not family.query_beta:
-        inner.refuse_unless("llama_4_scaling_beta", (None,))
-    theta = inner.number("rope_theta", theta)
+        inner.refuse_unless("llama_4_scaling_beta", (None, 0))
     width = _width(keys, inner, family, head_dim)
     common: dict[str, Any] = dict(width=width, pairs=family.pairs)
     if kind == "default":
         return Rope(theta, **common)
     if kind == "linear":
         return Rope(theta, kind, inner.number("factor"), **common)
-    common["original_positions"] = original = keys.count(
-        "original_max_position_embeddings", inner.count("original_max_position_embeddings", positions)
-    )
+    common["original_positions"] = original = _original(keys, inner, family, positions)
     if kind == "llama3":
         low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
         if not low < high:
             raise inner.error("high_freq_factor", f"a number above low_freq_factor = {low}")
         return Rope(theta, kind, inner.number("factor"), low, high, **common)
+    inner = Keys({k: v for k, v in inner.raw.items() if v is not None or k not in MAY_BE_NULL}, inner.where)
     if kind == "yarn":
         factor = inner.number("factor", positions / original)
         fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
         attention = inner.number("attention_factor", _yarn_attention(inner, factor))
-        beta = inner.number("llama_4_scaling_beta") if family.query_beta else 0.0
         return Rope(theta, kind, factor, attention_factor=attention, beta_fast=fast, beta_slow=slow,
-                    truncate=inner.flag("truncate", True), query_beta=beta, **common)  # fmt: skip
+                    truncate=_truncate(inner, family), query_beta=_query_beta(inner, family), **common)  # fmt: skip
     factor = inner.number("factor", positions / original)
+    if factor > 1 and original == 1:
+        raise InputError(f'{inner.where}: "original_max_position_embeddings" is 1, expected more.')
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     half = (width or head_dim) // 2
     short, long = (inner.numbers(name, half) for name in ("short_factor", "long_factor"))
@@ -98,9 +113,34 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
     return Rope(theta, kind, attention_factor=attention, short_factors=short, long_factors=long, **common)
 
 
+def _original(keys: Keys, inner: Keys, family: Family, positions: int) -> int:
+    """original_max_position_embeddings: the one outside comes first, but not where each kind of layers has its own."""
+    name = "original_max_position_embeddings"
+    if family.local_theta is None and (family.original or name in keys.raw):
+        return keys.count(name, family.original)
+    return inner.count(name, positions)
+
+
+def _truncate(inner: Keys, family: Family) -> bool:
+    """transformers takes null for false, and does not look for it in the parameters of a kind of layers."""
+    if family.local_theta is not None:
+        inner.refuse_unless("truncate", (True,), True)
+        return True
+    return inner.raw.get("truncate", True) is not None and inner.flag("truncate", True)
+
+
+def _query_beta(inner: Keys, family: Family) -> float:
+    name = "llama_4_scaling_beta"
+    return inner.number(name) if family.query_beta and inner.raw.get(name) != 0 else 0.0
+
+
 def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
     name = family.spelled["share"]
-    share = inner.number("partial_rotary_factor", keys.number(name, family.partial or 1.0))
+    whole = None if family.longrope or name != "partial_rotary_factor" else 1.0  # what null stands for
+    if "partial_rotary_factor" in inner.raw:
+        share = inner.number("partial_rotary_factor")
+    else:
+        share = keys.number(name, family.partial or 1.0, null=whole)
     width = int(head_dim * share)
     if share > 1 or width % 2 or not width:
         holder, name = (inner, "partial_rotary_factor") if "partial_rotary_factor" in inner.raw else (keys, name)

@@ -10,7 +10,7 @@ from trireme.models.families.experts import ExpertKeys
 from trireme.models.families.names import Names
 
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
-EXACT_GELU = ("gelu",)
+EXACT_GELU = "gelu"
 SPELLED = dict(  # field -> key of config.json
     vocab="vocab_size",
     width="hidden_size",
@@ -33,6 +33,7 @@ OLD_SPELLED = dict(
     eps="layer_norm_epsilon",
     act="activation_function",
 )
+OLD_ALIASES = {SPELLED[name]: OLD_SPELLED[name] for name in ("width", "n_layers", "n_heads", "max_positions")}
 
 Flag = bool | tuple[str, bool]  # fixed, or (key, default)
 BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
@@ -53,12 +54,15 @@ class Family:
     qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
     qk_norm_key: str = ""  # there are any; "": always
     rotary: bool = True
+    grouped: bool = True  # reads num_key_value_heads and head_dim
     partial: float = 0.0  # default of partial_rotary_factor; 0: not read
     pairs: bool = False  # rope turns neighbouring features, not halves
     longrope: bool = False  # what scales positions is longrope, and nothing else
     query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
     theta: float = 10000.0
-    local_theta: float | None = None  # of layers with a window; None: theta
+    local_theta: float | None = None  # of layers with a window, whose rope is their own; None: one rope for all
+    local_theta_key: str = ""  # "": none
+    original: int | None = None  # original_max_position_embeddings, read beside rope's parameters
     kv_heads: int | None = None  # None: one a query head
     head_dim: int | None = None  # None: width / heads
     vocab: int | None = None  # None: config.json must say it; so for n_heads
@@ -71,7 +75,10 @@ class Family:
     mlp_bias: Flag = False
     windows: Literal["none", "all", "above", "pattern", "dense"] = "none"  # "dense": none, and hybrids are refused
     window: int | None = 4096
-    period: int = 0  # every period-th layer has no window; 0: all have
+    period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
+    period_key: bool = False  # reads sliding_window_pattern
+    listed_type: str = ""  # the model_type that transformers takes it for where layer_types is there
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
     unrotated: Literal["", "listed", "full", "typed"] = ""  # no_rope_layers; layers without window; all, by a key
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
@@ -103,14 +110,17 @@ _GLM: dict[str, Any] = dict(
 FAMILIES = {
     "gpt2": Family(
         "GPT-2, DistilGPT-2",
-        names=names.IN_OUT, spelled=OLD_SPELLED, layer_norm=True, gated=False, acts=("gelu_new", *GELU), rotary=False,
+        names=names.IN_OUT, spelled=OLD_SPELLED, aliases=OLD_ALIASES, layer_norm=True, gated=False,
+        acts=("gelu_new", *GELU), rotary=False, grouped=False,
         max_positions=1024, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, by_layer=True,
     ),
     "llama": Family(
         "LLaMA 1 to 3, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distills",
         qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS,
     ),
-    "mistral": Family("Mistral 7B, Nemo, Small (text)", kv_heads=8, max_positions=131072, windows="all"),
+    "mistral": Family(
+        "Mistral 7B, Nemo, Small (text)", kv_heads=8, max_positions=131072, windows="all", listed_type="ministral"
+    ),
     "qwen2": Family("Qwen 1.5 to 2.5", kv_heads=32, max_positions=32768, qkv_bias=True, windows="above"),
     "qwen3": Family(
         "Qwen 3 (dense)",
@@ -120,33 +130,38 @@ FAMILIES = {
     "qwen3_moe": Family(
         "Qwen 3 (mixture of experts)",
         names=names.MIXTURE, kv_heads=4, max_positions=32768, qk_norm="head", qkv_bias=BIAS, o_bias=BIAS,
-        experts=ExpertKeys(128, 8, 768),
+        experts=ExpertKeys(128, 8, 768, among=True), aliases={"num_local_experts": "num_experts"},
     ),
     "qwen2_moe": Family(
         "Qwen 1.5 and 2 (mixtures of experts)",
-        names=names.SHARED, max_positions=32768, qkv_bias=("qkv_bias", True),
-        experts=ExpertKeys(60, 4, 1408, shared=5632),
+        names=names.SHARED, kv_heads=16, max_positions=32768, qkv_bias=("qkv_bias", True),
+        experts=ExpertKeys(60, 4, 1408, shared=5632, among=True),
     ),
     "mixtral": Family(
         "Mixtral 8x7B, 8x22B",
         names=names.SPARSE, kv_heads=8, max_positions=131072, eps=1e-5, theta=1e6, windows="all", window=None,
-        experts=ExpertKeys(8, 2, 14336, "intermediate_size", renormalise=True),
+        experts=ExpertKeys(8, 2, 14336, "num_local_experts", "intermediate_size", renormalise=True),
+        aliases={"num_experts": "num_local_experts"},
     ),
     "gpt_oss": Family(
         "gpt-oss 20b and 120b",
         names=names.FUSED, kv_heads=8, head_dim=64, max_positions=131072, eps=1e-5, theta=150000.0, windows="pattern",
         window=128, period=2, qkv_bias=("attention_bias", True), o_bias=("attention_bias", True),
-        experts=ExpertKeys(128, 4, 2880, "intermediate_size", renormalise=True, limit=7.0, bias=True), mxfp4=True,
-        rope_said=True,
+        experts=ExpertKeys(
+            128, 4, 2880, "num_local_experts", "intermediate_size", renormalise=True, limit=7.0, bias=True
+        ),
+        aliases={"num_experts": "num_local_experts"}, mxfp4=True, rope_said=True,
     ),
     "olmoe": Family(
         "OLMoE",
         names=names.MIXTURE, max_positions=4096, eps=1e-5, qk_norm="width", qkv_bias=BIAS, o_bias=BIAS,
-        experts=ExpertKeys(64, 8, 2048, "intermediate_size"),
+        experts=ExpertKeys(64, 8, 2048, width_key="intermediate_size"),
+        aliases={"num_local_experts": "num_experts"},
     ),
     "phi3": Family(
         "Phi-3, 3.5 and 4 (text)",
-        names=names.PACKED, partial=1.0, longrope=True, max_positions=4096, eps=1e-5, windows="all", window=None,
+        names=names.PACKED, partial=1.0, longrope=True, original=4096, max_positions=4096, eps=1e-5, windows="all",
+        window=None,
     ),
     "smollm3": Family(
         "SmolLM3",
@@ -157,7 +172,7 @@ FAMILIES = {
     "granitemoehybrid": Family(
         "Granite 4 (without experts and Mamba layers)",
         names=names.SHARED_MLP, spelled=SPELLED | dict(ffn="shared_intermediate_size"), qkv_bias=BIAS, o_bias=BIAS,
-        scaled=True, windows="dense", unrotated="typed",
+        scaled=True, windows="dense", unrotated="typed", aliases={"layers_block_type": "layer_types"},
     ),
     "starcoder2": Family(
         "StarCoder 2",
@@ -171,12 +186,13 @@ FAMILIES = {
     ),
     "olmo3": Family(
         "OLMo 3",
-        names=names.POST, qk_norm="width", eps=1e-5, theta=5e5, qkv_bias=BIAS, o_bias=BIAS,
+        names=names.POST, qk_norm="width", eps=1e-5, theta=5e5, local_theta=5e5, qkv_bias=BIAS, o_bias=BIAS,
         windows="pattern", period=4,
     ),
     "exaone4": Family(
         "EXAONE 4",
-        names=names.POST, qk_norm="head", eps=1e-5, kv_heads=32, windows="pattern", period=4, unrotated="full",
+        names=names.POST, qk_norm="head", eps=1e-5, kv_heads=32, windows="pattern", period=4, period_key=True,
+        unrotated="full",
     ),
     "seed_oss": Family(
         "Seed-OSS",
@@ -186,25 +202,30 @@ FAMILIES = {
     "gemma3_text": Family(
         "Gemma 3 (270M, 1B; of 4B to 27B the text)",
         names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
-        theta=1e6, local_theta=1e4, vocab=262208, n_heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
-        qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6, query_scale=True,
-        embed_root=True,
+        theta=1e6, local_theta=1e4, local_theta_key="rope_local_base_freq", vocab=262208, n_heads=8, kv_heads=4,
+        head_dim=256, max_positions=131072, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6,
+        period_key=True, query_scale=True, embed_root=True,
     ),
     "gpt_neox": Family(
         "Pythia, GPT-NeoX-20B",
         names=names.NEOX, spelled=SPELLED | dict(eps="layer_norm_eps", theta="rotary_emb_base", share="rotary_pct"),
-        layer_norm=True, gated=False, acts=EXACT_GELU, partial=0.25, eps=1e-5, qkv_bias=("attention_bias", True),
+        layer_norm=True, gated=False, acts=(EXACT_GELU, *GELU), grouped=False, partial=0.25, eps=1e-5,
+        qkv_bias=("attention_bias", True),
         o_bias=("attention_bias", True), mlp_bias=True, parallel=True,
     ),
     "ministral3": Family(
         "Ministral 3 (text)",
         kv_heads=8, head_dim=128, max_positions=262144, eps=1e-5, windows="all", window=None, query_beta=True,
     ),
+    "ministral": Family("Ministral 8B (2410)", kv_heads=8, max_positions=131072, windows="pattern"),
     "glm4_moe": Family(
         "GLM-4.5, 4.5-Air, 4.6 and 4.7",
         names=names.CORRECTED, partial=0.5, kv_heads=8, max_positions=131072, eps=1e-5, qk_norm="head",
         qk_norm_key="use_qk_norm", qkv_bias=BIAS, mtp=True,
-        experts=ExpertKeys(128, 8, 1408, normalised=True, beside=1, sigmoid=True, leading=1),
+        experts=ExpertKeys(
+            128, 8, 1408, "n_routed_experts", normalised=True, beside=1, sigmoid=True, leading=1
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     ),
     "glm": Family("GLM-4-9B (chat-hf)", names=names.GATE_UP, **_GLM),
     "glm4": Family("GLM-4-0414, GLM-Z1 (dense)", names=names.GLM4, **_GLM),

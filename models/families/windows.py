@@ -13,35 +13,40 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
     absent = keys.raw["sliding_window"] is None if given else family.window is None
     absent = absent or family.windows == "none"
     window = 0 if absent else keys.count("sliding_window", family.window)
-    if family.windows == "all":
-        return window, 0, ()
     if family.windows == "dense":
         _refuse_hybrids(keys, layers)
         return 0, 0, ()
     if family.windows == "pattern":
         return _pattern(keys, family, layers, window)
-    if family.windows == "none" or not keys.flag("use_sliding_window", False):
-        window = 0
-    first = keys.raw.get("max_window_layers", 28)
-    if type(first) is not int or first < 0:
-        raise keys.error("max_window_layers", "an integer >= 0")
-    first = min(first, layers) if window else layers
+    first = _first_window(keys, layers) if family.windows == "above" else 0
+    first = first if window else layers
     types = keys.raw.get("layer_types")
     wanted = lambda: [GLOBAL] * first + [LOCAL] * (layers - first)
     if types is not None and not (isinstance(types, list) and len(types) == layers and types == wanted()):
+        some = f"{GLOBAL} in the first {first} layers and {LOCAL} in the others" if 0 < first < layers else ""
+        every = f"{LOCAL if first == 0 else GLOBAL} in all {layers} layers"
         raise InputError(
-            f'{keys.where}: "layer_types" must be full_attention in the first {first} layers and sliding_attention in '
-            "the others, as use_sliding_window and max_window_layers say; other patterns are not supported."
+            f'{keys.where}: "layer_types" must be {some or every}, as the other keys say; other patterns are not '
+            f"supported for {keys.raw['model_type']}."
         )
     return (window, first, ()) if first < layers else (0, 0, ())
 
 
+def _first_window(keys: Keys, layers: int) -> int:
+    """The first layer with a window; `layers` for none."""
+    first = keys.raw.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise keys.error("max_window_layers", "an integer >= 0")
+    return min(first, layers) if keys.flag("use_sliding_window", False) else layers
+
+
 def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int, int, tuple[int, ...]]:
-    """As sliding_window, by `layer_types` or the family's period."""
+    """As sliding_window, by `layer_types` or the family's default."""
     types = keys.raw.get("layer_types")
     if types is None:
-        period = keys.count("sliding_window_pattern", family.period or (layers + 1 if window else 1))
-        types = [GLOBAL if (i + 1) % period == 0 else LOCAL for i in range(layers)]
+        types = _usual_types(keys, family, layers, window)
+        if LOCAL in types and not window:
+            raise keys.error("layer_types", f'a list of {layers} names, as "sliding_window" is null')
     if not isinstance(types, list) or len(types) != layers or not all(t in (GLOBAL, LOCAL) for t in types):
         raise keys.error("layer_types", f"a list of {layers} names, each {GLOBAL} or {LOCAL}")
     if LOCAL not in types:
@@ -51,10 +56,21 @@ def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int,
     return window, 0, tuple(i for i, kind in enumerate(types) if kind == GLOBAL)
 
 
+def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[str]:
+    """`layer_types` where config.json has none."""
+    if family.unrotated == "listed":
+        some = unrotated_layers(keys, layers) if window and keys.flag("use_sliding_window", False) else ()
+        return [LOCAL if i in some else GLOBAL for i in range(layers)]
+    if not family.period:
+        return [LOCAL if window else GLOBAL] * layers
+    period = keys.count("sliding_window_pattern", family.period) if family.period_key else family.period
+    return [LOCAL if (i + 1) % period else GLOBAL for i in range(layers)]
+
+
 def _refuse_hybrids(keys: Keys, layers: int) -> None:
     """InputError unless every layer is attention with a plain MLP."""
     keys.refuse_unless("num_local_experts", (0,))
-    types = keys.raw.get("layer_types") or keys.raw.get("layers_block_type")
+    types = keys.raw.get("layer_types")
     if not isinstance(types, list) or len(types) != layers or any(t not in ("attention", GLOBAL) for t in types):
         raise keys.error("layer_types", f'a list of {layers} times "attention": Mamba layers are not supported')
 

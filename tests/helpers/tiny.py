@@ -79,6 +79,7 @@ CASES = {
     "llama 3.1 rope": ("llama", LLAMA | dict(rope_parameters=LLAMA3)),
     "mistral": ("mistral", LLAMA | dict(sliding_window=None)),
     "mistral window": ("mistral", LLAMA | dict(sliding_window=5)),
+    "ministral": ("ministral", DIALECTS | dict(layer_types=TYPES, sliding_window=5)),
     "ministral3": ("ministral3", LLAMA | dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0.1))),
     "ministral3 tied, window": ("ministral3", LLAMA | dict(
         tie_word_embeddings=True, sliding_window=9, rope_parameters=YARN | dict(

@@ -168,7 +168,7 @@ def test_attention_scale_by_layer():
             ["llama_4_scaling_beta", '"a"'],
         ),
         (LLAMA | dict(model_type="glm4", partial_rotary_factor=0.01), ["partial_rotary_factor", "0.01"]),
-        (LLAMA | dict(model_type="gpt_neox", hidden_act="gelu_new"), ["hidden_act", "gelu_new"]),
+        (LLAMA | dict(model_type="gpt_neox", hidden_act="relu"), ["hidden_act", "relu"]),
         (LLAMA | dict(model_type="gpt_neox", hidden_act="gelu", rotary_pct=0.01), ["rotary_pct", "0.01"]),
         (LLAMA | dict(model_type="gpt_neox", hidden_act="gelu", use_parallel_residual=1), ["use_parallel_residual"]),
         (GRANITE4 | dict(layer_types=["attention"] * 31 + ["mamba"]), ["layer_types", "Mamba"]),

@@ -1,0 +1,302 @@
+"""config.json as released: read as transformers reads the same file, or refused in one line."""
+
+import json
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny import CASES, Tiny, relative
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, initialization
+
+from trireme.models.config import InputError, parse_config
+from trireme.models.families.table import FAMILIES
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+MIXED, LAYERS = [LOCAL, GLOBAL, LOCAL, LOCAL], 4
+IDS = torch.randint(90, (19,), generator=torch.Generator().manual_seed(1))
+LINEAR = {"type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8}  # fmt: skip
+LONG = {"type": "longrope", "short_factor": [1.3] * 8, "long_factor": [2.0] * 8}
+PLAIN = {"rope_type": "default"}
+
+
+def released(model_type: str, **keys) -> dict:
+    """A small config.json of a model_type, of four layers, in the spelling of transformers 4."""
+    found, family = dict(next(own for kind, own in CASES.values() if kind == model_type)), FAMILIES[model_type]
+    found |= {"model_type": model_type, family.spelled["n_layers"]: LAYERS}
+    found |= {"layer_types": ["attention"] * LAYERS} if family.windows == "dense" else {}
+    found |= {"sliding_window": 5} if family.windows in ("all", "above", "pattern") else {}
+    if family.windows == "pattern":
+        found.pop("layer_types", None)
+    scaling = found.pop("rope_parameters", None)
+    return found | ({"rope_scaling": scaling} if scaling else {}) | keys
+
+
+def opened(raw: dict, folder: Path):
+    """The model that transformers makes of config.json, with weights by name."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = AutoConfig.from_pretrained(folder)
+    with initialization.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.tie_weights()
+    with torch.no_grad():
+        corrections = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+        for name, p in [*model.named_parameters(), *corrections]:
+            seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            p.copy_(torch.randn(p.shape, generator=seeded) * (0.3 if p.dim() == 1 else p.shape[-1] ** -0.5))
+            if "norm" in name or ".ln_" in name:
+                p.add_(1.0 if name.endswith("weight") else 0.0)
+    return model
+
+
+def difference(raw: dict, folder: Path) -> float:
+    """Of our logits from those of transformers, both by config.json alone; 1 where the tensors do not fit."""
+    model = opened(raw, folder)
+    with torch.no_grad():
+        expected = model(IDS[None], use_cache=False).logits[0]
+        try:
+            return relative(Tiny(parse_config(raw), model.state_dict()).logits(IDS, [len(IDS)]), expected)
+        except InputError:
+            return 1.0
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path
+
+
+# ---------------------------------------------------------------- every key that transformers reads
+
+SIZES = {"vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "num_hidden_layers", "n_layer",
+         "shared_intermediate_size", "max_position_embeddings", "n_positions"}  # fmt: skip
+IN_TRAINING = re.compile("dropout|_pdrop|router_aux|output_router|router_jitter|initializer")
+NOT_IN_LOGITS = re.compile(
+    "use_cache|_token_id|num_labels|summary_|problem_type|mamba_|time_step|mm_tokens|_config$|^_|^get_"
+)
+BASIC = ("is_causal", "per_layer_config", "layer_types", "sliding_window", "use_sliding_window", "head_dim",
+         "num_key_value_heads", "partial_rotary_factor", "rope_theta", "original_max_position_embeddings",
+         "tie_word_embeddings", "sliding_window_pattern", "max_window_layers", "mlp_only_layers",
+         "decoder_sparse_step", "rope_local_base_freq")  # fmt: skip
+VALUES = {
+    "layer_types": (MIXED, [GLOBAL] * LAYERS, [LOCAL] * LAYERS, None),
+    "layers_block_type": (["mamba"] * LAYERS, None),
+    "hidden_act": ("gelu", "gelu_new", "silu"),
+    "per_layer_config": ({"0": {"sliding_window": 3}}, None),
+    "mlp_only_layers": ([0], None),
+    "no_rope_layers": ([0, 1, 1, 0], None),
+    "position_embedding_type": ("nope", None),
+    "sliding_window": (3, None),
+    "head_dim": (12,),
+    "rope_theta": (50.0, None),
+    "partial_rotary_factor": (0.5, 1.0, None),
+    "rope_parameters": (YARN, {GLOBAL: YARN | {"truncate": False}, LOCAL: PLAIN}, {GLOBAL: LINEAR, LOCAL: None}, None),
+    "rope_scaling": (YARN | {"truncate": None}, YARN | {"mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": None},
+                     LINEAR, LONG, {GLOBAL: LINEAR, LOCAL: PLAIN}, None),
+}  # fmt: skip
+VALUES |= dict.fromkeys(("activation_function", "hidden_activation"), VALUES["hidden_act"])
+
+
+def read_by_transformers(model_type: str) -> dict:
+    """Keys that its modelling file reads of a config, and other names of them -> the default."""
+    made = CONFIG_MAPPING[model_type]
+    name = made.__module__.split(".")[-2]
+    source = (Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py").read_text()
+    found = {*re.findall(r"config\.(\w+)", source), *re.findall(r'getattr\(\w*\.?config, *"(\w+)"', source)}
+    found |= {*made.attribute_map, *BASIC, "rope_scaling", "rope_parameters"}
+    return {
+        key: getattr(made, key, None)
+        for key in sorted(found - SIZES)
+        if not IN_TRAINING.search(key) and not NOT_IN_LOGITS.search(key) and not key.endswith("_implementation")
+    }
+
+
+def others(key: str, value) -> tuple:
+    """Other values of a key."""
+    if key in VALUES:
+        return VALUES[key]
+    if isinstance(value, bool):
+        return (not value, None)
+    if isinstance(value, (int, float)):
+        return (2 * value or 1, None)
+    return (2, None)
+
+
+def accepted(raw: dict) -> tuple[list[dict], list[dict]]:
+    """Other values of single keys that we accept, those that make the same model first."""
+    base, same, other = parse_config(raw), [], []
+    for key, default in read_by_transformers(raw["model_type"]).items():
+        for value in others(key, raw.get(key, default)):
+            try:
+                made = parse_config(raw | {key: value})
+                if value is None:
+                    AutoConfig.for_model(**raw | {key: value})  # refuses most nulls
+            except Exception:
+                continue
+            (same if made == base else other).append({key: value})
+    return same, other
+
+
+def gathered(raw: dict, changes: list[dict], most: int) -> list[dict]:
+    """Changes of different keys in one, as many as `most`, for fewer models: where one adds as much to the others."""
+    groups: list[dict] = []
+    for change in changes:
+        moves = parse_config(raw | change) != parse_config(raw)
+        for group in groups:
+            try:
+                alike = (parse_config(raw | group | change) != parse_config(raw | group)) == moves
+            except InputError:
+                continue
+            if alike and len(group) < most and not group.keys() & change.keys():
+                group.update(change)
+                break
+        else:
+            groups.append(dict(change))
+    return groups
+
+
+def misread(raw: dict, group: dict, folder: Path) -> list[dict]:
+    """Those changes of a group that transformers accepts and reads otherwise."""
+    try:
+        if difference(raw | group, folder) < 1e-5:
+            return []
+        refused = False
+    except Exception:  # by transformers
+        refused = True
+    if len(group) == 1:
+        return [] if refused else [group]
+    items = list(group.items())
+    half = len(items) // 2
+    return misread(raw, dict(items[:half]), folder) + misread(raw, dict(items[half:]), folder)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_key_is_read_or_refused(model_type, folder):
+    """A key that transformers reads has its value there, or is refused; alone it is not passed over."""
+    raw = released(model_type)
+    assert difference(raw, folder) < 1e-5
+    same, other = accepted(raw)
+    groups = gathered(raw, same, 100) + gathered(raw, other, 5)
+    assert not [change for group in groups for change in misread(raw, group, folder)]
+
+
+# ---------------------------------------------------------------- what files have
+
+
+@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.rotary])
+def test_rope_in_the_spelling_of_transformers_4(model_type, folder):
+    """Flat keys: theta, and what scales it under its newer and its older name."""
+    family = FAMILIES[model_type]
+    scaled = [YARN | {"attention_factor": 1.2}, LINEAR]
+    if family.longrope:
+        scaled = [LONG, LONG | {"type": "su", "original_max_position_embeddings": 8}]
+    elif family.query_beta:
+        scaled = [YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}]
+    elif family.local_theta:
+        scaled = [YARN | {"attention_factor": 1.2}, LINEAR | {"rope_type": "linear"}]
+    outside = {"original_max_position_embeddings": 8} if family.original else {}
+    for scaling in scaled:
+        raw = released(model_type, **{family.spelled["theta"]: 500.0}, rope_scaling=scaling, **outside)
+        assert difference(raw, folder) < 1e-5, scaling
+
+
+OLMO3 = {"layer_types": MIXED, "rope_theta": 5e5, "rope_scaling": YARN | {"attention_factor": 1.2}}
+FAST = {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.0}}
+READ = [
+    ("olmo3", OLMO3),
+    ("olmo3", OLMO3 | {"rope_theta": 1e4}),
+    ("olmo3", OLMO3 | {"rope_scaling": None, "rope_parameters": None}),
+    ("olmo3", {"rope_scaling": YARN, "rope_parameters": {GLOBAL: PLAIN | {"rope_theta": 50.0}, LOCAL: None}}),
+    ("olmo3", {"original_max_position_embeddings": 4, "rope_scaling": YARN}),
+    ("gemma3_text", {"rope_local_base_freq": 77.0, "rope_theta": 99.0, "rope_scaling": YARN}),
+    ("gemma3_text", {"sliding_window_pattern": 2}),
+    ("mistral", {"layer_types": [GLOBAL, LOCAL, LOCAL, GLOBAL], "sliding_window": 3, "head_dim": 8}),
+    ("mistral", {"layer_types": None, "sliding_window": 3, "head_dim": 8}),
+    ("ministral3", FAST),
+    ("smollm3", {"sliding_window": 3, "use_sliding_window": False}),
+    ("smollm3", {"sliding_window": 3, "use_sliding_window": True, "no_rope_layer_interval": 2}),
+    ("smollm3", {"sliding_window": 3, "use_sliding_window": True, "no_rope_layers": [1, 0, 0, 1]}),
+    ("smollm3", {"sliding_window": 3, "layer_types": MIXED}),
+    ("exaone4", {"layer_types": [GLOBAL] * LAYERS}),
+    ("exaone4", {"layer_types": [GLOBAL] * LAYERS, "sliding_window": None, "sliding_window_pattern": None}),
+    ("exaone4", {"layer_types": MIXED, "sliding_window_pattern": "LLLG"}),
+    ("seed_oss", {"num_key_value_heads": None, "head_dim": None}),
+    ("llama", {"num_key_value_heads": None, "head_dim": None, "rope_scaling": None}),
+    ("qwen3", {"num_key_value_heads": None, "sliding_window": None, "rope_scaling": {}}),
+    ("mistral", {"head_dim": None, "sliding_window": None}),
+    ("phi3", {"rope_scaling": LONG | {"original_max_position_embeddings": 8}}),
+    ("phi3", {"rope_scaling": LONG | {"type": "yarn", "factor": None}, "original_max_position_embeddings": 8}),
+    ("llama", {"rope_scaling": YARN | {"truncate": None, "beta_fast": None, "attention_factor": None}}),
+    ("llama", {"rope_scaling": YARN | {"short_factor": [3.0] * 5, "long_factor": [9.0] * 5}}),
+    ("glm", {"partial_rotary_factor": None}),
+    ("gpt_neox", {"hidden_act": "gelu_fast"}),
+    ("gpt_neox", {"hidden_act": "gelu_new", "rotary_pct": 1.0}),
+    ("gpt_neox", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1}),
+    ("gpt_oss", {"sliding_window_pattern": 1, "mlp_only_layers": [0]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "keys"), READ)
+def test_read_as_transformers_reads_it(model_type, keys, folder):
+    assert difference(released(model_type, **keys), folder) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [(name, key) for name in ("gpt2", "olmoe", "mixtral") for key in FAMILIES[name].aliases],
+)
+def test_other_names_of_keys(model_type, key, folder):
+    """Read, and refused next to another value of the same."""
+    raw = released(model_type)
+    own = FAMILIES[model_type].aliases[key]
+    assert parse_config({name: v for name, v in raw.items() if name != own} | {key: raw[own]}) == parse_config(raw)
+    assert parse_config(raw | {key: raw[own]}) == parse_config(raw)
+    with pytest.raises(InputError, match=f'"{key}" and "{own}"'):
+        parse_config(raw | {key: 2 * raw[own]})
+
+
+REFUSED = [
+    ("olmo3", {"rope_parameters": YARN}, "rope_parameters.*outside"),
+    ("olmo3", {"rope_scaling": LINEAR}, 'rope_scaling: "type".*"rope_type"'),
+    ("olmo3", {"rope_scaling": {GLOBAL: LINEAR, LOCAL: PLAIN}}, "rope_scaling"),
+    ("olmo3", {"rope_scaling": YARN | {"truncate": False}}, "truncate"),
+    ("gemma3_text", {"rope_parameters": {GLOBAL: PLAIN, LOCAL: GLOBAL}}, f'"{LOCAL}" is "{GLOBAL}", expected an obj'),
+    ("gemma3_text", {"rope_parameters": {GLOBAL: PLAIN, LOCAL: PLAIN | {"partial_rotary_factor": 0.5}}}, "partial"),
+    ("smollm3", {"rope_parameters": {GLOBAL: LINEAR, LOCAL: PLAIN}}, GLOBAL),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}, '"sliding_window_pattern" is "LLLG", expected a positive integer'),
+    ("exaone4", {"sliding_window": None}, '"layer_types" is null, expected a list of 4 names, as "sliding_window"'),
+    ("gemma3_text", {"sliding_window": None}, '"layer_types" is null'),
+    ("ministral3", {"layer_types": MIXED}, f'"layer_types" must be {LOCAL} in all 4 layers'),
+    ("starcoder2", {"layer_types": MIXED, "sliding_window": None}, f'"layer_types" must be {GLOBAL} in all 4 layers'),
+    ("gpt2", {"layer_types": MIXED}, '"layer_types" must be'),
+    ("mistral", {"layer_types": ["linear_attention"] * LAYERS}, "layer_types"),
+    ("llama", {"is_causal": None}, "is_causal"),
+    ("llama", {"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
+    ("llama", {"rms_norm_eps": None}, '"rms_norm_eps" is null'),
+    ("glm4", {"attention_bias": None}, '"attention_bias" is null'),
+    ("llama", {"rope_theta": None}, '"rope_theta" is null'),
+    ("llama", {"rope_scaling": LONG | {"type": "su"}}, 'rope type "su"'),
+    ("phi3", {"original_max_position_embeddings": 1, "rope_scaling": LONG}, "original_max_position_embeddings"),
+    ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act"),
+    ("gpt_neox", {"head_dim": 8}, "head_dim"),
+    ("glm4_moe", {"topk_group": 2}, "topk_group"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "keys", "words"), REFUSED)
+def test_refused_in_one_line(model_type, keys, words):
+    with pytest.raises(InputError, match=words) as e:
+        parse_config(released(model_type, **keys))
+    assert "\n" not in str(e.value)
+
+
+def test_inside_a_wrapper_a_list_changes_no_windows():
+    """transformers makes it no other model there: the list has to say what the model does."""
+    wrapped = lambda **keys: parse_config({"model_type": "mistral3", "text_config": released("mistral", **keys)})
+    assert wrapped(layer_types=[LOCAL] * LAYERS) == wrapped()
+    with pytest.raises(InputError, match='text_config: "layer_types" must be'):
+        wrapped(layer_types=MIXED)
