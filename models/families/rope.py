@@ -98,6 +98,8 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
         return Rope(theta, kind, inner.number("factor"), low, high, **common)
     inner = Keys({k: v for k, v in inner.raw.items() if v is not None or k not in MAY_BE_NULL}, inner.where)
     if kind == "yarn":
+        if theta == 1:
+            raise InputError(f'{inner.where}: yarn is not possible with a "rope_theta" of 1.')
         factor = inner.number("factor", positions / original)
         fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
         attention = inner.number("attention_factor", _yarn_attention(inner, factor))

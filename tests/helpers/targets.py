@@ -38,7 +38,10 @@ from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import has_begun
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig, Rope, read_config
+from trireme.models.config import InputError, ModelConfig, Rope, parse_config, read_config
+from trireme.models.families.experts import REFUSED
+from trireme.models.families.table import FAMILIES, WRAPPERS, Family
+from trireme.models.rows import rope_tables
 from trireme.storage.aio import IO, ThreadIO, arena
 from trireme.storage.checkpoint import open_source
 from trireme.storage.devices import Device
@@ -86,23 +89,45 @@ def index(folder: Path) -> Target:
     return Target([value], as_json, read, (CheckpointError,))
 
 
-LLAMA = {"model_type": "llama", "vocab_size": 97, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64,
-         "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "rope_theta": 1e4}  # fmt: skip
-ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16}  # fmt: skip
-SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
-           "layer_types": ["full_attention", "sliding_attention"]}  # fmt: skip
-GPT = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": True}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "attention_factor": 1.1}
+TYPES = ["full_attention", "sliding_attention"]
+SIZES = dict(vocab=97, width=64, n_layers=2, n_heads=4, ffn=56, max_positions=64, eps=1e-5, theta=1e4)
+
+
+def _config(name: str, family: Family) -> dict[str, Any]:
+    """A config.json with most of what a family reads."""
+    found = {family.spelled[field]: size for field, size in SIZES.items() if field in family.spelled}
+    found |= {"model_type": name, family.spelled["act"]: family.acts[0], "sliding_window": 4}
+    found |= {"num_key_value_heads": 2, "head_dim": 16, "use_sliding_window": not family.experts}
+    found |= {"max_window_layers": 1, "no_rope_layers": [1, 0]} if family.unrotated == "listed" else {}
+    found |= {"num_local_experts": 0, "layer_types": ["attention"] * 2} if family.windows == "dense" else {}
+    found |= {"layer_types": TYPES} if family.windows == "pattern" else {}
+    if family.experts:
+        found |= {family.experts.count_key: 6, "num_experts_per_tok": 2, family.experts.width_key: 24}
+        found |= {"mlp_only_layers": [0], "first_k_dense_replace": 1, "quantization_config": None}
+    if family.local_theta:
+        return found | {"rope_parameters": {TYPES[0]: YARN, TYPES[1]: {"rope_type": "default", "rope_theta": 1e4}}}
+    return found | {"rope_scaling": LONG if family.longrope else YARN | {"llama_4_scaling_beta": 0.0}}
 
 
 def config(folder: Path) -> Target:
     def read(content: bytes) -> None:
         (folder / "config.json").write_bytes(content)
-        hf.sources(read_config(folder), {"a": (4, 2), "b": (3,)})
+        with suppress(InputError):
+            read_config(folder, 2.0)
+        cfg = read_config(folder)
+        if cfg.head_dim <= 1 << 12:
+            rope_tables(cfg, 24, "cpu")
+        hf.sources(cfg, {"a": (4, 2), "b": (3,)})
 
-    values = [LLAMA, LLAMA | {"rope_parameters": ROPE}, LLAMA | {"model_type": "qwen2"} | SLIDING, GPT]
-    return Target(values, as_json, read, (InputError,))
+    values = [_config(name, family) for name, family in FAMILIES.items()]
+    texts = {name: wrapper.texts[0] for name, wrapper in WRAPPERS.items()}
+    values += [{"model_type": name, "text_config": _config(text, FAMILIES[text])} for name, text in texts.items()]
+    for value in values:
+        parse_config(value)
+    words = {*values[0], *YARN, *LONG, *TYPES, *FAMILIES, *REFUSED, "rope_parameters", "layer_types", "head_dim"}
+    return Target(values, as_json, read, (InputError,), junk=(*sorted(words), YARN, LONG, TYPES))
 
 
 # ---------------------------------------------------------------- what a run has written

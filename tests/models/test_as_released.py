@@ -281,6 +281,7 @@ REFUSED = [
     ("llama", {"rope_theta": None}, '"rope_theta" is null'),
     ("llama", {"rope_scaling": LONG | {"type": "su"}}, 'rope type "su"'),
     ("phi3", {"original_max_position_embeddings": 1, "rope_scaling": LONG}, "original_max_position_embeddings"),
+    ("llama", {"rope_theta": 1, "rope_scaling": YARN}, "rope_scaling: yarn.*rope_theta"),
     ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act"),
     ("gpt_neox", {"head_dim": 8}, "head_dim"),
     ("glm4_moe", {"topk_group": 2}, "topk_group"),
