@@ -30,11 +30,9 @@ from trireme.storage.files import StoreError
 from trireme.storage.untrusted import seal, unseal
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    return make_tokenizer(folder, chat_template=CHATML)
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("model"), chat_template=CHATML)
 
 
 def write(path, rows):
@@ -42,7 +40,7 @@ def write(path, rows):
     return str(path)
 
 
-codec_of = lru_cache(2)(load_codec)  # of a tokenizer's folder; its process is there for as long as it is remembered
+codec_of = lru_cache(9)(load_codec)  # of a tokenizer's folder; its process is there for as long as it is remembered
 
 
 def load(source, tokenizer, chat_template=None, **options):
@@ -310,75 +308,44 @@ def test_the_cache_is_used_when_nothing_changed_and_not_otherwise(tokenizer, tmp
     assert len(builds) == 4
 
 
-@pytest.mark.parametrize("name", ["tokens", "offsets.npy", "trained.npy", "meta.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
-def test_a_damaged_cache_is_made_again(tokenizer, tmp_path, monkeypatch, name, damage):
-    path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
-    expected = list(documents(load(path, tokenizer, cache=cache).batches(1)))
-    (folder,) = cache.iterdir()
-    content = (folder / name).read_bytes()
-    if damage == "remove":
-        (folder / name).unlink()
-    else:
-        middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
-        (folder / name).write_bytes({"flip": flipped, "cut": content[:-3], "empty": b""}[damage])
-    builds = count_builds(monkeypatch)
-    assert list(documents(load(path, tokenizer, cache=cache).batches(1))) == expected
-    assert len(builds) == 1
-    assert len(list(cache.iterdir())) == 1
-
-
-def forge(meta, change):
+def forge(change):
     """Changes a cache's meta.json, and its checksum with it."""
-    fields = unseal(meta.read_bytes(), 1, "meta.json")
-    change(fields)
-    meta.write_bytes(seal(1, fields))
+
+    def damage(folder):
+        fields = unseal((folder / "meta.json").read_bytes(), 1, "meta.json")
+        change(fields)
+        (folder / "meta.json").write_bytes(seal(1, fields))
+
+    return damage
 
 
-@pytest.mark.parametrize("word", ["rows", "bad", "format", "name", "first_bad"])
-def test_what_a_cache_says_of_its_rows_is_checked_too(tokenizer, tmp_path, monkeypatch, word):
-    """None of it is found wrong by the tokens: only its own checksum knows."""
-    path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
-    expected = load(path, tokenizer, cache=cache).report.lines()
-    (meta,) = cache.glob("*/meta.json")
-    content = json.loads(meta.read_text())
-    content[word] = content[word] + type(content[word])(1)
-    meta.write_text(json.dumps(content))
-    builds = count_builds(monkeypatch)
-    assert load(path, tokenizer, cache=cache).report.lines() == expected
-    assert len(builds) == 1
+def spoil(name, change):
+    """Changes a file's bytes."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-FORGED = {
-    "no rows": lambda meta: meta.pop("rows"),
-    "rows of text": lambda meta: meta.update(rows="5"),
-    "another key": lambda meta: meta.update(key="x"),
-    "ids beyond what it says": lambda meta: meta.update(max_id=2),
-    "objects": lambda meta: meta.update(dtype="O"),
-    "no number": lambda meta: meta.update(bytes=None),
-    "an endless number": lambda meta: meta.update(bytes=10**400),
-}
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_a_cache_that_says_what_is_not_so_is_made_again(tokenizer, tmp_path, monkeypatch, name):
-    path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
-    load(path, tokenizer, cache=cache)
-    (meta,) = cache.glob("*/meta.json")
-    forge(meta, FORGED[name])
-    builds = count_builds(monkeypatch)
-    assert "5 rows" in load(path, tokenizer, cache=cache).report.lines()[0]
-    assert len(builds) == 1
+def add_one(word):
+    """What meta.json says of the rows is wrong, and only its own checksum knows."""
+
+    def change(content):
+        fields = json.loads(content)
+        return json.dumps(fields | {word: fields[word] + type(fields[word])(1)}).encode()
+
+    return spoil("meta.json", change)
+
+
+def as_table(table):
+    return lambda file: np.save(file, np.array(table))
 
 
 def as_archive(file):
     np.savez(file.with_suffix(".npz"), np.zeros(3))
     file.with_suffix(".npz").rename(file)
-
-
-def as_table(table):
-    return lambda file: np.save(file, np.array(table))
 
 
 TABLES = {
@@ -393,19 +360,45 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", ["offsets", "trained"])
-@pytest.mark.parametrize("table", TABLES)
-def test_tables_that_are_none_are_made_again(tokenizer, tmp_path, monkeypatch, name, table):
-    """Also where the checksum is right."""
+def with_its_checksum(name, table):
+    """Another table, of which the checksum is right."""
+
+    def damage(folder):
+        TABLES[table](folder / f"{name}.npy")
+        sum = zlib.crc32((folder / f"{name}.npy").read_bytes()[128:])
+        forge(lambda fields: fields["crc32"].__setitem__(1 + (name == "trained"), sum))(folder)
+
+    return damage
+
+
+FILES = ("tokens", "offsets.npy", "trained.npy", "meta.json")
+CHANGES = {"flip": flip, "cut": lambda content: content[:-3], "empty": lambda _: b""}
+DAMAGES = {
+    **{f"{file}, {how}": spoil(file, change) for file in FILES for how, change in CHANGES.items()},
+    **{f"{file}, remove": lambda folder, file=file: (folder / file).unlink() for file in FILES},
+    **{f"{word} and one": add_one(word) for word in ("rows", "bad", "format", "name", "first_bad")},
+    "no rows": forge(lambda meta: meta.pop("rows")),
+    "rows of text": forge(lambda meta: meta.update(rows="5")),
+    "another key": forge(lambda meta: meta.update(key="x")),
+    "ids beyond what it says": forge(lambda meta: meta.update(max_id=2)),
+    "objects": forge(lambda meta: meta.update(dtype="O")),
+    "no number": forge(lambda meta: meta.update(bytes=None)),
+    "an endless number": forge(lambda meta: meta.update(bytes=10**400)),
+    **{f"{name}, {table}": with_its_checksum(name, table) for name in ("offsets", "trained") for table in TABLES},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_made_again(tokenizer, tmp_path, monkeypatch, damage):
     path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"
-    load(path, tokenizer, cache=cache)
-    (file,), (meta,) = cache.glob(f"*/{name}.npy"), cache.glob("*/meta.json")
-    TABLES[table](file)
-    sum = zlib.crc32(file.read_bytes()[128:])
-    forge(meta, lambda fields: fields["crc32"].__setitem__(1 + (name == "trained"), sum))
+    seen = lambda data: (list(documents(data.batches(1))), data.report.lines())
+    expected = seen(load(path, tokenizer, cache=cache))
+    (folder,) = cache.iterdir()
+    DAMAGES[damage](folder)
     builds = count_builds(monkeypatch)
-    assert "5 rows" in load(path, tokenizer, cache=cache).report.lines()[0]
+    assert seen(load(path, tokenizer, cache=cache)) == expected
     assert len(builds) == 1
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_a_build_that_stops_leaves_nothing(tokenizer, tmp_path, monkeypatch):
