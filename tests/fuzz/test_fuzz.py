@@ -1,4 +1,4 @@
-"""Whatever is in a file, its parser reads it or refuses it in its own words, within seconds."""
+"""Whatever is in a file, its parser reads it or refuses it in its own words. More by scripts/dev/fuzz.py."""
 
 import pytest
 from mutations import attack
@@ -7,5 +7,5 @@ from targets import TARGETS
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_file_is_read_or_refused(name):
-    found = attack(TARGETS[name], range(1000))
+    found = attack(TARGETS[name], range(250))
     assert not found, "\n".join(map(str, found))

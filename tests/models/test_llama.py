@@ -1,4 +1,4 @@
-"""Blocks of the families with rotary positions by themselves; test_blocks_hf.py compares them with transformers."""
+"""Blocks of the families by themselves; test_blocks_hf.py compares them with transformers."""
 
 import pytest
 from blocks import check_every_subset
@@ -13,20 +13,23 @@ KEYS = dict(
     num_key_value_heads=2,
     head_dim=16,
 )
+GPT = dict(vocab_size=64, n_embd=48, n_layer=2, n_head=3, n_positions=32)
 
 
 @pytest.mark.parametrize(("dtype", "grad_dtype"), [("F32", "F32"), ("BF16", "F32"), ("BF16", "BF16")])
 @pytest.mark.parametrize(
-    ("model_type", "more"),
+    ("model_type", "keys"),
     [
-        ("llama", {}),
-        ("llama", dict(attention_bias=True, mlp_bias=True)),
-        ("mistral", dict(sliding_window=3)),
-        ("qwen3", {}),
+        ("llama", KEYS),
+        ("llama", KEYS | dict(attention_bias=True, mlp_bias=True)),
+        ("mistral", KEYS | dict(sliding_window=3)),
+        ("qwen3", KEYS),
+        ("gpt2", GPT),
+        ("gpt2", GPT | dict(scale_attn_by_inverse_layer_idx=True)),
     ],
 )
-def test_every_subset_of_saved(model_type, more, dtype, grad_dtype):
-    check_every_subset(model_type, dtype, grad_dtype, **KEYS, **more)
+def test_every_subset_of_saved(model_type, keys, dtype, grad_dtype):
+    check_every_subset(model_type, dtype, grad_dtype, **keys)
 
 
 @pytest.mark.parametrize(("dtype", "grad_dtype"), [("F32", "F32"), ("BF16", "F32")])

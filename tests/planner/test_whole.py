@@ -15,12 +15,10 @@ from trireme.engine.planner.rates import assume
 from trireme.engine.planner.whole import (
     CLOSING,
     COPIED,
-    FIRST,
     FIXED,
     LARGE,
     LOADING,
     OPENED,
-    SAMPLED,
     Events,
     evaluation_s,
     export_s,
@@ -49,16 +47,6 @@ GPU, RAM, SSD = forecast(UnitPlan(), 12), forecast(UnitPlan("host", "host")), fo
 def faster(f: Forecast, **times: float) -> Forecast:
     rates = replace(f.machine.rates, **{name: getattr(f.machine.rates, name) * by for name, by in times.items()})
     return replace(f, machine=replace(f.machine, rates=rates))
-
-
-def test_parts_are_bytes_over_rates():
-    found = foretold(RAM, 10, Events(snapshots=3, exports=2))
-    assert found["export"] == pytest.approx(2 * (FIXED + EXPORT / 7e9 + EXPORT / 5e9 + EXPORT / COPIED))
-    assert found["snapshots"] == pytest.approx(3 * (FIXED + RAM.stored() / 5e9))
-    assert found["steps"] == pytest.approx(10 * RAM.step.step_s)
-    assert found["load"] == pytest.approx(OPENED + EXPORT / LOADING + RAM.pinning_s())
-    assert found["close"] == CLOSING
-    assert found["evaluations"] == found["samples"] == 0
 
 
 def test_the_best_is_kept_in_ram_beside_the_plan():
@@ -121,20 +109,6 @@ def test_an_export_takes_what_the_last_to_that_drive_took(tmp_path, monkeypatch)
     assert found["samples"] == foretold(RAM, 1, Events(samples=1))["samples"], "its first time is still to come"
 
 
-def test_a_sample_ends_after_its_longest_time():
-    events = Events(samples=3, tokens=48)
-    assert foretold(RAM, 1, events)["samples"] == pytest.approx(FIRST["samples"] + 3 * 48 * token_s(RAM))
-    assert foretold(RAM, 1, replace(events, longest=0.001))["samples"] == pytest.approx(FIRST["samples"] + 0.003)
-
-
-def test_kernels_of_a_first_pass_are_compiled_on_a_gpu_alone():
-    events = Events(evaluations=3, held_out=32, samples=3, tokens=48)
-    cpu = replace(RAM, machine=replace(RAM.machine, rates=replace(RAM.machine.rates, host=0.0)))
-    assert foretold(RAM, 1, events)["evaluations"] == pytest.approx(FIRST["evaluations"] + 3 * evaluation_s(RAM, 32))
-    assert foretold(cpu, 1, events)["evaluations"] == pytest.approx(3 * evaluation_s(cpu, 32))
-    assert foretold(cpu, 1, events)["samples"] == pytest.approx(3 * 48 * token_s(cpu))
-
-
 def test_a_snapshot_writes_only_what_is_on_no_drive():
     assert unsaved(SSD) == 0
     assert unsaved(forecast(UnitPlan("host", "ssd"))) == sum(layout.span for layout in RAM.geo.weights)
@@ -177,14 +151,9 @@ def test_what_is_frozen_is_read_too():
 
 
 def test_a_sampled_token_reads_every_weight_once():
-    weights = sum(layout.span for layout in RAM.geo.weights)
-    assert token_s(RAM) == pytest.approx(weights / RAM.machine.rates.h2d)
     assert token_s(SSD) > token_s(RAM) > token_s(GPU)
     stay = replace(RAM, plan=RAM.plan.changed(range(RAM.geo.n_units), resident=True))
     assert token_s(stay) == token_s(GPU)
-    slow = faster(GPU, host=1e3, task=1e3)
-    kernels, tasks = SAMPLED * ONE_B.n_layers * slow.machine.rates.host, 2 * ONE_B.n_units * slow.machine.rates.task
-    assert token_s(slow) == pytest.approx(kernels + tasks), "they have to start"
 
 
 @given(
@@ -239,4 +208,4 @@ def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, mon
     assert all(spent[0][part] > 0 for part in parts)
     assert spent[0]["snapshots"] == promised[0]["snapshots"] == 0
     assert promised[0]["load"] == spent[0]["load"], "what has happened is not foretold"
-    assert 0.5 * whole[0] < sum(spent[0].values()) < 1.001 * whole[0], "the parts are the whole, but for a stall"
+    assert sum(spent[0].values()) < 1.001 * whole[0], "no second is in two parts"

@@ -1,11 +1,9 @@
-"""Crash safety: by killing a writer at random moments, and by replaying power failures from a log of its calls."""
+"""Crash safety: power failures, replayed from a log of a store's calls. Killed runs: tests/run/test_kills.py."""
 
 import os
 import random
 import shutil
 import stat
-import subprocess
-import sys
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -19,118 +17,6 @@ from trireme.storage.devices import Device, is_direct
 from trireme.storage.folders import FINISHED, IDENTITY
 from trireme.storage.layout import pack, sequential
 from trireme.storage.store import Store
-
-KILLS = 200  # on each filesystem
-
-# A program of its own: it forks writers, kills them, and looks at what they left.
-WRITER = '''
-import os, random, signal, sys, time, zlib
-from pathlib import Path
-import numpy as np
-from trireme.storage.aio import ThreadIO, arena
-from trireme.storage.devices import Device, is_direct
-from trireme.storage.files import StoreError
-from trireme.storage.kernel_aio import KernelIO
-from trireme.storage.layout import pack, sequential
-from trireme.storage.store import Store
-
-folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-LAYOUTS = {"w0": pack([[("a", (64, 64))], [("b", (5, 3))]], "BF16"), "w1": pack([[("c", (64, 64))]], "BF16"),
-           "s0": sequential([("lo", "I16", (5001,)), ("m", "F32", (5001,))]), "s1": sequential([("m", "F32", (2048,))])}
-paths = [folder / "d0", folder / "d1"]
-direct = is_direct(folder)
-
-def devices():
-    backend = KernelIO if direct else ThreadIO
-    return [Device(p, backend(block=8192, depth=3, mixed=2), direct, 1.0 + k, 1.0) for k, p in enumerate(paths)]
-
-def content(name, step):
-    data = random.Random(f"{name} {step}").randbytes(LAYOUTS[name].nbytes)
-    return data.ljust(LAYOUTS[name].span, b"\\0")
-
-def write_until_killed():
-    try:
-        store = Store.open(devices(), keep=2)
-        step = store.restore()["step"]
-    except StoreError:
-        store, step = Store.create(devices(), keep=2), 0
-        for name, layout in LAYOUTS.items():
-            store.add(name, layout, weights=name[0] == "w")
-    buffers = {name: arena(layout.span) for name, layout in LAYOUTS.items()}
-    while True:
-        step += 1
-        for _ in range(random.randrange(1, 3)):
-            requests = []
-            for name, buffer in buffers.items():
-                buffer[:] = content(name, step)
-                requests.append(store.write(name, buffer))
-            for request in requests:
-                request.result()
-        store.commit(step, {"step": step, "crc": {n: zlib.crc32(content(n, step)) for n in LAYOUTS}})
-
-def check(least):
-    """The step of the last snapshot, all of whose bytes are there; it is never older than what was seen before."""
-    try:
-        store = Store.open(devices(), keep=2)
-    except StoreError as e:
-        assert least == 0, e
-        return 0
-    with store:
-        for snapshot in [s.step for s in store.snapshots]:
-            extra = store.restore(snapshot)
-            for name, layout in LAYOUTS.items():
-                got = arena(layout.span)
-                store.read(name, got).result(60)
-                data = bytes(got[: layout.nbytes]).ljust(layout.span, b"\\0")
-                assert zlib.crc32(data) == extra["crc"][name], (snapshot, name)
-        assert extra["step"] >= least
-        assert not list(folder.glob("d*/*.partial")) and not list(folder.glob("d*/*.dropped"))
-        assert (folder / "d0" / "mine.txt").read_text() == "mine"
-    return extra["step"]
-
-for path in paths:
-    path.mkdir()
-(folder / "d0" / "mine.txt").write_text("mine")
-random.seed(seed)
-least, advanced, longest = 0, 0, 0.1
-for i in range(kills):
-    child = os.fork()
-    if child == 0:
-        random.seed(seed + i)
-        try:
-            write_until_killed()
-        except BaseException as e:
-            print("writer:", repr(e), file=sys.stderr)
-        os._exit(1)
-    time.sleep(random.random() ** 2 * longest)
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the writer ended by itself"
-    step = check(least)
-    advanced += step > least
-    longest = min(1.0, longest * (0.95 if step > least else 1.05))  # so long that a slow drive comes to a snapshot too
-    least = step
-print(advanced, least)
-assert advanced > kills / 20
-'''
-
-
-@pytest.mark.parametrize("place", ["disk", "memory"])
-def test_killed_at_any_moment_the_last_snapshot_is_whole(tmp_path, place):
-    """SIGKILL; a fresh process then reads back every byte of every snapshot."""
-    folder = tmp_path
-    if place == "memory":  # no fsync to wait for: many more commits to hit
-        folder = Path("/dev/shm") / f"trireme-kill-{os.getpid()}"
-        if not os.access("/dev/shm", os.W_OK):
-            pytest.skip("no writable /dev/shm")
-        folder.mkdir()
-    try:
-        command = [sys.executable, "-c", WRITER, str(folder), str(KILLS), "7"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    finally:
-        if place == "memory":
-            shutil.rmtree(folder)
-
 
 # ---------------------------------------------------------------- power failure
 
