@@ -23,7 +23,7 @@ from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
 from trireme.engine.run.signals import stop_signals
 from trireme.models.config import InputError
-from trireme.storage.checkpoint import CheckpointError
+from trireme.storage.headers import CheckpointError
 from trireme.storage.untrusted import shown
 
 LONGEST = 2000  # characters
@@ -154,6 +154,8 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
         raise KeyboardInterrupt
 
     with stop_signals(leave, lambda: screen.urgent("left at once")):  # until loop.Run's
+        if group.hosts == 1 and not (options.demo or options.resume):
+            check_paths(options)
         # late: torch takes seconds
         from trireme.engine.run import demo, loop, train
 
@@ -164,6 +166,22 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
         except loop.Interrupted:
             return 130
     return 0
+
+
+def check_paths(options: Options) -> None:
+    """Looks at the paths that a new run is given, before torch is imported. Raises InputError."""
+    from trireme.engine.data.sources import parse_data_file  # late: --help needs none of it
+    from trireme.engine.run.verify import check_checkpoint, check_free
+    from trireme.models.config import read_config
+
+    check_checkpoint(options.model)
+    if not options.dry_run:
+        check_free(options)
+    if not options.shape:
+        read_config(options.model, options.rope_factor)
+    for text in options.data:
+        if text != "-":
+            parse_data_file(text)
 
 
 def merge(argv: Sequence[str], screen: Screen) -> int:
