@@ -10,16 +10,33 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before a kernel is decorated
 
 import pytest
+from hypothesis import settings
+from sandboxed import forked
+
+from trireme.engine.data.sandbox import Sandbox
+from trireme.engine.planner import probe
+from trireme.engine.run import evaluation
+from trireme.engine.run.begin import job
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started this in the background
+settings.register_profile("same", derandomize=True)  # the same examples each time
+settings.load_profile("same")
+
+RATES = {"copy": 6.5e9, "task": 8e-5, "h2d": 3.3e9, "d2h": 3.3e9, "dram": 1.2e10, "adam": 4e8}  # of one core
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by marker
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):  # not of a parameter of that name
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    """Marks all cases of a `grid` but the first `full`, and skips those of a GPU where there is none."""
+    seen = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("grid") and function in seen:
+            item.add_marker("full")
+        seen.add(function)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +49,33 @@ def real() -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_shelf():
-    """Tokens of one test are not for the next, nor for the user of this machine."""
+def short_runs():
+    """Tokens of one test are not for the next, nor for the user of this machine; a sample is one token."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trireme.engine.run.begin.job.shelf", lambda: None)
+        patch.setattr(job, "shelf", lambda: None)
+        patch.setattr(evaluation, "LONGEST", 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def usual_rates():
+    """A CPU's rates are not measured, except in modules with a fixture of this name."""
+    measured = probe.processor_rates
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(probe, "matmul_rate", lambda device, dtype: 6e10)
+            patch.setattr(probe, "fp8_rate", lambda device: 3e10)
+        patch.setattr(
+            probe,
+            "processor_rates",
+            lambda device, *more: RATES if device.type == "cpu" else measured(device, *more),
+        )
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_sandboxes():
+    """Sandboxes are forked, not started, except in modules with a fixture of this name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sandbox, "_start", forked)
         yield

@@ -15,6 +15,11 @@ from trireme.engine.data.sandbox import Died, Sandbox
 from trireme.models.config import InputError
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_sandboxes():
+    """None: here they are as a user has them."""
+
+
 @pytest.fixture
 def box():
     made = Sandbox(Thing, "thing", memory=1 << 30)

@@ -125,8 +125,7 @@ def test_everything_in_one_tier(model, dtype, tier):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize(("n_micro", "clip"), [(1, 0.0), (2, 1.0), (3, 1e-2)])
+@pytest.mark.parametrize(("dtype", "n_micro", "clip"), [("BF16", 1, 0.0), ("F32", 2, 1.0), ("BF16", 3, 1e-2)])
 def test_half_blocks_are_the_same_to_the_bit(model, dtype, n_micro, clip):
     """The global norm too: what is summed at once does not depend on how blocks are cut."""
     for tier in ("gpu", "host"):
@@ -240,7 +239,7 @@ def plans(draw):
     return model, relayed(plan, dealt, cfg.tied)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.integers(0, 99), st.booleans(), PLACES)
 def test_any_plan_with_any_delays(drawn, seed, jitter, between):
     model, plan = drawn
@@ -249,7 +248,7 @@ def test_any_plan_with_any_delays(drawn, seed, jitter, between):
     check(plan, lanes, model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.sets(st.sampled_from((*lanes_of(4), "poison"))), PLACES)
 def test_any_plan_with_any_lanes_late(drawn, late, between):
     model, plan = drawn
@@ -258,7 +257,7 @@ def test_any_plan_with_any_lanes_late(drawn, late, between):
     check(plan, LateLanes(late, plan.gpus), model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.tuples(*[st.integers(0, 2)] * 3))
 @example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2))
 def test_what_is_simulated_is_what_runs(drawn, evaluations):

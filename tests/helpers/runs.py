@@ -22,7 +22,7 @@ from trireme.engine.run.train import finetune
 
 LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
 LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
-STEPS = 12
+STEPS = 6
 
 
 def make_small(folder: Path, name: str = "checkpoint") -> Path:

@@ -35,7 +35,7 @@ WANTED = Wanted(((1024, 2), (512, 4), (256, 8)), record=1 << 20, document=256)
 MIB = 1 << 20
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from((SMALL, ADAPTED, PARTLY)),
     st.integers(60, 600),
@@ -60,7 +60,7 @@ def test_never_slower_than_the_rule_and_within_its_limits(cfg, gpu, host, mode, 
     assert choice == choose(cfg, limits, rates, wanted)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)  # a short search: rarely it misses by more, so drawn alike
+@settings(max_examples=8, deadline=None, derandomize=True)  # a short search: rarely it misses by more, so drawn alike
 @given(st.integers(60, 600), st.integers(60, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "ssd_write")))
 def test_more_bandwidth_is_never_slower(gpu, host, resource):
     limits = Limits(gpu * MIB, host * MIB)
@@ -72,7 +72,7 @@ def test_more_bandwidth_is_never_slower(gpu, host, resource):
     assert fast <= slow * 1.03
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.integers(80, 600), st.integers(80, 1500), st.sampled_from(("gpu", "host")), st.sampled_from((1.2, 1.5, 2)))
 def test_more_memory_is_hardly_ever_slower(gpu, host, tier, times):
     """What the rule fills it with comes in whole units, which costs three percent at times."""
@@ -85,7 +85,7 @@ def test_more_memory_is_hardly_ever_slower(gpu, host, tier, times):
     assert choose(SMALL, more, RATES, WANTED).found.step_s <= less * 1.04
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(80, 600), st.integers(60, 1500), st.floats(0.2, 5), st.sampled_from((0.7, 1.0, 1.5)))
 def test_a_run_that_has_begun_keeps_its_updates_where_they_are(gpu, host, faster, more):
     """Other rates and other limits move everything else; only where nothing else fits do updates move."""
@@ -117,7 +117,7 @@ def test_without_a_drive_the_gpu_holds_state_rather_than_activations():
     assert not choice.plan.uses("ssd")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(60, 600), st.integers(60, 2000))
 def test_without_a_drive_nothing_is_put_on_one(gpu, host):
     rates = replace(RATES, ssd_read=0.0, ssd_write=0.0)

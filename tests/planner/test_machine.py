@@ -23,6 +23,11 @@ def known() -> Machine:
     return Machine("x", 1 << 30, 1 << 30, rates_of(dict(matmul=1e12, adam=1e9, ssd_read=1e9)), ssd=10**9)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def usual_rates():
+    """None: here they are measured."""
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

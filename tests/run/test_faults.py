@@ -31,7 +31,7 @@ from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction
-from trireme.engine.run import evaluation, live, loop, pace, train
+from trireme.engine.run import live, loop, pace, train
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
@@ -128,7 +128,6 @@ def child(given: Options, faults: Faults, plan_after) -> int:
     try:
         signal.alarm(WATCH)
         faults.install()
-        evaluation.LONGEST = 0.0  # a sample is one token
         pace.better = lambda job, steps: Choice(plan_after, Prediction(1.0, {}, "cpu", 0, 0), ())
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             train.finetune(given)

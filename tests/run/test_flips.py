@@ -30,7 +30,7 @@ from trireme.storage.snapshots import FORMAT, MANIFEST
 from trireme.storage.store import Store
 from trireme.storage.untrusted import seal, unseal
 
-FLIPS = 50
+FLIPS = 20
 WEIGHTS, MOMENTS, LOW = "snapshot-*/weights-*", "snapshot-*/moments-*", "snapshot-*/low-*"
 KINDS = {
     "weights": (WEIGHTS,),
@@ -227,11 +227,11 @@ def test_what_a_drive_changes_before_the_export_is_not_exported(run, tmp_path, m
         finish(self)
 
     for name in ("weights-00000", "low-00001-0000"):
-        ours = replace(run, out=str(tmp_path / name), save_every=every("8"), keep=1)
+        ours = replace(run, out=str(tmp_path / name), save_every=every("4"), keep=1)
         with monkeypatch.context() as patch, pytest.raises(StoreError) as e:
             patch.setattr(loop.Run, "_finish", disturbed)
             finetune(ours)
-        assert e.value.strerror == f"{DAMAGED}. The last snapshot without this file is of step 8"
+        assert e.value.strerror == f"{DAMAGED}. The last snapshot without this file is of step 4"
         assert not (tmp_path / name / "model.safetensors").exists()
         finetune(replace(ours, resume=ours.out))
         assert (tmp_path / name / "model.safetensors").exists()

@@ -326,7 +326,7 @@ def test_what_a_run_is_resumed_with_otherwise_is_said(paused, tmp_path, capsys):
     said = capsys.readouterr().out
     assert [change for change in CHANGES if f"changed  {change} at step 1\n" not in said] == []
     assert said.count("changed  --") == len(CHANGES) + 1
-    assert "changed  --max-steps 2, was 12 at step 1\n" in said
+    assert "changed  --max-steps 2, was 6 at step 1\n" in said
 
 
 def test_nothing_is_said_of_a_run_that_goes_on_as_it_was(paused, tmp_path, capsys):
@@ -338,7 +338,7 @@ def test_a_digit_of_config_yaml_that_changed_is_said(paused, tmp_path, capsys):
     run = resumed(paused, tmp_path)
     path = Path(run.out) / "config.yaml"
     text = path.read_text()
-    path.write_text(text.replace("lr: 0.003\n", "lr: 0.007\n").replace("max_steps: 12", "max_steps: 2"))
+    path.write_text(text.replace("lr: 0.003\n", "lr: 0.007\n").replace("max_steps: 6", "max_steps: 2"))
     finetune(parse(["--resume", run.out]))
     assert "changed  --lr 0.007, was 0.003 at step 1\n" in capsys.readouterr().out
 

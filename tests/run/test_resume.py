@@ -147,7 +147,7 @@ def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, m
 def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint, damage, monkeypatch):
     """The last evaluation comes after the last snapshot. A line lost meanwhile does not hide where that was."""
     out = checkpoint / f"export-{damage}"
-    run = options(checkpoint, out, "gpu", val="0.1", eval_every=every("5"))
+    run = options(checkpoint, out, "gpu", val="0.1", eval_every=every("4"))
     real = exchange.Exchange.save
     killed = lambda self, folder, *more: os._exit(9) if folder == out else real(self, folder, *more)
     with monkeypatch.context() as m:
@@ -160,7 +160,7 @@ def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint,
         log.write_bytes(log.read_bytes().split(b"\n", 1)[1])
     assert ended(child(replace(run, resume=str(out)))) == 0
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [r["step"] for r in records if "eval_loss" in r] == [0, 5, 10, STEPS][damage:]
+    assert [r["step"] for r in records if "eval_loss" in r] == [0, 4, STEPS][damage:]
 
 
 def test_a_resumed_run_evaluates_on_what_it_has_evaluated_on(checkpoint, monkeypatch):
@@ -191,9 +191,9 @@ def test_a_tenth_of_a_run_is_evaluation(checkpoint):
 def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch):
     run = options(checkpoint, checkpoint / "longer", "gpu")
     stopped(run, 3, monkeypatch)
-    stopped(replace(run, resume=run.out, max_steps=20), 15, monkeypatch)
-    assert "max_steps: 20" in (checkpoint / "longer" / "config.yaml").read_text()
-    with pytest.raises(InputError, match="stands at step 15, and 12 are asked for"):
+    stopped(replace(run, resume=run.out, max_steps=10), 8, monkeypatch)
+    assert "max_steps: 10" in (checkpoint / "longer" / "config.yaml").read_text()
+    with pytest.raises(InputError, match="stands at step 8, and 6 are asked for"):
         finetune(replace(run, resume=run.out))
 
 
