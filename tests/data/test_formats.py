@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -58,14 +59,8 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path, name, content):
 
 def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        path.write_bytes(b"PAR1")
-        with pytest.raises(InputError, match="needs pyarrow"):
-            values(path)
-        return
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"messages": [TALK, TALK]}), path)
     assert values(path) == [{"messages": TALK}] * 2
     times = pyarrow.array([1234567890123456789], pyarrow.timestamp("ns"))  # of which Python has none
@@ -85,6 +80,13 @@ def test_parquet(tmp_path):
     path.write_bytes(b"PAR1")
     with pytest.raises(InputError, match="not Parquet"):
         values(path)
+
+
+def test_without_pyarrow_what_to_install_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="needs pyarrow. Install it: pip install pyarrow"):
+        values(tmp_path / "a.parquet")
 
 
 def text_rows(path, content, **more):

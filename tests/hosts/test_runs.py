@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from runs import Hosts, hold, losses, make_small
+from script_files import ROOT
 from tiny import CASES, oracle
 
 from trireme.engine.hosts import group, watch
@@ -105,6 +108,21 @@ def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
     said = run.said[0].read_text()
     assert f"hosts    {hosts}, each with a share of micro-batches and optimizer state, and all weights; " in said
     assert not any(path.read_text() for path in run.said[1:])  # one speaks for all
+
+
+def test_torchrun_begins_hosts(folder, whole):
+    """The program itself: two processes of this machine."""
+    out = folder / "by-torchrun"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    begin = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
+    begin += ["--master-addr", "127.0.0.1", "--master-port", port, str(ROOT / "scripts" / "finetune.py")]
+    lanes = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*begin, *command(folder, out)], capture_output=True, text=True, env=os.environ | lanes)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "hosts    2, each with a share of micro-batches" in done.stdout
+    assert same(out, whole)
 
 
 @pytest.mark.parametrize("what", [(), ("--lora", "4", "--merge")], ids=["checkpoint", "adapters"])

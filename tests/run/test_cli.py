@@ -454,6 +454,14 @@ def test_output_that_cannot_be_written(here, argv, code):
     assert tree(here) == before
 
 
+def test_where_nobody_reads_on_the_exit_code_is_141(here, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert finetune.main([*TRAIN, "--dry-run"]) == 141
+
+
 def test_a_finished_run_is_not_begun_again(here, capsys):
     assert finetune.main(list(TRAIN)) == 0
     capsys.readouterr()

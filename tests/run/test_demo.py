@@ -12,9 +12,9 @@ from engines import fork
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.engine.run import demo
+from trireme.engine.run.main import main
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.train import finetune
 from trireme.models.config import read_config
 from trireme.models.hf import canonical_names
 from trireme.storage.checkpoint import open_source
@@ -95,11 +95,10 @@ def test_a_story_is_english_enough():
 
 
 def test_it_learns(tmp_path, capsys, monkeypatch):
-    """A short demo from end to end: the loss falls, and the folder opens."""
+    """The command from end to end, of few steps: the loss falls, and the folder opens."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    options = Options(demo=True, seq_len=128, batch_size=8, max_steps=25, lr=8e-3, out=str(tmp_path / "out"))
-    with demo.prepared(options, Screen()) as given:
-        finetune(given)
+    short = ["--seq-len", "128", "--batch-size", "8", "--max-steps", "25", "--lr", "8e-3", "--device", "cpu"]
+    assert main(["--demo", *short, "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     losses = [float(x) for x in re.findall(r"eval_loss (\d+\.\d+)", said)]
     assert losses[0] > 6

@@ -465,6 +465,24 @@ def test_a_tracker_that_is_not_there_is_refused_before_the_data_is_read(here, ca
     assert f"--log {name}: it is not installed. pip install {name}" in said
 
 
+def test_tensorboard_and_a_trace_are_left_with_the_run(here, monkeypatch):
+    """TensorBoard's writer is played: it is not among the dependencies."""
+    got, module = [], types.ModuleType("torch.utils.tensorboard")
+    add, close = (lambda _, key, value, step: got.append((key, step))), (lambda _: got.append("end"))
+    module.SummaryWriter = type(
+        "Writer", (), {"__init__": lambda _, folder: got.append(folder), "add_scalar": add, "close": close}
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert main.main([*TRAIN, "--log", "tensorboard,trace"]) == 0
+    assert (got[0], got[-1]) == ("out/tensorboard", "end")
+    assert {("loss", 1), ("loss", 2), ("learning_rate", 2), ("grad_norm", 2)} <= set(got)
+    events = json.loads(Path("out/trace.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["name"].split()[0] for event in spans if event["tid"] == lanes["compute"]} >= {"forward", "backward"}
+    assert all(event["dur"] >= 0 for event in spans)
+
+
 class Wandb(types.ModuleType):
     """The part of W&B's client that a run uses."""
 

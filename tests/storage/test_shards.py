@@ -14,6 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
+import torch
+import transformers
+from runs import make_small
 from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, holds, write_all
 
 from trireme.storage import folders, shards, snapshots
@@ -154,11 +157,9 @@ def test_snapshots_are_checkpoints_for_every_reader(tmp_path):
                 assert f.metadata() == {"format": "pt"}
 
 
-def test_transformers_loads_the_folder_of_an_idle_run(tmp_path, real):
-    """The real model, stored in units, read back by transformers from the store's folder as it lies."""
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    source = open_source(real / "stories260k")
+def test_transformers_loads_the_folder_of_an_idle_run(tmp_path):
+    """A model stored in units, read back by transformers from the store's folder and a snapshot's as they are."""
+    source = open_source(make_small(tmp_path) / "checkpoint")
     units: dict[str, list[str]] = {}
     for name in source.tensors:
         units.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
@@ -173,7 +174,7 @@ def test_transformers_loads_the_folder_of_an_idle_run(tmp_path, real):
             store.write(f"unit-{unit}", buffer).result(60)
         store.commit(0, {})
     load = transformers.AutoModelForCausalLM.from_pretrained
-    expected = load(real / "stories260k", dtype=torch.float32).state_dict()
+    expected = load(source.folder, dtype=torch.float32).state_dict()
     for folder in (tmp_path / "d0", *(tmp_path / "d0").glob("snapshot-*")):
         loaded = load(folder, dtype=torch.float32).state_dict()
         assert loaded.keys() == expected.keys()
