@@ -388,6 +388,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_cache_is_made_again(tokenizer, tmp_path, monkeypatch, damage):
     path, cache = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), tmp_path / "cache"

@@ -23,6 +23,8 @@ from trireme.models.sizes import narrow, shapes
 from trireme.storage.checkpoint import NUMPY, convert, dtype_of, open_source
 from trireme.storage.layout import ITEMSIZE
 
+pytestmark = pytest.mark.grid
+
 TIED = replace(LLAMA, tied=True)
 
 

@@ -23,6 +23,8 @@ from trireme.models import hf
 from trireme.models.config import InputError, Lora, read_config
 from trireme.storage.checkpoint import open_source
 
+pytestmark = pytest.mark.grid
+
 CASE = "qwen3 moe"
 
 

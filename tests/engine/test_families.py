@@ -12,6 +12,8 @@ from trireme.engine.plan import UnitPlan
 from trireme.models.config import parse_config
 from trireme.models.sizes import shapes
 
+pytestmark = pytest.mark.grid
+
 
 def config(case):
     model_type, keys = CASES[case]

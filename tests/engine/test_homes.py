@@ -17,6 +17,8 @@ from trireme.engine.plan import UnitPlan
 from trireme.storage.aio import address_of
 from trireme.storage.files import StoreError
 
+pytestmark = pytest.mark.grid
+
 
 class SickStore:
     """Requests that end a little later, fail, or cannot be begun, one after another as `how` says."""

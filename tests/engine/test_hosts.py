@@ -35,6 +35,8 @@ from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.updates import AdamW
 from trireme.models.sizes import shapes
 
+pytestmark = pytest.mark.grid
+
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT, "lora": LORA, "frozen": FROZEN}
 MODELS |= {"fp8": FP8, "fp8 lora": replace(LORA, fp8=True)}
 MODELS |= {"mixture": MIXTURE, "packed": PACKED}

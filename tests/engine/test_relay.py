@@ -38,6 +38,8 @@ from trireme.engine.planner.simulate import SimulatedLanes
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models.config import InputError
 
+pytestmark = pytest.mark.grid
+
 DEEP = replace(LLAMA, n_layers=6)
 DEALS = {"two": (0, 1), "three": (2, 0, 1), "runs": (0, 0, 1, 1), "one of two": (1,), "ends": (1, 0, 0, 0, 0, 0, 0, 1)}
 

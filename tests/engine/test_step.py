@@ -48,6 +48,8 @@ from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import narrow, shapes
 
+pytestmark = pytest.mark.grid
+
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
 MODELS |= {"lora": LORA, "gpt lora": GPT_LORA, "frozen": FROZEN, "mixture": MIXTURE, "packed": PACKED}
@@ -248,6 +250,7 @@ def test_any_plan_with_any_delays(drawn, seed, jitter, between):
     check(plan, lanes, model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
+@pytest.mark.full
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.sets(st.sampled_from((*lanes_of(4), "poison"))), PLACES)
 def test_any_plan_with_any_lanes_late(drawn, late, between):
@@ -257,6 +260,7 @@ def test_any_plan_with_any_lanes_late(drawn, late, between):
     check(plan, LateLanes(late, plan.gpus), model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.tuples(*[st.integers(0, 2)] * 3))
 @example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2))

@@ -4,6 +4,8 @@ import pytest
 from mutations import attack
 from targets import TARGETS
 
+pytestmark = pytest.mark.grid
+
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_file_is_read_or_refused(name):

@@ -49,7 +49,7 @@ class Run:
         argvs = argv if callable(argv) else lambda host: argv
 
         def body(host: int) -> int:
-            watch.BEAT, watch.SUSPECTED = 0.05, 20.0
+            watch.BEAT, watch.SUSPECTED = 0.05, 2.0
             group.FEW = 1 << 16
             fd = os.open(self.said[host], os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             for at in (1, 2):
@@ -98,6 +98,7 @@ def evals(out: Path) -> list[str]:
     return re.findall(r'"eval_loss": [\d.e-]+', (out / "log.jsonl").read_text())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
     out, drive = folder / f"on-{hosts}", folder / f"drive-{hosts}"
@@ -110,6 +111,7 @@ def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
     assert not any(path.read_text() for path in run.said[1:])  # one speaks for all
 
 
+@pytest.mark.full
 def test_torchrun_begins_hosts(folder, whole):
     """The program itself: two processes of this machine."""
     out = folder / "by-torchrun"
@@ -125,6 +127,7 @@ def test_torchrun_begins_hosts(folder, whole):
     assert same(out, whole)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", [(), ("--lora", "4", "--merge")], ids=["checkpoint", "adapters"])
 def test_fp32_masters_that_hosts_share_are_written_as_by_one(folder, what, monkeypatch):
     """Where steps compute in bf16; the best weights, too, which are in RAM while steps go on."""
@@ -142,6 +145,7 @@ def test_fp32_masters_that_hosts_share_are_written_as_by_one(folder, what, monke
         assert (outs[0] / path).read_bytes() == (outs[1] / path).read_bytes(), path
 
 
+@pytest.mark.full
 def test_a_mixture_of_experts_and_what_is_told_of_its_load(folder):
     """Without a loss of balance; with one: tests/engine/test_hosts.py."""
     model_type, keys = CASES["qwen3 moe"]
@@ -166,6 +170,7 @@ def watched(host: int) -> None:
     watch.SILENT, watch.GRACE = 5.0, 0.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_host_that_is_lost_or_hangs_ends_all_and_nothing_is_lost(folder, whole, how):
     out = folder / f"lost-{how}"
@@ -197,6 +202,7 @@ def full_disk(host: int) -> None:
     Store.commit = commit
 
 
+@pytest.mark.full
 def test_where_one_host_cannot_save_no_hosts_snapshot_advances(folder, whole):
     out = folder / "full"
     run = Run(out, 2, command(folder, out), full_disk)
@@ -262,6 +268,7 @@ def ailing(error: Exception):
     return changed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -295,6 +302,7 @@ def stopped(folder):
     return copy
 
 
+@pytest.mark.full
 def test_asked_to_stop_all_save_the_same_step_and_as_many_go_on(stopped, whole):
     out = stopped(2, "as-many")
     assert snapshots(out)[0] == snapshots(out / "host-1")[0]
@@ -320,6 +328,7 @@ def apart(host: int) -> None:
     opened._others = lambda run, host: []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "hosts", "sight"), [(1, 2, None), (2, 1, None), (2, 3, apart)])
 def test_another_number_of_hosts_goes_on_to_the_same_bytes(stopped, whole, before, hosts, sight):
     """Those with disks of their own have no RAM for homes either."""
@@ -355,6 +364,7 @@ def killed(host: int, when: str):
     return changed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("when", "host", "then"), [("with", 0, 3), ("after", 0, 2)])
 def test_killed_while_state_is_dealt_anew_either_number_goes_on(stopped, whole, when, host, then):
     out = stopped(2, f"killed-{when}-{host}-{then}")
@@ -381,6 +391,7 @@ def refused(out: Path, hosts: int, argv, changed=lambda host: None) -> str:
     return run.errors()[codes.index(2)]
 
 
+@pytest.mark.full
 def test_what_hosts_are_given_is_compared_before_anything_is_written(folder):
     out, other = folder / "refused", folder / "other.txt"
     demo.make_text(other, 40, seed=2)

@@ -7,6 +7,8 @@ from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, randn,
 from trireme.kernels import gelu, reference, rope, swiglu
 from trireme.kernels.attention.docs import make_docs
 
+pytestmark = pytest.mark.grid
+
 SHAPES = [(1, 500), (70, 60), (5, 1500)]
 
 

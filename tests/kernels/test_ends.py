@@ -6,6 +6,8 @@ from kernel_checks import DEVICES, DTYPES, ONE_ROUNDING, check, randn, up
 
 from trireme.kernels import cross_entropy, embedding, reference
 
+pytestmark = pytest.mark.grid
+
 BOUNDS = 1e-4, 3e-3, 2.5e-3  # bf16: losses, dx, dw
 FEW = 1e-3, 5e-3, 5e-3  # a few logits carry each sum, so their rounding does not average out
 

@@ -8,6 +8,8 @@ from trireme.kernels.experts import gradients, mxfp4, products, reference, routi
 from trireme.kernels.experts import order as order_
 from trireme.kernels.experts.reference import Rule
 
+pytestmark = pytest.mark.grid
+
 RULES = [Rule(2), Rule(3, renormalise=False), Rule(2, sigmoid=True, scale=1.5), Rule(1, False, True, 2.0), Rule(5)]
 
 

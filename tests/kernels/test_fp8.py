@@ -7,6 +7,8 @@ from kernel_checks import DEVICES, framed
 from trireme.kernels import ops
 from trireme.kernels.fp8 import reference
 
+pytestmark = pytest.mark.grid
+
 pytest.importorskip("triton")
 E4M3 = torch.float8_e4m3fn
 DEVICE = pytest.mark.parametrize("device", DEVICES)

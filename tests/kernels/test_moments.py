@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 from trireme.kernels import host_adamw, moments
 
+pytestmark = pytest.mark.grid
+
 HYPER = dict(lr=3e-3, beta1=0.9, beta2=0.95, weight_decay=0.0, n_decay=0)
 
 

@@ -6,6 +6,8 @@ from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, randn,
 
 from trireme.kernels import layernorm, reference, rmsnorm
 
+pytestmark = pytest.mark.grid
+
 SHAPES = [(1, 600), (150, 8), (37, 257), (9, 2048)]
 GRADIENT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}  # one more rounding: the residual gradient is itself bf16
 

@@ -6,6 +6,8 @@ from kernel_checks import DEVICES, framed
 
 from trireme.kernels import adamw, reference
 
+pytestmark = pytest.mark.grid
+
 
 def _state(n, split, device):
     master = torch.randn(n) * 0.02

@@ -12,6 +12,8 @@ from trireme.models import hf
 from trireme.models.config import read_config
 from trireme.models.rows import rope_tables
 
+pytestmark = pytest.mark.grid
+
 
 def packed(lengths, vocab, seed=1):
     ids = torch.randint(vocab, (sum(lengths),), generator=torch.Generator().manual_seed(seed))

@@ -11,6 +11,8 @@ from trireme.models import linear
 from trireme.models.config import Lora
 from trireme.models.sizes import shapes
 
+pytestmark = pytest.mark.grid
+
 KEYS = dict(
     vocab_size=64,
     hidden_size=64,

@@ -19,6 +19,8 @@ from trireme.engine.run import evaluation
 from trireme.models.config import InputError, read_config
 from trireme.models.generate import _Cache, generate, needs
 
+pytestmark = pytest.mark.grid
+
 PROMPTS = [[5, 9, 2, 44, 17, 3, 8], [11], [60, 61, 62, 1, 2, 3, 4, 5, 6, 7, 8, 9], [90, 3, 90]]
 
 

@@ -4,6 +4,8 @@ import pytest
 from blocks import check_every_subset
 from tiny import CASES
 
+pytestmark = pytest.mark.grid
+
 KEYS = dict(
     vocab_size=64,
     hidden_size=48,

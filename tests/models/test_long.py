@@ -20,6 +20,8 @@ from trireme.models.families.extend import extended
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import shapes
 
+pytestmark = pytest.mark.grid
+
 TILED = ["gpt2", "llama biases", "qwen3", "granite", "gemma3", "qwen3 moe", "qwen2 moe"]
 
 

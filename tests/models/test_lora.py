@@ -10,6 +10,8 @@ from trireme.engine.tuning.adapters import peft_names
 from trireme.models.config import InputError, Lora
 from trireme.models.sizes import shapes
 
+pytestmark = pytest.mark.grid
+
 peft = pytest.importorskip("peft")
 
 LENGTHS = [9, 1, 14]

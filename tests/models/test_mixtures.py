@@ -9,6 +9,8 @@ from trireme.models.config import InputError, parse_config
 from trireme.models.rows import make_load
 from trireme.models.sizes import shapes
 
+pytestmark = pytest.mark.grid
+
 MIXTURES = ["qwen3 moe", "qwen2 moe", "mixtral", "olmoe", "qwen3 moe among dense layers"]
 
 

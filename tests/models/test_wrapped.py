@@ -21,6 +21,8 @@ from trireme.models.config import InputError, parse_config, read_config
 from trireme.models.hf import canonical_names, carried
 from trireme.storage.checkpoint import open_source
 
+pytestmark = pytest.mark.grid
+
 VISION = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28)
 GEMMA = DIALECTS | dict(layer_types=TYPES, sliding_window=4, query_pre_attn_scalar=12)
 CASES = {  # name -> (model_type, text_config, other keys)

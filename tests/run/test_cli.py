@@ -126,6 +126,7 @@ def test_a_request_that_cannot_be_met(here, capsys, name):
     assert all(word in err for word in says), err
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("given", "option"), [(["--ram", "8MiB"], "--ram"), (["--ram", "8MiB", "--max-grad-norm", "0"], "--ram"),
                       (["--ram", "1GiB", "--gpu-memory", "2MiB"], "--gpu-memory"),
@@ -202,6 +203,7 @@ def test_a_step_has_no_more_sequences_than_the_data(here, capsys):
     assert int(count) < 47
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("limits", [["--ram", "12MiB"], ["--ram", "1GiB", "--gpu-memory", "12MiB"]])
 def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits, monkeypatch):
     monkeypatch.setattr(host, "_beside_the_process", lambda ram, later: ram)
@@ -211,6 +213,7 @@ def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits
     assert finetune.main([*argv, "--batch-size", "4"]) == 0
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("given", [(), ("--eval-tokens", "70")])
 def test_an_evaluation_reads_a_share_of_the_held_out_data_and_says_so(here, capsys, monkeypatch, given):
     """The same whole rows each time."""
@@ -260,6 +263,7 @@ def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys):
     assert "Give the folder of a Hugging Face checkpoint" in fails(capsys, here, "nowhere", *TRAIN[1:])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("limit", [100, 5_000, 100_000, 3_000_000])
 def test_a_disk_that_is_full(here, capsys, limit):
     """However early the disk is full: exit code 4, one line, no checkpoint that looks whole and is not."""
@@ -332,6 +336,7 @@ def in_terminal(argv: list[str], when: str, key: bytes | None) -> tuple[int, str
         process.kill()
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
     argv = [*TRAIN[:4], "runs/first", "--seq-len", "32", "--batch-size", "2", "--val", "0.1", "--schedule", "constant"]
     code, output = in_terminal([*argv, "--max-steps", "100000"], r"step +[5-9]\d*/|step +\d\d+/", b"\x03")
@@ -382,6 +387,7 @@ def reading(*argv: str) -> tuple[int, int]:
     return pid, err
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize("again", [False, True])
 def test_asked_to_stop_while_it_reads_it_leaves_all_as_it_was(here, number, again):
@@ -401,6 +407,7 @@ def test_asked_to_stop_while_it_reads_it_leaves_all_as_it_was(here, number, agai
     assert {p for p in tree(here) if "stdin" not in p.name} == {p for p in before if "stdin" not in p.name}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("how", ["the same command", "--resume"])
 def test_what_was_killed_while_it_read_can_be_begun_again(here, capsys, monkeypatch, how):
     """What was in the pipe is lost; it is not taken for all of it."""
@@ -420,6 +427,7 @@ def said(capsys, argv: list[str], code: int) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("argv", [["--resume", "out"], TRAIN])
 @pytest.mark.parametrize("kept", [False, True])
 def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch):
@@ -435,6 +443,7 @@ def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch
     assert said(capsys, list(argv), 130) == f"error: interrupted{what}\n"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("argv", "code"), [(TRAIN, 4), ((*TRAIN, "--dry-run"), 4), (("--demo",), 4), (("--help",), 0), (("--data", "x"), 2)]
 )
@@ -468,6 +477,7 @@ def test_a_finished_run_is_not_begun_again(here, capsys):
     assert "that run is finished" in fails(capsys, here, "--resume", "out")
 
 
+@pytest.mark.full
 def test_a_hang_up_saves_too(here):
     """The terminal goes away in the middle of a run."""
     code, _ = in_terminal([*TRAIN[:-1], "100000"], r"step +\d+/", None)
@@ -475,6 +485,7 @@ def test_a_hang_up_saves_too(here):
     assert list(Path("out/store").glob("snapshot-*"))
 
 
+@pytest.mark.full
 def test_where_one_block_at_a_time_fits_evaluations_and_samples_fit_too(here, capsys):
     """The planner's own plan with a single slot for weights; what it says and leaves is as with room for everything."""
     argv = ["model", "--data", "stories.txt", "--val", "0.1", "--seq-len", "64", "--batch-size", "2", "--lr", "3e-3"]

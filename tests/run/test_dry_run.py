@@ -222,6 +222,7 @@ def completed(argv: list[str]) -> list[str]:
     return [*argv, *data, "--dry-run"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", HINTS)
 def test_what_a_message_tells_works(here, capsys, name):
     for file, rows in FILES.items():

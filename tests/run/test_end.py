@@ -26,6 +26,8 @@ from trireme.engine.run.signals import stop_signals
 from trireme.engine.run.verify import reopen
 from trireme.storage.checkpoint import open_source
 
+pytestmark = pytest.mark.grid
+
 EVALUATED = [*TRAIN[:-1], "6", "--val", "0.2", "--eval-every", "1", "--save-every", "2"]
 
 
@@ -63,6 +65,7 @@ def test_the_best_is_exported(here, losses, capsys):
     reopen(open_source("model"), Path("out"))
 
 
+@pytest.mark.full
 def test_without_hard_links_the_best_is_copied_and_synced(here, losses, capsys, monkeypatch):
     def refuse(self, target):
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -122,6 +125,7 @@ def test_the_best_is_written_with_snapshots_and_at_the_end(here, losses, capsys,
     assert Path("out/model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_without_room_for_it_the_best_is_written_at_once(here, losses, capsys, written, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Forecast, "kept", 0)
@@ -130,6 +134,7 @@ def test_without_room_for_it_the_best_is_written_at_once(here, losses, capsys, w
     assert weights("out/best") == at_step_two(capsys)
 
 
+@pytest.mark.full
 def test_a_run_that_diverges_leaves_its_best(here, losses, capsys, monkeypatch):
     """Again it would diverge again."""
     step = loop.train_step
@@ -140,6 +145,7 @@ def test_a_run_that_diverges_leaves_its_best(here, losses, capsys, monkeypatch):
     assert weights("out/best") == at_step_two(capsys)
 
 
+@pytest.mark.full
 def test_the_last_is_written_once_where_it_is_the_best(here, losses, capsys):
     losses[6] = 2.0
     said(capsys, *EVALUATED)
@@ -150,6 +156,7 @@ def test_the_last_is_written_once_where_it_is_the_best(here, losses, capsys):
     assert last == weights("again")
 
 
+@pytest.mark.full
 def test_adapters_too(here, losses, capsys):
     said(capsys, *EVALUATED, "--lora", "2", "--export-every", "2", "--out", "two")
     said(capsys, *EVALUATED, "--lora", "2", "--export", "best", "--merge")
@@ -197,6 +204,7 @@ def test_patience_ends_the_run(here, losses, capsys, patience, step):
     assert "eval_loss 3.0000 at step 2" in report
 
 
+@pytest.mark.full
 def test_patience_goes_on_counting_where_a_run_is_resumed(here, losses, capsys, monkeypatch):
     ask, evaluate = signal.raise_signal, evaluation.Evaluation.run_if_due
 

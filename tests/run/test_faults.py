@@ -37,6 +37,8 @@ from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
 from trireme.storage.store import Store
 
+pytestmark = pytest.mark.full
+
 CALLS = ("fsync", "rename", "ftruncate", "posix_fallocate")
 OTHERS = ("open", "unlink", "pwrite", "preadv")
 PLACES = (*LANES, "read", "write", *CALLS)

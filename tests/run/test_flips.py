@@ -30,6 +30,8 @@ from trireme.storage.snapshots import FORMAT, MANIFEST
 from trireme.storage.store import Store
 from trireme.storage.untrusted import seal, unseal
 
+pytestmark = pytest.mark.full
+
 FLIPS = 20
 WEIGHTS, MOMENTS, LOW = "snapshot-*/weights-*", "snapshot-*/moments-*", "snapshot-*/low-*"
 KINDS = {

@@ -35,6 +35,8 @@ from trireme.engine.run.screen import one_line
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
+pytestmark = pytest.mark.grid
+
 CHATS = json.dumps({"messages": TALK}) + "\n"
 
 

@@ -17,6 +17,8 @@ from trireme.engine import exports
 from trireme.engine.exports import Best, bring_back, forget_old, replace_best, replace_folder, set_aside, settle
 from trireme.engine.run.verify import tidy
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:

@@ -31,6 +31,8 @@ from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
 from trireme.storage.files import StoreError
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("where", ["in a step", "in an evaluation", "in the first evaluation"])
 def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsys):

@@ -16,6 +16,8 @@ from trireme.engine.updates import AdamW
 from trireme.models import hf
 from trireme.models.rows import rope_tables
 
+pytestmark = pytest.mark.grid
+
 STEPS, LR = 30, 5e-3
 SMALL = dict(
     vocab_size=96,

@@ -23,6 +23,8 @@ from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
 from trireme.storage.files import StoreError
 
+pytestmark = pytest.mark.grid
+
 TENSORS = "adapter_model.safetensors"
 
 

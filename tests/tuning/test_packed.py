@@ -26,6 +26,8 @@ from trireme.models.config import InputError, Lora, parse_config, read_config
 from trireme.storage.devices import open_device
 from trireme.storage.headers import CheckpointError
 
+pytestmark = pytest.mark.grid
+
 KEYS = CASES["gpt oss"][1] | dict(hidden_size=64, intermediate_size=32)
 EXPERTS = ("*.experts.gate_up_proj", "*.experts.down_proj")
 
