@@ -48,6 +48,8 @@ def size(text: str) -> int:
     nbytes = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
     if nbytes >= 1 << 60:
         raise ValueError(f"{text!r} is more than any machine has")
+    if nbytes < 1:
+        raise ValueError("it must be greater than 0")
     return int(nbytes)
 
 

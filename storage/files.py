@@ -44,8 +44,16 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     """Raises StoreError without `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        message = f"has {free / 1e9:.2f} GB free, {what} needs {needed / 1e9:.2f} GB"
+        message = f"has {_amount(free)} free, {what} needs {_amount(needed)}: {_amount(needed - free)} more"
         raise StoreError(errno.ENOSPC, message, str(folder))
+
+
+def _amount(nbytes: int) -> str:
+    """`1.24 GB`, `850.00 kB`, `9 B`."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.2f} {name}"
+    return f"{nbytes} B"
 
 
 def write_synced(path: Path, content: Iterable[Buffer]) -> None:

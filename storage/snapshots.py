@@ -199,6 +199,8 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
         raise StoreError(errno.EIO, message, str(first / MANIFEST))
     path = first
     try:
+        for path in (device / FOLDER for device in devices):
+            path.mkdir(exist_ok=True)  # its files are the snapshot's, by other names
         for path in (device / name for device in devices for name in (FOLDER, snapshot.folder)):
             check_folder(path)
         for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):

@@ -195,6 +195,9 @@ def checked(options: Options) -> Options:
         flag = f"--patience {options.patience}" if options.patience else "--export best"
         raise InputError(f"{flag} goes by the loss on held-out data. Give --val.")
     stores = {os.path.realpath(folder) for folder in options.store}
+    if os.path.realpath("/") in stores or "" in options.store:
+        wrong = "names no folder" if "" in options.store else "names the root of all folders"
+        raise InputError(f"--store {','.join(options.store)} {wrong}. Name a folder of its own on each drive.")
     if len(stores) < len(options.store):
         raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
     out = options.out or str(Path("runs") / (options.shape or Path(options.model).resolve().name))

@@ -113,12 +113,19 @@ def listed(parser: Parser, like: str = "") -> Parser:
         values = [part for part in text.strip("()[] ").split(",") if part] if like else text.split(",")
         if like and len(values) != len(like.split(",")):
             raise ValueError(f"{text!r} does not have the form {like}")
-        return tuple(parser(value) for value in values if value)
+        return tuple(map(parser, values))
 
     return parse
 
 
-def _option(group: str, text: str, default: Any = None, parse: Parser = str, **more: Any) -> Any:
+def named(text: str) -> str:
+    """Any text but an empty one, which an unset variable of a shell gives."""
+    if not text.strip():
+        raise ValueError("it is empty; leave the option out")
+    return text
+
+
+def _option(group: str, text: str, default: Any = None, parse: Parser = named, **more: Any) -> Any:
     """`more`: metavar or choices; also (names elsewhere); repeat (each use adds a value)."""
     if choices := more.pop("choices", ()):
         parse, more["metavar"] = one_of(*choices), "{" + ",".join(choices) + "}"
@@ -168,7 +175,7 @@ class Options:
         OUTPUT,
         "weights, moments and snapshots: a folder on each drive [OUT/store]",
         (),
-        parse=listed(str),
+        parse=listed(named),
         metavar="DIR[,DIR]",
     )
     save_every: Every = _option(
@@ -201,12 +208,12 @@ class Options:
         OUTPUT,
         "also: tensorboard, wandb, trace (a timeline of the run)",
         (),
-        parse=listed(str),
+        parse=listed(named),
         metavar="NAME[,NAME]",
         also="report-to",
     )
     resume: str | None = _option(
-        OUTPUT, "go on with RUN, or with the latest one", metavar="RUN", also="resume-from-checkpoint"
+        OUTPUT, "go on with RUN, or with the latest one", parse=str, metavar="RUN", also="resume-from-checkpoint"
     )
 
     epochs: float | None = _option(
@@ -276,15 +283,15 @@ class Options:
         TRAINING,
         "matrices with adapters, as q_proj, experts [all; in mixtures attention]",
         (),
-        parse=listed(str),
+        parse=listed(named),
         metavar="NAME[,NAME]",
         also="lora-target lora-target-modules",
     )
     train: tuple[str, ...] = _option(
-        TRAINING, "train these tensors alone: '*.mlp.*'", (), parse=listed(str), metavar="GLOB[,GLOB]"
+        TRAINING, "train these tensors alone: '*.mlp.*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
     )
     freeze: tuple[str, ...] = _option(
-        TRAINING, "leave these tensors as they are: '*embed*'", (), parse=listed(str), metavar="GLOB[,GLOB]"
+        TRAINING, "leave these tensors as they are: '*embed*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
     )
     router_aux: float = _option(
         TRAINING, "weight of a loss that evens out the load of experts; 0: none", 0.0, parse=number(0), metavar="X"

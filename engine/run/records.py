@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trireme.engine.lanes.names import LANES, NET, ON_GPU, kind_of
 from trireme.storage.files import partial_of, sync_folder, write_synced
 
 COLUMNS = [
@@ -38,7 +39,8 @@ COLUMNS = [
     "router_aux",
 ]
 DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be NaN or infinite
-HUGE = 1e15  # bound of the others
+HUGE = 1e15  # the largest of the others
+BOUNDS, LONGEST = {*LANES, *ON_GPU, *NET, "ssd"}, 16  # "bound": a lane, of at most so many characters
 Record = dict[str, Any]  # of a step or evaluation, by column
 
 
@@ -143,7 +145,7 @@ def _record(line: bytes) -> Record | None:
 
 def _is_sound(column: str, value: Any) -> bool:
     if column == "bound":
-        return type(value) is str and value.isascii() and value.isprintable()
+        return type(value) is str and len(value) <= LONGEST and kind_of(value) in BOUNDS
     if column in DIVERGING and type(value) is float:
         return True
     return type(value) in (int, float) and abs(value) <= HUGE

@@ -110,13 +110,13 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
     if job.read:
         group.agree("data", {"--data": job.data.fingerprint}, "Copy host 0's")
     group.agree("checkpoints", job.pinned.model, "Copy host 0's")
+    if snapshot:
+        check_continues(job, snapshot)
     with clock.at("plan"):
         lines = report(job)
     for line in lines:
         screen.say(line)
-    if snapshot:
-        check_continues(job, snapshot)
-    elif not options.assume:
+    if not (snapshot or options.assume):
         check_room(job)
     if options.dry_run:
         screen.say(dry_line(job))

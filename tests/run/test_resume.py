@@ -190,13 +190,15 @@ def test_a_tenth_of_a_run_is_evaluation(checkpoint):
         assert evaluated <= 0.1 * (trained + evaluated) * 1.01 or work.held_out == work.tokens
 
 
-def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch):
+def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch, capsys):
     run = options(checkpoint, checkpoint / "longer", "gpu")
     stopped(run, 3, monkeypatch)
     stopped(replace(run, resume=run.out, max_steps=10), 8, monkeypatch)
     assert "max_steps: 10" in (checkpoint / "longer" / "config.yaml").read_text()
+    capsys.readouterr()
     with pytest.raises(InputError, match="stands at step 8, and 6 are asked for"):
         finetune(replace(run, resume=run.out))
+    assert capsys.readouterr().out == "changed  --max-steps 6, was 10 at step 8\n"
 
 
 def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):

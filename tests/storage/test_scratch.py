@@ -70,5 +70,5 @@ def test_without_room_on_one_device_nothing_is_left(devices, monkeypatch):
 
 
 def test_what_does_not_fit_is_said_in_plain_words(devices):
-    with pytest.raises(StoreError, match=r"GB free, the file of swapped activations and gradients needs 1"):
+    with pytest.raises(StoreError, match=r"B free, the file of swapped activations and gradients needs 1,000,000"):
         Scratch(devices[:1], 10**18)

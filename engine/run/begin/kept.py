@@ -93,7 +93,7 @@ def _convert(f: Field[Any], value: Any, where: str) -> Any:
     try:
         if f.default == ():
             values = tuple(str(v) for v in (value if isinstance(value, list) else [value]))
-            return values if f.metadata.get("repeat") else parse(",".join(values))
+            return parse(",".join(values)) if values and not f.metadata.get("repeat") else values
         return parse(",".join(map(str, value)) if isinstance(value, list) else str(value))
     except ValueError as error:
         raise InputError(f"{where}: {error}.") from None
