@@ -85,7 +85,9 @@ class ThreadWire:
 
 def on_hosts(cfg, plan, hosts, lanes, steps, clip=1.0):
     """(losses and norms, engine, where exports are made the masters) of each host, run side by side."""
-    ways = [(lane, a, b) for lane in ("net", "net_between", "sum", "statistics") for a in range(hosts) for b in range(hosts)]
+    ways = [
+        (lane, a, b) for lane in ("net", "net_between", "sum", "statistics") for a in range(hosts) for b in range(hosts)
+    ]
     queues, found = {way: queue.Queue() for way in ways}, [None] * hosts
     steps = [[in_ram(cfg, mb) for mb in step] for step in steps]
 
