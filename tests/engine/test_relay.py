@@ -64,9 +64,10 @@ def check(plan, lanes, expected, tied=False):
     e.close()
 
 
-@pytest.mark.parametrize("deal", DEALS)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("deal", "tier", "tied"),
+    [(deal, tier, bool((i + j) % 2)) for i, deal in enumerate(DEALS) for j, tier in enumerate(TIERS)],
+)
 def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, tier):
     unit = UnitPlan(tier, tier, x=tier, saved=(("qkv", tier),))
     plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
