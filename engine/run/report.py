@@ -167,8 +167,13 @@ def hosts_lines(job: Job, on_gpu: bool) -> list[str]:
 
 
 def _length_notes(job: Job) -> list[str]:
-    """Options of length without effect."""
-    o, notes = job.options, []
+    """Options of length without effect, or with one that is not expected."""
+    o, notes, rope = job.options, [], job.cfg.rope
+    if rope and rope.kind == "longrope" and job.seq_len > rope.original_positions:
+        notes.append(
+            f"note: --seq-len {job.seq_len:,} is beyond the {rope.original_positions:,} positions of the short factors "
+            "of longrope: all rows take the long ones, where transformers takes the short ones for short rows"
+        )
     if o.max_steps and o.epochs:
         notes.append(f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}")
     if o.eval_every != Options.eval_every and job.read and not job.data.held_out:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trireme.engine.homes import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.opened import read_adapter
-from trireme.engine.tuning.packed import Packed, open_checkpoint, unpacked
+from trireme.engine.tuning.packed import Packed, check_packing, open_checkpoint, unpacked
 from trireme.engine.tuning.peft_config import base_of, read_adapter_config
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config
@@ -38,6 +38,7 @@ def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working
         wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {base!r}, is no folder here"
         raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
     cfg, source = read_config(model or base), open_checkpoint(model or base, say)
+    check_packing(cfg, source, say)
     with _claimed(out, [*source.others, *source.files]), working("merging the adapter", 2 * source.nbytes) as more:
         merge_adapter(folder, cfg, source, out, more)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trireme.models.config import ModelConfig
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.models.sizes.narrow import BLOCKS, SCALES
 from trireme.storage.checkpoint import CHUNK, INDEX, Source, SourceTensor, open_source, stored_values
@@ -113,11 +113,28 @@ def open_checkpoint(folder: str | Path, say: Say = to_stderr) -> Source:
     for stored in source.tensors:
         name = stored.removesuffix(BLOCKS)
         if stored.endswith(BLOCKS) and name + SCALES in source.tensors:
+            if name in source.tensors:
+                raise CheckpointError(f"{source.folder}: {name} is there twice, also in MXFP4 as {stored}. Remove one.")
             parts[stored], parts[name + SCALES] = blocks, scales = tensors.pop(stored), tensors.pop(name + SCALES)
             tensors[name] = _decoded(source, name, blocks, scales)
     if not parts:
         return source
     return Packed(source.folder, source.files, tensors, source.companions, parts)
+
+
+def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
+    """Whether config.json and the tensors agree on MXFP4. Raises InputError where transformers would not read them."""
+    if cfg.experts is None or not cfg.family.mxfp4 or cfg.experts.packed == isinstance(source, Packed):
+        return
+    if not cfg.experts.packed:
+        raise InputError(
+            f'{source.folder}: there are tensors in MXFP4, but config.json has no "quantization_config". Copy it from '
+            "the release: transformers does not find these tensors without it."
+        )
+    say(
+        f'note: {source.folder}: config.json has a "quantization_config" of MXFP4, but no tensor is in MXFP4: all are '
+        "read as they are"
+    )
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:

@@ -166,6 +166,17 @@ def test_lengths_that_contradict_each_other_are_noted(here, capsys):
     assert "note: --" not in capsys.readouterr().out
 
 
+def test_a_context_beyond_the_short_factors_is_noted(here, capsys):
+    config = json.loads(Path("model/config.json").read_text())
+    factors = [1.0] * (config["hidden_size"] // config["num_attention_heads"] // 2)
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    for original, noted in ((32, False), (16, True)):
+        set_config(rope_parameters=None, rope_scaling=rope | {"original_max_position_embeddings": original})
+        assert finetune.main([*TRAIN, "--seq-len", "32", "--dry-run"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("note: --seq-len 32 is beyond the 16 positions of the short factors" in said) == noted
+
+
 def test_without_installation_what_to_do_is_said():
     bare = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "finetune.py"), "--help"]
     done = subprocess.run(bare, capture_output=True, text=True)

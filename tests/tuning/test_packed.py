@@ -1,6 +1,7 @@
 """gpt-oss as it is released: experts in MXFP4 are read as transformers reads them, and copied as they are."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +21,10 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.packed import as_stored, as_trained, decode, open_checkpoint
+from trireme.engine.tuning.packed import as_stored, as_trained, check_packing, decode, open_checkpoint
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, parse_config, read_config
+from trireme.storage.checkpoint import open_source
 from trireme.storage.devices import open_device
 from trireme.storage.headers import CheckpointError
 
@@ -199,6 +201,23 @@ def test_blocks_of_another_shape_are_named(folder, tmp_path):
     state[f"{name}_scales"] = state[f"{name}_scales"][:, :-1].contiguous()
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"down_proj_blocks is U8 \[6, 64, 1, 16\] and .* U8 \[6, 63, 1\]"):
+        open_checkpoint(tmp_path)
+
+
+def test_config_and_tensors_have_to_agree(folder, tmp_path):
+    """Without its word in config.json transformers would draw the experts at random; with it, it reads plain ones."""
+    path, exact = folder
+    said, cfg, source = [], read_config(path), open_checkpoint(path)
+    check_packing(cfg, source, said.append)
+    check_packing(parse_config(KEYS | dict(model_type="gpt_oss")), open_source(path), said.append)
+    assert not said
+    with pytest.raises(InputError, match='tensors in MXFP4, but config.json has no "quantization_config"'):
+        check_packing(parse_config(KEYS | dict(model_type="gpt_oss")), source, said.append)
+    check_packing(cfg, open_source(path), said.append)
+    assert re.match("note: .*no tensor is in MXFP4", said[0])
+    name = next(iter(exact))
+    save_file(load_file(path / "model.safetensors") | {name: exact[name].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} is there twice, also in MXFP4 as {name}_blocks. Remove one"):
         open_checkpoint(tmp_path)
 
 

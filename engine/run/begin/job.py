@@ -43,7 +43,7 @@ from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
-from trireme.engine.tuning.packed import as_stored, as_trained, open_checkpoint
+from trireme.engine.tuning.packed import as_stored, as_trained, check_packing, open_checkpoint
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
 from trireme.models.config import ModelConfig
@@ -160,7 +160,9 @@ def prepare(
         for line in about_adapter(options, cfg):
             say(line)
         source = outlined(cfg, folder) if is_absent(options, folder) else open_checkpoint(folder, say)
-        cfg = cfg if is_absent(options, folder) else as_stored(cfg, source)
+        if not is_absent(options, folder):
+            check_packing(cfg, source, say)
+            cfg = as_stored(cfg, source)
         if pinned:
             check_model(options, pinned, cfg, source)
         stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
