@@ -190,8 +190,8 @@ def test_where_experts_are_trained_all_is_written_in_bf16(folder, tmp_path, shar
     assert plain.keys() == {n.removesuffix("_blocks") for n in state if not n.endswith("_scales")}
     assert all(torch.equal(t, exact.get(name, state.get(name))) for name, t in plain.items())
     train(e, batches(cfg, 1, 2, 24))
-    x.replace(out)
-    trained = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
+    x.save(tmp_path / "trained")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.bfloat16).state_dict()
     assert not any(torch.equal(t, plain[name]) for name, t in trained.items())
 
 
