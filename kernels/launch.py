@@ -1,7 +1,8 @@
 """Block sizes, warps and stages of every kernel, as plain functions of shape and chip.
 
-Independent of the number of tokens. Tuned by scripts/bench/ops.py --tune on an H200 (arch 90); on Ada (arch 89) without
-spills, within 99 KiB of shared memory. arch 0 is Triton's interpreter: few programs.
+Independent of the number of tokens. Chips are of two classes, by the shared memory that a program can have: 227 KiB
+(Hopper and B200: tuned by scripts/bench/ops.py --tune on an H200), and 99 KiB, which every other chip since Ampere has
+at least (without spills on Ada). arch 0 is Triton's interpreter: few programs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,10 @@ class Chip(NamedTuple):
     arch: int  # compute capability: 90 for sm_90; 0 in the interpreter
     sms: int  # multiprocessors
 
-
-class Tile(NamedTuple):
-    """Attention's launch: rows of queries, of keys, warps, pipeline stages."""
-
-    q: int
-    k: int
-    warps: int
-    stages: int
+    @property
+    def large(self) -> bool:
+        """A program can have 227 KiB of shared memory; else 99 KiB (RTX 50xx, compute capability 12, too)."""
+        return self.arch // 10 in (9, 10)
 
 
 @cache
@@ -61,14 +58,15 @@ def rows_fwd(D: int) -> Rows:
     return Rows(max(1, 2048 // columns), columns, 4 if columns <= 8192 else 8, 1, 0)
 
 
-def rows_bwd(device: torch.device, N: int, D: int) -> Rows:
-    """Persistent programs over tiles of N rows of D values, column sums in registers."""
-    columns, (arch, sms) = power2(D), chip(device)
-    values, each = (4096, 2) if arch < 90 else (8192, 1)  # of a tile; programs on a multiprocessor
-    rows = max(1, values // columns)
-    programs = min(cdiv(N, rows), each * sms)
-    stages = 2 if rows * columns > values else 4 if arch >= 90 and rows == 1 else 3
-    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), stages, programs)
+def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
+    """Persistent programs over tiles of N rows of D values of so many bytes, column sums in registers."""
+    columns, here = power2(D), chip(device)
+    # bytes of a tile and of a program's shared memory, programs on a multiprocessor
+    aim, shared, each = (16 << 10, 227 << 10, 1) if here.large else (8 << 10, 99 << 10, 2)
+    rows = max(1, aim // (columns * itemsize))
+    tile = rows * columns * itemsize
+    ahead = 0 if 3 * tile > shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2  # tiles of 3 inputs
+    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), ahead + 1, min(cdiv(N, rows), each * here.sms))
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
@@ -84,31 +82,49 @@ def head_block(D: int) -> int:
     return max(16, power2(D))
 
 
-def attention_fwd(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    arch, D = chip(device).arch, head_block(D)
-    if arch == 0 or dtype == torch.float32:
-        return Tile(64, 32, 4, 1)
-    if arch >= 90:
-        return Tile(128, 64, 8, 2 if D == 256 else 3)
-    return Tile(64, 32, 8, 2) if D == 256 else Tile(128, 32, 8, 2) if D == 128 else Tile(128, 64, 8, 2)
+class Tile(NamedTuple):
+    """A launch of attention: rows of queries, of keys, warps, pipeline stages."""
+
+    q: int
+    k: int
+    warps: int
+    stages: int
 
 
-def attention_dq(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    arch, D = chip(device).arch, head_block(D)
-    if arch == 0 or dtype == torch.float32:
-        return Tile(64, 32, 4, 1)
-    if arch >= 90:
-        return Tile(128, 32, 8, 2) if D == 256 else Tile(128, 64, 8, 3) if D == 128 else Tile(64, 64, 4, 3)
-    return Tile(64, 32, 8, 1) if D == 256 else Tile(128, 32, 8, 2)
+class Tiles(NamedTuple):
+    """Attention's launches. Rows that a program owns, queries of fwd and dq and keys of dkv, are of attention.docs."""
+
+    fwd: Tile
+    dq: Tile
+    dkv: Tile
 
 
-def attention_dkv(device: torch.device, dtype: torch.dtype, D: int) -> Tile:
-    arch, D = chip(device).arch, head_block(D)
-    if arch == 0 or dtype == torch.float32:
-        return Tile(32, 64, 4, 1)
-    if arch >= 90:
-        return Tile(32, 64, 8, 2) if D == 256 else Tile(32, 64, 4, 3) if D == 128 else Tile(64, 64, 4, 2)
-    return Tile(16, 64, 8, 1) if D == 256 else Tile(64, 64, 8, 2) if D == 128 else Tile(32, 128, 8, 2)
+INTERPRETED = Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1))
+FP32 = {  # by head width, on every chip
+    64: Tiles(Tile(64, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 1)),
+    128: Tiles(Tile(32, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
+    256: Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 32, 16, 1)),
+}
+SMALL = {  # bf16 in 99 KiB
+    64: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
+    128: Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
+    256: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(16, 64, 8, 1)),
+}
+LARGE = {  # bf16 in 227 KiB
+    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+}
+WIDEST_HEAD = 256
+
+
+def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
+    """Of heads of width D, at most WIDEST_HEAD on a GPU."""
+    here = chip(device)
+    if here.arch == 0:
+        return INTERPRETED
+    table = FP32 if dtype == torch.float32 else LARGE if here.large else SMALL
+    return table[max(64, head_block(D))]
 
 
 def hopper_fwd(block_d: int) -> Tile:
@@ -152,10 +168,10 @@ class Grouped(NamedTuple):
 
 def grouped_mm(device: torch.device, dtype: torch.dtype) -> Grouped:
     """Tile of rows (rows, a) times a matrix (a, b)."""
-    arch = chip(device).arch
-    if arch == 0 or dtype == torch.float32:
+    here = chip(device)
+    if here.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
-    return Grouped(128, 64, 128, 8, 3) if arch >= 90 else Grouped(128, 32, 128, 8, 3)
+    return Grouped(128, 64, 128, 8, 3) if here.large else Grouped(128, 32, 128, 8, 3)
 
 
 def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
@@ -178,8 +194,8 @@ class Codes(NamedTuple):
 
 @cache
 def quantize(device: torch.device, both: bool) -> Codes:
-    arch = chip(device).arch
-    return Codes(32, 32, 4) if arch == 0 else Codes(128, 128, 8) if both and arch >= 90 else Codes(64, 128, 8)
+    here = chip(device)
+    return Codes(32, 32, 4) if here.arch == 0 else Codes(128, 128, 8) if both and here.large else Codes(64, 128, 8)
 
 
 @cache

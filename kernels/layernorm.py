@@ -145,7 +145,7 @@ def layernorm_bwd(
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
     dh = torch.empty_like(h) if out is None else out
-    tile = rows_bwd(h.device, N, D)
+    tile = rows_bwd(h.device, N, D, h.itemsize)
     dw, db = torch.empty((2, tile.programs, D), dtype=torch.float32, device=h.device)
     _layernorm_bwd[(tile.programs,)](
         dy, h, weight, mean, rstd, dresidual, dh, dw, db, N, D, tile.rows, tile.columns, tile.stages,

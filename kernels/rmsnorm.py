@@ -130,7 +130,7 @@ def rmsnorm_bwd(
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
     dh = torch.empty_like(h) if out is None else out
-    tile = rows_bwd(h.device, N, D)
+    tile = rows_bwd(h.device, N, D, h.itemsize)
     dw = torch.empty((tile.programs, D), dtype=torch.float32, device=h.device)
     _rmsnorm_bwd[(tile.programs,)](
         dy, h, weight, rstd, dresidual, dh, dw, N, D, tile.rows, tile.columns, tile.stages, dresidual is not None,
@@ -235,7 +235,7 @@ def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweigh
     N, H, D = x.shape
     assert dy.shape == dx_.shape == x.shape
     assert dy.stride(2) == x.stride(2) == dx_.stride(2) == 1
-    tile = rows_bwd(x.device, N * H, D)
+    tile = rows_bwd(x.device, N * H, D, x.itemsize)
     dw = torch.empty((tile.programs, D), dtype=torch.float32, device=x.device)
     strides = (*dy.stride()[:2], *x.stride()[:2], *dx_.stride()[:2])
     _head_bwd[(tile.programs,)](

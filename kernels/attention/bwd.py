@@ -299,7 +299,7 @@ def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, windo
     """Backward for the strides of (dout, q, k, v, out, dq, dk, dv)."""
     dout, q, k, v, out, dq, dk, dv = strides
     sizes = H // K, D, launch.head_block(D)
-    by_query, by_key = launch.attention_dq(device, dtype, D), launch.attention_dkv(device, dtype, D)
+    _, by_query, by_key = launch.attention(device, dtype, D)
     return Backward(
         by_query.q,
         Fixed(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-TILES = (64, 128)  # rows by tile
+TILES = (32, 64, 128)  # rows by tile
 
 
 class Docs(NamedTuple):

@@ -193,7 +193,7 @@ class Forward(NamedTuple):
 
 def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Forward:
     """Forward for the strides of (q, k, v, out)."""
-    tile = launch.attention_fwd(device, dtype, D)
+    tile = launch.attention(device, dtype, D).fwd
     constants = H, H // K, D, launch.head_block(D), tile.q, tile.k, window > 0
     return Forward(
         tile.q,

@@ -196,8 +196,8 @@ def host() -> list[dict]:
 
 def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
     """Seconds with one kernel's tile changed; inf where it fails."""
-    before = getattr(launch, f"attention_{kernel}")
-    setattr(launch, f"attention_{kernel}", lambda *_: launch.Tile(*tile))
+    before = launch.attention
+    launch.attention = lambda *given: before(*given)._replace(**{kernel: launch.Tile(*tile)})
     try:
         attention_module._forward.cache_clear()
         attention_module._backward.cache_clear()
@@ -213,7 +213,7 @@ def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
     except Exception:  # out of resources
         return float("inf")
     finally:
-        setattr(launch, f"attention_{kernel}", before)
+        launch.attention = before
 
 
 def tune(widths: list[int]) -> None:

@@ -1,23 +1,27 @@
 """Compiles every launch that a set of launcher calls makes, for a chip that need not be at hand; prints its resources.
 
-    python tests/helpers/compile_kernels.py 89
+    python tests/helpers/compile_kernels.py 89                      launches that a test compiles for that chip
+    python tests/helpers/compile_kernels.py --memory                memory alone: one launch of each kind of tile
+    python tests/helpers/compile_kernels.py 86 120 --all --memory --dtype fp32      every launch, a second each
+    python tests/helpers/compile_kernels.py 120 --all                               every launch compiled: minutes
 
-One JSON line per kernel: name, constants, registers, stack bytes (spills), shared memory, widest global access in
-bytes, whether it uses Hopper's matrix instruction, whether the copy engine adds, and whether ptxas serialises products.
-Run outside the interpreter: TRITON_INTERPRET must be unset.
+One JSON line per kernel: chip, name, constants, shared memory in bytes. Without `--memory` also registers, stack bytes
+(spills), widest global access in bytes, whether it uses Hopper's matrix instruction, whether the copy engine adds, and
+whether ptxas serialises products. Run outside the interpreter: TRITON_INTERPRET must be unset.
 """
 
-import itertools
+import argparse
 import json
+import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language import target_info
@@ -31,7 +35,7 @@ from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import gated
 from trireme.kernels.fp8.quantize import quantize, turn
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
 
 
@@ -88,24 +92,51 @@ def _target(arch: int):
     return target
 
 
+class Allocated(Exception):
+    """Shared memory of a kernel, in bytes, and columns of Blackwell's tensor memory."""
+
+
+def stop_when_allocated() -> None:
+    """From now on Triton raises Allocated when it knows a kernel's memory: LLVM and ptxas take longer."""
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # a kernel in the cache has no passes to stop at
+    translate, passes = nvidia.CUDABackend.make_llir, nvidia.nvidia.passes.ttgpuir
+
+    def make_llir(self, module, *given):
+        def stop(passes_before, *_):
+            passes_before.run(module, "memory")
+            raise Allocated(*(module.get_int_attr(f"ttg.{kind}") for kind in ("shared", "tensor_memory_size")))
+
+        passes.add_to_llvmir = stop
+        return translate(self, module, *given)
+
+    nvidia.CUDABackend.make_llir = make_llir
+
+
+def _measured(source, options: dict, arch: int) -> dict:
+    try:
+        return _resources(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
+    except Allocated as known:
+        return dict(shared=known.args[0], tensor=known.args[1])
+
+
 def compiled(arch: int, calls):
-    """Resources of each distinct kernel that the functions in `calls` launch, on a chip of that arch."""
-    found, seen = [], set()
+    """Resources of each distinct kernel that the functions in `calls` launch, on a chip of that arch, one by one."""
+    seen = {}
 
     def run(fn, *args, grid, warmup, **kwargs):
         source, options = _source(fn, args, kwargs)
-        if source.hash() not in seen:
-            seen.add(source.hash())
-            kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-            shown = {k: v for k, v in source.constants.items() if not callable(v)}
-            shown = {fn.params[k[0]].name: v for k, v in shown.items()}
-            found.append(dict(name=fn.__name__, constants=shown, **_resources(kernel)))
+        seen.setdefault(f"{source.hash()} {options}", (fn, source, options))
 
     jit.JITFunction.run, launch.chip = run, lambda device: launch.Chip(arch, 128)
     target_info.current_target = _target(arch)
+    for known in (attention._forward, attention._backward, launch.quantize, launch.gated_codes):
+        known.cache_clear()  # of another chip
     for call in calls:
         call()
-    return found
+    for fn, source, options in seen.values():
+        shown = {k: v for k, v in source.constants.items() if not callable(v)}
+        shown = {fn.params[k[0]].name: v for k, v in shown.items()}
+        yield dict(chip=arch, name=fn.__name__, constants=shown, **_measured(source, options, arch))
 
 
 def attention_call(H, K, d, window=0, dtype=BF16):
@@ -115,8 +146,8 @@ def attention_call(H, K, d, window=0, dtype=BF16):
     attention.attention_bwd(out, q, k, v, out, lse, docs, 0.1, q, k, v, window)
 
 
-def norm_calls(D):
-    x, w = torch.zeros(4, D, dtype=BF16), torch.zeros(D, dtype=BF16)
+def norm_calls(D, dtype=BF16):
+    x, w = torch.zeros(4, D, dtype=dtype), torch.zeros(D, dtype=dtype)
     for r in (None, x):
         _, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r)
         rmsnorm.rmsnorm_bwd(x, h, w, rstd, w, r)
@@ -124,12 +155,18 @@ def norm_calls(D):
         layernorm.layernorm_bwd(x, h, w, rstd, rstd, w, w, r)
 
 
-def other_calls():
+def wide_norm_call(D, dtype):
+    """The norm that takes most memory."""
+    x, w, stats = torch.zeros(4, D, dtype=dtype), torch.zeros(D, dtype=dtype), torch.zeros(4)
+    layernorm.layernorm_bwd(x, x, w, stats, stats, w, w, x)
+
+
+def other_calls(dtype=BF16):
     N, H, d = 4, 40, 128
-    x = torch.zeros(N, H, d, dtype=BF16)
+    x = torch.zeros(N, H, d, dtype=dtype)
     docs = make_docs([N], "cpu")
     rope.rope_(x, torch.zeros(8, d // 2), torch.zeros(8, d // 2), docs.positions)
-    w = torch.zeros(d, dtype=BF16)
+    w = torch.zeros(d, dtype=dtype)
     _, rstd = rmsnorm.head_rmsnorm_fwd(x, w, 1e-5)
     rmsnorm.head_rmsnorm_bwd(x, x, w, rstd, w, x)
     whole, wide = x.view(N, 1, H * d), torch.zeros(H * d)  # over the whole width, by 1 + w in fp32
@@ -139,13 +176,13 @@ def other_calls():
     for pairs in (False, True):
         rope.rope_(x[..., :96], torch.zeros(8, 48), torch.zeros(8, 48), docs.positions, pairs=pairs)
     for F in (14336, 20480):
-        h, bias = torch.zeros(N, F, dtype=BF16), torch.zeros(F, dtype=BF16)
-        swiglu.swiglu_bwd(swiglu.swiglu_fwd(torch.zeros(N, 2 * F, dtype=BF16)), torch.zeros(N, 2 * F, dtype=BF16))
-        swiglu.geglu_bwd(swiglu.geglu_fwd(torch.zeros(N, 2 * F, dtype=BF16)), torch.zeros(N, 2 * F, dtype=BF16))
+        h, bias = torch.zeros(N, F, dtype=dtype), torch.zeros(F, dtype=dtype)
+        swiglu.swiglu_bwd(swiglu.swiglu_fwd(torch.zeros(N, 2 * F, dtype=dtype)), torch.zeros(N, 2 * F, dtype=dtype))
+        swiglu.geglu_bwd(swiglu.geglu_fwd(torch.zeros(N, 2 * F, dtype=dtype)), torch.zeros(N, 2 * F, dtype=dtype))
         for exact in (False, True):
             gelu.gelu_bias_bwd(gelu.gelu_bias_fwd(h, bias, exact), h, bias, bias, exact)
         gelu.bias_bwd_(bias, h)
-    ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=BF16)
+    ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=dtype)
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)
     cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y)
@@ -156,27 +193,27 @@ def other_calls():
     adamw.grad_finish(state[0])
 
 
-def experts_call(E, k, D, I, in_out=False):
+def experts_call(E, k, D, I, in_out=False, dtype=BF16):
     """One layer's grouped products; matrices stored (out, in), or as gpt-oss has them."""
     N, P = 16, 16 * k
-    x, d_gate_up, act = (torch.zeros(shape, dtype=BF16) for shape in ((N, D), (P, 2 * I), (P, I)))
+    x, d_gate_up, act = (torch.zeros(shape, dtype=dtype) for shape in ((N, D), (P, 2 * I), (P, I)))
     place = torch.zeros(P, dtype=torch.int32)
     found = Order(place, place, torch.zeros(E + 1, dtype=torch.int32))
-    stored = lambda a, b: torch.zeros(E, a, b, dtype=BF16) if in_out else torch.zeros(E, b, a, dtype=BF16).mT
+    stored = lambda a, b: torch.zeros(E, a, b, dtype=dtype) if in_out else torch.zeros(E, b, a, dtype=dtype).mT
     up, down = stored(D, 2 * I), stored(I, D)
-    products.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=BF16) if in_out else None)
+    products.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=dtype) if in_out else None)
     products.grouped_mm(x, down.mT, found, k)
     products.grouped_mm(d_gate_up, up.mT, found)
     gradients.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
     gradients.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
     gradients.grouped_add_(torch.zeros_like(up), x, d_gate_up, found, k, 0)  # into bf16
     if in_out:
-        gradients.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=BF16), d_gate_up, found)
+        gradients.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=dtype), d_gate_up, found)
         rows.clamped_swiglu_fwd(d_gate_up, 7.0)
         blocks = torch.zeros(E, I, D // 32, 16, dtype=torch.uint8)
-        mxfp4.mxfp4_decode(blocks, blocks[..., 0].contiguous(), torch.zeros(E, D, I, dtype=BF16))
+        mxfp4.mxfp4_decode(blocks, blocks[..., 0].contiguous(), torch.zeros(E, D, I, dtype=dtype))
         rows.routed_swiglu_bwd(act, d_gate_up, torch.zeros(N, k), found, 7.0)
-        out, lse, scores = torch.zeros(N, 64, 64, dtype=BF16), torch.zeros(64, N), torch.zeros(64, dtype=BF16)
+        out, lse, scores = torch.zeros(N, 64, 64, dtype=dtype), torch.zeros(64, N), torch.zeros(64, dtype=dtype)
         sinks.sinks_fwd_(out, lse, scores)
         sinks.sinks_bwd_(torch.zeros(64), out, out, lse, scores)
 
@@ -188,14 +225,23 @@ def large_gradient_call():
     gradients.grouped_add_(torch.zeros(1, 4096, 8192), a, b, Order(place, place, torch.zeros(2, dtype=torch.int32)))
 
 
-def routing_calls():
+def products_call():
+    x, w = torch.zeros(16, 512, dtype=BF16), torch.zeros(8, 512, 512, dtype=BF16)
+    found = Order(
+        torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    )
+    products.grouped_mm(x, w, found)
+    gradients.grouped_add_(w.float(), x, x, found)
+
+
+def routing_calls(dtype=BF16):
     N, E, k, D, I = 16, 128, 8, 2048, 768
-    x, logits, bias = torch.zeros(N, D, dtype=BF16), torch.zeros(N, E, dtype=BF16), torch.zeros(E)
+    x, logits, bias = torch.zeros(N, D, dtype=dtype), torch.zeros(N, E, dtype=dtype), torch.zeros(E)
     for rule in (Rule(k), Rule(k, sigmoid=True)):
         weights, chosen = routing.route_fwd(logits, rule, bias if rule.sigmoid else None)
         routing.route_bwd(weights, logits, chosen, rule, bias)
     found = order.sort_pairs(chosen, E)
-    y, gate_up, act = (torch.zeros(N * k, n, dtype=BF16) for n in (D, 2 * I, I))
+    y, gate_up, act = (torch.zeros(N * k, n, dtype=dtype) for n in (D, 2 * I, I))
     rows.combine(y, found, k, weights, x)
     rows.combine(y, found, k)
     rows.routed_swiglu_bwd(act, gate_up, weights, found)
@@ -216,20 +262,59 @@ def fp8_calls():
         act(torch.zeros(64, 14336, dtype=BF16), torch.zeros(64, 28672, dtype=BF16), columns)
 
 
-def main(arch: int) -> None:
-    calls = [lambda d=d: attention_call(8, 2, d) for d in ((64, 128) if arch < 90 else (64, 80, 128))]
-    if arch < 90:  # on Hopper only what Ada does not have
-        calls += [lambda: attention_call(4, 4, 80), lambda: attention_call(4, 4, 256)]
-        calls += [lambda: attention_call(8, 2, 128, 256)]
+def listed(arch: int) -> list:
+    """What the tests compile in full: on Hopper only what Ada does not have."""
+    if arch >= 90:
+        calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 80, 128)]
+    else:
+        calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 128, 256)] + [lambda: attention_call(4, 4, 80)]
+        calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True)]
-    calls += [lambda: experts_call(128, 8, 2048, 768)]
-    calls += [large_gradient_call] if arch == 90 else []
-    calls += [fp8_calls]
-    for entry in itertools.chain(compiled(arch, calls)):
-        print(json.dumps(entry))
+    calls += [large_gradient_call] * (arch == 90)
+    return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls]
+
+
+def every(arch: int, dtype) -> list:
+    """Every launch, at all head widths and widths of norms that models have."""
+    calls = [lambda d=d: attention_call(8, 2, d, dtype=dtype) for d in (64, 80, 96, 112, 128, 192, 256)]
+    calls += [lambda d=d: attention_call(4, 4, d, 100, dtype) for d in (64, 128, 256)]
+    calls += [lambda D=D: norm_calls(D, dtype) for D in (768, 2048, 4096, 5120, 8192, 12288, 16384)]
+    calls += [lambda: other_calls(dtype), lambda: routing_calls(dtype)]
+    calls += [
+        lambda: experts_call(32, 4, 2880, 2880, True, dtype),
+        lambda: experts_call(128, 8, 2048, 768, False, dtype),
+    ]
+    return calls + [fp8_calls] * (dtype == BF16 and arch >= 89)
+
+
+def kinds(arch: int) -> list:
+    """A launch of each tile that launch.py has for the chip, but for those that the tests compile in full."""
+    calls = [lambda t=t, D=D: wide_norm_call(D, t) for t in (BF16, FP32) for D in (8192, 16384)] * (arch in (86, 90))
+    if arch == 86:  # fp32 has the same tiles on all chips
+        return calls + [lambda d=d: attention_call(8, 2, d, dtype=FP32) for d in (64, 128, 192)]
+    window = 100 if arch == 90 else 0  # else Gluon's
+    calls += [lambda d=d: attention_call(8, 2, d, window) for d in ((64, 128, 192) if arch == 120 else (128, 192))]
+    return [*calls, products_call, lambda: quantize(torch.zeros(256, 4096, dtype=BF16))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("chips", nargs="*", type=int, default=(86, 90, 100, 120))
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    given = parser.parse_args()
+    if given.memory:
+        stop_when_allocated()
+    for arch in given.chips:
+        calls = kinds(arch) if given.memory else listed(arch)
+        if given.all:
+            calls = every(arch, FP32 if given.dtype == "fp32" else BF16)
+        for entry in compiled(arch, calls):
+            print(json.dumps(entry), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -9,6 +9,7 @@ from trireme.kernels import layernorm, reference, rmsnorm
 pytestmark = pytest.mark.grid
 
 SHAPES = [(1, 600), (150, 8), (37, 257), (9, 2048)]
+SHAPES += [pytest.param(shape, marks=pytest.mark.gpu) for shape in ((9, 5120), (9, 8192), (5, 16384))]
 GRADIENT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}  # one more rounding: the residual gradient is itself bf16
 
 

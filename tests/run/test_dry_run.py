@@ -4,15 +4,17 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from command import TRAIN, fails
 
 from trireme.engine.data import prepare
 from trireme.engine.data.cache import Shelf
 from trireme.engine.planner.rates import RAM_SHARE
 from trireme.engine.run import main as finetune
-from trireme.engine.run.begin.limits import place
+from trireme.engine.run.begin.limits import check_heads, place
 from trireme.engine.run.command import parse
 
 BOX = ["--dry-run", "--assume", "gpu=24GiB,ram=64GiB"]
@@ -85,6 +87,14 @@ def test_assumed_gpus_are_counted(gpu, asked, gpus):
     assert made.gpus == limits.gpus == gpus
     assert made.describe().startswith(f"{gpus} x ")
     assert (made.gpu, limits.host) == (24 << 30, int(RAM_SHARE * (64 << 30)))
+
+
+def test_heads_that_no_kernel_computes_are_refused(here, config_alone, capsys):
+    content = json.loads((config_alone / "config.json").read_text())
+    (config_alone / "config.json").write_text(json.dumps(content | {"head_dim": 512}))
+    assert "the model has heads of 512, and a GPU computes heads of 256 at most" in fails(capsys, here, "model", *BOX)
+    for width, device in ((512, "cpu"), (256, "cuda")):
+        check_heads(SimpleNamespace(head_dim=width), torch.device(device))
 
 
 def test_without_weights_nothing_is_trained(here, config_alone, capsys):

@@ -27,7 +27,7 @@ from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import drive_of, model_of
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine
-from trireme.engine.run.begin.limits import check_fp8, check_gpus, least, place
+from trireme.engine.run.begin.limits import check_fp8, check_gpus, check_heads, least, place
 from trireme.engine.run.begin.model import (
     about_adapter,
     given_adapter,
@@ -176,6 +176,7 @@ def prepare(
             group.agree("GPUs", {"--device": model_of(device)}, unequal)
         limits = least(group, options, limits)
     check_gpus(cfg, limits.gpus)
+    check_heads(cfg, device)
     check_fp8(cfg, device, assumed)
     if kept is not None and device.type == "cuda":
         check_updates(options, kept, group.hosts)

@@ -12,6 +12,7 @@ from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.host import choose_device, choose_gpus, memory_limits
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.run.options import Options
+from trireme.kernels.launch import WIDEST_HEAD
 from trireme.models.config import InputError, ModelConfig
 
 
@@ -57,6 +58,13 @@ def check_gpus(cfg: ModelConfig, gpus: int) -> None:
     """Raises InputError where the model cannot be dealt to so many."""
     if gpus > cfg.n_layers:
         raise InputError(f"--gpus {gpus}: the model has {count(cfg.n_layers, 'block')}, a GPU computes one at least.")
+
+
+def check_heads(cfg: ModelConfig, device: torch.device) -> None:
+    """Raises InputError where no kernel has heads so wide."""
+    if device.type == "cuda" and cfg.head_dim > WIDEST_HEAD:
+        wide = f"the model has heads of {cfg.head_dim}"
+        raise InputError(f"{wide}, and a GPU computes heads of {WIDEST_HEAD} at most. Add --device cpu.")
 
 
 def check_fp8(cfg: ModelConfig, device: torch.device, assumed: Machine | None) -> None:
