@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -60,6 +61,14 @@ def model_of(device: torch.device) -> str:
         return "the CPU"
     found = torch.cuda.get_device_properties(device)
     return f"{found.name} ({found.multi_processor_count} multiprocessors)"
+
+
+def computed_by(device: torch.device) -> str:
+    """What bits depend on besides the plan: versions of libraries and the kind of GPU."""
+    parts = [f"torch {torch.__version__}", model_of(device)]
+    if device.type == "cuda":
+        parts.insert(1, f"triton {version('triton')}")
+    return ", ".join(parts)
 
 
 def available_ram() -> int:

@@ -23,6 +23,7 @@ from trireme.engine.hosts.held import Whole
 from trireme.engine.lanes.real import RealLanes
 from trireme.engine.lanes.watchdog import leave, patience, watched
 from trireme.engine.planner.clock import Clock, Part
+from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import note_export
 from trireme.engine.run.begin.filled import claim_space, fill_engine, make_engine
 from trireme.engine.run.begin.job import Job
@@ -209,6 +210,7 @@ class Live:
                 "options": kept(self.job.options),
                 "cut": self.job.pinned.json(),
                 "data": self.job.data.fingerprint,
+                "computed_by": computed_by(self.job.device),
                 "best": [done.best, done.best_step],
                 "worse": done.worse,
                 "written": self.written,

@@ -11,6 +11,7 @@ from trireme.engine.exports import BEST, Best, settle
 from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
+from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import AGAIN
 from trireme.engine.run.begin.job import Job, check_room, prepare
 from trireme.engine.run.begin.kept import changes, config_yaml, to_agree
@@ -28,6 +29,7 @@ from trireme.engine.run.signals import stop_signals
 from trireme.engine.run.verify import check_checkpoint, check_free, new_run, taken
 from trireme.models.config import InputError
 from trireme.storage.files import remove_folders, replace_synced
+from trireme.storage.untrusted import shown
 
 
 def finetune(
@@ -84,12 +86,21 @@ def _resume(options: Options, screen: Screen, clock: Clock, group: Alone) -> Liv
             return None
         with trackers(options, screen) as told:
             job = _prepared(options, screen, clock, group, snapshot)
+            if snapshot:
+                _say_computed_by(snapshot, computed_by(job.device), screen)
             replace_synced(job.out / "config.yaml", config_yaml(options))  # keeps changed options
             store = store or new_store(job, screen)
             return _train(job, begun._replace(store=store), screen, clock, told, group)
     finally:
         if store is not None:
             store.close()
+
+
+def _say_computed_by(snapshot: Snapshot, now: str, screen: Screen) -> None:
+    """Says so where libraries or GPU are not those of the snapshot."""
+    before = snapshot.get("computed_by") or now
+    if before != now:
+        screen.say(f"changed  {now}, was {shown(before, 200)} at step {snapshot['step']:,}: it may round differently")
 
 
 def _prepared(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot: Snapshot | None = None) -> Job:

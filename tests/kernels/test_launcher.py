@@ -95,6 +95,17 @@ def test_the_first_launch_is_tritons_and_the_next_calls_what_it_compiled(monkeyp
     assert len(kernel.forms) == 2
 
 
+def test_every_launch_says_whether_operations_are_fused(monkeypatch):
+    """Triton's own default depends on its version and on the environment, and with it the bits."""
+    said = []
+    monkeypatch.setattr(JITFunction, "run", lambda fn, *args, **options: said.append(options["enable_fp_fusion"]))
+    kernel, x = Kernel(JITFunction(_scaled)), torch.zeros(64)
+    kernel[(3,)](x, x, 7, 1, 0.5, 32)
+    kernel[(3,)](x, x, 7, 1, 0.5, 32, enable_fp_fusion=False)
+    Fixed(kernel, 1, 0.5, 32)(3, (x, x), (7,))
+    assert said == [True, False, True]
+
+
 def test_a_fixed_launch_calls_the_form_of_aligned_tensors_only(monkeypatch):
     calls = []
     monkeypatch.setattr(JITFunction, "run", lambda fn, *args, grid, warmup, **options: _compiled(fn, args))

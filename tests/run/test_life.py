@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from engines import fork
 from runs import ended, go, losses, options, stopped
 from safetensors.numpy import load_file, save_file
@@ -333,6 +334,20 @@ def test_what_a_run_is_resumed_with_otherwise_is_said(paused, tmp_path, capsys):
 def test_nothing_is_said_of_a_run_that_goes_on_as_it_was(paused, tmp_path, capsys):
     finetune(replace(resumed(paused, tmp_path), max_steps=paused.max_steps))
     assert "changed" not in capsys.readouterr().out
+
+
+def test_other_libraries_than_those_of_the_snapshot_are_said(paused, tmp_path, capsys):
+    """With them a run may take steps of other bits."""
+    run = replace(resumed(paused, tmp_path), max_steps=paused.max_steps)
+    (path,) = Path(run.out).glob("store/snapshot-*/manifest.json")
+    content = unseal(path.read_bytes(), FORMAT, "manifest")
+    now = f"torch {torch.__version__}, the CPU"
+    assert content["extra"]["computed_by"] == now
+    content["extra"]["computed_by"] = "torch 1.0.0, triton 2.0.0, NVIDIA Zero\x1b"
+    path.write_bytes(seal(FORMAT, content))
+    finetune(run)
+    was = "torch 1.0.0, triton 2.0.0, NVIDIA Zero\\x1b"
+    assert f"changed  {now}, was {was} at step 1: it may round differently\n" in capsys.readouterr().out
 
 
 def test_a_digit_of_config_yaml_that_changed_is_said(paused, tmp_path, capsys):

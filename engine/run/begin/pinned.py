@@ -84,6 +84,7 @@ SNAPSHOT = {
     "step": int,
     "options": dict,
     "data": str,
+    "computed_by": str,  # as host.computed_by; missing in older snapshots
     "written": int,
     "worse": int,
     "eval_rows": {int, type(None)},  # None or missing: all
@@ -102,7 +103,7 @@ SNAPSHOT = {
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError where a snapshot is not of this version's form."""
-    wrong = complaint({"eval_rows": None, "worse": 0, "base": {}, **said}, SNAPSHOT)
+    wrong = complaint({"computed_by": "", "eval_rows": None, "worse": 0, "base": {}, **said}, SNAPSHOT)
     if not wrong:
         try:
             pinned = Pinned.read(said["cut"])
