@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels import reference
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
+NAN_BITS = tl.constexpr(reference.NAN_BITS)
 BLOCK = 1024
 HALVINGS, LANE_ROWS = 10, 64  # blocks of reference.grad_finish
 
@@ -59,7 +61,7 @@ def _adamw(
         tl.store(p_v + o, b_v, mask)
     if WEIGHTS:
         if SPLIT:
-            b_bits = b_w.to(tl.int32, bitcast=True)
+            b_bits = tl.where(b_w == b_w, b_w.to(tl.int32, bitcast=True), NAN_BITS)
             b_hi = (b_bits + 0x8000) >> 16
             tl.store(p_w + o, b_hi.to(tl.int16).to(tl.bfloat16, bitcast=True), mask)
             tl.store(p_lo + o, (b_bits - (b_hi << 16)).to(tl.int16), mask)

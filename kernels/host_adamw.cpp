@@ -17,6 +17,9 @@ namespace {
 inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
 
+// Those of one NaN for every NaN: those of others may round to infinity, or beyond it to zero.
+inline uint32_t one_nan(float x) { return x == x ? as_bits(x) : 0x7FC00000u; }
+
 inline float up(float x) { return x; }
 inline float up(uint16_t bf16) { return as_float(uint32_t(bf16) << 16); }
 
@@ -46,7 +49,7 @@ struct Split {
     void ahead() const { fetch(hi + AHEAD), fetch(lo + AHEAD); }
     float load(int64_t i) const { return as_float((uint32_t(hi[i]) << 16) + uint32_t(int32_t(lo[i]))); }
     void store(int64_t i, float x) const {
-        uint32_t bits = as_bits(x), high = (bits + 0x8000u) >> 16;
+        uint32_t bits = one_nan(x), high = (bits + 0x8000u) >> 16;
         hi[i] = uint16_t(high);
         lo[i] = int16_t(uint16_t(bits));  // bits - (high << 16) lies in [-0x8000, 0x7fff]: its low half is that of bits
     }
@@ -109,8 +112,8 @@ struct Moments16 {
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
             uint32_t drawn = hash32(noise + uint32_t(i));
-            m[at + i] = uint16_t((as_bits(mf[i]) + (drawn & 0xFFFF)) >> 16);
-            v[at + i] = uint16_t((as_bits(vf[i]) + (drawn >> 16)) >> 16);
+            m[at + i] = uint16_t((one_nan(mf[i]) + (drawn & 0xFFFF)) >> 16);
+            v[at + i] = uint16_t((one_nan(vf[i]) + (drawn >> 16)) >> 16);
         }
     }
 };
@@ -145,7 +148,7 @@ struct Moments8 {
         uint32_t m_top = 0, v_top = 0;
 #pragma omp simd reduction(max : m_top, v_top)
         for (int64_t i = 0; i < n; ++i) {
-            uint32_t mi = as_bits(mf[i]) & 0x7FFFFFFFu, vi = as_bits(vf[i]) & 0x7FFFFFFFu;
+            uint32_t mi = one_nan(mf[i]) & 0x7FFFFFFFu, vi = one_nan(vf[i]) & 0x7FFFFFFFu;
             m_top = mi > m_top ? mi : m_top;
             v_top = vi > v_top ? vi : v_top;
         }
@@ -154,7 +157,7 @@ struct Moments8 {
         v_floor[at / BLOCK] = int16_t(vb);
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            uint32_t drawn = hash32(noise + uint32_t(i)), mi = as_bits(mf[i]), vi = as_bits(vf[i]) & 0x7FFFFFFFu;
+            uint32_t drawn = hash32(noise + uint32_t(i)), mi = one_nan(mf[i]), vi = one_nan(vf[i]) & 0x7FFFFFFFu;
             m[at + i] = uint8_t(encode(mi & 0x7FFFFFFFu, drawn & 0xFFFF, mb, 0) | (mi >> 24 & 0x80));
             v[at + i] = uint8_t(encode(vi, drawn >> 16, vb, vi > 0));
         }

@@ -43,7 +43,7 @@ def _noise(like: Tensor, key: int, first: int) -> tuple[Tensor, Tensor]:
 
 def round_bf16(x: Tensor, noise: Tensor) -> Tensor:
     """fp32 -> bf16, keeping the mean."""
-    return ((x.view(torch.int32) + noise) >> 16).to(torch.int16).view(torch.bfloat16)
+    return ((reference.bits_of(x) + noise) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _spread(floor: Tensor, n: int) -> Tensor:
@@ -61,13 +61,14 @@ def decode8(code: Tensor, floor: Tensor, signed: bool) -> Tensor:
 def encode8(x: Tensor, noise: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Inverse of decode8. Unsigned: x >= 0, only zero becomes zero."""
     n, most = len(x), M_CODES if signed else V_CODES
-    bits = x.view(torch.int32) & 0x7FFFFFFF
+    whole = reference.bits_of(x)
+    bits = whole & 0x7FFFFFFF
     padded = torch.nn.functional.pad(bits, (0, -n % BLOCK)).view(-(-n // BLOCK), BLOCK)
     top = padded.amax(1) if n else padded.new_zeros(0)
     floor = ((top >> _SHIFT) + 1 - most).clamp(min=0)  # + 1: the largest may round up
     code = (((bits + (noise << 4)) >> _SHIFT) - _spread(floor, n)).clamp(min=0)
     if signed:
-        code |= (x.view(torch.int32) >> 31) & 0x80
+        code |= (whole >> 31) & 0x80
     else:
         code = torch.where(bits > 0, code.clamp(min=1), 0)
     return code.to(torch.uint8), floor.to(torch.int16)

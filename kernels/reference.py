@@ -299,9 +299,20 @@ def _halve(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
+NAN_BITS = 0x7FC00000
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """fp32 -> int32. Every NaN has the bits of one: those of others may round to infinity, or beyond it to zero."""
+    return torch.where(x.isnan(), NAN_BITS, x.view(torch.int32))
+
+
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (hi bf16, lo int16), exactly: bits(master) = (bits(hi) << 16) + lo. Halves round away from zero."""
-    bits = master.contiguous().view(torch.int32)
+    """fp32 -> (hi bf16, lo int16), exactly: bits(master) = (bits(hi) << 16) + lo. Halves round away from zero.
+
+    NaN is NaN in hi; values nearer to infinity than to the largest bf16 are infinity in hi.
+    """
+    bits = bits_of(master.contiguous())
     hi = (bits + 0x8000) >> 16
     return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << 16)).to(torch.int16)
 

@@ -124,6 +124,33 @@ def test_every_gradient_bit_pattern():
         both(host_adamw.adamw_, (w, lo, torch.zeros(len(grad)), torch.full((len(grad),), v), grad), clip=1.0)
 
 
+@pytest.mark.parametrize("width", [4, 2, 1])
+def test_an_update_that_is_not_finite_has_the_bits_of_the_reference(width):
+    """NaN does not become zero, neither in weights nor in moments of 16 and 8 bits."""
+    bad = [float("nan"), -float("nan"), float("inf"), 3.4e38]
+    grad = torch.tensor(bad + [1.0] * 252 + bad)
+    w, lo = reference.split_master(torch.ones(260))
+    w[-1], lo[-1] = reference.split_master(torch.tensor([3.4e38]))  # infinite in bf16
+    moment = {4: lambda: torch.zeros(260), 2: lambda: torch.zeros(260, dtype=BF16)}.get(width)
+    codes = lambda: (torch.zeros(260, dtype=torch.uint8), torch.zeros(2, dtype=torch.int16))
+    made = (moment(), moment()) if moment else (*codes(), *codes())
+    run, oracle = {
+        4: (host_adamw.adamw_, reference.adamw_),
+        2: (host_adamw.adamw16_, moments.adamw16_),
+        1: (host_adamw.adamw8_, moments.adamw8_),
+    }[width]
+    given = dict(HYPER, n_decay=0, step=2) | ({} if width == 4 else dict(seed=3))
+    runs = []
+    for update in (run, oracle):
+        tensors = copies((w, lo, *made))
+        update(*tensors, grad, torch.ones(1), **given)
+        assert tensors[0][grad.isnan()].isnan().all()
+        m = moments.decode8(*tensors[2:4], True) if width == 1 else tensors[2]
+        assert m[grad.isnan()].isnan().all()
+        runs.append(tensors[:2] if width == 4 else tensors)
+    assert_same_bits(*runs)
+
+
 def test_split_master_follows_fp32_master():
     """200 steps: hi and lo joined are the master of an fp32 run, bit for bit."""
     w, _, m, v, _ = state(3001, False, F32)

@@ -38,6 +38,30 @@ def test_adamw_has_the_bits_of_the_reference(device, split, grad_dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_master_that_is_not_finite_shows_in_the_weights(device):
+    """NaN of every sign and size stays NaN; what bf16 cannot hold is infinity there, and exact with its low half."""
+    words = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF80FFFF, 0x7FC00000, 0xFFC08000]  # NaN
+    words += [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7F8000, 0x7F7F7FFF, 0x3F808000]  # infinite; rounded to it; not
+    master = torch.tensor([w - (w >> 31 << 32) for w in words], dtype=torch.int32).view(torch.float32)
+    hi, lo = reference.split_master(master)
+    joined = reference.join_master(hi, lo)
+    assert hi[:6].isnan().all()
+    assert joined[:6].isnan().all()
+    assert hi[6:10].tolist() == [float("inf"), -float("inf")] * 2
+    assert hi[10:].view(torch.int16).tolist() == [0x7F7F, 0x3F81]
+    assert torch.equal(joined[6:].view(torch.int32), master[6:].view(torch.int32))
+
+    w, low, zero = hi.to(device), lo.to(device), torch.zeros(len(words), device=device)
+    w[:6], low[:6] = 1.0, 0  # made NaN by their update, of whatever bits the processor gives it
+    grad = torch.where(torch.arange(len(words), device=device) < 6, float("nan"), zero)
+    options = dict(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
+    adamw.adamw_(w, low, zero.clone(), zero.clone(), grad, torch.ones(1, device=device), **options)
+    assert w[:6].isnan().all()
+    assert torch.equal(w.view(torch.int16)[6:].cpu(), hi.view(torch.int16)[6:])
+    assert torch.equal(low[6:].cpu(), lo[6:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("split", [False, True])
 def test_weights_and_then_moments_leave_the_bits_of_all(device, split):
     torch.manual_seed(0)
