@@ -19,6 +19,7 @@ from trireme.storage.files import StoreError
 # io_setup, io_destroy, io_getevents, io_submit
 CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 PREAD, PWRITE = 0, 1
+ATTEMPTS = 10_000  # to submit, a millisecond apart, while nothing is in flight that could free a slot
 
 
 class _Iocb(ctypes.Structure):
@@ -68,6 +69,8 @@ class KernelIO(IO):
         if error:
             raise StoreError(-error, f"io_setup: {os.strerror(-error)}; see /proc/sys/fs/aio-max-nr")
         self._pieces: dict[int, Piece] = {}  # in flight, by id; keeps buffers alive
+        self._submitted = 0  # of them
+        self._error = 0  # of _give_up
         self._work = threading.Condition()
         self._stopping = False
         self._reaper = threading.Thread(target=self._reap, daemon=True)
@@ -83,18 +86,22 @@ class KernelIO(IO):
         with self._work:
             self._pieces.update((id(piece), piece) for piece in pieces)
             self._work.notify()
-        done = 0
+        done = idle = 0
         while done < len(pieces):
             place = ctypes.c_void_p(ctypes.addressof(pointers) + done * ctypes.sizeof(ctypes.c_void_p))
             result = _call(self._submit, self._context, len(pieces) - done, place)
             if result > 0:
-                done += result
-            elif result in (0, -errno.EAGAIN):
+                with self._work:
+                    self._submitted += result
+                done, idle = done + result, 0
+            elif result in (0, -errno.EAGAIN) and idle < ATTEMPTS:
+                idle = 0 if self._submitted else idle + 1
                 time.sleep(0.001)  # no slot until something ends
             elif result != -errno.EINTR:  # of the first: a bad descriptor, say
                 with self._work:
-                    del self._pieces[id(pieces[done])]
-                self._finish(pieces[done], result)
+                    known = self._pieces.pop(id(pieces[done]), None)
+                if known:  # _give_up has not ended it
+                    self._finish(known, self._error or result or -errno.EAGAIN)
                 done += 1
 
     def _reap(self) -> None:
@@ -106,11 +113,25 @@ class KernelIO(IO):
                 if self._stopping and not self._pieces:
                     return
             count = _call(self._getevents, self._context, 1, self._slots, events, ctypes.byref(patience))
-            for event in events[: max(count, 0)]:  # negative: EINTR
+            if count < 0 and count != -errno.EINTR:
+                self._give_up(count)
+                return
+            for event in events[: max(count, 0)]:
                 with self._work:
                     piece = self._pieces.pop(event.data)
+                    self._submitted -= 1
                 self._finish(piece, event.res)
             self._pump()
+
+    def _give_up(self, error: int) -> None:
+        """No event can be had: what is in flight fails with -error, and what comes later when it is submitted."""
+        self._error = error
+        _call(self._destroy, self._context)  # waits for the kernel to be through with the buffers
+        with self._work:
+            lost, self._pieces = list(self._pieces.values()), {}
+        for piece in lost:
+            self._finish(piece, error)
+        self._pump()
 
     def _stop(self) -> None:
         with self._work:

@@ -366,6 +366,30 @@ def test_partial_submission(tmp_path):
     good.close()
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
+def test_events_that_cannot_be_had_are_an_error(file: File, monkeypatch, number):
+    """What is in flight ends with it, and so does what comes later: nobody waits for events that never come."""
+    real, io = kernel_aio._call, KernelIO(block=16 * K, depth=2, mixed=1)
+    sick = lambda call, *args: -number if call == io._getevents else real(call, *args)
+    monkeypatch.setattr(kernel_aio, "_call", sick)
+    data = noise(64 * K)  # more than is in flight at once
+    for request in (io.write, io.read):
+        error = request(file, 0, data).exception(60)
+        assert (error.errno, error.filename) == (number, file.path)
+    io.close()
+
+
+@pytest.mark.parametrize("result", [0, -errno.EAGAIN])
+def test_a_submission_that_is_never_taken_is_an_error(file: File, monkeypatch, result):
+    real, io = kernel_aio._call, KernelIO(**LIMITS)
+    monkeypatch.setattr(kernel_aio, "_call", lambda call, *args: result if call == io._submit else real(call, *args))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert io.write(file, 0, noise(64 * K)).exception(60).errno == errno.EAGAIN
+    monkeypatch.setattr(kernel_aio, "_call", real)
+    io.write(file, 0, noise(64 * K)).result(60)
+    io.close()
+
+
 def test_huge_page_advice_is_optional(monkeypatch):
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
     assert len(arena(4 * K)) == 4 * K
