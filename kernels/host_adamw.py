@@ -9,6 +9,7 @@ from __future__ import annotations
 import _ctypes
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -33,6 +34,7 @@ RECORD = 1 << 18  # elements by thread and turn
 # ---------------------------------------------------------------- building
 
 SOURCE = Path(__file__).with_name("host_adamw.cpp")
+BUILD = "trireme-build-"  # folders of compilers
 FUNCTIONS = ("adamw", "scale", "list", "team_open", "team_run", "team_close")
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 
@@ -47,17 +49,37 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted({x for x in lines if x.startswith(words)})])
 
 
-def _compile(compiler: str, target: Path) -> None:
-    """Compiles, then renames: other processes see a whole object or none."""
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
+@contextmanager
+def _compiled(compiler: str, parent: Path) -> Iterator[Path]:
+    """The object, in a folder that the compiler has for its temporary files too, and that ends with the context.
+
+    Of a process that was killed the folder stays, unlocked, until the next one compiles here.
+    """
+    for left in parent.glob(f"{BUILD}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            if left.lstat().st_uid == os.geteuid():
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=BUILD, dir=parent, ignore_cleanup_errors=True) as own:  # mode 0700
+        target, lock = Path(own) / "host_adamw.so", contextlib.ExitStack()
+        command, env = [compiler, *FLAGS, str(SOURCE), "-o", str(target)], dict(os.environ, TMPDIR=own)
+        with lock:
+            with contextlib.suppress(OSError):  # without locks nobody removes it
+                lock.enter_context(_locked(Path(own)))
+            if subprocess.run([*command, "-march=native"], capture_output=True, env=env).returncode:
+                subprocess.run(command, capture_output=True, check=True, env=env)
+            target.chmod(0o700)  # is_private, whatever the umask
+            yield target
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where another process holds it, or it is no folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if subprocess.run([*command, "-march=native"], capture_output=True).returncode:
-            subprocess.run(command, capture_output=True, check=True)
-        part.chmod(0o700)  # is_private, whatever the umask
-        part.replace(target)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        part.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -80,13 +102,13 @@ def _build(compiler: str) -> ctypes.CDLL:
             with contextlib.suppress(OSError):  # absent or damaged
                 if is_private(folder / name):
                     return _load(folder / name)
-            _compile(compiler, folder / name)
+            with _compiled(compiler, folder) as made:
+                made.replace(folder / name)  # other processes see a whole object or none
             return _load(folder / name)
     except (OSError, subprocess.CalledProcessError):  # cache full, or noexec
         pass
-    with tempfile.TemporaryDirectory(prefix="trireme-") as own:  # mode 0700
-        _compile(compiler, Path(own) / name)
-        return _load(Path(own) / name)  # stays mapped
+    with _compiled(compiler, Path(tempfile.gettempdir())) as made:
+        return _load(made)  # stays mapped
 
 
 def library() -> ctypes.CDLL | None:

@@ -3,8 +3,10 @@
 import _ctypes
 import os
 import shutil
+import signal
 import stat
 import subprocess
+import tempfile
 import threading
 import time
 import warnings
@@ -350,7 +352,8 @@ def built_once(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "object.so"
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler:
-        host_adamw._compile(compiler, path)
+        with host_adamw._compiled(compiler, path.parent) as made:
+            made.replace(path)
     return path
 
 
@@ -372,7 +375,7 @@ def test_build_is_cached_and_leaves_no_part(fresh, monkeypatch):
     (built,) = fresh.iterdir()
     assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
     host_adamw._built.cache_clear()
-    monkeypatch.setattr(host_adamw, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(host_adamw, "_compiled", lambda *_: pytest.fail("compiled again"))
     assert host_adamw.library() is not None
     assert list(fresh.iterdir()) == [built]
 
@@ -489,6 +492,37 @@ def test_without_march_native(fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(picky))
     assert host_adamw.library() is not None
     both(host_adamw.adamw_, state(1001, True, BF16))
+
+
+@needs_compiler
+@pytest.mark.parametrize("cache", [True, False])
+def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch, tmp_path, cache):
+    """A compiler that is killed with its run; a folder in use, a file and a link of that name stay."""
+    parent = fresh if cache else tmp_path / "tmp"
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    if not cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    sound = os.environ["CXX"]
+    killer = compiler(tmp_path, '[ "$1" = --version ] || { echo > "$TMPDIR/cc.s"; kill -9 $PPID; exit 1; }')
+    monkeypatch.setenv("CXX", str(killer))
+    child = os.fork()
+    if not child:
+        host_adamw.library()
+        os._exit(0)  # it was not killed
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = parent.iterdir()
+    assert [path.name for path in left.iterdir()] == ["cc.s"]
+
+    used, file, link = (parent / f"{host_adamw.BUILD}{name}" for name in ("used", "file", "link"))
+    used.mkdir()
+    file.touch()
+    link.symlink_to(tmp_path)
+    monkeypatch.setenv("CXX", sound)
+    with host_adamw._locked(used):
+        assert host_adamw.library() is not None
+    assert {path for path in parent.iterdir() if path.suffix != ".so"} == {used, file, link}
+    assert not list((tmp_path / "tmp").glob("cc*"))
 
 
 @pytest.mark.parametrize("broken", [False, True])
