@@ -65,7 +65,7 @@ class Report:
         single = "" if self.packed else ", one row each"
         lines.append(
             f"{packed}{count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
-            f"{100 * (1 - self.used):.1f} % of the room is left free, and costs nothing"
+            f"{100 * (1 - self.used):.1f} % of the positions are empty and are not computed"
         )
         return [*lines, *(f"note: {note}" for note in self.notes)]
 

@@ -145,6 +145,6 @@ def last_whole(group: Alone, held: Sequence[Held], begun: bool, run: Path) -> Wh
     lost = min(set(range(last.hosts)) - hosts[last])
     raise InputError(
         f"--resume {run}: its last snapshot, of step {last.step}, is of {count(last.hosts, 'host')}, and that of host "
-        f"{lost} is not in sight. Bring {run / f'host-{lost}' if lost else run} and its --store here, or start "
+        f"{lost} cannot be reached. Bring {run / f'host-{lost}' if lost else run} and its --store here, or start "
         f"{count(last.hosts, 'host')} where theirs are."
     )

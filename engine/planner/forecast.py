@@ -64,7 +64,7 @@ class Files:
 
     export: int = 0  # the written checkpoint; 0: weights in the compute dtype
     merged: int = 0  # the written model with its adapters in it
-    copied: str = "the checkpoint's, or a copy"  # why they take room on the SSD; "": read from the checkpoint
+    copied: str = "the checkpoint's, or a copy"  # why they take space on the SSD; "": read from the checkpoint
     best: bool = False  # kept for a while beside the next or the last
     exact: bool = False  # the checkpoint is written from fp32 masters
     tokens: int = 0  # the tokenized data

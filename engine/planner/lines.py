@@ -14,8 +14,8 @@ from trireme.engine.planner.rates import ENDURANCE, TB
 BINDS = {
     "compute": "computation",
     "update": "updates on the GPU",
-    "h2d": "the bus to the GPU",
-    "d2h": "the bus from the GPU",
+    "h2d": "PCIe to the GPU",
+    "d2h": "PCIe from the GPU",
     "cpu": "updates on the CPU",
     "ssd": "the SSD",
     "net": "the network",
@@ -56,21 +56,21 @@ def cell(nbytes: int) -> str:
 def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
     n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
     if row == "weights":
-        homes = _counted((u.weights for u in plan.units), names)
-        way = f"{plan.ahead + 1} {units} on their way" if plan.ahead else f"1 {units[:-1]} on its way"
-        way += f" to each of {plan.gpus} GPUs" if plan.gpus > 1 else ""
-        return f"   homes of {n} units: {homes}; {way}"
+        stored = _counted((u.weights for u in plan.units), names)
+        buffers = count(plan.ahead + 1, units.removesuffix("s"))
+        way = f"buffers for {buffers} on {'each' if plan.gpus > 1 else 'the'} GPU"
+        return f"   {n} layers stored: {stored}; {way}"
     if row == "optimizer state":
         updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
         where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
-        return f"   homes: {_counted((u.state for u in plan.units), names)}; {plan.adam_bits}-bit moments{where}"
+        return f"   stored: {_counted((u.state for u in plan.units), names)}; {plan.adam_bits}-bit moments{where}"
     if row == "gradients":
-        return f"   consumed under {'the next forward' if plan.mode == 'forward' else 'backward'}"
+        return f"   updates overlap {'the next forward' if plan.mode == 'forward' else 'backward'}"
     if row == BEST:
         return "   written to OUT/best with each snapshot, and at the end"
     if row == "activations":
         kept = sum(bool(u.saved) for u in plan.units)
-        return f"   kept of {kept} of {n - 2} {units}, recomputed in the others"
+        return f"   saved for {kept} of {n - 2} {units}, recomputed in the others"
     return ""
 
 
@@ -94,7 +94,7 @@ def disk_line(f: Forecast) -> str:
     need, room = f.disk(), f.room
     if not room:
         return f"{parts}: {gb(need)}"
-    verdict = "fits" if need <= room else f"short by {gb(need - room)}: make room, or it stops when the drive is full"
+    verdict = "fits" if need <= room else f"short by {gb(need - room)}: free some space, or the run will stop"
     return f"{parts}: {gb(need)} of {gb(room)}: {verdict}"
 
 
@@ -117,7 +117,7 @@ def time_line(f: Forecast) -> str:
 def start_line(f: Forecast) -> str:
     """The start's longest part."""
     held = usage(f.geo, f.plan)["host"] / 2**30
-    return f"{duration(f.pinning_s())} before the first step, to pin {held:.1f} GiB of RAM for the bus"
+    return f"{duration(f.pinning_s())} before the first step, to pin {held:.1f} GiB of RAM for transfers"
 
 
 def ready_line(parts: Times) -> str:
@@ -134,7 +134,7 @@ def took_line(clock: Clock, promised: Times) -> str:
         if max(clock.spent[part], promised.get(part, 0.0)) >= 0.5:
             parts.append(f"{part} {took}" + f" of {told}" * (bool(promised) and told != took))
     parts += [f"other {duration(clock.other)}"] if clock.other >= 0.5 else []
-    whole = f"{duration(clock.whole)}" + (f" of {duration(sum(promised.values()))} promised" if promised else "")
+    whole = f"{duration(clock.whole)}" + (f" of {duration(sum(promised.values()))} estimated" if promised else "")
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
 
 

@@ -129,7 +129,7 @@ class Machine:
         r = self.rates
         whole = f" | RAM {gib(self.gpus * self.gpu + self.ram, 0)}"
         memory = f", {gib(self.gpu, 0)} | RAM {gib(self.ram, 0)}" if on_gpu else whole
-        bus = f"bus {r.h2d / GB:.0f} GB/s | " if on_gpu else ""
+        bus = f"PCIe {r.h2d / GB:.0f} GB/s | " if on_gpu else ""
         several = f"{self.gpus} x " if on_gpu else f"{self.gpus} pretended GPUs on "
         return (
             f"{several * (self.gpus > 1)}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"

@@ -10,14 +10,14 @@ from trireme.engine.plan import Plan, Tier
 from trireme.engine.planner.predict import Prediction
 
 NOTICED = 1.005  # times as long
-PLACES: dict[Tier, str] = {"host": "in RAM", "ssd": "on the SSD"}
+PLACES: dict[Tier, str] = {"host": "RAM", "ssd": "the SSD"}
 
 
 def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction) -> tuple[str, ...]:
     """A sentence for each decision of `plan`; `first` is the plain rule's plan, `before` its step."""
     said = []
     if plan.halves:
-        said.append("units are halves of blocks, attention and MLP: whole blocks do not fit the GPU")
+        said.append("blocks are split in halves, attention and MLP: whole blocks do not fit on the GPU")
     said += _states(geo, plan)
     said += _base(geo, plan)
     if plan.tokens != first.tokens:
@@ -28,25 +28,25 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
     late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
     if late:
         where = " and ".join(PLACES[tier] for tier in late)
-        said.append(f"of state {where} the moments are written under backward, which is longer than forward")
+        said.append(f"moments of the state in {where} are written during backward, which is longer than forward")
     times = plan.tokens * plan.n_micro / (first.tokens * first.n_micro) * before.step_s / found.step_s
     if times > NOTICED:
-        said.append(f"the plain rule's plan would take {times:.3g} times as long")
+        said.append(f"a plan that only fills GPU, RAM and SSD in turn would take {times:.3g} times as long")
     return tuple(said)
 
 
 def _states(geo: Geometry, plan: Plan) -> Iterable[str]:
     on_ssd = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
     if on_ssd:
-        nbytes, of = sum(geo.state_span(u, plan.record) for u in on_ssd), f"{len(on_ssd)} of {len(plan.units)} units"
-        yield f"optimizer state of {of} ({gib(nbytes, 1)}) lies on the SSD: RAM holds no more"
+        nbytes, of = sum(geo.state_span(u, plan.record) for u in on_ssd), f"{len(on_ssd)} of {len(plan.units)} layers"
+        yield f"optimizer state of {of} ({gib(nbytes, 1)}) is on the SSD: it does not fit in RAM"
 
 
 def _base(geo: Geometry, plan: Plan) -> Iterable[str]:
     away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base[u].span]
     if away:
         nbytes = sum(geo.base[u].span for u in away)
-        yield f"frozen weights of {len(away)} of {len(plan.units)} units ({gib(nbytes, 1)}) are read from the SSD"
+        yield f"frozen weights of {len(away)} of {len(plan.units)} layers ({gib(nbytes, 1)}) are read from the SSD"
 
 
 def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> Iterable[str]:
@@ -57,22 +57,22 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
         if away:
             nbytes = plan.n_micro * sum(geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u in away)
             yield (
-                f"{', '.join(plan.units[away[0]].names(tier))} of {len(away)} of {n - 2} {blocks} wait {where} "
-                f"({gib(nbytes, 1)}): computation takes {compute:.3g} s of a step rather than {before:.3g} s"
+                f"{', '.join(plan.units[away[0]].names(tier))} of {len(away)} of {n - 2} {blocks} are swapped to "
+                f"{where} ({gib(nbytes, 1)}): computation takes {compute:.3g} s of a step rather than {before:.3g} s"
             )
     inputs = sum(unit.x != "gpu" for unit in plan.units[1:-1])
     if inputs:
         nbytes = plan.n_micro * inputs * geo.x_bytes(plan.tokens)
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)
-        instead = f", which holds the state of {on_gpu} of {n} units" * (0 < on_gpu < n)
-        yield f"the inputs of {inputs} {blocks} wait outside the GPU ({gib(nbytes, 1)}){instead}"
+        instead = f", which holds the state of {on_gpu} of {n} layers" * (0 < on_gpu < n)
+        yield f"the inputs of {inputs} {blocks} are stored outside the GPU ({gib(nbytes, 1)}){instead}"
     if plan.between == "host":
-        yield f"outputs of units wait outside the GPU, which has no room for those of {plan.n_micro} micro-batches"
+        yield f"outputs of layers are stored outside the GPU, where those of {plan.n_micro} micro-batches do not fit"
 
 
 def _gradients(geo: Geometry, plan: Plan) -> Iterable[str]:
     spilled = [u for u in range(len(plan.units)) if plan.spilled(u)]
     if spilled:
         nbytes = sum(geo.weights[u].span for u in spilled)
-        of = f"{len(spilled)} of {len(plan.units)} units ({gib(nbytes, 1)})"
-        yield f"gradients of {of} wait on the SSD for their norm: RAM has no room for them"
+        of = f"{len(spilled)} of {len(plan.units)} layers ({gib(nbytes, 1)})"
+        yield f"gradients of {of} wait on the SSD for the global norm: they do not fit in RAM"

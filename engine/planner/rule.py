@@ -315,7 +315,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     if n_micro := _most(plan.n_micro, lambda k: fits(geo, with_micro_batches(plan, k), limits)):
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
     if list(lacks) == ["host"] and plan.mode != "backward" and plan.gradients == "host":
-        out.append("--max-grad-norm 0, which needs no room for all gradients")
+        out.append("--max-grad-norm 0, which does not store all gradients")
     return f"even the smallest plan needs {shortage(need, limits)}. {', or '.join(out)}."
 
 

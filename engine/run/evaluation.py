@@ -30,7 +30,7 @@ LEAD = 8  # tokens of a prompt from running text
 FIRST = 100  # sequences searched for prompts
 MAX_NEW = 48  # tokens after a prompt
 LONGEST = 60.0  # seconds for samples: each token is a pass over all weights
-NO_ROOM = "(no sample: beside the plan's buffers there is no memory for one)"
+NO_ROOM = "(no sample: the plan's buffers leave no memory for one)"
 
 
 class Sample(NamedTuple):

@@ -90,9 +90,9 @@ def is_resumable(options: Options) -> bool:
 def about_disk(error: OSError, options: Options) -> str:
     where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
     if is_resumable(options):
-        return f"{where}: {what}. When that is mended: --resume {run_folder(options)}"
+        return f"{where}: {what}. When that is fixed: --resume {run_folder(options)}"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and where != OUTPUT
-    return f"{where}: {what}." + " Make room there, or name another folder." * full
+    return f"{where}: {what}." + " Free some space there, or name another folder." * full
 
 
 def run_folder(options: Options) -> str:

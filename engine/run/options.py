@@ -194,7 +194,7 @@ class Options:
     )
     export: str = _option(OUTPUT, "what becomes the output, by the loss on --val", "last", choices=("last", "best"))
     export_every: Every = _option(
-        OUTPUT, "beside the output: OUT/step-N, complete as it is", Every(), parse=every, metavar="WHEN"
+        OUTPUT, "in OUT/step-N, each a complete checkpoint", Every(), parse=every, metavar="WHEN"
     )
     patience: int | None = _option(
         OUTPUT,
@@ -329,7 +329,7 @@ class Options:
     ram: int | None = _option(PLACEMENT, "hard limit [85 % of what this process may use]", parse=size, metavar="SIZE")
     optimizer_mode: str = _option(
         PLACEMENT,
-        "when AdamW runs: under backward, or under the next forward",
+        "when AdamW runs: overlapped with backward, or with the next forward",
         "auto",
         choices=("auto", "backward", "forward"),
     )

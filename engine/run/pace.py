@@ -83,8 +83,8 @@ class Pace:
         self.watch = Watch(then)
         said = f"predicted {found.step_s:.3g} s a step, " if cuda else ""
         live.screen.say(
-            f"warm-up  {said}measured {seconds:.3g} s; by the times of its tasks "
-            f"{then:.3g} s, and {count(left, 'more step')} {duration(left * then)}"
+            f"warm-up  {said}measured {seconds:.3g} s; expected from now on "
+            f"{then:.3g} s, {count(left, 'more step')} in {duration(left * then)}"
         )
         if cuda:
             beyond = max(0.0, self.first_s - then) + max(0.0, seconds - then)  # the second step has the first updates
@@ -101,7 +101,9 @@ class Pace:
         job = self.live.job
         if by_tasks * DIFFERENT < predicted:
             doubt(job.device, job.plan.dtype)
-            self.live.screen.say("probe    was too low, perhaps beside other programs: the next run measures anew")
+            self.live.screen.say(
+                "probe    measured too low, perhaps because other programs ran: the next run measures again"
+            )
 
     def _changed(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
         """Drives slow down and recover."""

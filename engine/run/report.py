@@ -95,7 +95,7 @@ def _carried_notes(job: Job) -> list[str]:
     if not names or job.cfg.lora:
         return []
     nbytes = sum(job.source.tensors[name].nbytes for name in names)
-    return [f"carried through as they are: {len(names):,} tensors beside the language model, {gib(nbytes)}"]
+    return [f"copied unchanged: {len(names):,} tensors that are not of the language model, {gib(nbytes)}"]
 
 
 def data_lines(job: Job) -> list[str]:

@@ -209,7 +209,7 @@ def test_where_one_host_cannot_save_no_hosts_snapshot_advances(folder, whole):
     assert run.ended() == [4, 4]
     first, second = run.errors()
     assert "host 1: /there: No space left on device" in first
-    assert second.startswith("error: host 1: /there: No space left on device. When that is mended: --resume")
+    assert second.startswith("error: host 1: /there: No space left on device. When that is fixed: --resume")
     assert [len(list(at.glob("store/snapshot-*"))) for at in (out, out / "host-1")] == [2, 1]  # host 0 kept step 2
     again = Run(out, 2, ["--resume", str(out)])
     assert again.ended() == [0, 0], again.errors()
@@ -309,7 +309,7 @@ def test_asked_to_stop_all_save_the_same_step_and_as_many_go_on(stopped, whole):
     resume = ["--resume", str(out)]
     (out / "host-1").rename(out / "aside")
     for hosts in (1, 2, 3):
-        assert f"that of host 1 is not in sight. Bring {out}/host-1 and" in refused(out, hosts, resume)
+        assert f"that of host 1 cannot be reached. Bring {out}/host-1 and" in refused(out, hosts, resume)
     shutil.copytree(out, out / "host-1", ignore=shutil.ignore_patterns("aside", "host-1"))
     assert "that state is host 0's, and this is host 1" in refused(out, 2, resume)
     shutil.rmtree(out / "host-1")

@@ -134,9 +134,9 @@ def test_fast_drives_take_activations_that_ram_does_not_hold():
     choice = choose(SMALL, limits, rates, wanted)
     away = [unit for unit in choice.plan.units if unit.names("ssd")]
     assert len(away) >= SMALL.n_layers // 2
-    assert any("blocks wait on the SSD" in line for line in choice.because)
+    assert any("blocks are swapped to the SSD" in line for line in choice.because)
     geo, left = Geometry.of(SMALL, choice.plan), [u for u, unit in enumerate(choice.plan.units) if unit.state == "ssd"]
-    assert any(line.endswith("lies on the SSD: RAM holds no more") for line in choice.because)
+    assert any(line.endswith("is on the SSD: it does not fit in RAM") for line in choice.because)
     assert not any(fits(geo, choice.plan.changed({u}, weights="host", state="host"), limits) for u in left)
     computed = replace(choice.plan, units=tuple(replace(u, saved=()) for u in choice.plan.units))
     batch = Batch(choice.plan.tokens, 256, choice.plan.n_micro)
@@ -162,9 +162,9 @@ def test_reasons_are_of_the_plan():
     assert "rather than 1,024 add to the gradients less often" in say(tokens=2048, n_micro=1)
     away = first.changed(range(n), x="host", weights="host", state="host", saved=())
     said = say(units=away.units, between="host")
-    assert f"the inputs of {SMALL.n_layers} blocks wait outside the GPU (" in said
+    assert f"the inputs of {SMALL.n_layers} blocks are stored outside the GPU (" in said
     assert "holds the state" not in said
-    assert f"holds the state of 1 of {n} units" in say(units=away.changed({0}, weights="gpu", state="gpu").units)
+    assert f"holds the state of 1 of {n} layers" in say(units=away.changed({0}, weights="gpu", state="gpu").units)
 
 
 @pytest.mark.parametrize("cfg", [SMALL, ADAPTED, PARTLY], ids=["all", "adapters", "some"])

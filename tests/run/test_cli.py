@@ -288,7 +288,7 @@ def test_a_disk_that_is_full(here, capsys, limit):
     assert code == 4
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert ("--resume out" if Path("out/config.yaml").exists() else "Make room there, or name another folder") in err
+    assert ("--resume out" if Path("out/config.yaml").exists() else "Free some space there, or name another") in err
     assert not (here / "out" / "model.safetensors").exists()
 
 

@@ -126,7 +126,7 @@ def test_what_makes_no_sense_is_refused(here, capsys, name):
 def test_on_a_cpu_there_is_one_memory(here, capsys):
     report = said(capsys, "model", "--data", "stories.txt", "--dry-run")
     assert re.search(r"^plan +RAM +SSD$", report, re.MULTILINE)
-    assert re.search(r"homes of \d+ units: \d+ RAM;", report)
+    assert re.search(r"\d+ layers stored: \d+ RAM;", report)
     assert "bus" not in re.search("^machine .*", report, re.MULTILINE)[0]
 
 

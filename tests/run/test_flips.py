@@ -206,7 +206,7 @@ def test_from_the_shell_it_is_one_line_and_the_way_back_ends_in_the_same_bits(ru
     assert command.main(["--resume", str(tmp_path / "run")]) == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {last}/weights-00003.safetensors: {DAMAGED}. The last whole snapshot is of step 4")
-    assert line.endswith(f"remove {last.name}. When that is mended: --resume {tmp_path / 'run'}")
+    assert line.endswith(f"remove {last.name}. When that is fixed: --resume {tmp_path / 'run'}")
     shutil.rmtree(last)
     assert command.main(["--resume", str(tmp_path / "run")]) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")

@@ -196,7 +196,7 @@ def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch, caps
     stopped(replace(run, resume=run.out, max_steps=10), 8, monkeypatch)
     assert "max_steps: 10" in (checkpoint / "longer" / "config.yaml").read_text()
     capsys.readouterr()
-    with pytest.raises(InputError, match="stands at step 8, and 6 are asked for"):
+    with pytest.raises(InputError, match="is at step 8, and 6 are asked for"):
         finetune(replace(run, resume=run.out))
     assert capsys.readouterr().out == "changed  --max-steps 6, was 10 at step 8\n"
 

@@ -286,5 +286,5 @@ def check_room(job: Job) -> None:
         if sum(needs) > room:
             raise DoesNotFit(
                 f"{folders[-1]}: what the run writes there takes {gib(sum(needs))}, {gib(room)} are free. "
-                f"Make room, or name another drive with {' or '.join(dict.fromkeys(flags))}."
+                f"Free some space, or name another drive with {' or '.join(dict.fromkeys(flags))}."
             )

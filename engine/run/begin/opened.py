@@ -156,10 +156,10 @@ def check_continues(job: Job, snapshot: Snapshot) -> None:
         seed = snapshot["options"].get("seed")
         way = f"Leave out --seed {job.options.seed}" if seed not in (None, job.options.seed) else "Restore it"
         if job.data.left_out:
-            way += ", or, if an older version has begun the run, begin anew: it kept rows in which nothing is learned"
+            way += ", or, if an older version started the run, start anew: it kept rows in which nothing is trained"
         raise InputError(f"--resume {job.out}: the data is not what the run was started with. {way}.")
     if job.total_steps < snapshot["step"]:
         raise InputError(
-            f"--resume {job.out}: the run stands at step {snapshot['step']}, and {job.total_steps} are asked for. "
+            f"--resume {job.out}: the run is at step {snapshot['step']}, and {job.total_steps} are asked for. "
             "Ask for more: --max-steps or --epochs."
         )

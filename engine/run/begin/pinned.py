@@ -133,7 +133,7 @@ def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: i
     try:
         pinned = Pinned.read(data)
     except (InputError, KeyError):
-        old = "begun by an older version, which stored its state otherwise"
+        old = "started by an older version, which stored its state in another form"
         raise InputError(f"--resume {options.resume}: {old}.") from None
     pinned = pinned.on(host, hosts)
     asked: dict[str, tuple[object, object]] = {"--batch-size": (options.batch_size, pinned.batch_size)}
