@@ -7,6 +7,7 @@ launch), 1 to 2 us sooner: each begins with await_previous().
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from functools import partial
 from typing import Any
@@ -34,6 +35,17 @@ def check_version(version: str) -> None:
 
 
 check_version(triton.__version__)
+
+
+def why_none() -> str:
+    """Why no kernel can be launched on this machine's GPU, or "": Triton compiles a part in C when it is first used."""
+    try:
+        triton.runtime.driver.active.get_current_device()
+    except subprocess.CalledProcessError as error:
+        return f"{error.cmd[0]} failed"
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 @triton.jit

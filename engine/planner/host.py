@@ -22,11 +22,15 @@ GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Raises InputError where "cuda" is missing, or has no bf16."""
+    """Raises InputError where "cuda" is missing, is AMD's, or has no bf16."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no CUDA device. Leave it out to train on the CPU.")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if torch.version.hip:
+        raise InputError(
+            "this torch is for AMD's GPUs (ROCm), kernels are for NVIDIA's. Install another, or --device cpu."
+        )
     if torch.cuda.get_device_capability()[0] < 8:  # before Ampere
         raise InputError(
             f"{torch.cuda.get_device_name()} has no bf16, which training on a GPU needs. Add --device cpu."

@@ -32,7 +32,11 @@ HIDDEN = gl.constexpr(-1e30)
 
 @gluon.jit
 def _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr):
-    """(largest score so far, exp(scores - it)), zero above the diagonal."""
+    """(largest score so far, exp(scores - it)), zero above the diagonal.
+
+    HIDDEN is scaled and b_m subtracted in one rounding, which is huge where b_m is HIDDEN * qk_scale, of a query that
+    has seen no key yet. There is none: all see key 0, in the first tile. With windows, scale first, as fwd.py does.
+    """
     if i_k + BLOCK_K > offset:
         b_s = gl.where(o_q[:, None] >= (i_k + o_tile)[None, :], b_s, HIDDEN)
     b_m = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)

@@ -1,6 +1,8 @@
 """The launcher's memory of compiled kernels: no form is ever called with arguments it was not compiled for."""
 
 import ast
+import errno
+import subprocess
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
-from trireme.kernels.launcher import TRIED, Fixed, Kernel, await_previous, check_version  # noqa: E402
+from trireme.kernels.launcher import TRIED, Fixed, Kernel, await_previous, check_version, why_none  # noqa: E402
 
 
 def _scaled(p_y, p_x, n, x_n, factor, BLOCK: tl.constexpr):
@@ -32,6 +34,36 @@ def test_a_triton_of_unknown_private_parts_is_refused():
     for version in ("3.5.1", "3.10.0", "4.0"):
         with pytest.raises(ImportError, match=f"Triton {version} is not supported.* 3.6 to 3.9"):
             check_version(version)
+
+
+class NoDriver:
+    """Triton's driver where it cannot be built."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    @property
+    def active(self):
+        raise self.error
+
+
+NOT_BUILT = {
+    "no compiler": (RuntimeError("Failed to find C compiler. Specify CC."), "Failed to find C compiler. Specify CC."),
+    "no headers": (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "/usr/bin/gcc failed"),
+    "another compiler": (FileNotFoundError(errno.ENOENT, "No such file", "cc9"), "[Errno 2] No such file: 'cc9'"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_triton_cannot_build_is_said(monkeypatch, name):
+    error, says = NOT_BUILT[name]
+    monkeypatch.setattr(triton.runtime, "driver", NoDriver(error))
+    assert why_none() == says
+
+
+@pytest.mark.gpu
+def test_triton_can_launch():
+    assert why_none() == ""
 
 
 def test_every_kernel_first_awaits_the_one_before():

@@ -60,6 +60,19 @@ def test_speeds_of_drives_may_be_those_on_their_box():
     assert (mine.rates.ssd_read, mine.rates.ssd_write) == (28 * GB, 20 * GB)
 
 
+def test_amds_gpus_are_refused(monkeypatch):
+    """A gfx90a has capability 9.0, as Hopper has."""
+    for name, found in dict(is_available=True, get_device_capability=(9, 0), current_device=0).items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda found=found: found)
+    monkeypatch.setattr("torch.version.hip", "6.4.1")
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(InputError, match="AMD's GPUs .ROCm.* --device cpu"):
+            choose_device(wanted)
+    assert choose_device("cpu").type == "cpu"
+    monkeypatch.setattr("torch.version.hip", None)
+    assert choose_device("auto").type == "cuda"
+
+
 def test_a_gpu_without_bf16_is_refused_by_name(monkeypatch):
     for name, found in dict(is_available=True, get_device_capability=(7, 5), get_device_name="Tesla T4").items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda found=found: found)

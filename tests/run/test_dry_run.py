@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,9 @@ from trireme.engine.data import prepare
 from trireme.engine.data.cache import Shelf
 from trireme.engine.planner.rates import RAM_SHARE
 from trireme.engine.run import main as finetune
-from trireme.engine.run.begin.limits import check_heads, place
+from trireme.engine.run.begin.limits import check_compiler, check_heads, place
 from trireme.engine.run.command import parse
+from trireme.models.config import InputError
 
 BOX = ["--dry-run", "--assume", "gpu=24GiB,ram=64GiB"]
 
@@ -87,6 +89,17 @@ def test_assumed_gpus_are_counted(gpu, asked, gpus):
     assert made.gpus == limits.gpus == gpus
     assert made.describe().startswith(f"{gpus} x ")
     assert (made.gpu, limits.host) == (24 << 30, int(RAM_SHARE * (64 << 30)))
+
+
+def test_a_gpu_without_a_c_compiler_is_one_line(monkeypatch):
+    launcher = SimpleNamespace(why_none=lambda: "Failed to find C compiler.")
+    monkeypatch.setitem(sys.modules, "trireme.kernels.launcher", launcher)  # which imports Triton
+    with pytest.raises(
+        InputError, match=r"C compiler .*\(Failed to find C compiler\)\. Install them: gcc and python3-dev"
+    ):
+        check_compiler()
+    launcher.why_none = lambda: ""
+    check_compiler()
 
 
 def test_heads_that_no_kernel_computes_are_refused(here, config_alone, capsys):

@@ -23,7 +23,10 @@ def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
         return torch.device("cuda"), limits, machine
     device = choose_device(options.device)
     gpus = choose_gpus(options.gpus, device)
-    return device, memory_limits(device, options.gpu_memory, options.ram, gpus), None
+    limits = memory_limits(device, options.gpu_memory, options.ram, gpus)
+    if device.type == "cuda":
+        check_compiler()
+    return device, limits, None
 
 
 def least(group: Alone, options: Options, limits: Limits) -> Limits:
@@ -58,6 +61,15 @@ def check_gpus(cfg: ModelConfig, gpus: int) -> None:
     """Raises InputError where the model cannot be dealt to so many."""
     if gpus > cfg.n_layers:
         raise InputError(f"--gpus {gpus}: the model has {count(cfg.n_layers, 'block')}, a GPU computes one at least.")
+
+
+def check_compiler() -> None:
+    """Raises InputError where Triton cannot launch kernels."""
+    from trireme.kernels.launcher import why_none  # late: Triton takes a second
+
+    if why := why_none():
+        needs = "Triton needs a C compiler and Python's headers to launch kernels on a GPU"
+        raise InputError(f"{needs} ({why.rstrip('.')}). Install them: gcc and python3-dev.")
 
 
 def check_heads(cfg: ModelConfig, device: torch.device) -> None:
