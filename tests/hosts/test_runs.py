@@ -237,6 +237,7 @@ def hanging_drive(host: int) -> None:
     live.patience = lambda step_s: 0.5
 
 
+@pytest.mark.full
 def test_a_drive_that_hangs_in_a_snapshot_ends_all_hosts(folder):
     out = folder / "hanging"
     run = Run(out, 2, command(folder, out), hanging_drive)

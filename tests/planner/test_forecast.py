@@ -83,6 +83,7 @@ def test_wear_is_told_by_what_writes():
     assert "0 kB written a step, 4 TB written in all (snapshots 3 TB, checkpoints 1 TB): 0.3% of the 1.2 PB" in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("memory", [(14 << 20, 7 << 20), (14 << 20, 16 << 20)], ids=["on the SSD", "in RAM"])
 def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
     """Before it is removed: what is current, a snapshot, spares of every size; beside so small records headers show."""
