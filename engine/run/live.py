@@ -151,6 +151,8 @@ class Live:
         with self.clock.at("load"):
             self._engine = make_engine(job, self.lanes, self.store, self.screen)
             claim_space(self._engine, job, self.store, anew=False)
+            if job.plan.homes_on_ssd:
+                self.store.reserve()
             with self.watched("loading"):
                 self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
 

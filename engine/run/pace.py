@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from trireme.engine.amounts import count, duration
 from trireme.engine.lanes.trace import Span
+from trireme.engine.plan import Plan
 from trireme.engine.planner.choose import Choice, choose
 from trireme.engine.planner.clock import DIFFERENT, Watch
 from trireme.engine.planner.correct import batch_of, corrected
+from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.lines import ready_line
 from trireme.engine.planner.machine import doubt
 from trireme.engine.planner.predict import Batch, Prediction, predict
@@ -36,8 +38,14 @@ def better(job: Job, steps: int) -> Choice | None:
     move = 14 * job.trained_parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)
     move += job.forecast.frozen_read / rates.ssd_read
     worth = choice.found.step_s < WORTH_A_MOVE * now and steps * (now - choice.found.step_s) > 2 * move
-    needs_room = choice.plan.uses("ssd") and not p.uses("ssd")  # not reserved
-    return choice if worth and not needs_room and updated_alike(choice.plan, p) == choice.plan else None
+    alike = updated_alike(choice.plan, p) == choice.plan
+    return choice if worth and alike and has_room(job.forecast, choice.plan) else None
+
+
+def has_room(now: Forecast, plan: Plan) -> bool:
+    """Whether the drives, if they are measured and used, take what `plan` puts there."""
+    used = now.plan.uses("ssd") or not plan.uses("ssd")
+    return used and replace(now, plan=plan).disk() <= max(now.room, now.disk())
 
 
 class Pace:

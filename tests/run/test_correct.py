@@ -19,10 +19,14 @@ from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner import probe
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.correct import TIMED_BY, corrected, measured
+from trireme.engine.planner.forecast import Forecast, Work
 from trireme.engine.planner.predict import Batch, predict
+from trireme.engine.planner.rates import assume
 from trireme.engine.run import pace, train
+from trireme.engine.run.live import Live
 from trireme.engine.run.options import Options
 from trireme.models.config import read_config
+from trireme.storage.versions import Versions
 
 BATCH = Batch(16384, 256, 2)
 
@@ -80,8 +84,17 @@ def another(now: Plan) -> Plan:
 
 def moved(stay: Options, monkeypatch, capsys) -> None:
     """Runs as it is and with a move after two steps, and compares the bits."""
-    before, after, moves = Path(stay.out), Path(stay.out + "-moved"), []
+    before, after, moves, files = Path(stay.out), Path(stay.out + "-moved"), [], []
     train.finetune(stay)
+    allocate = Versions._allocate
+    monkeypatch.setattr(Versions, "_allocate", lambda *args: files.append(len(moves)) or allocate(*args))
+    move = Live.move
+
+    def and_then(live, job):
+        move(live, job)
+        moves.append(job.plan)
+
+    monkeypatch.setattr(Live, "move", and_then)
 
     def better(job, steps):
         to = another(job.plan)
@@ -92,11 +105,25 @@ def moved(stay: Options, monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(pace, "better", better)
     train.finetune(replace(stay, out=str(after)))
-    assert len(moves) == 1
+    assert len(moves) == 2
+    assert 2 not in files or not moves[1].homes_on_ssd, "steps and snapshots behind the move take what it reserved"
     assert moves[0].units != ()
     assert "plan     changed" in capsys.readouterr().out
     assert losses(before) == losses(after)
     assert (before / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
+
+
+def test_a_move_needs_room_on_drives_that_are_measured():
+    there = replace(plan(SMALL, UnitPlan("host", "host")), units=(UnitPlan("ssd", "ssd"),) * SMALL.n_units)
+    machine = assume("gpu=rtx4090,ram=128GiB,ssd=2TB")
+    now = Forecast(SMALL, plan(SMALL, UnitPlan("host", "host")), machine, machine.limits, Work(64, 4, 9))
+    assert not pace.has_room(now, there)
+    now = replace(now, plan=now.plan.changed({1}, saved=(("resid", "ssd"),)))  # a drive is used, but not for state
+    assert pace.has_room(now, there)
+    need = replace(now, plan=there).disk()
+    assert need > now.disk()
+    assert not pace.has_room(replace(now, machine=replace(machine, ssd=need - 1)), there)
+    assert pace.has_room(replace(now, machine=replace(machine, ssd=0)), now.plan), "as it is"
 
 
 @pytest.mark.parametrize("where", ["gpu", "host", "ssd"], ids="at home on {}".format)
