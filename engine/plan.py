@@ -40,6 +40,7 @@ class Limits:
     gpu: int
     host: int
     gpus: int = 1
+    all_free: bool = False  # `gpu` is all that a GPU has free: no option raises it
 
     @property
     def both(self) -> int:

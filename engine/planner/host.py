@@ -130,10 +130,9 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
         return Limits(host // 2 // gpus, host - host // 2, gpus)
     limit, context = min(_free(each, gpu_memory) for each in gpus_from(device, gpus))
     if limit <= GPU_RESERVE:
-        raise InputError(
-            f"--gpu-memory: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB."
-        )
-    return Limits(limit - GPU_RESERVE, _beside_the_process(ram, CODE), gpus)
+        what = f"the GPU has {gib(limit)} free" if gpu_memory is None else "--gpu-memory"
+        raise InputError(f"{what}: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB.")
+    return Limits(limit - GPU_RESERVE, _beside_the_process(ram, CODE), gpus, all_free=gpu_memory is None)
 
 
 def gpus_from(device: torch.device, gpus: int) -> list[torch.device]:

@@ -299,16 +299,17 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 # ---------------------------------------------------------------- a refusal
 
+FLAGS = {"gpu": "--gpu-memory", "host": "--ram"}
+
 
 def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     need, lacks = usage(geo, plan), limits.lacking(usage(geo, plan))
     assert lacks, "a plan that fits was refused"
-    raises = [
-        f"{flag} by {rounded_up(MARGIN[tier] * lacks[tier])}"  # "by": the option includes a reserve
-        for tier, flag in (("gpu", "--gpu-memory"), ("host", "--ram"))
-        if tier in lacks
-    ]
-    out = [f"Raise {' and '.join(raises)}"]
+    more = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
+    other = f"use a GPU with {more.pop('gpu')} more free memory" if "gpu" in more and limits.all_free else ""
+    raises = " and ".join(f"{flag} by {more[tier]}" for tier, flag in FLAGS.items() if tier in more)
+    first = " and ".join(way for way in (other, f"raise {raises}" * bool(raises)) if way)
+    out = [first[0].upper() + first[1:]]
     shorter = lambda k: usage(geo, replace(plan, tokens=k))["gpu"] <= limits.gpu
     if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")

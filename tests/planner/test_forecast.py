@@ -278,7 +278,7 @@ def test_what_would_be_faster_is_searched_for_in_dry_runs_alone(checkpoint, monk
 
 @pytest.mark.parametrize(
     ("machine", "says"),
-    [("gpu=rtx4090,ram=64GiB", "Add ssd="), ("gpu=2GiB,ram=64GiB,ssd=2TB", "--gpu-memory"),
+    [("gpu=rtx4090,ram=64GiB", "Add ssd="), ("gpu=2GiB,ram=64GiB,ssd=2TB", "Use a GPU with"),
      ("gpu=1GiB,ram=64GiB", "1.25 GiB of the GPU"), ("gpu=rtx4090,ram=2GiB,ssd=2TB", "--ram"),
      ("gpu=rtx4090,ram=64GiB,ssd=100GB", "Raise ssd to 1TB")],
 )  # fmt: skip
@@ -289,15 +289,24 @@ def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("option", "tier"), [("--ram", "ram"), ("--gpu-memory", "gpu")])
-def test_the_way_out_leads_out(checkpoint, capsys, option, tier):
+@pytest.mark.parametrize(
+    ("tier", "given", "says"),
+    [
+        ("ram", (), "Raise --ram by"),
+        ("gpu", (), "Use a GPU with"),
+        ("gpu", ("--gpu-memory", "1536MiB"), "Raise --gpu-memory by"),
+    ],
+)
+def test_the_way_out_leads_out(checkpoint, capsys, tier, given, says):
     """What the line says, added to what was assumed, is enough."""
-    machine = {"gpu": "rtx4090", "ram": "64GiB", "ssd": "2TB"} | {tier: "1536MiB"}
-    machine = ",".join("=".join(part) for part in machine.items())
-    assert dry_run(checkpoint, "--assume", machine) == 3
-    more, unit = re.search(rf"Raise {option} by ([\d.]+) (GiB|MiB)", capsys.readouterr().err).groups()
-    enough = 1536 + float(more) * (1024 if unit == "GiB" else 1)
-    assert dry_run(checkpoint, "--assume", machine, option, f"{enough}MiB") == 0
+    machine = {"gpu": "rtx4090", "ram": "64GiB", "ssd": "2TB"}
+    assumed = lambda of: ",".join("=".join(part) for part in (machine | ({} if given else {tier: of})).items())
+    assert dry_run(checkpoint, "--assume", assumed("1536MiB"), *given) == 3
+    more, unit = re.search(rf"{says} ([\d.]+) (GiB|MiB)", capsys.readouterr().err).groups()
+    enough = f"{1536 + float(more) * (1024 if unit == 'GiB' else 1)}MiB"
+    option = ("--ram",) if tier == "ram" else given[:1]
+    argv = (assumed("1536MiB"), *option, enough) if option else (assumed(enough),)
+    assert dry_run(checkpoint, "--assume", *argv) == 0
 
 
 def test_the_limit_of_an_assumed_machine_is_the_one_that_is_given(checkpoint, capsys):

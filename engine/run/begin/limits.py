@@ -50,7 +50,7 @@ def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
     if asked > made.gpus > 1:
         raise InputError(f"--gpus {asked}: the assumed machine has {made.gpus}.")
     made = replace(made, gpu=options.gpu_memory or made.gpu, gpus=asked)
-    limits = replace(made.limits, host=options.ram or made.limits.host)
+    limits = replace(made.limits, host=options.ram or made.limits.host, all_free=options.gpu_memory is None)
     if limits.gpu <= 0:
         taken = gib(made.gpu - limits.gpu)
         raise DoesNotFit(f"--assume: the driver's context and late kernels alone take {taken} of the GPU. Assume more.")
