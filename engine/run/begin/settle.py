@@ -193,7 +193,7 @@ class Planner:
         try:
             simple_plan(self.cfg, self.limits, wanted)
         except DoesNotFit as error:
-            return replace(self.limits, **error.need)
+            return replace(self.limits, gpu=error.need["gpu"], host=error.need["host"])
         return None
 
     def find(self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]) -> Settled:
