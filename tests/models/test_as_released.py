@@ -174,6 +174,7 @@ def misread(raw: dict, group: dict, folder: Path) -> list[dict]:
     return misread(raw, dict(items[:half]), folder) + misread(raw, dict(items[half:]), folder)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_key_is_read_or_refused(model_type, folder):
     """A key that transformers reads has its value there, or is refused; alone it is not passed over."""
@@ -187,6 +188,7 @@ def test_every_key_is_read_or_refused(model_type, folder):
 # ---------------------------------------------------------------- what files have
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.rotary])
 def test_rope_in_the_spelling_of_transformers_4(model_type, folder):
     """Flat keys: theta, and what scales it under its newer and its older name."""
@@ -240,6 +242,7 @@ READ = [
 ]  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("model_type", "keys"), READ)
 def test_read_as_transformers_reads_it(model_type, keys, folder):
     assert difference(released(model_type, **keys), folder) < 1e-5

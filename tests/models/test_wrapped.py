@@ -53,6 +53,23 @@ def oracle(case, **text):
     return model, json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type}
 
 
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("gemma3", dict(rope_theta=5e5, rope_local_base_freq=77.0, rope_scaling=dict(rope_type="linear", factor=8.0))),
+        ("mistral3", dict(rope_theta=1e9, head_dim=None, rope_scaling=dict(type="linear", factor=2.0))),
+        ("ministral3 in mistral3", dict(rope_parameters=None, rope_scaling=YARN | dict(llama_4_scaling_beta=0.0))),
+    ],
+)
+def test_the_spelling_of_transformers_4(case, text):
+    """Flat keys of text_config are what transformers makes of them, in its newer spelling."""
+    model_type, keys, more = CASES[case]
+    made = AutoConfig.for_model(model_type, text_config=keys | text, **more)
+    newer = json.loads(made.to_json_string(use_diff=False)) | dict(model_type=model_type)
+    assert "rope_scaling" not in newer["text_config"]
+    assert parse_config(dict(model_type=model_type, text_config=keys | text) | more) == parse_config(newer)
+
+
 def in_memory(name: str) -> str:
     return name
 
