@@ -12,6 +12,7 @@ from tiny import CASES, Tiny, relative
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, initialization
 
 from trireme.models.config import InputError, parse_config
+from trireme.models.families.extend import extended
 from trireme.models.families.table import FAMILIES
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
@@ -246,6 +247,22 @@ READ = [
 @pytest.mark.parametrize(("model_type", "keys"), READ)
 def test_read_as_transformers_reads_it(model_type, keys, folder):
     assert difference(released(model_type, **keys), folder) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("olmo3", {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None}),
+        ("llama", {"rope_scaling": PLAIN | {"rope_theta": 50.0}, "rope_parameters": PLAIN}),
+    ],
+)
+def test_a_longer_context_is_read_as_it_is_written(model_type, keys, folder):
+    """By transformers, too: next to other spellings, and for full attention alone where that has its own rope."""
+    raw = extended(released(model_type, **keys), 4.0, "config.json")
+    cfg = parse_config(raw)
+    assert (cfg.rope.kind, cfg.rope.theta) == ("yarn", keys.get("rope_theta", 50.0))
+    assert cfg.local_rope is None or cfg.local_rope.kind == "default"
+    assert difference(raw, folder) < 1e-5
 
 
 @pytest.mark.parametrize(
