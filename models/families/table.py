@@ -62,7 +62,7 @@ class Family:
     theta: float = 10000.0
     local_theta: float | None = None  # of layers with a window, whose rope is their own; None: one rope for all
     local_theta_key: str = ""  # "": none
-    original: int | None = None  # original_max_position_embeddings, read beside rope's parameters
+    original: int | None = None  # original_max_position_embeddings, outside rope's parameters
     kv_heads: int | None = None  # None: one a query head
     head_dim: int | None = None  # None: width / heads
     vocab: int | None = None  # None: config.json must say it; so for n_heads
