@@ -69,8 +69,11 @@ class Exchange:
         """Fills homes of frozen weights alone; a snapshot has the rest. Errors as load."""
         self.base = fill_base(self.homes, self._values, progress, loaded)
 
-    def save(self, folder: Path, progress: Progress = silent) -> None:
-        """Writes the checkpoint; of F16, values beyond its largest as that. Raises StoreError."""
+    def save(self, folder: Path, progress: Progress = silent) -> dict[str, str]:
+        """Writes the checkpoint; of F16, values beyond its largest as that. Returns its files' checksums.
+
+        Raises StoreError.
+        """
         self.beyond = {}
 
         def values(stored: str) -> Iterator[np.ndarray] | None:
@@ -80,7 +83,7 @@ class Exchange:
             pieces = fetch(self.reader, self.unit[name], name, exact=dtype != "BF16")
             return self._in_f16(stored, pieces) if dtype == "F16" else pieces
 
-        export(self.source, folder, values, progress)
+        return export(self.source, folder, values, progress)
 
     def _in_f16(self, stored: str, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """fp32 values that round to finite ones; counts those that would not."""

@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from trireme.storage.checkpoint import counted
-from trireme.storage.files import partial_of, read_back, sync_folder, write_synced
-from trireme.storage.untrusted import complaint, parse_json, read_small
+from trireme.storage.files import make_place, partial_of, read_back, sync_folder, write_synced
+from trireme.storage.untrusted import checksum, complaint, parse_json, read_small
 
 BEST, NOTE = "best", "best.json"
-Save = Callable[[Path], None]
+SHAPE = {"step": int, "eval_loss": float, "files": {str: str}}
+Save = Callable[[Path], Mapping[str, str]]  # writes a new folder, and returns its files' checksums by name
 
 
 class Best(NamedTuple):
-    """What NOTE says."""
+    """Which one it is, as NOTE says."""
 
     step: int
     eval_loss: float
@@ -55,19 +56,17 @@ def bring_back(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Its note first: what is left of it by a kill is never taken for a whole one. Of a link the link alone."""
+    """Of a link the link alone."""
     if folder.is_symlink():
         folder.unlink()
-    elif folder.is_dir():
-        (folder / NOTE).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def take_over(folder: Path, out: Path, progress: Callable[[int], object] = lambda _: None) -> None:
     """Gives `out` the files of `folder`, one by one: by links where the drive has them."""
-    for path in (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != NOTE):
+    for path in _files(folder):
         target = out / path.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_place(target, out)
         part = partial_of(target)
         part.unlink(missing_ok=True)
         if target.exists() and target.samefile(path):
@@ -89,8 +88,8 @@ def replace_best(out: Path, save: Save, best: Best) -> None:
     if (out / f"{BEST}.old").exists():
         remove(out / BEST)  # room for the new one
     remove(new)
-    save(new)
-    write_synced(new / NOTE, [json.dumps(best._asdict()).encode()])
+    files = save(new)
+    write_synced(new / NOTE, [json.dumps({**best._asdict(), "files": dict(files)}).encode()])
     sync_folder(new)
     set_aside(out)
     new.rename(out / BEST)
@@ -98,7 +97,7 @@ def replace_best(out: Path, save: Save, best: Best) -> None:
 
 
 def set_aside(out: Path) -> None:
-    """Removes OUT/best, if the last snapshot names it by `forget_old` or `tidy`."""
+    """Takes OUT/best away: at once where no snapshot names it, else as OUT/best.old, to be removed later."""
     best, old = out / BEST, out / f"{BEST}.old"
     if old.exists():
         remove(best)
@@ -111,16 +110,16 @@ def forget_old(out: Path) -> None:
     remove(out / f"{BEST}.old")
 
 
-def settle(out: Path, best: Best | None) -> bool:
+def settle(out: Path, best: Best | None, progress: Callable[[int], object] = lambda _: None) -> bool:
     """Undoes what a kill has left half done, and makes OUT/best the one that a snapshot names.
 
-    Returns whether it is there.
+    Returns whether it is there, whole. `progress` hears of bytes read.
     """
     for left in half_made(out):
         if left.suffix == ".old":
             bring_back(left.with_suffix(""))
     places = [out / f"{BEST}{ending}" for ending in ("", ".old", ".new")]
-    found = next((place for place in places if best and _note(place) == best), None)
+    found = next((place for place in places if best and _is(best, place, progress)), None)
     for place in places:
         if place != found:
             remove(place)
@@ -130,9 +129,21 @@ def settle(out: Path, best: Best | None) -> bool:
     return found is not None
 
 
-def _note(folder: Path) -> Best | None:
+def _is(best: Best, folder: Path, progress: Callable[[int], object]) -> bool:
+    """Whether a folder holds that one, to the byte."""
     try:
         said = parse_json(read_small(folder / NOTE), NOTE)
+        if complaint(said, SHAPE) or (said["step"], said["eval_loss"]) != best:
+            return False
+        there = {str(path.relative_to(folder)): path for path in _files(folder)}
+        return there.keys() == said["files"].keys() and all(
+            checksum(counted(read_back(there[name]), progress)) == sum for name, sum in said["files"].items()
+        )
     except (OSError, ValueError):
-        return None
-    return None if complaint(said, {"step": int, "eval_loss": float}) else Best(**said)
+        return False
+
+
+def _files(folder: Path) -> list[Path]:
+    """All but the note."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    return [path for path in found if path != folder / NOTE]

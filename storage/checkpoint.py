@@ -22,6 +22,7 @@ from trireme.storage.files import (
     Say,
     StoreError,
     check_space,
+    make_place,
     partial_of,
     read_back,
     sync_folder,
@@ -266,12 +267,12 @@ def export(
     out: AnyPath,
     fetch: Callable[[str], Iterable[np.ndarray] | None],
     progress: Callable[[int], None] = lambda _: None,
-) -> None:
+) -> dict[str, str]:
     """Writes a checkpoint with the source's files, names, shapes, dtypes, metadata and companions into `out`.
 
     fetch(name) yields values, flat float32 or uint16 (bf16 bits), rounded to the source's dtype; None copies the
     tensor. `progress(nbytes)` counts bytes written and read back. Files are named once all are synced and compared.
-    Raises StoreError, leaving no files.
+    Returns their checksums. Raises StoreError, leaving no files.
     """
     out = Path(out)
     files = [*source.others, *source.files]
@@ -282,7 +283,7 @@ def export(
             raise StoreError(errno.EEXIST, "is the source checkpoint itself; choose another folder", str(out))
         check_space(out, sum(_size(source, f) for f in files), "the exported checkpoint")
         for file in files:
-            (out / file).parent.mkdir(parents=True, exist_ok=True)
+            make_place(out / file, out)
             done[file] = ""
             content = source.rewritten(file, fetch) if file in source.files else _copied(source, file)
             write_synced(partial_of(out / file), summed(counted(content, progress), partial(done.__setitem__, file)))
@@ -293,6 +294,7 @@ def export(
             partial_of(out / file).replace(out / file)
         for folder in {(out / f).parent for f in files} | {out}:
             sync_folder(folder)
+        return done
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or out)) from e
     finally:

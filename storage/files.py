@@ -234,9 +234,17 @@ def check_folder(path: Path) -> None:
     """Raises StoreError unless a folder: links may lead elsewhere."""
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise StoreError(errno.ENOTDIR, "is not a folder of the store", str(path))
+            raise StoreError(errno.ENOTDIR, "has to be a folder, and no link", str(path))
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+
+
+def make_place(path: Path, folder: Path) -> None:
+    """Makes the subfolders of `folder` that `path` is in. Raises StoreError where one is a link, OSError."""
+    inside = path.relative_to(folder).parents
+    for place in (folder / part for part in reversed(inside[:-1])):  # the user may name a link as `folder`
+        place.mkdir(exist_ok=True)
+        check_folder(place)
 
 
 def lock(fd: int) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from trireme.storage import scratch, snapshots
 from trireme.storage.checkpoint import INDEX
@@ -32,19 +33,28 @@ from trireme.storage.untrusted import complaint, read_small, seal, shown, unseal
 from trireme.storage.versions import FOLDER, version_files
 
 IDENTITY, FINISHED = "store.id", "store.finished"
-FORMAT = 2
+FORMAT = 3
 LARGEST = 1 << 20
-SHAPE = {"store": str, "device": int, "devices": int, "companions": [str]}
+SHAPE = {"store": str, "device": int, "devices": int, "companions": [str], "run": str, "folder": str}
+
+
+class Owner(NamedTuple):
+    """Whose a store is: the id of a run, and its folder."""
+
+    run: str = ""
+    folder: str = ""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A folder's place, and the first folder's companions."""
+    """A folder's place, the first folder's companions, and `owner`."""
 
     store: str
     device: int
     devices: int
     companions: tuple[str, ...] = ()
+    run: str = ""
+    folder: str = ""
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
@@ -87,9 +97,20 @@ def is_taken(folder: Path, first: Path) -> bool:
     return ours.device == 0 or ours.store != read_identity(first).store
 
 
-def in_order(folders: Sequence[Path]) -> list[int]:
-    """The folders by device. Raises StoreError where one is missing or foreign, NoSnapshot if none holds a snapshot."""
-    found = [read_identity(folder) for folder in folders]
+def owner_of(folder: Path) -> Owner | None:
+    """Whose the store in a folder is, None where none is to be read."""
+    known = _read(folder, IDENTITY)
+    return Owner(known.run, known.folder) if known else None
+
+
+def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
+    """The folders of a run's store, by device.
+
+    Raises StoreError where one is missing or foreign, NoSnapshot if none holds a snapshot.
+    """
+    found = [replace(read_identity(folder), folder="") for folder in folders]
+    if any(known.run != run for known in found):
+        raise StoreError(errno.EINVAL, "is the store of another run", str(folders[0]))
     order = sorted(range(len(folders)), key=lambda i: found[i].device)
     expected = [replace(found[0], device=k, devices=len(folders)) for k in range(len(folders))]
     if [found[i] for i in order] != expected:
@@ -123,14 +144,22 @@ def take(paths: Sequence[Path], companions: Sequence[str], stack: ExitStack, und
     return made
 
 
-def sign(paths: Sequence[Path], companions: Sequence[str], undo: ExitStack) -> None:
+def sign(paths: Sequence[Path], companions: Sequence[str], owner: Owner, undo: ExitStack) -> None:
     """Writes a new store's identities. `undo` ends it."""
     name = uuid.uuid4().hex
     for k, path in enumerate(paths):
         undo.callback(remove_folders, [path / FOLDER])
         undo.callback(finish, path)
         (path / FOLDER).mkdir(exist_ok=True)
-        write_identity(path, Identity(name, k, len(paths), tuple(companions)))
+        write_identity(path, Identity(name, k, len(paths), tuple(companions), *owner))
+
+
+def adopt(paths: Sequence[Path], owner: Owner) -> None:
+    """A store of that run says which folder it is in, which may have been moved."""
+    for path in paths:
+        known = read_identity(path)
+        if known.folder != owner.folder:
+            write_identity(path, replace(known, folder=owner.folder))
 
 
 def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
@@ -142,13 +171,23 @@ def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: 
         let_go(path)
 
 
-def remove_finished(paths: Sequence[Path]) -> None:
-    """Completes a killed removal. Raises StoreError where in use."""
-    left = [*_finished(paths), *(path for path in paths if (path / LOCK).exists() and not _holds_store(path))]
+def is_finished(path: Path, run: str) -> bool:
+    """Whether the removal of that run's store was killed; also where it cannot be read."""
+    return (path / FINISHED).exists() and (not (known := _read(path, FINISHED)) or known.run == run)
+
+
+def remove_finished(paths: Sequence[Path], run: str = "") -> None:
+    """Completes the killed removal of a run's store. Raises StoreError where in use."""
+    own = [path for path in paths if is_finished(path, run) or not (path / FINISHED).exists()]
+    discard([*_finished(own), *(path for path in own if (path / LOCK).exists() and not _holds_store(path))])
+
+
+def discard(paths: Sequence[Path]) -> None:
+    """As remove, of what is not locked yet. Raises StoreError where in use."""
     with ExitStack() as stack:
-        for path in left:
+        for path in paths:
             lock_folder(path, stack)
-        remove(left)
+        remove(paths)
 
 
 def finish(path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from trireme.storage.checkpoint import INDEX
 from trireme.storage.companions import is_companion
-from trireme.storage.files import StoreError, check_folder, replace_synced, sync_folder, write_synced
+from trireme.storage.files import StoreError, check_folder, make_place, replace_synced, sync_folder, write_synced
 from trireme.storage.headers import list_tensors, parse_tensors
 from trireme.storage.layout import Layout
 from trireme.storage.stripes import Stripe, check_stripes
@@ -217,13 +217,6 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
             _link(path, devices[0] / name)
     except OSError as e:
         raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or path)) from e
-
-
-def make_place(path: Path, folder: Path) -> None:
-    """Makes a companion's subfolder. Raises StoreError, OSError."""
-    if path.parent != folder:  # the user may name a link
-        path.parent.mkdir(exist_ok=True)
-        check_folder(path.parent)
 
 
 def check_header(path: Path, stripe: Stripe, back: str) -> None:

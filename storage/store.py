@@ -35,10 +35,12 @@ from trireme.storage.files import (
     Say,
     StoreError,
     lock_folder,
+    make_place,
     sync_folder,
     to_stderr,
     write_synced,
 )
+from trireme.storage.folders import Owner
 from trireme.storage.shards import Shard, Shards
 from trireme.storage.untrusted import checksum
 from trireme.storage.versions import FOLDER, Version
@@ -61,6 +63,7 @@ class Store(Shards):
         companions: AnyPath | Mapping[str, CONTENT] | None = None,
         trial: int = 256 << 20,
         say: Say = to_stderr,
+        owner: Owner = Owner(),  # noqa: B008, immutable
     ) -> Store:
         """A new store that keeps `keep` snapshots; clears remains of stores without one.
 
@@ -75,7 +78,7 @@ class Store(Shards):
             made = folders.take(paths, names, stack, undo)
             store = cls([_device(d, stack, trial, say) for d in dirs], keep)
             stack.callback(store._end)
-            folders.sign(paths, names, undo)
+            folders.sign(paths, names, owner, undo)
             store._copy_companions(content)
             store.made = made
             store._resources = stack.pop_all()
@@ -84,13 +87,22 @@ class Store(Shards):
 
     @classmethod
     def open(
-        cls, dirs: Sequence[AnyPath | Device], keep: int = 1, trial: int = 256 << 20, say: Say = to_stderr
+        cls,
+        dirs: Sequence[AnyPath | Device],
+        keep: int = 1,
+        trial: int = 256 << 20,
+        say: Say = to_stderr,
+        owner: Owner = Owner(),  # noqa: B008, immutable
     ) -> Store:
-        """The store at its last snapshot; arguments as `create`. Removes a crash's remains. Raises StoreError."""
+        """The owner's store at its last snapshot; arguments as `create`. Removes a crash's remains.
+
+        Raises StoreError.
+        """
         with ExitStack() as stack:
-            dirs = [dirs[i] for i in folders.in_order([_path(d) for d in dirs])]
+            dirs = [dirs[i] for i in folders.in_order([_path(d) for d in dirs], owner.run)]
             for d in dirs:
                 lock_folder(_path(d), stack)
+            folders.adopt([_path(d) for d in dirs], owner)
             loaded = snapshots.load(_path(dirs[0]))
             if not loaded:
                 raise NoSnapshot(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
@@ -105,7 +117,7 @@ class Store(Shards):
     def _copy_companions(self, companions: Mapping[str, CONTENT]) -> None:
         for name, companion in companions.items():
             target = self.paths[0] / name
-            snapshots.make_place(target, self.paths[0])
+            make_place(target, self.paths[0])
             content = content_of(companion)
             write_synced(target, [content])
             self._companions[name] = checksum([content])

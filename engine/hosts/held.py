@@ -95,10 +95,10 @@ def _blocks(path: Path, first: int, sizes: Iterable[int]) -> Iterator[bytes]:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def held_in(host: int, dirs: Sequence[Path]) -> list[Held]:
-    """The snapshots of another host's store, oldest first; none where it is not in sight."""
+def held_in(host: int, dirs: Sequence[Path], run: str) -> list[Held]:
+    """The snapshots of another host's store, oldest first; none where it is not in sight, or another run's."""
     try:
-        dirs = [dirs[i] for i in folders.in_order(dirs)]
+        dirs = [dirs[i] for i in folders.in_order(dirs, run)]
         found = [Held(host, dirs, snapshot) for snapshot in snapshots.load(dirs[0])]
     except (StoreError, OSError):
         return []

@@ -29,6 +29,7 @@ from trireme.engine.run.begin.filled import claim_space, fill_engine, make_engin
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import kept
 from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
+from trireme.engine.run.begin.owned import run_of
 from trireme.engine.run.command import program
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
@@ -42,7 +43,8 @@ from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
-from trireme.storage.files import StoreError, remove_folders
+from trireme.storage.files import StoreError, read_back, remove_folders
+from trireme.storage.untrusted import checksum
 
 
 @dataclass
@@ -125,7 +127,7 @@ class Live:
         self.screen.say(f"hosts    {self.group.hosts}, where the run had {before}: its state was dealt anew")
         for host, place in sorted(hosts_in(run_folder(self.job.out, self.group.host)).items()):
             if host in whole.mine and host >= self.group.hosts and whole.seer(host) == self.group.host:
-                remove_host(place)
+                remove_host(place, run_of(self.job.out))
         self.whole = None
 
     def _loaded(self, base: dict[str, str]) -> None:
@@ -270,22 +272,23 @@ class Live:
         elif folder is None:
             self._merge(job.cfg)
 
-    def _save_weights(self, reader: Reader, folder: Path) -> None:
-        """A checkpoint or adapters."""
+    def _save_weights(self, reader: Reader, folder: Path) -> dict[str, str]:
+        """A checkpoint or adapters; returns the files' checksums."""
         job = self.job
         if job.cfg.lora is not None:
             save_adapter(folder, job.cfg, reader, str(Path(job.options.model or "").resolve()))
             self.exported += sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
-            return
+            return {name: checksum(read_back(folder / name)) for name in (CONFIG, WEIGHTS)}
         exchange = Exchange(job.cfg, job.source, self.engine.homes, reader=reader)
         with self._writing("writing the checkpoint", job.source.nbytes, 2) as more:  # and reading it back
-            exchange.save(folder, more)
+            sums = exchange.save(folder, more)
         if beyond := exchange.beyond:
             many = f"{count(sum(beyond.values()), 'value')} of {count(len(beyond), 'tensor')}, as {max(beyond)}"
             self.screen.warn(
                 f"{folder}: {many}, beyond {LARGEST_F16:,.0f}, the largest of F16, and written as that. "
                 "Lower --lr, or train a copy of the checkpoint in BF16"
             )
+        return sums
 
     @contextmanager
     def _writing(self, what: str, nbytes: int, times: int) -> Iterator[Callable[[int], None]]:

@@ -17,6 +17,7 @@ from trireme.engine.run.begin.job import Job, check_room, prepare
 from trireme.engine.run.begin.kept import changes, config_yaml, to_agree
 from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, new_store, open_run
 from trireme.engine.run.begin.otherwise import adapters_instead
+from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.pinned import check_snapshot
 from trireme.engine.run.command import checked
 from trireme.engine.run.live import Live
@@ -41,12 +42,13 @@ def finetune(
     """
     screen, clock, group, options = screen or Screen(), clock or Clock(), group or Alone(), checked(options)
     group.agree("options", to_agree(options), "Start all with the same command")
+    id = common_id(Path(options.out), bool(options.resume), group)
     check_checkpoint(options.model)
     if options.resume:
         busy = f"--resume {options.out}: another process is at that run. Wait for its end."
         with taken(Path(options.out), busy) as made:
             try:
-                return _resume(options, screen, clock, group)
+                return _resume(options, screen, clock, group, id)
             finally:
                 remove_folders(made)
     if options.dry_run:
@@ -55,12 +57,12 @@ def finetune(
         return None
     if group.host:
         group.meet()  # host 0's folder may hold the others': it has to be free first
-    with new_run(options, Interrupted) as run, trackers(options, screen) as told:
+    with new_run(options, Interrupted, id) as run, trackers(options, screen) as told:
         if not group.host:
             group.meet()
         job = _prepared(options, screen, clock, group)
         with clock.at("load"):
-            run.store = new_store(job, screen)
+            run.store = new_store(job, screen, id)
         return _train(job, Begun(run.store), screen, clock, told, group)
 
 
@@ -72,9 +74,11 @@ def _warn_of_folder(options: Options, screen: Screen) -> None:
         screen.warn(f"the run itself would be refused: {error}")
 
 
-def _resume(options: Options, screen: Screen, clock: Clock, group: Alone) -> Live | None:
+def _resume(options: Options, screen: Screen, clock: Clock, group: Alone, id: str) -> Live | None:
+    """`id`: of the run."""
+    refuse_links(Path(options.out))
     with clock.at("headers"):
-        begun = open_run(options, screen, group)
+        begun = open_run(options, screen, group, id)
     store, snapshot = begun.store, begun.snapshot
     try:
         if snapshot:
@@ -88,8 +92,8 @@ def _resume(options: Options, screen: Screen, clock: Clock, group: Alone) -> Liv
             job = _prepared(options, screen, clock, group, snapshot)
             if snapshot:
                 _say_computed_by(snapshot, computed_by(job.device), screen)
-            replace_synced(job.out / "config.yaml", config_yaml(options))  # keeps changed options
-            store = store or new_store(job, screen)
+            replace_synced(job.out / "config.yaml", signed(id, config_yaml(options)))  # keeps changed options
+            store = store or new_store(job, screen, id)
             return _train(job, begun._replace(store=store), screen, clock, told, group)
     finally:
         if store is not None:
@@ -155,10 +159,13 @@ def _settle_exports(live: Live) -> None:
     """The best of the snapshot's moment."""
     out, done = live.job.out, live.progress
     best = Best(done.best_step, done.best) if done.best_step is not None and done.best is not None else None
-    if not settle(out, best) and best and not live.group.host:
+    nbytes = sum(path.stat().st_size for path in out.glob(f"{BEST}*/*.safetensors"))
+    with live.screen.working("checking the best", nbytes) as more:
+        there = settle(out, best, more)
+    if best and not there and not live.group.host:
         live.screen.warn(
-            f"{out / BEST} is not the best of the snapshot, eval_loss {best.eval_loss:.4f} at step {best.step}: those "
-            "weights are lost unless a later step is better"
+            f"{out / BEST} is not as the best of the snapshot was written, eval_loss {best.eval_loss:.4f} at step "
+            f"{best.step}: those weights are lost"
         )
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from trireme.engine.exports import BEST, half_made, remove
 from trireme.engine.run.begin.kept import config_yaml
+from trireme.engine.run.begin.owned import refuse_links, signed, unsigned
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.packed import open_checkpoint
 from trireme.models.config import InputError
@@ -45,8 +46,8 @@ class NewRun:
 
 
 @contextmanager
-def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
-    """Locks a new run's folder, writes config.yaml, closes the store at the end.
+def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[NewRun]:
+    """Locks a new run's folder, writes config.yaml, closes the store at the end. `id`: of the run.
 
     Removes the files of a run that fails before a step is logged or saved; not after `saved`, its exception once it has
     saved itself, nor where the same command was killed before. Raises StoreError, InputError where the folder is taken.
@@ -56,11 +57,12 @@ def new_run(options: Options, saved: type[BaseException]) -> Iterator[NewRun]:
         check_free(options)
     with taken(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
         again = check_free(options)  # another may have begun
+        refuse_links(out)
         try:
             for stale in (out / "tokens").glob("stdin*"):
                 stale.unlink()  # read anew
             with _writable(out):
-                replace_synced(out / "config.yaml", config_yaml(options))
+                replace_synced(out / "config.yaml", signed(id, config_yaml(options)))
             yield run
         except saved:
             raise
@@ -152,7 +154,7 @@ def _is_same(options: Options, held: set[str]) -> bool:
         name in (*OURS, "store") or name.startswith(temporary.HIDDEN) or re.fullmatch(r"host-\d+", name)
         for name in held
     )
-    return ours and not begun and (out / "config.yaml").read_bytes() == config_yaml(options)
+    return ours and not begun and unsigned((out / "config.yaml").read_bytes()) == config_yaml(options)
 
 
 def has_begun(out: Path) -> bool:

@@ -20,7 +20,7 @@ def main() -> int:
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
     import torch
-    from kills import KINDS, PARTS, PLACES, flip, make_bench, trial
+    from kills import EVERYWHERE, KINDS, flip, make_bench, trial
 
     from trireme.engine.run.begin import job
 
@@ -31,7 +31,7 @@ def main() -> int:
     bench, wrong, begun = make_bench(work), 0, time.monotonic()
     seeds = lambda n: range(given.first, given.first + n)
     made = [trial(bench, seed) for seed in seeds(given.count)]
-    for place in (PLACES | PARTS) if made else ():
+    for place in EVERYWHERE if made else ():
         here = [t for t in made if t.place == place]
         kills, bad = Counter(name for t in here for name, _ in t.kills), [t for t in here if t.wrong]
         print(f"{place:8} {len(here):4} runs  {sum(kills.values()):4} kills  {len(bad):3} wrong   killed before "

@@ -21,14 +21,17 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 from command import finetune
 from engines import fork
 
 from trireme.engine.plan import UnitPlan
+from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run import demo, evaluation, loop
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.command import parse
@@ -36,19 +39,36 @@ from trireme.storage.aio import IO
 from trireme.storage.kernel_aio import KernelIO
 
 FAR = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"),))
-# Where all units are at home and how wide their moments are: the plan of each unit, and what else the run's plan says.
+
+
+class Place(NamedTuple):
+    """Where all units are at home, how wide their moments are, and what becomes of the best weights."""
+
+    unit: UnitPlan
+    plan: dict[str, Any]  # what else the run's plan says
+    options: tuple[str, ...] = ()
+    best: int = 8  # the evaluated step that is the best
+    room: bool = True  # in RAM for it, until it is written
+
+
+# Evaluations are of steps 0, 3, 6 and 8, the last one after the snapshot of step 8; otherwise where options say so.
 PLACES = {
-    "ssd 32": (FAR, dict(adam_bits=32, dtype="BF16", late_moments=("host", "ssd"), gradients="ssd")),
-    "ssd 8": (FAR, dict(adam_bits=8, gradients="ssd")),
-    "host 32": (UnitPlan("host", "host"), dict(adam_bits=32)),
-    "host 8": (UnitPlan("host", "host"), dict(adam_bits=8)),
-    "gpu 16": (UnitPlan(), dict(adam_bits=16)),
+    "ssd 32": Place(FAR, dict(adam_bits=32, dtype="BF16", late_moments=("host", "ssd"), gradients="ssd")),
+    "ssd 8": Place(FAR, dict(adam_bits=8, gradients="ssd"), ("--export", "best", "--keep", "2"), best=6, room=False),
+    "host 32": Place(UnitPlan("host", "host"), dict(adam_bits=32), ("--export", "best", "--eval-every", "2")),
+    "host 8": Place(UnitPlan("host", "host"), dict(adam_bits=8), ("--export-every", "3"), best=3),
+    "gpu 16": Place(UnitPlan(), dict(adam_bits=16), ("--export", "best"), best=3, room=False),
 }
-# Runs that train a part of the model, its frozen rest on the SSD: plan, and the options that say what is trained.
+# Runs that train a part of the model, its frozen rest on the SSD.
 PARTS = {
-    "adapters": (UnitPlan("host", "host", x="ssd", base="ssd"), {}, ("--lora", "4")),
-    "frozen": (replace(FAR, base="ssd"), dict(gradients="ssd"), ("--freeze", "*embed*,*layers.0.*")),
+    "adapters": Place(
+        UnitPlan("host", "host", x="ssd", base="ssd"), {}, ("--lora", "4", "--merge", "--export", "best"), best=6
+    ),
+    "frozen": Place(
+        replace(FAR, base="ssd"), dict(gradients="ssd"), ("--freeze", "*embed*,*layers.0.*"), best=6, room=False
+    ),
 }
+EVERYWHERE = PLACES | PARTS
 TIMED = ("config.yaml", "log.jsonl", "log.csv", "loss.svg")  # files that hold times or paths
 STOP = 5  # the step that a stopped run ends with: after a snapshot and the best checkpoint
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly however many there are
@@ -65,15 +85,24 @@ class Ended:
     said: str
     events: int
     last: str  # the name of the last event
+    ending: int  # of the events those since its last step
 
 
-def run(argv: list[str], inside: Path, before: int = 0, after: float | None = None, stop: int = 0) -> Ended:
-    """Runs the command, killed before file event `before` under the folder `inside` (counted from 1), or after some
-    seconds, or asked to stop in step `stop`."""
+def run(
+    argv: list[str],
+    inside: Path,
+    place: Place,
+    before: int = 0,
+    late: int = 0,
+    after: float | None = None,
+    stop: int = 0,
+) -> Ended:
+    """Runs the command, killed before file event `before` under the folder `inside` (counted from 1), or event `late`
+    since its last step, or after some seconds, or asked to stop in step `stop`."""
     note, said = mmap.mmap(-1, 64), tempfile.TemporaryFile()  # noqa: SIM115, gone with the process
     pid = fork()
     if not pid:
-        _command(argv, str(inside), before, stop, note, said.fileno())
+        _command(argv, place, stop, said.fileno(), lambda: _watch(str(inside), before, late, note))
     over = os.pidfd_open(pid)
     try:
         if after is not None and not select.select([over], [], [], after)[0]:
@@ -82,18 +111,23 @@ def run(argv: list[str], inside: Path, before: int = 0, after: float | None = No
     finally:
         os.close(over)
     said.seek(0)
-    events, last = struct.unpack("i60s", note[:])
-    return Ended(code, said.read().decode(errors="replace"), events, last.rstrip(b"\0").decode())
+    events, first, last = struct.unpack("ii56s", note[:])
+    name = last.rstrip(b"\0").decode()
+    return Ended(code, said.read().decode(errors="replace"), events, name, events - first if first else 0)
 
 
-def _command(argv: list[str], inside: str, before: int, stop: int, note: mmap.mmap, said: int) -> None:
+def _command(argv: list[str], place: Place, stop: int, said: int, watch: Callable[[], None]) -> None:
     code = 1
     try:
         for fd in (1, 2):
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         evaluation.LONGEST = 0.0  # a sample is one token
-        _watch(inside, before, note)
+        real = evaluation.Evaluation._loss
+        evaluation.Evaluation._loss = lambda e, data: real(e, data) + abs(e.live.progress.step - place.best)
+        if not place.room:
+            Forecast.kept = 0
+        watch()
         if stop:
             _stop_in_step(stop)
         code = finetune.main(argv)
@@ -114,9 +148,9 @@ def _stop_in_step(stop: int) -> None:
     loop.train_step = asked
 
 
-def _watch(inside: str, fatal: int, note: mmap.mmap) -> None:
-    """Counts what this process does to files under `inside`, and kills it before event `fatal`."""
-    numbers = itertools.count(1)
+def _watch(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
+    """Counts what this process does to files under `inside`, and kills it before event `fatal`, or `late`."""
+    numbers, ends, finish = itertools.count(1), [0], loop.Run._finish
 
     def event(name: str, path, folder: int = -1) -> None:
         fd, path = (path, "") if isinstance(path, int) else (folder, os.fsdecode(path))
@@ -126,9 +160,13 @@ def _watch(inside: str, fatal: int, note: mmap.mmap) -> None:
             return
         if place.startswith(inside):
             n = next(numbers)
-            note[:] = struct.pack("i60s", n, name.encode())
-            if n == fatal:
+            note[:] = struct.pack("ii56s", n, ends[0], name.encode())
+            if n == fatal or (late and ends[0] and n == ends[0] + late):
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def ending(run: loop.Run) -> None:
+        ends[0] = struct.unpack_from("i", note)[0]
+        finish(run)
 
     def audited(name: str, args: tuple) -> None:
         if name == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(args[0], int):
@@ -145,6 +183,7 @@ def _watch(inside: str, fatal: int, note: mmap.mmap) -> None:
 
         return called
 
+    loop.Run._finish = ending
     sys.addaudithook(audited)  # the kernel's calls that no hook hears of:
     for name in ("fsync", "fdatasync", "posix_fallocate", "pwrite", "pwritev", "write"):
         setattr(os, name, told(name, getattr(os, name)))
@@ -169,6 +208,7 @@ class Whole:
     files: dict[str, bytes | None]
     records: list[tuple]
     events: int
+    ending: int
     seconds: float
 
 
@@ -187,7 +227,7 @@ class Bench:
             *("--schedule", "constant", "--val", "0.1", "--eval-every", "3", "--save-every", "2", "--device", "cpu"),
             *("--gpu-memory", "64MiB", "--ram", "64MiB", "--show-example", "0"),
             *(("--store", str(store)) if store else ()),
-            *(PARTS[place][2] if place in PARTS else ()),
+            *(EVERYWHERE[place].options if place else ()),
         ]
 
     def differs(self, place: str, out: Path) -> str:
@@ -207,14 +247,15 @@ def make_bench(folder: Path) -> Bench:
     with mock.patch.multiple(demo, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
         demo.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
     first = prepare(parse(bench.command(None, folder / "planned"))).plan
-    for place, (unit, more, *_) in (PLACES | PARTS).items():
-        end = replace(unit, saved=())
-        units = (end, *(unit,) * (len(first.units) - 2), end)
-        replace(first, units=units, record=1 << 12, piece=1 << 12, **more).save(folder / f"{place}.json")
-        out, begun = folder / f"whole {place}", time.monotonic()
-        ended = run(bench.command(place, out), folder)
+    for name, place in EVERYWHERE.items():
+        end = replace(place.unit, saved=())
+        units = (end, *(place.unit,) * (len(first.units) - 2), end)
+        replace(first, units=units, record=1 << 12, piece=1 << 12, **place.plan).save(folder / f"{name}.json")
+        out, begun = folder / f"whole {name}", time.monotonic()
+        ended = run(bench.command(name, out), folder, place)
         assert ended.code == 0, ended.said
-        bench.whole[place] = Whole(files_of(out), records_of(out), ended.events, time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        bench.whole[name] = Whole(files_of(out), records_of(out), ended.events, ended.ending, seconds)
     return bench
 
 
@@ -250,7 +291,7 @@ def trial(bench: Bench, seed: int) -> Trial:
 
     After each kill the same command is given again, and then the one that the answer names.
     """
-    dice, places = random.Random(seed), [*PLACES, *PARTS]
+    dice, places = random.Random(seed), [*EVERYWHERE]
     made, own_store = Trial(seed, places[seed % len(places)]), dice.random() < 0.5
     shares = [seed * GOLDEN % 1, *(dice.random() for _ in range(dice.randint(0, 2)))]
     whole, folder = bench.whole[made.place], bench.folder / f"trial-{seed}"
@@ -260,12 +301,16 @@ def trial(bench: Bench, seed: int) -> Trial:
     for _ in range(COMMANDS):
         how, share = {}, shares.pop(0) if shares else None
         if share is not None:
-            event = dice.random() < 0.6
-            how = dict(before=1 + int(share * whole.events)) if event else dict(after=share * whole.seconds)
-        ended = run(command, folder, **how)
+            how = dice.choice([
+                dict(before=1 + int(share * whole.events)),
+                dict(late=1 + int(share * whole.ending)),
+                dict(after=share * whole.seconds),
+            ])  # fmt: skip
+        ended = run(command, folder, EVERYWHERE[made.place], **how)
         named = re.search(r"Go on with it: --resume ([^\s;]+)", ended.said)
         if ended.code == -signal.SIGKILL:
-            made.kills.append((ended.last if "before" in how else "instant", ended.events))
+            when = "instant" if "after" in how else f"late {ended.last}" if "late" in how else ended.last
+            made.kills.append((when, ended.events))
             command = begin
         elif named and command is begin:
             command = ["--resume", named[1]]
@@ -300,7 +345,8 @@ KINDS = {
     "log.csv": "log.csv",
     "best": "best/*",
 }
-TOLD = {"config.yaml": "changed  --", "log.jsonl": "log.jsonl is not as it was"}  # what ends no run, but is told
+# What ends no run, but is told.
+TOLD = {"config.yaml": "changed  --", "log.jsonl": "log.jsonl is not as it was", "best": "is not as the best of the"}
 
 
 def stopped(bench: Bench, place: str) -> Path:
@@ -308,7 +354,7 @@ def stopped(bench: Bench, place: str) -> Path:
     out = bench.folder / f"stopped {place}" / "out"
     if not out.exists():
         out.parent.mkdir()
-        ended = run(bench.command(place, out), out.parent, stop=STOP)
+        ended = run(bench.command(place, out), out.parent, PLACES[place], stop=STOP)
         assert ended.code == 130, ended.said
     return out
 
@@ -327,7 +373,7 @@ def flip(bench: Bench, kind: str, seed: int) -> tuple[str, str]:
         byte = file.read(1)[0] ^ 1 << bit % 8
         file.seek(bit // 8)
         file.write(bytes([byte]))
-    ended = run(["--resume", str(folder / "out")], folder)
+    ended = run(["--resume", str(folder / "out")], folder, PLACES[place])
     last = ended.said.strip().splitlines()[-1]
     if ended.code == 0:
         wrong = bench.differs(place, folder / "out")

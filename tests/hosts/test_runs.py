@@ -20,7 +20,7 @@ from tiny import CASES, oracle
 from trireme.engine.hosts import group, watch
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.lanes import watchdog
-from trireme.engine.run import demo, evaluation, live, main
+from trireme.engine.run import demo, evaluation, live, loop, main
 from trireme.engine.run.begin import job, opened
 from trireme.engine.shared import SharedGradients
 from trireme.storage.files import StoreError
@@ -374,6 +374,24 @@ def test_killed_while_state_is_dealt_anew_either_number_goes_on(stopped, whole, 
     again = Run(out, then, ["--resume", str(out)])
     assert again.ended() == [0] * then, again.errors()
     assert same(out, whole)
+
+
+def killed_at_its_end(host: int) -> None:
+    """Host 1, once the checkpoint is written, before it has removed its store."""
+    if host == 1:
+        loop.Run._leave = lambda run: (run.live.close(), run.live.group.meet(), os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_a_host_leaves_that_was_killed_at_its_end_is_removed(folder, hosts):
+    """By as many, or by one that sees its folder."""
+    out, drive = folder / f"end-{hosts}", folder / f"end-drive-{hosts}"
+    run = Run(out, 2, command(folder, out, "--store", str(drive), "--max-steps", "2"), killed_at_its_end)
+    assert run.ended() == [0, -signal.SIGKILL], run.errors()
+    assert list(drive.iterdir()) == [drive / "host-1"]
+    assert "that run is finished" in refused(out, hosts, ["--resume", str(out)])
+    assert not list(drive.iterdir())
+    assert not [path for path in out.iterdir() if path.is_dir() or path.name.startswith(".")]
 
 
 def other_gpu(host: int) -> None:

@@ -16,6 +16,7 @@ from runs import child, ended, hold, losses, options
 from trireme.engine import exports
 from trireme.engine.exports import Best, bring_back, forget_old, replace_best, replace_folder, set_aside, settle
 from trireme.engine.run.verify import tidy
+from trireme.storage.untrusted import checksum
 
 pytestmark = pytest.mark.full
 
@@ -83,11 +84,13 @@ sys.addaudithook(_audited)  # never to be removed; without a kill to come it doe
 
 def save(step: int):
     """Of a checkpoint in two files."""
+    texts = {name: f"{name} of step {step}" for name in ("config.json", "model.safetensors")}
 
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> dict[str, str]:
         folder.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (folder / name).write_text(f"{name} of step {step}")
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        return {name: checksum([text.encode()]) for name, text in texts.items()}
 
     return write
 
@@ -172,7 +175,17 @@ def test_of_two_snapshots_the_older_ones_best_is_told_to_be_lost(tmp_path):
         replace_best(tmp_path, save(5), Best(5, 0.5))
 
 
-@pytest.mark.parametrize("note", ["", "[]", "{}", '{"step": "5", "eval_loss": 0.5}', '{"step": 5}', "[" * 100_000])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", exports.NOTE])
+def test_a_best_that_was_changed_is_none(tmp_path, name):
+    replace_best(tmp_path, save(5), Best(5, 0.5))
+    path = tmp_path / "best" / name
+    path.write_text(path.read_text().replace("5", "4"))
+    assert not settle(tmp_path, Best(5, 0.5))
+
+
+@pytest.mark.parametrize(
+    "note", ["", "[]", "{}", '{"step": 5, "eval_loss": 0.5, "files": {"../x": "y"}}', "[" * 100_000]
+)
 def test_a_best_without_its_note_is_none(tmp_path, note):
     save(5)(tmp_path / "best")
     (tmp_path / "best" / exports.NOTE).write_text(note)

@@ -136,11 +136,11 @@ def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, m
     monkeypatch.setattr(evaluation.Evaluation, "_loss", loss)
     stopped(run, 3, monkeypatch)
     note = Path(run.out, "best", "best.json")
-    assert json.loads(note.read_text()) == {"step": 2, "eval_loss": 0.0}
-    note.write_text(note.read_text().replace("2", "1"))
+    assert json.loads(note.read_text()).items() >= {"step": 2, "eval_loss": 0.0}.items()
+    note.write_text(note.read_text().replace('"step": 2', '"step": 1'))
     finetune(replace(run, resume=run.out, max_steps=4))
     said = capsys.readouterr()
-    assert "best is not the best of the snapshot, eval_loss 0.0000 at step 2: those weights are lost" in said.out
+    assert "best is not as the best of the snapshot was written, eval_loss 0.0000 at step 2: those weights" in said.out
     assert "lost, the output is the last weights: eval_loss 0.0000 at step 2" in said.out
     assert Path(run.out, "model.safetensors").exists()
 

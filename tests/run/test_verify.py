@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,17 +17,22 @@ from transformers import PreTrainedTokenizerFast
 
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
+from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run import demo
 from trireme.engine.run.begin import job as jobs
 from trireme.engine.run.begin.kept import config_yaml
-from trireme.engine.run.options import Options
+from trireme.engine.run.begin.opened import new_store, open_snapshot, remove_given_up
+from trireme.engine.run.begin.owned import common_id, run_of, signed
+from trireme.engine.run.options import Options, store_folders
+from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune
 from trireme.engine.run.verify import check_free, new_run, reopen, tidy
 from trireme.models.config import InputError
 from trireme.storage.aio import arena
 from trireme.storage.checkpoint import export, open_source
 from trireme.storage.files import StoreError
+from trireme.storage.folders import Owner
 from trireme.storage.layout import sequential
 from trireme.storage.store import Store
 
@@ -38,6 +44,10 @@ def source(tmp_path):
     return open_source(tmp_path / "source")
 
 
+NOBODY = Owner()
+RUN, OTHER = "0123456789abcdef" * 2, "f" * 32  # ids
+
+
 class Interrupted(Exception):
     pass
 
@@ -47,7 +57,7 @@ def options(out, model="no-checkpoint", **more) -> Options:
 
 
 def begin(out, model="no-checkpoint", saved=Interrupted, **more):
-    return new_run(options(out, model, **more), saved)
+    return new_run(options(out, model, **more), saved, RUN)
 
 
 def refused(out, model="no-checkpoint", **more) -> str:
@@ -72,8 +82,8 @@ def test_where_a_run_may_write(tmp_path):
     assert tree(tmp_path) == before
 
 
-def small_store(*folders: Path) -> Store:
-    store = Store.create(folders, trial=0)
+def small_store(*folders: Path, owner: Owner = NOBODY) -> Store:
+    store = Store.create(folders, trial=0, owner=owner)
     store.add("w", sequential([("w", "F32", (8,))]))
     return store
 
@@ -148,7 +158,7 @@ def left(out: Path, given: Options) -> None:
     out.mkdir()
     for name in (".trireme-x1", "store", "tokens", "tokens/tokens-0"):
         (out / name).mkdir()
-    (out / "config.yaml").write_bytes(config_yaml(given))
+    (out / "config.yaml").write_bytes(signed(RUN, config_yaml(given)))
     for name in ("log.jsonl", ".log.csv.partial", "tokens/stdin.txt", "tokens/tokens-0/tokens"):
         (out / name).write_text("")
 
@@ -188,6 +198,132 @@ def test_what_was_killed_before_its_first_step_begins_again(tmp_path):
     with pytest.raises(Interrupted), begin(out):
         raise Interrupted
     assert [p.name for p in out.iterdir()] == ["config.yaml"]
+
+
+# ---------------------------------------------------------------- whose a store is
+
+
+def stopped(out: Path, *stores: Path, run: str = RUN, step: int = 7) -> Options:
+    """As a run leaves its folder and its store with the snapshot of a step; 0: without."""
+    given = options(out, store=tuple(map(str, stores)), resume=str(out))
+    out.mkdir(parents=True)
+    (out / "config.yaml").write_bytes(signed(run, config_yaml(given)))
+    with small_store(*store_folders(given.store, out), owner=Owner(run, str(out))) as store:
+        if step:
+            snapshot(store, step)
+    return given
+
+
+def goes_on(given: Options) -> bool:
+    """Whether the run in a folder opens its store."""
+    store, _ = open_snapshot(given, Screen(), run_of(Path(given.out)))
+    if store is not None:
+        store.close()
+    return store is not None
+
+
+def test_a_runs_id_is_in_its_folder_and_its_store(tmp_path):
+    given = stopped(tmp_path / "out", tmp_path / "drive")
+    assert goes_on(given)
+    assert run_of(tmp_path / "out") == RUN == common_id(tmp_path / "out", True, Alone())
+    assert len(common_id(tmp_path / "new", False, Alone())) == 32
+    assert common_id(tmp_path / "new", True, Alone()) == run_of(tmp_path / "new") == ""
+    with pytest.raises(StoreError, match="is the store of another run"):
+        Store.open([tmp_path / "drive"])
+
+
+def test_the_folder_of_a_stranger_cannot_name_another_runs_store(tmp_path):
+    """By config.yaml, or by a link; nor one whose config.yaml has lost the id."""
+    stopped(tmp_path / "mine", tmp_path / "drive")
+    before = tree(tmp_path)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    given = options(theirs, store=(str(tmp_path / "drive"),), resume=str(theirs))
+    for config in (signed(OTHER, config_yaml(given)), config_yaml(given)):
+        (theirs / "config.yaml").write_bytes(config)
+        with pytest.raises(InputError, match=f"drive is another run's, that of {tmp_path}/mine"):
+            goes_on(given)
+    (theirs / "store").symlink_to(tmp_path / "drive")
+    with pytest.raises(InputError, match="is another run's"):
+        goes_on(options(theirs, resume=str(theirs)))
+    shutil.rmtree(theirs)
+    assert tree(tmp_path) == before
+
+
+def test_a_copy_of_a_run_leaves_the_store_to_the_original(tmp_path):
+    """A moved run takes it along; a copied store is the copy's."""
+    given = stopped(tmp_path / "mine", tmp_path / "drive")
+    copy = replace(given, out=str(tmp_path / "copy"), resume=str(tmp_path / "copy"))
+    shutil.copytree(given.out, copy.out)
+    with pytest.raises(InputError, match=f"that of the run in {given.out}, of which this folder is a copy. Go on with"):
+        goes_on(copy)
+    shutil.copytree(tmp_path / "drive", tmp_path / "drive-2")
+    with pytest.raises(InputError, match="of which this folder is a copy"):
+        goes_on(replace(copy, store=(str(tmp_path / "drive"),)))
+    assert goes_on(replace(copy, store=(str(tmp_path / "drive-2"),)))
+    assert goes_on(given)
+    shutil.rmtree(copy.out)
+    Path(given.out).rename(copy.out)
+    assert goes_on(copy)
+    shutil.copytree(copy.out, given.out)  # a copy of what was moved
+    with pytest.raises(InputError, match=f"that of the run in {copy.out}, of which this folder is a copy"):
+        goes_on(given)
+
+
+def test_a_copy_of_a_run_with_its_store_inside_is_a_run(tmp_path):
+    given = stopped(tmp_path / "mine")
+    shutil.copytree(given.out, tmp_path / "copy")
+    assert goes_on(replace(given, out=str(tmp_path / "copy"), resume=str(tmp_path / "copy")))
+    assert goes_on(given)
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_second_run_with_the_store_of_another_is_refused(tmp_path, step):
+    """Also where that has no snapshot yet; once its folder is removed the store is free."""
+    stopped(tmp_path / "mine", tmp_path / "drive", step=step)
+    job = SimpleNamespace(
+        store_dirs=[tmp_path / "drive"], out=tmp_path / "second", parameters=8, options=options("second", keep=1),
+        plan=SimpleNamespace(uses=lambda tier: False), source=SimpleNamespace(companions={}),
+    )  # fmt: skip
+    job.out.mkdir()
+    before = tree(tmp_path)
+    with pytest.raises((InputError, StoreError), match="in use by the run in .*mine|holds a run already"):
+        new_store(job, Screen(), OTHER)
+    assert tree(tmp_path) == before
+    if not step:
+        shutil.rmtree(tmp_path / "mine")
+        new_store(job, Screen(), OTHER).remove()
+        assert not list((tmp_path / "drive").iterdir())
+
+
+@pytest.mark.parametrize("whose", ["the run's", "a copy's", "another run's", "of nobody"])
+def test_only_its_own_stores_of_other_hosts_are_removed(tmp_path, whose):
+    """OUT/host-1 names them."""
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    stopped(out, tmp_path / "first")
+    given = stopped(out / "host-1", drive, run=OTHER if whose == "another run's" else RUN)
+    if whose == "a copy's":
+        shutil.copytree(out, tmp_path / "copy")
+        out = tmp_path / "copy"
+    elif whose == "another run's":  # of a stranger, who cannot know its id
+        (out / "host-1" / "config.yaml").write_bytes(signed(RUN, config_yaml(given)))
+    elif whose == "of nobody":
+        (out / "host-1" / "config.yaml").write_bytes(config_yaml(given))
+    before = tree(drive)
+    remove_given_up(out, 1)
+    assert (out / "host-1").exists() == (whose == "of nobody")
+    assert drive.exists() == (whose != "the run's")
+    assert whose == "the run's" or tree(drive) == before
+    assert goes_on(options(tmp_path / "out", store=(str(tmp_path / "first"),), resume="out"))
+
+
+def test_a_link_in_a_runs_folder_is_not_written_through(tmp_path):
+    given = stopped(tmp_path / "mine")
+    for name in ("merged", "tokens", "tensorboard", "wandb"):
+        (tmp_path / "mine" / name).symlink_to(tmp_path)
+        with pytest.raises(InputError, match=f"{name} is a link, and a run would write where it leads. Remove it"):
+            finetune(replace(given, resume=str(tmp_path / "mine")))
+        (tmp_path / "mine" / name).unlink()
 
 
 def test_a_finished_runs_folder_holds_its_result_alone(tmp_path):

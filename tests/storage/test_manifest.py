@@ -136,11 +136,10 @@ def test_a_manifest_is_refused_in_words(ours, says, change):
 )
 @pytest.mark.parametrize("sealed", [False, True])
 def test_text_that_is_no_manifest_is_refused_in_words(ours, text, sealed):
-    if sealed:
+    for path, version in ((ours / "d0" / SNAPSHOT / MANIFEST, FORMAT), (ours / "d1" / "store.id", folders.FORMAT)):
         rest = b'"x": ' + text
-        text = b'{"format": %d, "xxh3_64": "%s", ' % (FORMAT, checksum([rest]).encode()) + rest
-    for path in (ours / "d0" / SNAPSHOT / MANIFEST, ours / "d1" / "store.id"):
-        put(path, text)
+        seal = b'{"format": %d, "xxh3_64": "%s", ' % (version, checksum([rest]).encode())
+        put(path, seal + rest if sealed else text)
         assert refused(ours, "is damaged|has more than 4096 bytes").filename == str(path)
 
 
@@ -239,7 +238,7 @@ def test_a_new_store_in_place_of_one_without_a_snapshot_leaves_what_links_lead_t
     for k in range(2):
         shutil.rmtree(ours / f"d{k}" / SNAPSHOT)
     before = outside(victim)
-    with pytest.raises(StoreError, match="is not a folder of the store|which is no store.s"):
+    with pytest.raises(StoreError, match="has to be a folder, and no link|which is no store.s"):
         Store.create(devices(ours, 2), companions=made / "source")
     assert outside(victim) == before
 

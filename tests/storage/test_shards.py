@@ -444,7 +444,7 @@ def test_what_a_finished_store_removes_are_companions(tmp_path, names):
     (tmp_path / "d0" / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.rglob("*"))
     for beside in (names, ["additional_chat_templates/x.jinja"]):
-        facts = {"store": "x", "device": 0, "devices": 1, "companions": beside}
+        facts = {"store": "x", "device": 0, "devices": 1, "companions": beside, "run": "", "folder": ""}
         (tmp_path / "d0" / "store.finished").write_bytes(seal(folders.FORMAT, facts))
         folders.remove_finished([tmp_path / "d0"])
         assert sorted(tmp_path.rglob("*")) == before

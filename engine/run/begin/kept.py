@@ -129,12 +129,6 @@ def to_agree(options: Options) -> dict[str, str]:
     return same | {"--resume": str(bool(options.resume)), "--dry-run": str(options.dry_run)}
 
 
-def is_same_run(run: Path, place: Path) -> bool:
-    """Whether two folders are of hosts of one run. Raises InputError."""
-    one, other = (from_yaml(folder / "config.yaml") for folder in (run, place))
-    return all(one.get(name) == other.get(name) for name in FIELDS if name not in _OWN)
-
-
 def config_yaml(options: Options) -> bytes:
     content = {name: value for name, value in kept(options).items() if value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.run.begin.job import Job
-from trireme.engine.run.begin.kept import is_same_run, stores_of
+from trireme.engine.run.begin.kept import stores_of
+from trireme.engine.run.begin.owned import check_not_taken, check_own, owned, owner, run_of
 from trireme.engine.run.begin.pinned import check_snapshot
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import has_begun, tidy
+from trireme.engine.run.verify import OURS, has_begun, tidy
 from trireme.models.config import InputError
+from trireme.storage import folders
 from trireme.storage.files import NoSnapshot, StoreError, remove_folders
-from trireme.storage.folders import FINISHED, IDENTITY, remove_finished
+from trireme.storage.folders import IDENTITY
 from trireme.storage.store import Store
 
 TRIAL = 256 << 20  # bytes written to measure a drive, at most
@@ -27,34 +29,49 @@ TRIAL = 256 << 20  # bytes written to measure a drive, at most
 Snapshot = dict[str, Any]  # pinned.SNAPSHOT
 
 
-def new_store(job: Job, screen: Screen) -> Store:
-    """Its drives are measured where steps use them. Raises StoreError."""
-    trial = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd")
-    return Store.create(job.store_dirs, job.options.keep, job.source.companions, trial, screen.warn)
+def new_store(job: Job, screen: Screen, run: str) -> Store:
+    """Its drives are measured where steps use them. `run`: its id. Raises StoreError, InputError."""
+    trial, dirs = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd"), job.store_dirs
+    check_not_taken(dirs, run, job.out)
+    return Store.create(dirs, job.options.keep, job.source.companions, trial, screen.warn, owner(job.out, run))
 
 
-def open_snapshot(options: Options, screen: Screen) -> tuple[Store | None, Snapshot | None]:
+def is_finished(options: Options, run: str) -> bool:
+    """Whether all that is left to do is to remove the store."""
+    out = Path(options.out)
+    dirs = store_folders(options.store, out)
+    exported = any(out.glob("*.safetensors"))
+    if any(folders.is_finished(d, run) for d in dirs):
+        return exported or has_begun(out)
+    lost = [d for d in dirs if not (d / IDENTITY).exists() or ((of := folders.owner_of(d)) and of.run != run)]
+    ours = not options.store or all(d.is_dir() for d in dirs)  # else a drive may not be mounted
+    return bool(lost and ours and exported)
+
+
+def _clean(options: Options, run: str, host: int) -> None:
+    """Completes the end of a finished run."""
+    out = Path(options.out)
+    if host:
+        remove_host(out, run)
+        return
+    folders.remove_finished(store_folders(options.store, out), run)
+    tidy(out)
+    remove_given_up(out, 1)
+
+
+def open_snapshot(options: Options, screen: Screen, run: str) -> tuple[Store | None, Snapshot | None]:
     """The store and last snapshot; (None, None) before the first.
 
-    Raises StoreError, and InputError where the run is finished or its store missing.
+    Raises StoreError, and InputError where its store is missing, or another run's.
     """
     out = Path(options.out)
     dirs = store_folders(options.store, out)
-    finished = any((d / FINISHED).exists() for d in dirs)
+    check_own(dirs, run, out)
     lost = [d for d in dirs if not (d / IDENTITY).exists()]
-    ours = not options.store or all(d.is_dir() for d in dirs)  # else a drive may not be mounted
-    exported = any(out.glob("*.safetensors"))
-    if (finished and (exported or has_begun(out))) or (lost and ours and exported):
-        remove_finished(dirs)
-        tidy(out)
-        raise InputError(
-            f"--resume {out}: that run is finished. To train its result further, name the folder as the checkpoint, "
-            "and another --out."
-        )
     if lost and has_begun(out):
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
-        store = Store.open(dirs, options.keep, trial=0, say=screen.warn)
+        store = Store.open(dirs, options.keep, trial=0, say=screen.warn, owner=owner(out, run))
     except NoSnapshot:
         screen.say("no snapshot yet: starts from the beginning")
         return None, None
@@ -69,15 +86,21 @@ class Begun(NamedTuple):
     whole: Whole | None = None  # of another number of hosts, to be dealt anew
 
 
-def open_run(options: Options, screen: Screen, group: Alone) -> Begun:
+def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Begun:
     """The last snapshot that all of the run's hosts have, newer ones dropped; nothing where one has none.
 
-    Raises as open_snapshot, and InputError where a host's store is not in sight.
+    `run`: its id. Raises as open_snapshot, and InputError where it is finished or a host's store is not in sight.
     """
-    begun, run = (Path(options.out) / "config.yaml").is_file(), run_folder(Path(options.out), group.host)
-    store, _ = open_snapshot(options, screen)
+    begun, folder = (Path(options.out) / "config.yaml").is_file(), run_folder(Path(options.out), group.host)
+    if group.first(is_finished(options, run)):
+        _clean(options, run, group.host)
+        raise InputError(
+            f"--resume {folder}: that run is finished. To train its result further, name the folder as the "
+            "checkpoint, and another --out."
+        )
+    store, _ = open_snapshot(options, screen, run)
     try:
-        whole = last_whole(group, [*_own(run, store, group.host), *_others(run, group.host)], begun, run)
+        whole = last_whole(group, [*_own(folder, store, group.host), *_others(folder, group.host, run)], begun, folder)
     except BaseException:
         if store is not None:
             store.close()
@@ -119,34 +142,35 @@ def _own(run: Path, store: Store | None, host: int) -> list[Held]:
     return found
 
 
-def _others(run: Path, host: int) -> list[Held]:
+def _others(folder: Path, host: int, run: str) -> list[Held]:
     """Snapshots of other hosts with folders in sight."""
-    there = {0: run} | hosts_in(run)
-    places = {k: place for k, place in there.items() if k != host and (place / "config.yaml").is_file()}
-    return [each for k, place in places.items() for each in held_in(k, stores_of(place))]
+    there = {0: folder} | hosts_in(folder)
+    places = {k: place for k, place in there.items() if k != host and run_of(place) == run}
+    return [each for k, place in places.items() for each in held_in(k, stores_of(place), run)]
 
 
-def hosts_in(run: Path) -> dict[int, Path]:
+def hosts_in(folder: Path) -> dict[int, Path]:
     """The folders of other hosts than the first."""
-    return {int(p.name[5:]): p for p in run.glob("host-*") if re.fullmatch(r"host-[1-9]\d{0,3}", p.name)}
+    return {int(p.name[5:]): p for p in folder.glob("host-*") if re.fullmatch(r"host-[1-9]\d{0,3}", p.name)}
 
 
 def remove_given_up(out: Path, hosts: int) -> None:
     """Removes what more than `hosts` had begun to keep, and gave up: no run needs it."""
+    run = run_of(out)
     for place in (place for host, place in hosts_in(out).items() if host >= hosts):
-        with suppress(InputError, OSError):
-            if not {path.name for path in place.iterdir()} - {"tokens"}:  # killed early
-                shutil.rmtree(place)
-            elif is_same_run(out, place) and not any(place.glob("*.safetensors")):
-                remove_host(place)
+        with suppress(OSError):
+            held = {path.name for path in place.iterdir()}
+            killed_early = "config.yaml" not in held and held <= {*OURS, "store"}
+            if killed_early or (run and run_of(place) == run and not any(place.glob("*.safetensors"))):
+                remove_host(place, run)
 
 
-def remove_host(place: Path) -> None:
-    """Removes all that a host has kept."""
-    dirs = stores_of(place)
-    with suppress(StoreError):
-        Store.open(dirs, trial=0).remove()
-    remove_folders(dirs)
+def remove_host(place: Path, run: str) -> None:
+    """Removes all that a host of this run has kept."""
+    with suppress(InputError, StoreError):
+        dirs = owned(stores_of(place), run, place)
+        folders.discard(dirs)
+        remove_folders(dirs)
     shutil.rmtree(place, ignore_errors=True)
 
 
