@@ -14,13 +14,14 @@ from pathlib import Path
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("--count", type=int, default=500, help="runs that are killed")
+    parser.add_argument("--merges", type=int, default=50, help="merges that are killed")
     parser.add_argument("--flips", type=int, default=50, help="flipped bits in each kind of file")
     parser.add_argument("--first", type=int, default=0, help="the first trial and flip")
     parser.add_argument("--work", help="a new folder, on the drive to be tried [a temporary one]")
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
     import torch
-    from kills import EVERYWHERE, KINDS, flip, make_bench, trial
+    from kills import KINDS, flip, make_bench, merge_trial, trial
 
     from trireme.engine.run.begin import job
 
@@ -31,7 +32,8 @@ def main() -> int:
     bench, wrong, begun = make_bench(work), 0, time.monotonic()
     seeds = lambda n: range(given.first, given.first + n)
     made = [trial(bench, seed) for seed in seeds(given.count)]
-    for place in EVERYWHERE if made else ():
+    made += [merge_trial(bench, seed) for seed in seeds(given.merges)]
+    for place in dict.fromkeys(t.place for t in made):
         here = [t for t in made if t.place == place]
         kills, bad = Counter(name for t in here for name, _ in t.kills), [t for t in here if t.wrong]
         print(f"{place:8} {len(here):4} runs  {sum(kills.values()):4} kills  {len(bad):3} wrong   killed before "

@@ -327,6 +327,35 @@ def trial(bench: Bench, seed: int) -> Trial:
     return made
 
 
+def merge_trial(bench: Bench, seed: int) -> Trial:
+    """`merge` of a finished run's adapters, killed up to three times and given again until it has an end."""
+    dice, made, place = random.Random(seed), Trial(seed, "merge"), EVERYWHERE["adapters"]
+    folder, whole = bench.folder / f"merge-{seed}", bench.folder / "merged"
+    command = lambda out: ["merge", str(bench.folder / "whole adapters"), "--out", str(out)]
+    if "merge" not in bench.whole:
+        begun = time.monotonic()
+        ended = run(command(whole), whole, place)
+        assert ended.code == 0, ended.said
+        bench.whole["merge"] = Whole(files_of(whole), [], ended.events, 0, time.monotonic() - begun)
+    same, folder = bench.whole["merge"], folder / "out"
+    folder.parent.mkdir()
+    for share in (seed * GOLDEN % 1, *(dice.random() for _ in range(dice.randint(0, 2))), None):
+        how: dict[str, Any] = {}
+        if share is not None:
+            instant = dice.random() < 0.3
+            how = dict(after=share * same.seconds) if instant else dict(before=1 + int(share * same.events))
+        ended = run(command(folder), folder, place, **how)
+        if ended.code == -signal.SIGKILL:
+            made.kills.append(("instant" if "after" in how else ended.last, ended.events))
+    if ended.code and not (ended.code == 2 and "is there already" in ended.said):
+        made.wrong = f"exit {ended.code}: {ended.said.strip().splitlines()[-1]}"
+    elif files_of(folder) != same.files:
+        made.wrong = "other files"
+    else:
+        shutil.rmtree(folder.parent)
+    return made
+
+
 # ---------------------------------------------------------------- flipped bits
 
 # Kinds of files of a stopped run: name -> pattern below its folder.
