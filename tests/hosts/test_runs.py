@@ -326,7 +326,7 @@ def snapshots(at: Path) -> list[str]:
 
 def apart(host: int) -> None:
     """Disks of their own: no host sees another's."""
-    opened._others = lambda run, host: []
+    opened._others = lambda *_: []
 
 
 @pytest.mark.full
