@@ -382,6 +382,7 @@ def killed_at_its_end(host: int) -> None:
         loop.Run._leave = lambda run: (run.live.close(), run.live.group.meet(), os.kill(os.getpid(), signal.SIGKILL))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_what_a_host_leaves_that_was_killed_at_its_end_is_removed(folder, hosts):
     """By as many, or by one that sees its folder."""

@@ -95,7 +95,7 @@ def written(monkeypatch):
 
     def saved(self, folder, progress):
         found.append((steps_of(Path("out")), folder.name))
-        save(self, folder, progress)
+        return save(self, folder, progress)
 
     monkeypatch.setattr(Exchange, "save", saved)
     return found

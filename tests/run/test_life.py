@@ -184,7 +184,7 @@ def test_a_run_that_fails_takes_nothing_from_one_that_trains(checkpoint, uninter
         return load(*args)
 
     monkeypatch.setattr(job, "load_dataset", meanwhile)
-    with pytest.raises((OSError, KeyboardInterrupt), match="in use|^$"):
+    with pytest.raises((InputError, KeyboardInterrupt), match="in use by the run in|^$"):
         finetune(second)
     os.write(failed[1], b"!")
     assert ended(pids[0]) == 0
