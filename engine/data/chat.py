@@ -91,11 +91,13 @@ class Marked(NamedTuple):
 class ChatTemplate:
     """The default template, and one for tools, if any."""
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]):
-        """`sources`: templates by name, with "default". Raises as Template."""
-        self._templates = {name: Template(source, variables) for name, source in sources.items()}
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], date: str | None = None):
+        """`sources`: templates by name, with "default". `date`: as of Template. Raises as Template."""
+        self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
         self._habits: dict[bool, Habits] = {}
-        self.fingerprint = hashlib.sha256(json.dumps([sources, variables], sort_keys=True).encode()).hexdigest()
+        self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
+        parts = [sources, variables, *([self.date] if self.date else [])]
+        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False) -> str:
         """As Template.text."""
@@ -121,6 +123,8 @@ class ChatTemplate:
     def notes(self) -> list[str]:
         """Warnings for the user."""
         found, template = [], self._template(None)
+        if self.date:
+            found.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
         if not template.tags and not self._of(None).end.strip():
             found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
         talk = [("system", PROBE), ("user", "?"), ("assistant", "!")]
@@ -249,7 +253,9 @@ def read_choice(choice: str) -> tuple[str, str]:
     return choice, BUILT_IN.get(choice) or _read(Path(choice), "--chat-template ")
 
 
-def load_template(tokenizer: Tokenizer, choice: tuple[str, str] | None = None) -> ChatTemplate | None:
+def load_template(
+    tokenizer: Tokenizer, choice: tuple[str, str] | None = None, date: str | None = None
+) -> ChatTemplate | None:
     """`choice`, of read_choice, or the checkpoint's template, if any. Raises InputError, MemoryError."""
     variables = tokenizer.specials
     if choice:
@@ -266,7 +272,7 @@ def load_template(tokenizer: Tokenizer, choice: tuple[str, str] | None = None) -
             f"{where} has chat templates {', '.join(sources)}, but no default. Name a file: --chat-template FILE."
         )
     try:
-        return ChatTemplate(sources, variables)
+        return ChatTemplate(sources, variables, date)
     except jinja2.TemplateSyntaxError as error:
         what = f"line {error.lineno}: {error.message}"
     except MemoryError:

@@ -34,12 +34,15 @@ class Facts(NamedTuple):
     unknown: str | None  # the unknown token
     notes: tuple[str, ...]  # for the user
     template_notes: tuple[str, ...]
+    date: str | None = None  # that the template writes
 
 
 class _Programs:
     """Tokenizer and template in the child."""
 
-    def __init__(self, begin: Begin, folder: Path, chat_template: tuple[str, str] | None, patience: float):
+    def __init__(
+        self, begin: Begin, folder: Path, chat_template: tuple[str, str] | None, patience: float, date: str | None
+    ):
         self._begin: Callable[[str, int], None] = lambda what, characters: begin(
             what, patience + PER_CHARACTER * characters
         )
@@ -49,7 +52,7 @@ class _Programs:
             raise InputError(f"{folder} has lost its tokenizer.json. Begin again.")
         self._tokenizer = t = found
         self._begin(TEMPLATE, 0)
-        self._template = load_template(t, chat_template)
+        self._template = load_template(t, chat_template, date)
         template = self._template.fingerprint if self._template else None
         notes = tuple(self._template.notes()) if self._template else ()
         chosen = standalone(t, chat_template) if chat_template else None
@@ -57,7 +60,16 @@ class _Programs:
             notes += (f"answers end in <|im_end|>, which is not the tokenizer's end token ({t.eos_token}): stop there",)
         unknown = None if t.unknown is None else t.core.id_to_token(t.unknown)
         self._facts = Facts(
-            t.core.get_vocab_size(), t.eos, t.eos_token, t.fingerprint, template, chosen, unknown, t.notes, notes
+            t.core.get_vocab_size(),
+            t.eos,
+            t.eos_token,
+            t.fingerprint,
+            template,
+            chosen,
+            unknown,
+            t.notes,
+            notes,
+            self._template.date if self._template else None,
         )
 
     def facts(self) -> Facts:
@@ -82,9 +94,15 @@ class _Programs:
 class Codec:
     """Texts and conversations to tokens, and tokens to text."""
 
-    def __init__(self, folder: Path, chat_template: tuple[str, str] | None, patience: float = PATIENCE):
-        """Raises InputError where one cannot be used or exceeds its limits."""
-        self._made_of = (folder, chat_template, patience)
+    def __init__(
+        self,
+        folder: Path,
+        chat_template: tuple[str, str] | None,
+        patience: float = PATIENCE,
+        date: str | None = None,
+    ):
+        """`date`: as of Template. Raises InputError where one cannot be used or exceeds its limits."""
+        self._made_of = (folder, chat_template, patience, date)
         self.sandbox = self.another()
         try:
             self.facts: Facts = self.sandbox.call(_Programs.facts)
@@ -107,14 +125,14 @@ class Codec:
             return [f"({error})"]
 
 
-def load_codec(folder: str | Path, chat_template: str | None = None) -> Codec | None:
+def load_codec(folder: str | Path, chat_template: str | None = None, date: str | None = None) -> Codec | None:
     """None without a tokenizer.json. `chat_template`: a file, "plain", "chatml"; None: the checkpoint's.
 
-    Raises InputError.
+    `date`: what it takes for today, as 2026-03-31. Raises InputError.
     """
     if not (Path(folder) / "tokenizer.json").is_file():
         return None
-    return Codec(Path(folder), read_choice(chat_template) if chat_template else None)
+    return Codec(Path(folder), read_choice(chat_template) if chat_template else None, date=date)
 
 
 # ---------------------------------------------------------------- batches

@@ -7,6 +7,7 @@ The compiled template also writes marks (Unicode noncharacters) around each turn
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -79,13 +80,14 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment(generation: type[_Generation]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment(generation: type[_Generation], date: str | None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    now = lambda: datetime.fromisoformat(date) if date else datetime.now()
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
 
 
@@ -113,12 +115,13 @@ def _mark_loops(tree: nodes.Template) -> None:
 class Template:
     """Compiling raises jinja2.TemplateSyntaxError or any Exception, running only BadRow. Limits: see sandbox.py."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]):
-        """`variables`: bos_token, eos_token, ..."""
+    def __init__(self, source: str, variables: Mapping[str, str], date: str | None = None):
+        """`variables`: bos_token, eos_token, ...; `date`: that of strftime_now, as 2026-03-31, by default today's."""
         self.source, self._variables = source, dict(variables)
+        self._random = "random" in source or "lipsum" in source
         self.tags = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        self._plain = _environment(_Generation).from_string(source)
-        environment = _environment(_MarkedGeneration)
+        self._plain = _environment(_Generation, date).from_string(source)
+        environment = _environment(_MarkedGeneration, date)
         environment.globals.update(__begin_turn=_begin_turn, __end_turn=_end_turn)
         tree = environment.parse(source)
         _mark_loops(tree)
@@ -145,6 +148,8 @@ class Template:
     def _run(
         self, template: jinja2.Template, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool
     ) -> str:
+        if self._random:
+            random.seed(repr(messages))  # equal each time; the template has this process to itself
         try:
             return template.render(
                 messages=[_with_reasoning(m) for m in messages],

@@ -219,6 +219,7 @@ class Live:
                 "worse": done.worse,
                 "written": self.written,
                 "eval_rows": done.eval_rows,
+                "date": self.job.codec and self.job.codec.facts.date,
                 "base": self.base,
                 "log": self.log.sync(done.step, done.evaluated),
             }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from datetime import date
 from pathlib import Path
 
 from trireme.engine.exports import BEST, Best, settle
@@ -119,7 +120,9 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
     begun = time.monotonic()
     far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)
     try:
-        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group)
+        today = date.today().isoformat()
+        day = snapshot.get("date") if snapshot else group.texts(today)[0]
+        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group, day)
     finally:
         screen.clear()
     if job.read:

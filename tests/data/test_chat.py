@@ -239,6 +239,32 @@ def test_a_template_for_tools_beside_a_default(name, folder, tmp_path):
         assert [text[a:b] for a, b in spans] == expected_parts(text, *FAMILIES[name][3:]), title
 
 
+DATED = "{{ strftime_now('%d %b %Y') }} {% for m in messages %}[{{ m.role }}]{{ m.content }}.{% endfor %}"
+
+
+def test_the_date_that_a_template_writes_is_the_one_it_is_given():
+    """It is part of what makes the tokens, where it is written."""
+    first, same, other = (
+        ChatTemplate({"default": DATED}, {}, day) for day in ("2026-01-31", "2026-01-31", "2026-02-01")
+    )
+    assert first.text([user("a")]) == "31 Jan 2026 [user]a."
+    assert other.text([user("a")]) == "01 Feb 2026 [user]a."
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+    assert "2026-01-31" in first.notes()[0]
+    plain = DATED.replace("strftime_now('%d %b %Y')", "'x'")
+    found = [ChatTemplate({"default": plain}, {}, day) for day in (None, "2026-01-31", "2026-02-01")]
+    assert len({template.fingerprint for template in found}) == 1
+    assert ChatTemplate({"default": DATED}, {}).fingerprint == ChatTemplate({"default": DATED}, {}, None).fingerprint
+
+
+def test_a_template_that_draws_at_random_draws_the_same_each_time():
+    source = "{{ range(1000)|list|random }} " + DATED.partition("}} ")[2]
+    template, talk = ChatTemplate({"default": source}, {}), [user("a"), said("b")]
+    texts = {ChatTemplate({"default": source}, {}).text(talk) for _ in range(3)}
+    assert texts == {template.text(talk)} == {template.mark(talk, None).text}
+    assert len({template.text([user(f"a{i}"), said("b")]).partition(" ")[0] for i in range(20)}) > 10
+
+
 def test_an_opening_that_cannot_be_found_is_refused():
     """Here no talk of ours can be written, and the template refuses to ask: nothing says where the words begin."""
     source = (

@@ -181,7 +181,7 @@ def test_a_template_without_end(tmp_path, name):
 
 
 def test_a_template_without_end_is_one_line(here, capsys, monkeypatch):
-    monkeypatch.setattr(Codec.__init__, "__defaults__", (0.3,))
+    monkeypatch.setattr(Codec.__init__, "__defaults__", (0.3, None))
     set_tokenizer_config(chat_template=ENDLESS["loops"])
     err = fails(capsys, here, *TRAIN)
     assert "model: the chat template takes longer than 0 s of processor time" in err

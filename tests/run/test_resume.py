@@ -8,11 +8,12 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import STEPS, child, ended, hold, losses, options, stopped
+from runs import STEPS, child, ended, hold, losses, make_small, options, stopped
 
 from trireme.engine import exchange
 from trireme.engine.between import READ_AHEAD
@@ -199,6 +200,29 @@ def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch, caps
     with pytest.raises(InputError, match="is at step 8, and 6 are asked for"):
         finetune(replace(run, resume=run.out))
     assert capsys.readouterr().out == "changed  --max-steps 6, was 10 at step 8\n"
+
+
+def test_a_run_keeps_the_date_that_its_chat_template_writes(tmp_path, monkeypatch):
+    """Also where its tokens are made again on another day."""
+    folder = make_small(tmp_path)
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}.{% endfor %}"
+    (folder / "checkpoint" / "chat_template.jinja").write_text(template)
+    talk = {"messages": [{"role": "user", "content": "Once"}, {"role": "assistant", "content": "there was"}]}
+    (folder / "stories.txt").rename(folder / "chats.jsonl")
+    (folder / "chats.jsonl").write_text((json.dumps(talk) + "\n") * 40)
+    run = replace(options(folder, folder / "out", "gpu"), data=(str(folder / "chats.jsonl"),))
+    days = iter([date(2026, 1, 31), date(2026, 2, 1), date(2026, 2, 2)])
+    monkeypatch.setattr(train, "date", SimpleNamespace(today=lambda: next(days)))
+    stopped(run, 3, monkeypatch)
+    shutil.rmtree(folder / "out" / "tokens")
+    finetune(replace(run, resume=run.out))
+    finetune(replace(run, out=str(folder / "later")))
+    found = [losses(folder / name) for name in ("out", "later")]
+    assert found[0].keys() == found[1].keys()
+    assert found[0] != found[1], "the date is learned from"
+    monkeypatch.setattr(train, "date", SimpleNamespace(today=lambda: date(2026, 1, 31)))
+    finetune(replace(run, out=str(folder / "same")))
+    assert found[0] == losses(folder / "same")
 
 
 def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):

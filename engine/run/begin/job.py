@@ -144,11 +144,12 @@ def prepare(
     say: Say = to_stderr,
     clock: Clock | None = None,
     group: Alone | None = None,
+    date: str | None = None,
 ) -> Job:
     """Reads and checks what the options name, and plans.
 
     `kept`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file. `clock` counts
-    the parts. `group`: the hosts, which plan by the smallest of them.
+    the parts. `group`: the hosts, which plan by the smallest of them. `date`: what chat templates take for today.
     Raises InputError, CheckpointError, DoesNotFit.
     """
     assert options.model or options.shape
@@ -167,7 +168,7 @@ def prepare(
             check_model(options, pinned, cfg, source)
         stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
         source = as_trained(cfg, source, stored)
-        codec, seq_len = named_codec(options, folder) if options.data else None, length(options, cfg)
+        codec, seq_len = named_codec(options, folder, date) if options.data else None, length(options, cfg)
         source = with_companions(options, cfg, folder, source, codec)
     with clock.at("probe"):
         device, limits, assumed = place(options)

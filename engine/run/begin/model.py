@@ -88,8 +88,8 @@ def outlined(cfg: ModelConfig, folder: Path) -> Source:
     return Source(folder, (), tensors, {})
 
 
-def named_codec(options: Options, folder: Path) -> Codec | None:
-    codec = load_codec(options.tokenizer or folder, options.chat_template)
+def named_codec(options: Options, folder: Path, date: str | None) -> Codec | None:
+    codec = load_codec(options.tokenizer or folder, options.chat_template, date)
     if options.tokenizer and codec is None:
         wrong = "is a file; name its folder" if Path(options.tokenizer).is_file() else "holds no tokenizer.json"
         raise InputError(f"--tokenizer {options.tokenizer} {wrong}.")

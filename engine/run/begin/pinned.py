@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import date
 from typing import Any
 
 from trireme.engine.geometry import Geometry
@@ -88,6 +89,7 @@ SNAPSHOT = {
     "written": int,
     "worse": int,
     "eval_rows": {int, type(None)},  # None or missing: all
+    "date": {str, type(None)},  # that the chat template writes; None or missing: none
     "best": ({float, type(None)}, {int, type(None)}),
     "base": dict,  # checksums of frozen weights, by unit
     "log": (int, {int, type(None)}, int, int),
@@ -103,7 +105,10 @@ SNAPSHOT = {
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError where a snapshot is not of this version's form."""
-    wrong = complaint({"computed_by": "", "eval_rows": None, "worse": 0, "base": {}, **said}, SNAPSHOT)
+    missing: dict[str, Any] = {"computed_by": "", "eval_rows": None, "worse": 0, "base": {}, "date": None}
+    wrong = complaint({**missing, **said}, SNAPSHOT)
+    if not wrong and said.get("date") is not None and not is_date(said["date"]):
+        wrong = ".date is no date"
     if not wrong:
         try:
             pinned = Pinned.read(said["cut"])
@@ -116,6 +121,14 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
         raise InputError(
             f"--resume {options.resume}: its snapshot{wrong}. Go on with the version that made it, or start again."
         )
+
+
+def is_date(text: str) -> bool:
+    """Whether it is one as 2026-03-31."""
+    try:
+        return text == date.fromisoformat(text).isoformat()
+    except ValueError:
+        return False
 
 
 def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None:
