@@ -13,12 +13,14 @@ from typing import Any
 
 from trireme.models.families.experts import Experts, parse_experts
 from trireme.models.families.extend import extended
+from trireme.models.families.family import EXACT_GELU, GELU, SILU, Family, Wrapper
 from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.names import Names, within
+from trireme.models.families.known import why_not
+from trireme.models.families.names import Names, turned, within
 from trireme.models.families.rope import Rope
-from trireme.models.families.table import EXACT_GELU, FAMILIES, GELU, SILU, WRAPPERS, Family
-from trireme.storage.untrusted import read_small
+from trireme.models.families.table import FAMILIES, WRAPPERS, text_of
+from trireme.storage.untrusted import read_small, shown
 
 LARGEST = 1 << 20  # of config.json
 MOST_LAYERS = 1 << 12  # work grows with them before the files are read
@@ -30,7 +32,6 @@ INERT = {
     "query_pre_attn_scalar": (None,),
     "logit_scale": (None, 1, 1.0),
     "clip_qkv": (None,),
-    "quantization_config": (None,),
     "add_cross_attention": (None, False),
     "use_bidirectional_attention": (None, False),
     "embedding_multiplier": (None, 1, 1.0),
@@ -40,7 +41,7 @@ INERT = {
     "no_rope_layers": (None,),
     "per_layer_config": (None,),
 }
-SUPPORTED = (*FAMILIES, *WRAPPERS)
+SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *WRAPPERS)
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class ModelConfig:
     experts: Experts | None = None
     mtp_layers: int = 0  # behind the last, carried through
     wrapper: str = ""  # the model_type around it
+    media: tuple[tuple[int, str], ...] = ()  # tokens that images and the like take the place of, and their keys
     parallel: bool = False  # attention and MLP read one input: no half blocks
     tanh_gelu: bool = False  # where the GELU of the family is exact
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
@@ -108,13 +110,19 @@ class ModelConfig:
     @property
     def names(self) -> Names:
         own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
+        own = turned(own) if self.experts is not None and self.experts.turned else own
         return within(own) if self.wrapper else own
 
     @property
     def carried(self) -> tuple[str, ...]:
         """What names of tensors begin with that are copied and not used."""
         behind = (self.names.prefix(self.n_layers + i) for i in range(self.mtp_layers))
-        return (*(WRAPPERS[self.wrapper].carried if self.wrapper else ()), *behind)
+        return (*(WRAPPERS[self.wrapper].carried if self.wrapper else ()), *self.family.carried, *behind)
+
+    @property
+    def flat(self) -> bool:
+        """Whether files may name its tensors as those of a text model with others beside it."""
+        return bool(self.wrapper) and WRAPPERS[self.wrapper].flat
 
     @property
     def opener(self) -> str:
@@ -176,10 +184,12 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts}  # fields of Mod
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    del found["halves"]
+    for name in ("halves", "media"):
+        del found[name]
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
-    found.pop("experts.packed", None)
+    for name in ("experts.packed", "experts.turned"):
+        found.pop(name, None)
     return found
 
 
@@ -216,7 +226,8 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
     """ModelConfig of a decoded config.json; `where` names it in errors."""
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED:
-        raise InputError(f'model_type "{model_type}" is not supported ({where}). Supported: {", ".join(SUPPORTED)}.')
+        why = why_not(model_type, SUPPORTED)
+        raise InputError(f'{where}: model_type "{shown(str(model_type))}" is not supported: {why}')
     if model_type in WRAPPERS:
         return _wrapped(raw, where, model_type)
     listed = FAMILIES[model_type].listed_type if "layer_types" in raw else ""
@@ -228,12 +239,10 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     family = FAMILIES[model_type]
     keys = Keys(_renamed(raw, family, where), where)
     keys.refuse_unless("is_causal", (True,), True)
-    for name, accepted in INERT.items():
+    for name, accepted in (INERT | family.only).items():
         if name not in family.accepts:
             keys.refuse_unless(name, accepted)
-    method = raw.get("quantization_config")
-    if family.mxfp4 and method is not None and not (isinstance(method, dict) and method.get("quant_method") == "mxfp4"):
-        raise keys.error("quantization_config", 'none, or one with "quant_method": "mxfp4"')
+    packed = _is_packed(keys, family.mxfp4)
     spelled = family.spelled
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
@@ -251,7 +260,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=keys.count(spelled["ffn"], four := None if family.rotary else 4 * width, null=four),
+        ffn=keys.count(spelled["ffn"], four := family.ffn if family.rotary else 4 * width, null=four),
         max_positions=positions,
         eps=keys.number(spelled["eps"], family.eps),
         tied=keys.flag("tie_word_embeddings", family.tied),
@@ -261,10 +270,25 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         qk_norm=bool(family.qk_norm) and (not family.qk_norm_key or keys.flag(family.qk_norm_key, False)),
         parallel=family.parallel and keys.flag("use_parallel_residual", True),
         tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
-        experts=parse_experts(keys, family.experts, layers, packed=family.mxfp4 and method is not None),
+        experts=parse_experts(keys, family.experts, layers, packed=packed),
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers),
         **scales_of(keys, family, width),
+    )
+
+
+def _is_packed(keys: Keys, mxfp4: bool) -> bool:
+    """Whether experts are quantized in MXFP4, if they may be. Raises InputError on weights quantized otherwise."""
+    found = keys.raw.get("quantization_config")
+    if found is None:
+        return False
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if mxfp4 and method == "mxfp4":
+        return True
+    how = f"in {method}" if isinstance(method, str) else "in a way that it does not name"
+    raise InputError(
+        f'{keys.where}: "quantization_config" says that weights are quantized {shown(how)}, which is not supported. '
+        "Take the release in BF16, or convert it."
     )
 
 
@@ -286,12 +310,21 @@ def _mtp_layers(keys: Keys) -> int:
 
 def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     """Of the language model inside a multimodal one, by its text_config."""
-    keys, texts, inner = Keys(raw, where), WRAPPERS[model_type].texts, raw.get("text_config")
-    keys.refuse_unless("quantization_config", INERT["quantization_config"])
+    keys, wrapper = Keys(raw, where), WRAPPERS[model_type]
+    _is_packed(keys, False)
+    inner, name = text_of(raw)
     if not isinstance(inner, dict):
-        raise keys.error("text_config", "an object")
-    where = f"{where}: text_config"
-    Keys(inner, where).refuse_unless("model_type", texts, texts[0])
-    outer = {name: raw[name] for name in ("tie_word_embeddings",) if raw.get(name) is not None}
-    inner = {"model_type": texts[0]} | inner | outer
-    return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type)
+        raise keys.error(name, "an object")
+    where = f"{where}: {name}" if name else where
+    Keys(inner, where).refuse_unless("model_type", wrapper.texts, wrapper.texts[0])
+    inner = {"model_type": wrapper.texts[0]} | inner | _tied(keys, Keys(inner, where), wrapper)
+    media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
+    return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type, media=media)
+
+
+def _tied(keys: Keys, inner: Keys, wrapper: Wrapper) -> dict[str, bool]:
+    """tie_word_embeddings, where it is said."""
+    name = "tie_word_embeddings"
+    if wrapper.tied == "text":
+        return {name: keys.flag(name, False)} if keys.raw.get(name) is not None else {}
+    return {name: keys.flag(name, False) or (wrapper.tied == "either" and inner.flag(name, False))}

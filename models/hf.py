@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes.narrow import MXFP4, packed_groups
@@ -13,6 +14,18 @@ Shape = tuple[int, ...]
 _OUTPUTS = ("lm_head.weight", "embed_out.weight")
 # Stored by older versions.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+
+
+def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
+    """`cfg` with experts stored as those of `found` (name -> shape) are, where the family has them in two ways."""
+    own = cfg.experts
+    if own is None or not cfg.names.either:
+        return cfg
+    out_in = {"gate_up_proj": (own.count, 2 * own.width, cfg.width), "down_proj": (own.count, cfg.width, own.width)}
+    seen = {name.rpartition(".")[2]: tuple(shape) for name, shape in found.items() if f".{cfg.names.experts}." in name}
+    square = {name for name, (_, rows, columns) in out_in.items() if rows == columns}
+    turned = all(seen.get(name) == shape for name, shape in out_in.items() if name not in square)
+    return replace(cfg, experts=replace(own, turned=turned))
 
 
 def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str | None]:
@@ -82,6 +95,8 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     """What a stored name may stand for."""
     yield name
     yield cfg.names.base + name
+    if cfg.flat and name.startswith("model."):  # as of a text model with a tower beside it
+        yield "model.language_model." + name.removeprefix("model.")
     text = "language_model."  # in files of a multimodal model: model.layers and lm_head behind it
     if cfg.wrapper and name.startswith(text):
         inner = name.removeprefix(text)

@@ -151,7 +151,7 @@ def _stack(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Tenso
     matrices, bias = views[name], views.get(f"{name}_bias")
     if bias is not None and trained(bias):
         bias = bias.view(cfg.experts.count, -1)
-    return matrices.mT if cfg.names.each else matrices, bias
+    return matrices if cfg.names.experts_in_out else matrices.mT, bias
 
 
 def _stacked(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Stacked | None:

@@ -52,6 +52,13 @@ MODELS = {
     "gpt-oss-120b": mixture("gpt_oss", layers=36, num_local_experts=128, **_OSS),
     "glm-air": mixture("glm4_moe", 4096, 46, 96, 8, 151552, intermediate_size=10944, head_dim=128, rope_theta=1e6,
                        attention_bias=True),
+    "solar-100b": mixture("solar_open", 4096, 48, 64, 8, 196608, head_dim=128),
+    "dots1-142b": mixture("dots1", 4096, 62, 32, 32, 152064, intermediate_size=10944, n_routed_experts=128,
+                          n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1),
+    "minimax-m2": mixture("minimax_m2", 3072, 62, 48, 8, 200064, intermediate_size=1536, rotary_dim=64),
+    "k-exaone-236b": mixture("exaone_moe", 6144, 48, 64, 8, 153600, intermediate_size=18432, head_dim=128,
+                             num_experts=128, moe_intermediate_size=2048, sliding_window=128),
+    "hy3-295b": mixture("hy_v3", 4096, 80, 64, 8, 120832, intermediate_size=13312),
 }  # fmt: skip
 
 

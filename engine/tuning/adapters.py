@@ -19,6 +19,7 @@ import torch
 
 from trireme.engine.between import Reader
 from trireme.engine.exchange import fetch
+from trireme.engine.tuning.chosen import adaptable
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
@@ -29,11 +30,6 @@ from trireme.storage.layout import sequential
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's
-IN_PEFT = {  # of a layer's experts, in transformers: parameter -> the module that has its adapter
-    shapes.GATE_UP: "mlp.experts.base_layer",
-    shapes.DOWN: "mlp.experts",
-}
-PARAMETERS = [f"mlp.experts.{matrix}" for matrix in IN_PEFT]
 
 
 @dataclass(frozen=True)
@@ -73,15 +69,27 @@ def turned(name: str) -> bool:
     return shapes.adapts_experts(name) and name.endswith(".lora_B.weight")
 
 
+def parameters(cfg: ModelConfig) -> list[str]:
+    """The parameters of a layer's experts, in transformers."""
+    return [f"{cfg.names.module(cfg.names.experts)}.{matrix}" for matrix in (shapes.GATE_UP, shapes.DOWN)]
+
+
 def peft_names(cfg: ModelConfig) -> dict[str, str]:
-    """Canonical name of each tensor of the adapters -> peft's."""
+    """Canonical name of each tensor of the adapters -> peft's: that of its module, the last of experts' outermost."""
+    wrapped = {shapes.GATE_UP: ".base_layer", shapes.DOWN: ""}
 
     def renamed(name: str) -> str:
-        for matrix, module in IN_PEFT.items() if shapes.adapts_experts(name) else ():
-            name = name.replace(f"{cfg.names.experts}.{matrix}.lora_", f"{module}.lora_")
-        return PREFIX + name
+        for matrix, behind in wrapped.items() if shapes.adapts_experts(name) else ():
+            name = name.replace(f".{matrix}.lora_", f"{behind}.lora_")
+        return PREFIX + cfg.names.module(name)
 
     return {name: renamed(name) for name in adapter_shapes(cfg)}
+
+
+def _in_modules(cfg: ModelConfig, target: str) -> str:
+    """A target as transformers' modules are called."""
+    full = next(module for module in adaptable(cfg) if f".{module}".endswith(f".{target}"))
+    return ".".join(cfg.names.module(full).split(".")[-len(target.split(".")) :])
 
 
 def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -128,12 +136,13 @@ def excluded(cfg: ModelConfig) -> str:
 def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     """Keys that peft, vLLM and llama.cpp read."""
     experts = cfg.experts is not None and lora.adapts(cfg.names.experts)
-    modules = [t for t in lora.targets if not (experts and f".{cfg.names.experts}".endswith(f".{t}"))]
+    others = [t for t in lora.targets if not (experts and f".{cfg.names.experts}".endswith(f".{t}"))]
+    modules = [_in_modules(cfg, t) for t in others]
     like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in cfg.names.each]
-    parameters = [*(PARAMETERS if experts else ()), *(f"{t}.weight" for t in like_experts)]
+    named = [*(parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
     more: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
-    if parameters:
-        more["target_parameters"] = parameters
+    if named:
+        more["target_parameters"] = named
     return more | {
         "base_model_name_or_path": base,
         "bias": "none",

@@ -80,23 +80,24 @@ def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
 
 def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
     """Writes `source` plus the adapter to `out`. Raises StoreError, InputError also where a value is not finite."""
-    base = replace(cfg, lora=None, frozen=())
+    found = {name: t.shape for name, t in source.tensors.items()}
+    base = hf.as_found(replace(cfg, lora=None, frozen=()), found)
     adapter = read_adapter(folder, base, single=True)
     if isinstance(source, Packed) and any(map(shapes.adapts_experts, adapter.names)):
         source = unpacked(source)
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
-    names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
+    names = hf.canonical_names(base, found)
 
     def values(stored: str) -> Iterator[np.ndarray] | None:
         name, dtype = names[stored], source.tensors[stored].dtype
         if not name:
             return None
         damaged = f"{source.folder}: {stored} holds NaN or infinite values; the checkpoint is damaged."
-        read, found = _finite(source.values(stored), damaged), factors(cfg, adapter, tensor, name)
-        if not found:
+        read, pairs = _finite(source.values(stored), damaged), factors(base, adapter, tensor, name)
+        if not pairs:
             return read
         beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
-        added = merged(read, found, adapter.lora.scale)
+        added = merged(read, pairs, adapter.lora.scale)
         return _finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond)
 
     export(source, out, values, progress)
@@ -116,19 +117,16 @@ def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor],
     a, b = shapes.adapter_names(module)
     if a in adapter.names and not shapes.adapts_experts(a):
         return [(tensor(a).T, tensor(b).T) if cfg.names.in_out else (tensor(b), tensor(a))]
-    before, _, last = module.rpartition(".")
-    expert = before.rpartition(".")[2]
-    single = last in cfg.names.each and expert.isdigit()
-    if single:  # stored (out, in), of gate_up each half
-        place = cfg.names.each.index(last)
-        a, b = shapes.adapter_names(f"{before.rpartition('.')[0]}.{shapes.DOWN if place == 2 else shapes.GATE_UP}")
+    matrix, expert, half = shapes.within_experts(cfg, name)
+    a, b = shapes.adapter_names(matrix)
     if a not in adapter.names:
         return []
     downs, ups = (tensor(part).unflatten(0, (-1, adapter.lora.rank)) for part in (a, b))
-    if not single:
-        return [(down.T, up) for down, up in zip(downs, ups, strict=True)]
-    down, up = downs[int(expert)], ups[int(expert)]
-    return [(up.T if place == 2 else up.T.chunk(2)[place], down)]
+    if expert is None:
+        both = zip(downs, ups, strict=True)
+        return [(down.T, up) if cfg.names.experts_in_out else (up.T, down) for down, up in both]
+    up = ups[expert].T
+    return [(up if half is None else up.chunk(2)[half], downs[expert])]
 
 
 def merged(read: Iterator[np.ndarray], found: Factors, scale: float) -> Iterator[np.ndarray]:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trireme.engine.tuning.adapters import (
-    PARAMETERS,
     PREFIX,
     WEIGHTS,
     Adapter,
     adapter_shapes,
     excluded,
+    parameters,
     peft_names,
     turned,
 )
@@ -126,11 +126,13 @@ def _is_there(folder: Path, cfg: ModelConfig, said: Said, place: Place, found: M
 def _left_out(folder: Path, cfg: ModelConfig, said: Said, place: Place) -> str | None:
     """See Said.left_out."""
     if place.target != cfg.names.experts or SINGLE.search(place.module):
-        return said.left_out(place.module, place.layer, cfg.names.block.split(".{}")[0].rpartition(".")[2])
-    prefix = cfg.names.prefix(place.layer)
-    adapts = [said.adapts(f"{prefix}{parameter}") for parameter in PARAMETERS]
+        return said.left_out(
+            cfg.names.module(place.module), place.layer, cfg.names.block.split(".{}")[0].rpartition(".")[2]
+        )
+    prefix, both = cfg.names.prefix(place.layer), parameters(cfg)
+    adapts = [said.adapts(f"{prefix}{parameter}") for parameter in both]
     if any(adapts) and not all(adapts):
-        raise InputError(f"{folder / CONFIG}: target_parameters names one of {' and '.join(PARAMETERS)}; name both.")
+        raise InputError(f"{folder / CONFIG}: target_parameters names one of {' and '.join(both)}; name both.")
     return "" if all(adapts) else "target_parameters"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.models.sizes.narrow import BLOCKS, SCALES
@@ -138,7 +139,8 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
-    """`cfg` with its experts packed if all of them are in `source`, whatever config.json says."""
+    """`cfg` with its experts as `source` has them: packed if all of them are, whatever config.json says."""
+    cfg = hf.as_found(cfg, {name: t.shape for name, t in source.tensors.items()})
     if cfg.experts is None:
         return cfg
     matrices = sum(len(shape) == 3 for shape in shapes.stored_tensors(cfg).values())

@@ -24,24 +24,31 @@ class Experts:
     scale: float = 1.0  # of the weights
     dense: tuple[int, ...] = ()  # layers with an MLP of their own instead
     packed: bool = False  # matrices are MXFP4 in files; frozen ones stay so up to the GPU
+    turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out)
 
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Where a family's config.json says it; defaults are those of transformers."""
+    """Where a family's config.json says it; defaults are those of transformers, None where it must be said."""
 
-    count: int
-    chosen: int
+    count: int | None
+    chosen: int | None
     width: int | None
     count_key: str = "num_experts"
     width_key: str = "moe_intermediate_size"
+    chosen_key: str = "num_experts_per_tok"
     renormalise: bool | None = None  # None: norm_topk_prob
     normalised: bool = False  # default of norm_topk_prob
     shared: int = 0  # shared_expert_intermediate_size, with a gate; 0: none
-    beside: int = 0  # n_shared_experts, of the width of the others, without a gate; 0: none
+    beside: int | None = None  # how many of the width of the others every token takes, without a gate
+    beside_key: str = ""  # "": none
     sigmoid: bool = False
-    leading: int = 0  # first_k_dense_replace; 0: not read
+    scale: float = 1.0
+    scale_key: str = ""  # "": 1
+    leading: int | None = None  # first_k_dense_replace; None: not read
+    listed: bool = False  # mlp_layer_types comes first
     among: bool = False  # dense layers by decoder_sparse_step and mlp_only_layers
+    spaced: bool = False  # by moe_layer_start_index, moe_layer_end_index and moe_layer_interval
     limit: float = 0.0  # swiglu_limit; 0: none
     bias: bool = False
 
@@ -64,20 +71,20 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bo
     for name, accepted in REFUSED.items():
         keys.refuse_unless(name, accepted)
     counted = family.count_key
-    count, chosen = keys.count(counted, family.count), keys.count("num_experts_per_tok", family.chosen)
+    count, chosen = keys.count(counted, family.count), keys.count(family.chosen_key, family.chosen)
     if layers * count > MOST:
         raise keys.error(counted, f"at most {MOST // layers:,} in each of {layers:,} layers")
     if chosen > count:
-        raise InputError(f'{keys.where}: "num_experts_per_tok" is {chosen}, more than the {count} of "{counted}".')
+        raise InputError(f'{keys.where}: "{family.chosen_key}" is {chosen}, more than the {count} of "{counted}".')
     renormalise = family.renormalise
     if renormalise is None:
         renormalise = keys.flag("norm_topk_prob", family.normalised)
     width = keys.count(family.width_key, family.width)
     gated = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
-    shared = width * keys.count("n_shared_experts", family.beside) if family.beside else gated
+    shared = width * keys.count(family.beside_key, family.beside) if family.beside_key else gated
     aux = 0.0 if keys.raw.get("router_aux_loss_coef") in (None, 0) else keys.number("router_aux_loss_coef")
     limit = keys.number("swiglu_limit", family.limit) if family.limit else 0.0
-    scale = keys.number("routed_scaling_factor", 1.0) if family.sigmoid else 1.0
+    scale = keys.number(family.scale_key, family.scale) if family.scale_key else 1.0
     dense = _dense_layers(keys, family, layers)
     bias, sigmoid = family.bias, family.sigmoid
     return Experts(
@@ -86,17 +93,44 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bo
 
 
 def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:
-    if family.leading:
+    """Layers with an MLP of their own."""
+    if family.listed and keys.raw.get("mlp_layer_types") is not None:
+        dense, said = _listed(keys, layers), '"mlp_layer_types" leaves'
+    elif family.leading is not None:
         first = keys.raw.get("first_k_dense_replace", family.leading)
         if type(first) is not int or not 0 <= first < layers:
             raise keys.error("first_k_dense_replace", f"an integer from 0 to {layers - 1}")
         return tuple(range(first))
-    if not family.among:
+    elif family.among:
+        dense, said = _among(keys, layers), '"decoder_sparse_step" and "mlp_only_layers" leave'
+    elif family.spaced:
+        said = '"moe_layer_start_index", "moe_layer_end_index" and "moe_layer_interval" leave'
+        dense = _spaced(keys, layers)
+    else:
         return ()
+    if len(dense) == layers:
+        raise InputError(f"{keys.where}: {said} no layer with experts.")
+    return dense
+
+
+def _listed(keys: Keys, layers: int) -> tuple[int, ...]:
+    types = keys.raw["mlp_layer_types"]
+    if not isinstance(types, list) or len(types) != layers or any(t not in ("dense", "sparse") for t in types):
+        raise keys.error("mlp_layer_types", f"a list of {layers} names, each dense or sparse")
+    return tuple(i for i, kind in enumerate(types) if kind == "dense")
+
+
+def _among(keys: Keys, layers: int) -> tuple[int, ...]:
     step, listed = keys.count("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(i) is not int for i in listed):
         raise keys.error("mlp_only_layers", "a list of layers")
-    dense = tuple(i for i in range(layers) if (i + 1) % step or i in set(listed))
-    if len(dense) == layers:
-        raise InputError(f'{keys.where}: "decoder_sparse_step" and "mlp_only_layers" leave no layer with experts.')
-    return dense
+    return tuple(i for i in range(layers) if (i + 1) % step or i in set(listed))
+
+
+def _spaced(keys: Keys, layers: int) -> tuple[int, ...]:
+    first, last = keys.raw.get("moe_layer_start_index", 1), keys.raw.get("moe_layer_end_index", -1)
+    for name, value in (("moe_layer_start_index", first), ("moe_layer_end_index", last)):
+        if type(value) is not int:
+            raise keys.error(name, "an integer")
+    step, last = keys.count("moe_layer_interval", 1), layers - 1 if last == -1 else last
+    return tuple(i for i in range(layers) if (i + 1) % step or not first <= i <= last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.table import FAMILIES, WRAPPERS
+from trireme.models.families.table import FAMILIES, WRAPPERS, text_of
 
 
 def extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
@@ -13,13 +13,16 @@ def extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
 
     Raises InputError where positions are learned, scaled already, or of two kinds.
     """
-    model_type, text = raw.get("model_type"), raw.get("text_config")
+    model_type = raw.get("model_type")
     if model_type not in (*WRAPPERS,):
         return _extended(raw, factor, where)
+    text, name = text_of(raw)
     if not isinstance(text, dict):
         return raw  # refused by parse_config
     text = {"model_type": WRAPPERS[model_type].texts[0]} | text
-    return raw | {"text_config": _extended(text, factor, f"{where}: text_config")}
+    if not name:
+        return raw | _extended(text, factor, where) | {"model_type": model_type}
+    return raw | {name: _extended(text, factor, f"{where}: {name}")}
 
 
 def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
@@ -32,6 +35,7 @@ def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
     if not isinstance(params, dict):
         raise keys.error(name, "an object or null")
     kind = params.get("rope_type", params.get("type", "default"))
+    kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
     if not family.rotary:
         said = "are learned"
     elif family.local_theta not in (None, family.theta) or any(isinstance(value, dict) for value in params.values()):

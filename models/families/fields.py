@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from trireme.models.families.family import Family
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.rope import parse_ropes
-from trireme.models.families.table import Family
 from trireme.models.families.windows import sliding_window, unrotated_layers
 
 

@@ -29,14 +29,29 @@ class Names:
     router: str = ""
     experts: str = ""  # in the engine .gate_up_proj (E, 2I, D) and .down_proj (E, D, I)
     shared_gate: str = ""
-    each: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # on disk behind experts.N; (): (in, out), as above
+    each: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # on disk behind experts.N; (): all in one, as above
+    stacked: tuple[str, ...] = ()  # names of the two on disk, (E, out, in), without `each`; (): as above, (E, in, out)
+    either: bool = False  # or (E, out, in) by the same names: so transformers writes what it has read otherwise
     sinks: str = ""
     correction: str = ""  # (E,) fp32, frozen
+    correction_row: bool = False  # (1, E) on disk
     by_head: bool = False  # in the packed matrix q, k and v of a head stand together
     in_out: bool = False  # stored (in, out), not (out, in)
+    in_modules: tuple[tuple[str, str], ...] = ()  # parts of names within a block -> those of transformers' modules
 
     def prefix(self, layer: int) -> str:
         return self.block.format(layer)
+
+    @property
+    def experts_in_out(self) -> bool:
+        """Whether a layer's experts are (E, in, out), not (E, out, in)."""
+        return not self.each and not self.stacked
+
+    def module(self, name: str) -> str:
+        """The name of transformers' module or parameter."""
+        for here, there in self.in_modules:
+            name = name.replace(here, there)
+        return name
 
 
 @lru_cache
@@ -44,6 +59,12 @@ def within(names: Names) -> Names:
     """Of the same model inside a wrapper."""
     inside = lambda name: name.replace("model.", "model.language_model.", 1)
     return replace(names, embed=inside(names.embed), final_norm=inside(names.final_norm), block=inside(names.block))
+
+
+@lru_cache
+def turned(names: Names) -> Names:
+    """Of files with experts (E, out, in), where those of the release are (E, in, out)."""
+    return replace(names, stacked=(f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"))
 
 
 def adapter_names(module: str) -> tuple[str, str]:
@@ -79,7 +100,46 @@ CORRECTED = replace(
     correction="mlp.gate.e_score_correction_bias",
 )
 FUSED = replace(SPLIT, router="mlp.router", experts="mlp.experts", each=(), sinks="self_attn.sinks")
-SPARSE = replace(SPLIT, router="block_sparse_moe.gate", experts="block_sparse_moe.experts", each=("w1", "w3", "w2"))
+IN_ONE = replace(MIXTURE, each=(), either=True)
+SPARSE = replace(
+    SPLIT,
+    router="block_sparse_moe.gate",
+    experts="block_sparse_moe.experts",
+    each=("w1", "w3", "w2"),
+    in_modules=(("block_sparse_moe.", "mlp."),),
+)
+SPARSE_CORRECTED = replace(SPARSE, correction="block_sparse_moe.e_score_correction_bias")
+OUTSIDE = replace(
+    CORRECTED,
+    correction="mlp.e_score_correction_bias",
+    in_modules=(("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),),
+)
+SHARED_MLP_CORRECTED = replace(
+    MIXTURE,
+    up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+    down="mlp.shared_mlp.down_proj",
+    router="mlp.router.gate",
+    correction="mlp.expert_bias",
+    in_modules=(
+        ("mlp.router.gate.", "mlp.gate."),
+        ("mlp.expert_bias", "mlp.e_score_correction_bias"),
+        ("mlp.shared_mlp.", "mlp.shared_experts."),
+    ),
+)
+STATICS = replace(
+    CORRECTED,
+    correction="mlp.moe_statics.e_score_correction_bias",
+    correction_row=True,
+    in_modules=(("mlp.moe_statics.", "mlp.gate.moe_statics."),),
+)
+STACKED = replace(
+    SPLIT,
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe.experts",
+    each=(),
+    stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    in_modules=((".router.layer.", ".router."),),
+)
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 NEOX = Names(

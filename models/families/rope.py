@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from trireme.models.families.family import Family
 from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.table import Family
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
@@ -52,6 +52,9 @@ def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tu
         raise InputError(
             f'{keys.where}: rope_parameters: "{min(strange)}" is not supported outside "{GLOBAL}" and "{LOCAL}".'
         )
+    if family.nested:
+        for name in ("rope_scaling", "rope_theta"):
+            keys.refuse_unless(name, (None,))
     if "rope_type" not in scaling and "type" in scaling:  # transformers would leave it out
         raise InputError(
             f'{keys.where}: rope_scaling: "type" is not supported for this model_type: name it "rope_type".'
@@ -77,8 +80,7 @@ def _theta(keys: Keys, inner: Keys, key: str, default: float) -> float:
 
 def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int, positions: int) -> Rope:
     kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
-    if family.longrope and kind in ("su", "yarn"):
-        kind = "longrope"  # its first names
+    kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
     kinds = ("yarn",) if family.query_beta else ("default", "longrope") if family.longrope else KINDS
     if kind not in kinds:
         raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
@@ -141,6 +143,8 @@ def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
     whole = None if family.longrope or name != "partial_rotary_factor" else 1.0  # what null stands for
     if "partial_rotary_factor" in inner.raw:
         share = inner.number("partial_rotary_factor")
+    elif family.rotary_dim and keys.raw.get("rotary_dim") is not None and name not in keys.raw:
+        share = keys.count("rotary_dim") / head_dim
     else:
         share = keys.number(name, family.partial or 1.0, null=whole)
     width = int(head_dim * share)

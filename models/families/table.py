@@ -2,110 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from trireme.models.families import names
 from trireme.models.families.experts import ExpertKeys
-from trireme.models.families.names import Names
-
-SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
-EXACT_GELU = "gelu"
-SPELLED = dict(  # field -> key of config.json
-    vocab="vocab_size",
-    width="hidden_size",
-    n_layers="num_hidden_layers",
-    n_heads="num_attention_heads",
-    ffn="intermediate_size",
-    max_positions="max_position_embeddings",
-    eps="rms_norm_eps",
-    act="hidden_act",
-    theta="rope_theta",
-    share="partial_rotary_factor",
+from trireme.models.families.family import (
+    BIAS,
+    EXACT_GELU,
+    GELU,
+    MLP_BIAS,
+    OLD_ALIASES,
+    OLD_SPELLED,
+    SPELLED,
+    Family,
+    Wrapper,
 )
-OLD_SPELLED = dict(
-    vocab="vocab_size",
-    width="n_embd",
-    n_layers="n_layer",
-    n_heads="n_head",
-    ffn="n_inner",
-    max_positions="n_positions",
-    eps="layer_norm_epsilon",
-    act="activation_function",
-)
-OLD_ALIASES = {SPELLED[name]: OLD_SPELLED[name] for name in ("width", "n_layers", "n_heads", "max_positions")}
-
-Flag = bool | tuple[str, bool]  # fixed, or (key, default)
-BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What models of a model_type share; defaults as in transformers."""
-
-    known_as: str
-    dense_names: Names = names.SPLIT  # of layers without experts among those with
-    names: Names = names.SPLIT
-    spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
-    layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
-    add_one: bool = False  # norms multiply by 1 + weight
-    gated: bool = True  # otherwise an activation between two products
-    acts: tuple[str, ...] = SILU  # the first is the default
-    qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
-    qk_norm_key: str = ""  # there are any; "": always
-    rotary: bool = True
-    grouped: bool = True  # reads num_key_value_heads and head_dim
-    partial: float = 0.0  # default of partial_rotary_factor; 0: not read
-    pairs: bool = False  # rope turns neighbouring features, not halves
-    longrope: bool = False  # what scales positions is longrope, and nothing else
-    query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
-    theta: float = 10000.0
-    local_theta: float | None = None  # of layers with a window, whose rope is their own; None: one rope for all
-    local_theta_key: str = ""  # "": none
-    original: int | None = None  # original_max_position_embeddings, outside rope's parameters
-    kv_heads: int | None = None  # None: one a query head
-    head_dim: int | None = None  # None: width / heads
-    vocab: int | None = None  # None: config.json must say it; so for n_heads
-    n_heads: int | None = None
-    max_positions: int = 2048
-    eps: float = 1e-6
-    tied: bool = False
-    qkv_bias: Flag = False
-    o_bias: Flag = False
-    mlp_bias: Flag = False
-    windows: Literal["none", "all", "above", "pattern", "dense"] = "none"  # "dense": none, and hybrids are refused
-    window: int | None = 4096
-    period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
-    period_key: bool = False  # reads sliding_window_pattern
-    listed_type: str = ""  # the model_type that transformers takes it for where layer_types is there
-    aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
-    unrotated: Literal["", "listed", "full", "typed"] = ""  # no_rope_layers; layers without window; all, by a key
-    scaled: bool = False  # reads scales of embedding, attention, branches, logits
-    query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
-    embed_root: bool = False  # the embedding's factor is sqrt(width)
-    experts: ExpertKeys | None = None  # in place of the MLP
-    mxfp4: bool = False  # experts may be packed so
-    mtp: bool = False  # num_nextn_predict_layers more in the file, which predict further tokens
-    rope_said: bool = False  # config.json must describe rope: the default of transformers is no plain one
-    parallel: bool = False  # reads use_parallel_residual
-    by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
-
-    @property
-    def accepts(self) -> set[str]:
-        """The keys of INERT that it reads."""
-        found = {"query_pre_attn_scalar"} if self.query_scale else set()
-        if self.mxfp4:
-            found |= {"quantization_config"}
-        if self.partial:
-            found |= {"partial_rotary_factor"}
-        if self.scaled:
-            found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
-        return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())
-
 
 _GLM: dict[str, Any] = dict(
     partial=0.5, pairs=True, kv_heads=2, head_dim=128, max_positions=131072, eps=1.5625e-7,
     qkv_bias=("attention_bias", True),
+)  # fmt: skip
+_BESIDE: dict[str, Any] = dict(
+    beside=1, beside_key="n_shared_experts", sigmoid=True, scale_key="routed_scaling_factor",
+)  # fmt: skip
+_QWEN_VL: dict[str, Any] = dict(
+    kv_heads=8, max_positions=32768, eps=1e-5, theta=1e6, qkv_bias=True, windows="above", above=80,
+    rope_types={"mrope": "default"}, inner=True,
 )  # fmt: skip
 FAMILIES = {
     "gpt2": Family(
@@ -119,13 +41,13 @@ FAMILIES = {
         qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS,
     ),
     "mistral": Family(
-        "Mistral 7B, Nemo, Small (text)", kv_heads=8, max_positions=131072, windows="all", listed_type="ministral"
+        "Mistral 7B, Nemo, Small 3 to 3.2", kv_heads=8, max_positions=131072, windows="all", listed_type="ministral"
     ),
-    "qwen2": Family("Qwen 1.5 to 2.5", kv_heads=32, max_positions=32768, qkv_bias=True, windows="above"),
+    "qwen2": Family("Qwen 1.5 to 2.5", kv_heads=32, max_positions=32768, qkv_bias=True, windows="above", above=28),
     "qwen3": Family(
         "Qwen 3 (dense)",
         kv_heads=32, head_dim=128, max_positions=32768, qk_norm="head", qkv_bias=BIAS,
-        o_bias=BIAS, windows="above",
+        o_bias=BIAS, windows="above", above=28,
     ),
     "qwen3_moe": Family(
         "Qwen 3 (mixture of experts)",
@@ -159,9 +81,9 @@ FAMILIES = {
         aliases={"num_local_experts": "num_experts"},
     ),
     "phi3": Family(
-        "Phi-3, 3.5 and 4 (text)",
-        names=names.PACKED, partial=1.0, longrope=True, original=4096, max_positions=4096, eps=1e-5, windows="all",
-        window=None,
+        "Phi-3, 3.5 and 4",
+        names=names.PACKED, partial=1.0, longrope=True, rope_types={"su": "longrope", "yarn": "longrope"},
+        original=4096, max_positions=4096, eps=1e-5, windows="all", window=None,
     ),
     "smollm3": Family(
         "SmolLM3",
@@ -200,7 +122,7 @@ FAMILIES = {
         o_bias=("attention_out_bias", False), mlp_bias=MLP_BIAS,
     ),
     "gemma3_text": Family(
-        "Gemma 3 (270M, 1B; of 4B to 27B the text)",
+        "Gemma 3 (270M to 27B)",
         names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
         theta=1e6, local_theta=1e4, local_theta_key="rope_local_base_freq", vocab=262208, n_heads=8, kv_heads=4,
         head_dim=256, max_positions=131072, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6,
@@ -214,7 +136,7 @@ FAMILIES = {
         o_bias=("attention_bias", True), mlp_bias=True, parallel=True,
     ),
     "ministral3": Family(
-        "Ministral 3 (text)",
+        "Ministral 3 (3B to 14B)",
         kv_heads=8, head_dim=128, max_positions=262144, eps=1e-5, windows="all", window=None, query_beta=True,
     ),
     "ministral": Family("Ministral 8B (2410)", kv_heads=8, max_positions=131072, windows="pattern"),
@@ -222,26 +144,117 @@ FAMILIES = {
         "GLM-4.5, 4.5-Air, 4.6 and 4.7",
         names=names.CORRECTED, partial=0.5, kv_heads=8, max_positions=131072, eps=1e-5, qk_norm="head",
         qk_norm_key="use_qk_norm", qkv_bias=BIAS, mtp=True,
-        experts=ExpertKeys(
-            128, 8, 1408, "n_routed_experts", normalised=True, beside=1, sigmoid=True, leading=1
-        ),
+        experts=ExpertKeys(128, 8, 1408, "n_routed_experts", normalised=True, leading=1, **_BESIDE),
         aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    ),
+    "solar_open": Family(
+        "Solar Open 100B",
+        names=names.CORRECTED, kv_heads=8, head_dim=128, ffn=1280, max_positions=131072, eps=1e-5, theta=1e6,
+        qkv_bias=BIAS, experts=ExpertKeys(128, 8, 1280, "n_routed_experts", normalised=True, **_BESIDE),
+        aliases={"num_local_experts": "n_routed_experts"}, only={"first_k_dense_replace": (None, 0)},
+    ),
+    "dots1": Family(
+        "dots.llm1",
+        names=names.CORRECTED, kv_heads=32, qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, windows="pattern", above=62,
+        experts=ExpertKeys(None, None, 1408, "n_routed_experts", leading=0, **_BESIDE | dict(beside=None)),
+        aliases={"num_local_experts": "n_routed_experts"},
+    ),
+    "minimax_m2": Family(
+        "MiniMax-M2 to M2.7 (the releases are in fp8: convert them to BF16)",
+        names=names.SPARSE_CORRECTED, kv_heads=8, head_dim=128, max_positions=196608, theta=5e6, qk_norm="width",
+        partial=1.0, rotary_dim=True,
+        experts=ExpertKeys(256, 8, 1536, "num_local_experts", "intermediate_size", renormalise=True, sigmoid=True),
+        aliases={"num_experts": "num_local_experts"},
+    ),
+    "exaone_moe": Family(
+        "K-EXAONE 236B",
+        names=names.OUTSIDE, kv_heads=32, eps=1e-5, qk_norm="head", windows="pattern", period=4, period_key=True,
+        unrotated="full", carried=("mtp.",),
+        experts=ExpertKeys(
+            64, 8, 1024, normalised=True, leading=1, listed=True,
+            **_BESIDE | dict(beside_key="num_shared_experts", scale=2.5),
+        ),
+    ),
+    "hy_v3": Family(
+        "Hy3 295B",
+        names=names.SHARED_MLP_CORRECTED, kv_heads=8, head_dim=128, max_positions=131072, eps=1e-5, theta=11158840.0,
+        qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, mtp=True,
+        experts=ExpertKeys(
+            192, 8, 1536, renormalise=True, leading=1, listed=True,
+            **_BESIDE | dict(beside_key="num_shared_experts", scale=2.826, scale_key="router_scaling_factor"),
+        ),
+        aliases={"num_local_experts": "num_experts"},
+        only={"mlp_bias": (None, False), "first_k_dense_replace": (None, 1)},
+    ),
+    "mellum": Family(
+        "Mellum 2",
+        names=names.MIXTURE, kv_heads=4, head_dim=128, max_positions=131072, theta=5e5, local_theta=1e4, nested=True,
+        qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, windows="pattern", window=1024, period=1,
+        carried=("mtp.",), experts=ExpertKeys(64, 8, 896, normalised=True, listed=True),
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "ernie4_5": Family(
+        "ERNIE 4.5 0.3B",
+        pairs=True, kv_heads=2, head_dim=128, max_positions=131072, eps=1e-5, theta=5e5, tied=True,
+        qkv_bias=("use_bias", False), o_bias=("use_bias", False), mlp_bias=("use_bias", False),
+    ),
+    "cwm": Family(
+        "CWM 32B",
+        kv_heads=8, head_dim=128, max_positions=131072, eps=1e-5, theta=1e6, rope_said=True, mlp_bias=MLP_BIAS,
+        windows="pattern", window=8192, period=4, first=True,
+    ),
+    "helium": Family(
+        "Helium 1 2B",
+        pairs=True, kv_heads=20, head_dim=128, max_positions=4096, eps=1e-8, theta=1e5, qkv_bias=BIAS,
+        mlp_bias=MLP_BIAS,
+    ),
+    "qwen3_vl_text": Family(
+        "Qwen3-VL (2B to 32B)",
+        kv_heads=32, head_dim=128, max_positions=128000, theta=5e5, qk_norm="head", qkv_bias=BIAS, o_bias=BIAS,
+        inner=True,
+    ),
+    "qwen3_vl_moe_text": Family(
+        "Qwen3-VL (30B-A3B, 235B-A22B)",
+        names=names.IN_ONE, kv_heads=16, max_positions=128000, theta=5e5, qk_norm="head", qkv_bias=BIAS, o_bias=BIAS,
+        experts=ExpertKeys(60, 4, 1408, renormalise=True, among=True), aliases={"num_local_experts": "num_experts"},
+        inner=True,
+    ),
+    "qwen2_5_vl_text": Family("Qwen2.5-VL (3B to 72B)", **_QWEN_VL),
+    "qwen2_vl_text": Family("Qwen2-VL (2B to 72B)", **_QWEN_VL),
+    "glm4v_text": Family(
+        "GLM-4.1V-9B, 4.6V-Flash",
+        names=names.GLM4, pairs=True, partial=1.0, kv_heads=2, max_positions=32768, eps=1e-5, qkv_bias=True, inner=True,
+    ),
+    "glm4v_moe_text": Family(
+        "GLM-4.5V and 4.6V (106B)",
+        names=names.CORRECTED, partial=0.5, kv_heads=8, max_positions=65536, eps=1e-5,
+        qkv_bias=("attention_bias", True), mtp=True, inner=True,
+        experts=ExpertKeys(128, 8, 1408, "n_routed_experts", normalised=True, leading=1, **_BESIDE),
+        aliases={"num_local_experts": "n_routed_experts"},
     ),
     "glm": Family("GLM-4-9B (chat-hf)", names=names.GATE_UP, **_GLM),
     "glm4": Family("GLM-4-0414, GLM-Z1 (dense)", names=names.GLM4, **_GLM),
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Wrapper:
-    """A multimodal model: the language model of its text_config is trained, the rest copied."""
-
-    known_as: str
-    texts: tuple[str, ...]  # model types of text_config; the first is the default
-    carried: tuple[str, ...] = ("model.vision_tower.", "model.multi_modal_projector.")
-
-
+_LLAVA = "model.vision_tower.", "model.multi_modal_projector."
+_QWEN_MEDIA = {"image_token_id": 151655, "video_token_id": 151656}
+_GLM_MEDIA = {"image_token_id": 151343, "video_token_id": 151344}
 WRAPPERS = {
-    "gemma3": Wrapper("Gemma 3 (4B to 27B)", ("gemma3_text",)),
-    "mistral3": Wrapper("Mistral Small 3.1 and 3.2, Ministral 3", ("mistral", "ministral3")),
+    "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA),
+    "mistral3": Wrapper(("mistral", "ministral3"), {"image_token_index": 10}, _LLAVA),
+    "qwen3_vl": Wrapper(("qwen3_vl_text",), _QWEN_MEDIA, tied="outside"),
+    "qwen3_vl_moe": Wrapper(("qwen3_vl_moe_text",), _QWEN_MEDIA, tied="outside"),
+    "qwen2_5_vl": Wrapper(("qwen2_5_vl_text",), _QWEN_MEDIA, tied="either", flat=True),
+    "qwen2_vl": Wrapper(("qwen2_vl_text",), _QWEN_MEDIA, tied="either", flat=True),
+    "glm4v": Wrapper(("glm4v_text",), _GLM_MEDIA, tied="either"),
+    "glm4v_moe": Wrapper(("glm4v_moe_text",), {"image_token_id": 151363, "video_token_id": 151364}, tied="either"),
+    "glm46v": Wrapper(("glm4v_text",), _GLM_MEDIA, tied="outside"),
 }
+
+
+def text_of(raw: dict[str, Any]) -> tuple[Any, str]:
+    """(what a wrapper's config.json says of the language model, the key that it stands under, "" where flat)."""
+    if not WRAPPERS[raw["model_type"]].flat or raw.get("text_config") is not None:
+        return raw.get("text_config"), "text_config"
+    return {key: value for key, value in raw.items() if key not in ("model_type", "vision_config")}, ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from trireme.models.families.family import Family
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.rope import GLOBAL, LOCAL
-from trireme.models.families.table import Family
 
 
 def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
@@ -18,7 +18,9 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
         return 0, 0, ()
     if family.windows == "pattern":
         return _pattern(keys, family, layers, window)
-    first = _first_window(keys, layers) if family.windows == "above" else 0
+    first = 0
+    if family.windows == "above":
+        first = _first_window(keys, family, layers) if keys.flag("use_sliding_window", False) else layers
     first = first if window else layers
     types = keys.raw.get("layer_types")
     wanted = lambda: [GLOBAL] * first + [LOCAL] * (layers - first)
@@ -32,12 +34,12 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
     return (window, first, ()) if first < layers else (0, 0, ())
 
 
-def _first_window(keys: Keys, layers: int) -> int:
-    """The first layer with a window; `layers` for none."""
-    first = keys.raw.get("max_window_layers", 28)
+def _first_window(keys: Keys, family: Family, layers: int) -> int:
+    """The first layer with a window, by max_window_layers."""
+    first = keys.raw.get("max_window_layers", family.above)
     if type(first) is not int or first < 0:
         raise keys.error("max_window_layers", "an integer >= 0")
-    return min(first, layers) if keys.flag("use_sliding_window", False) else layers
+    return min(first, layers)
 
 
 def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int, int, tuple[int, ...]]:
@@ -61,10 +63,13 @@ def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[s
     if family.unrotated == "listed":
         some = unrotated_layers(keys, layers) if window and keys.flag("use_sliding_window", False) else ()
         return [LOCAL if i in some else GLOBAL for i in range(layers)]
+    if family.above:
+        first = _first_window(keys, family, layers) if window else layers
+        return [GLOBAL] * first + [LOCAL] * (layers - first)
     if not family.period:
         return [LOCAL if window else GLOBAL] * layers
     period = keys.count("sliding_window_pattern", family.period) if family.period_key else family.period
-    return [LOCAL if (i + 1) % period else GLOBAL for i in range(layers)]
+    return [LOCAL if (i + (not family.first)) % period else GLOBAL for i in range(layers)]
 
 
 def _refuse_hybrids(keys: Keys, layers: int) -> None:

@@ -82,12 +82,33 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
     """A tensor as a checkpoint has it: itself, or a layer's experts one by one, in the same order."""
     if cfg.experts and len(shape) == 1 and name.endswith((f".{GATE_UP}_bias", f".{DOWN}_bias")):
         return [(name, (cfg.experts.count, shape[0] // cfg.experts.count))]
+    if cfg.names.correction_row and len(shape) == 1 and name.endswith(cfg.names.correction):
+        return [(name, (1, *shape))]
+    if len(shape) == 3 and cfg.names.stacked:
+        before, what = name.rsplit(f"{cfg.names.experts}.", 1)
+        return [(before + cfg.names.stacked[what == DOWN], shape)]
     if len(shape) < 3 or not cfg.names.each:
         return [(name, shape)]
     prefix, what = name.rsplit(".", 1)
     each = cfg.names.each[2:] if what == DOWN else cfg.names.each[:2]
     one = (shape[1] // len(each), shape[2])
     return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in each]
+
+
+def within_experts(cfg: ModelConfig, name: str) -> tuple[str, int | None, int | None]:
+    """(the matrix of all experts that a stored tensor is in, which expert, which half): None where it is all of them.
+
+    Of another tensor: its name.
+    """
+    for matrix, stacked in zip((GATE_UP, DOWN), cfg.names.stacked, strict=False):
+        if name.endswith(f".{stacked}"):
+            return f"{name.removesuffix(stacked)}{cfg.names.experts}.{matrix}", None, None
+    before, _, last = name.removesuffix(".weight").rpartition(".")
+    layer, _, expert = before.rpartition(".")
+    if last not in cfg.names.each or not expert.isdigit():
+        return name, None, None
+    half = cfg.names.each.index(last)
+    return (f"{layer}.{DOWN}", int(expert), None) if half == 2 else (f"{layer}.{GATE_UP}", int(expert), half)
 
 
 def stored_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -137,7 +158,7 @@ def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[G
     for group in groups:
         name, shape = group[0]
         if len(shape) == 3 and lora.adapts(name.rpartition(".")[0]):
-            features = shape[1:] if cfg.names.each else shape[:0:-1]  # (out, in)
+            features = shape[:0:-1] if cfg.names.experts_in_out else shape[1:]  # (out, in)
             sizes = zip(adapter_names(name), reversed(features), strict=True)
             found += [[(part, (shape[0] * lora.rank, n))] for part, n in sizes]
         matrices = [(name.removesuffix(".weight"), shape) for name, shape in group if len(shape) == 2]
@@ -235,7 +256,7 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
 def _expert_groups(cfg: ModelConfig) -> list[Group]:
     names, own, D = cfg.names, cfg.experts, cfg.width
     assert own is not None
-    stored = lambda rows, columns: (own.count, *((rows, columns) if names.each else (columns, rows)))
+    stored = lambda rows, columns: (own.count, *((columns, rows) if names.experts_in_out else (rows, columns)))
     groups: list[Group] = [
         [(f"{names.experts}.{GATE_UP}", stored(2 * own.width, D))],
         [(f"{names.experts}.{DOWN}", stored(D, own.width))],

@@ -1,37 +1,63 @@
 """python scripts/dev/models.py: writes docs/models.md, the families that can be trained, from their table."""
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
+from trireme.models.families.family import EXACT_GELU, SILU, Family
+from trireme.models.families.known import KNOWN
 from trireme.models.families.rope import KINDS
-from trireme.models.families.table import EXACT_GELU, FAMILIES, SILU, WRAPPERS, Family
+from trireme.models.families.table import FAMILIES, WRAPPERS
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
 TEXT = """# Models that can be trained
 
 Made by `python scripts/dev/models.py` from `models/families/table.py`: a family is a row there, never a branch in the
 code behind it. Each is tested with random weights against transformers {version}: logits and every gradient in fp32
-within 1e-5, tables of angles to the bit, 50 steps of training within 1e-4, every set of saved tensors to the same bits,
-and a saved folder that transformers opens again with equal weights.
+within 1e-5, packed documents against one document at a time, tables of angles bit for bit, each key of `config.json`
+that transformers reads, and a saved folder that transformers opens again with equal weights. "Release" means that
+names, shapes and number of all tensors are also compared for the `config.json` of the release, "checkpoint" that losses
+and gradients of a real one are.
 
-| `model_type` | known as | beside an RMSNorm before each half, SwiGLU and rotary positions |
-|---|---|---|
+A type in brackets is the `model_type` inside `text_config`. Of a multimodal model the language model is trained, by
+text alone: its other tensors are copied into the result byte for byte, and rows with image or video tokens are refused.
+
+| | `model_type` | released models | beside an RMSNorm before each half, SwiGLU and rotary positions | verified |
+|---|---|---|---|---|
 {rows}
-
-Of a multimodal model the language model is trained, by the same rows; its other tensors are copied into the result byte
-for byte, and a line says so:
-
-| `model_type` | known as | `model_type` of its `text_config` |
-|---|---|---|
-{wrappers}
 
 Rope, in the spellings of transformers 4 and 5: {kinds}. With `longrope` the run's `--seq-len` says which factors
 are used, the short ones up to `original_max_position_embeddings`. `--rope-factor X` extends a context X times by YaRN,
 in training and in the result's `config.json`.
 
-Refused, with one line that names the key: soft-capped scores and logits (Gemma 2), other activations, quantized
-weights but gpt-oss's MXFP4, heads for other tasks, routing by groups of experts (`n_group`).
+Refused, with one line that names the key: soft-capped scores and logits, other activations, quantized weights but
+gpt-oss's MXFP4, heads for other tasks, routing by groups of experts (`n_group`).
+
+## Known, and not supported
+
+| what they have | model types | the nearest that can be trained |
+|---|---|---|
+{known}
 """
+MAKERS = {
+    "LLaMA and alike": "llama seed_oss smollm3 cwm helium",
+    "GPT": "gpt2 gpt_neox gpt_oss starcoder2",
+    "Qwen": ("qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"),
+    "GLM": "glm glm4 glm4_moe glm4v_text glm4v_moe_text",
+    "Mistral": "mistral ministral ministral3 mixtral",
+    "MiniMax": "minimax_m2",
+    "Tencent": "hy_v3",
+    "EXAONE": "exaone4 exaone_moe",
+    "Upstage": "solar_open",
+    "rednote": "dots1",
+    "Baidu": "ernie4_5",
+    "JetBrains": "mellum",
+    "Google": "gemma3_text",
+    "Microsoft": "phi3",
+    "IBM": "granite granitemoehybrid",
+    "Ai2": "olmo2 olmo3 olmoe",
+}
 
 
 def special(family: Family) -> list[str]:
@@ -66,7 +92,7 @@ def special(family: Family) -> list[str]:
         "embedding times the root of the width": family.embed_root,
         "biases": bool(family.qkv_bias),
         "a mixture of experts in place of the MLP": family.experts is not None,
-        "dense layers first": family.experts is not None and family.experts.leading > 0,
+        "dense layers first": family.experts is not None and bool(family.experts.leading),
         "experts chosen by sigmoids and a frozen correction": bool(n.correction),
         "MTP layers carried through": family.mtp,
         "attention sinks": bool(n.sinks),
@@ -75,10 +101,32 @@ def special(family: Family) -> list[str]:
     return [words for words, holds in said.items() if holds]
 
 
+def verified(model_type: str) -> str:
+    """How, beyond random weights."""
+    tests = (ROOT / "tests/models/test_released.py").read_text()
+    outer = [name for name, wrapper in WRAPPERS.items() if model_type in wrapper.texts]
+    names = "|".join([model_type, *outer])
+    found = ["release"] * bool(re.search(rf'"({names})"', tests))
+    return ", ".join(found + ["checkpoint"] * (model_type in ("llama", "gpt2"))) or "-"
+
+
+def row(maker: str, model_type: str) -> str:
+    family = FAMILIES[model_type]
+    outer = [f"`{name}`" for name, wrapper in WRAPPERS.items() if model_type in wrapper.texts]
+    own = [f"`{model_type}`"] if not family.inner else []
+    types = ", ".join([*own, *(f"{name} (`{model_type}`)" for name in outer)])
+    return f"| {maker} | {types} | {family.known_as} | {', '.join(special(family)) or '-'} | {verified(model_type)} |"
+
+
 def page() -> str:
-    rows = [f"| `{name}` | {f.known_as} | {', '.join(special(f)) or '-'} |" for name, f in FAMILIES.items()]
-    wrappers = [f"| `{name}` | {w.known_as} | {', '.join(f'`{t}`' for t in w.texts)} |" for name, w in WRAPPERS.items()]
-    words = dict(rows="\n".join(rows), wrappers="\n".join(wrappers), kinds=", ".join(KINDS))
+    listed = [(maker, name) for maker, types in MAKERS.items() for name in types.split()]
+    assert {name for _, name in listed} == {*FAMILIES}, "each family has a maker"
+    rows = [row(maker if MAKERS[maker].split()[0] == name else "", name) for maker, name in listed]
+    known = [
+        f"| {reason} | {', '.join(f'`{name}`' for name in types.split())} | `{nearest}` |"
+        for (reason, nearest), types in KNOWN.items()
+    ]
+    words = dict(rows="\n".join(rows), known="\n".join(known), kinds=", ".join(KINDS))
     return TEXT.format(version=version("transformers"), **words)
 
 

@@ -42,6 +42,9 @@ def trained(cfg, plan, lanes):
         "qwen3 moe",
         "gpt oss",
         "glm4 moe",
+        "minimax m2",
+        "exaone moe",
+        "hy v3",
     ],
 )
 def test_placement_never_changes_the_numbers(case, halves):

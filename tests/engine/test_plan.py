@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 
 import pytest
 from engines import LLAMA
-from hostile import LAUGHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutations import LAUGHS
 
 from trireme.engine.buffers import fits, usage
 from trireme.engine.build import build

@@ -23,6 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+LAUGHS = "&a [x, x, x, x, x, x, x, x, x, x]"  # a kilobyte of YAML, and written out ten words to the 20th power
+for before, after in zip("abcdefghijklmnopqrs", "bcdefghijklmnopqrst", strict=True):
+    LAUGHS = f"&{after} [{LAUGHS}, {', '.join([f'*{before}'] * 9)}]"
 ROOT = Path(__file__).parents[2]
 LIMIT = 10.0  # seconds of CPU that a file may take
 ROOM = 3 << 30  # bytes of address space that it may take

@@ -64,6 +64,9 @@ NEOX = dict(vocab_size=97, hidden_size=64, intermediate_size=72, num_hidden_laye
             max_position_embeddings=64)  # fmt: skip
 DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=None)
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+PAIR = dict(sliding_window=5, layer_types=TYPES[:2])  # of two layers
+CORRECTED = MIXTURE | dict(head_dim=12, n_routed_experts=6, n_shared_experts=1, routed_scaling_factor=1.7)
+ROPES = dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=100.0))
 # name -> (model_type, keys of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2),
@@ -154,6 +157,32 @@ CASES = {
     "glm4 moe, q and k norms, biases": ("glm4_moe", GLM | dict(
         use_qk_norm=True, attention_bias=True, norm_topk_prob=False, n_shared_experts=2, first_k_dense_replace=2,
         tie_word_embeddings=True)),
+    "solar open": ("solar_open", CORRECTED),
+    "solar open tied, biases": ("solar_open", CORRECTED | dict(
+        tie_word_embeddings=True, attention_bias=True, norm_topk_prob=False, n_shared_experts=2)),
+    "dots1": ("dots1", CORRECTED | PAIR | dict(first_k_dense_replace=1)),
+    "dots1 window above, biases": ("dots1", CORRECTED | dict(
+        sliding_window=5, max_window_layers=1, attention_bias=True, norm_topk_prob=False, num_key_value_heads=None)),
+    "minimax m2": ("minimax_m2", MIXTURE | dict(num_local_experts=6, intermediate_size=24, head_dim=12, rotary_dim=6)),
+    "minimax m2 tied, whole heads": ("minimax_m2", MIXTURE | dict(
+        num_local_experts=4, intermediate_size=24, tie_word_embeddings=True)),
+    "exaone moe": ("exaone_moe", CORRECTED | PAIR | dict(num_shared_experts=1)),
+    "exaone moe, all sparse, by period": ("exaone_moe", CORRECTED | dict(
+        num_shared_experts=2, mlp_layer_types=["sparse"] * 2, sliding_window=5, sliding_window_pattern=2,
+        norm_topk_prob=False)),
+    "hy v3": ("hy_v3", CORRECTED | dict(num_shared_experts=1)),
+    "hy v3, all sparse, biases": ("hy_v3", CORRECTED | dict(
+        num_shared_experts=2, mlp_layer_types=["sparse"] * 2, attention_bias=True, router_scaling_factor=0.7,
+        enable_moe_fp32_combine=False)),
+    "mellum": ("mellum", MIXTURE | PAIR | dict(rope_parameters=ROPES)),
+    "mellum, dense layers, no window": ("mellum", MIXTURE | dict(
+        norm_topk_prob=False, mlp_layer_types=["dense", "sparse"], attention_bias=True)),
+    "ernie": ("ernie4_5", LLAMA),
+    "ernie untied, biases": ("ernie4_5", LLAMA | dict(use_bias=True, tie_word_embeddings=False)),
+    "cwm": ("cwm", DIALECTS | dict(sliding_window=5, rope_parameters=LLAMA3)),
+    "cwm biases": ("cwm", LLAMA | PAIR | dict(mlp_bias=True, rope_parameters=ROPES["sliding_attention"])),
+    "helium": ("helium", LLAMA),
+    "helium tied, biases": ("helium", LLAMA | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "qwen3 moe among dense layers": ("qwen3_moe", MIXTURE | dict(
         num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])),
     "qwen2 moe among dense layers": ("qwen2_moe", MIXTURE | dict(
@@ -246,12 +275,14 @@ class Tiny:
 
 def own_name(cfg, name):
     """Ours of a name that transformers has in memory, where files of the model have another."""
-    return name.replace(".mlp.", f".{cfg.names.router.split('.')[0]}.") if cfg.experts else name
+    for here, there in cfg.names.in_modules:
+        name = name.replace(there, here)
+    return name
 
 
 def apart(cfg, name, t):
     """(name, view) of a tensor as a checkpoint has it: experts one by one."""
-    if not cfg.experts:  # a vision tower has tensors of any rank
+    if not cfg.experts or hf.carried(cfg, [name]):  # a vision tower has tensors of any rank
         return [(name, t)]
     stored = shapes.on_disk(cfg, own_name(cfg, name), tuple(t.shape))
     parts = t.view(len(stored), -1)

@@ -9,11 +9,14 @@ import pytest
 import torch
 import transformers
 from tiny import CASES, Tiny, relative
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, initialization
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, initialization
+from wrapped import CASES as WRAPPED
+from wrapped import spelled
 
+from trireme.models import hf
 from trireme.models.config import InputError, parse_config
 from trireme.models.families.extend import extended
-from trireme.models.families.table import FAMILIES
+from trireme.models.families.table import FAMILIES, WRAPPERS
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 MIXED, LAYERS = [LOCAL, GLOBAL, LOCAL, LOCAL], 4
@@ -28,22 +31,37 @@ PLAIN = {"rope_type": "default"}
 
 def released(model_type: str, **keys) -> dict:
     """A small config.json of a model_type, of four layers, in the spelling of transformers 4."""
-    found, family = dict(next(own for kind, own in CASES.values() if kind == model_type)), FAMILIES[model_type]
+    found, family = dict(keys_of(model_type)), FAMILIES[model_type]
     found |= {"model_type": model_type, family.spelled["n_layers"]: LAYERS}
     found |= {"layer_types": ["attention"] * LAYERS} if family.windows == "dense" else {}
     found |= {"sliding_window": 5} if family.windows in ("all", "above", "pattern") else {}
     if family.windows == "pattern":
         found.pop("layer_types", None)
-    scaling = found.pop("rope_parameters", None)
+    scaling = None if family.nested else found.pop("rope_parameters", None)
     return found | ({"rope_scaling": scaling} if scaling else {}) | keys
+
+
+def keys_of(model_type: str) -> dict:
+    """Those of the first case of a model_type."""
+    inner = [keys for wrapper, keys, *_ in WRAPPED.values() if WRAPPERS[wrapper].texts[0] == model_type]
+    return next((own for kind, own in CASES.values() if kind == model_type), *inner[:1])
+
+
+def whole(raw: dict) -> dict:
+    """config.json around what is only said of a language model inside another."""
+    for wrapper, _, vision, more in WRAPPED.values():
+        if FAMILIES[raw["model_type"]].inner and raw["model_type"] in WRAPPERS[wrapper].texts:
+            return {"model_type": wrapper, "text_config": raw, "vision_config": vision} | more
+    return raw
 
 
 def opened(raw: dict, folder: Path):
     """The model that transformers makes of config.json, with weights by name."""
     (folder / "config.json").write_text(json.dumps(raw))
     config = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForImageTextToText if raw["model_type"] in WRAPPERS else AutoModelForCausalLM
     with initialization.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.tie_weights()
     with torch.no_grad():
         corrections = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
@@ -57,11 +75,14 @@ def opened(raw: dict, folder: Path):
 
 def difference(raw: dict, folder: Path) -> float:
     """Of our logits from those of transformers, both by config.json alone; 1 where the tensors do not fit."""
+    raw = whole(raw)
     model = opened(raw, folder)
     with torch.no_grad():
-        expected = model(IDS[None], use_cache=False).logits[0]
+        expected = model(input_ids=IDS[None], use_cache=False).logits[0]
         try:
-            return relative(Tiny(parse_config(raw), model.state_dict()).logits(IDS, [len(IDS)]), expected)
+            state = spelled(model, model.state_dict())
+            cfg = hf.as_found(parse_config(raw), {name: tuple(t.shape) for name, t in state.items()})
+            return relative(Tiny(cfg, state).logits(IDS, [len(IDS)]), expected)
         except InputError:
             return 1.0
 
@@ -81,10 +102,12 @@ NOT_IN_LOGITS = re.compile(
 )
 BASIC = ("is_causal", "per_layer_config", "layer_types", "sliding_window", "use_sliding_window", "head_dim",
          "num_key_value_heads", "partial_rotary_factor", "rope_theta", "original_max_position_embeddings",
-         "tie_word_embeddings", "sliding_window_pattern", "max_window_layers", "mlp_only_layers",
-         "decoder_sparse_step", "rope_local_base_freq")  # fmt: skip
+         "tie_word_embeddings", "sliding_window_pattern", "max_window_layers", "mlp_only_layers", "mlp_layer_types",
+         "decoder_sparse_step", "rope_local_base_freq", "first_k_dense_replace", "rotary_dim")  # fmt: skip
 VALUES = {
     "layer_types": (MIXED, [GLOBAL] * LAYERS, [LOCAL] * LAYERS, None),
+    "mlp_layer_types": (["dense", "sparse"] * 2, ["sparse"] * LAYERS, None),
+    "rotary_dim": (4, None),
     "layers_block_type": (["mamba"] * LAYERS, None),
     "hidden_act": ("gelu", "gelu_new", "silu"),
     "per_layer_config": ({"0": {"sliding_window": 3}}, None),
@@ -129,13 +152,13 @@ def others(key: str, value) -> tuple:
 
 def accepted(raw: dict) -> tuple[list[dict], list[dict]]:
     """Other values of single keys that we accept, those that make the same model first."""
-    base, same, other = parse_config(raw), [], []
+    base, same, other = parse_config(whole(raw)), [], []
     for key, default in read_by_transformers(raw["model_type"]).items():
         for value in others(key, raw.get(key, default)):
             try:
-                made = parse_config(raw | {key: value})
+                made = parse_config(whole(raw | {key: value}))
                 if value is None:
-                    AutoConfig.for_model(**raw | {key: value})  # refuses most nulls
+                    AutoConfig.for_model(**whole(raw | {key: value}))  # refuses most nulls
             except Exception:
                 continue
             (same if made == base else other).append({key: value})
@@ -146,10 +169,10 @@ def gathered(raw: dict, changes: list[dict], most: int) -> list[dict]:
     """Changes of different keys in one, as many as `most`, for fewer models: where one adds as much to the others."""
     groups: list[dict] = []
     for change in changes:
-        moves = parse_config(raw | change) != parse_config(raw)
+        moves = parse_config(whole(raw | change)) != parse_config(whole(raw))
         for group in groups:
             try:
-                alike = (parse_config(raw | group | change) != parse_config(raw | group)) == moves
+                alike = (parse_config(whole(raw | group | change)) != parse_config(whole(raw | group))) == moves
             except InputError:
                 continue
             if alike and len(group) < most and not group.keys() & change.keys():
@@ -190,7 +213,7 @@ def test_every_key_is_read_or_refused(model_type, folder):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.rotary])
+@pytest.mark.parametrize("model_type", [name for name, own in FAMILIES.items() if own.rotary and not own.nested])
 def test_rope_in_the_spelling_of_transformers_4(model_type, folder):
     """Flat keys: theta, and what scales it under its newer and its older name."""
     family = FAMILIES[model_type]
@@ -202,8 +225,10 @@ def test_rope_in_the_spelling_of_transformers_4(model_type, folder):
     elif family.local_theta:
         scaled = [YARN | {"attention_factor": 1.2}, LINEAR | {"rope_type": "linear"}]
     outside = {"original_max_position_embeddings": 8} if family.original else {}
+    usual = keys_of(model_type).get("rope_parameters", {})
+    sections = {name: usual[name] for name in usual if name == "mrope_section"}
     for scaling in scaled:
-        raw = released(model_type, **{family.spelled["theta"]: 500.0}, rope_scaling=scaling, **outside)
+        raw = released(model_type, **{family.spelled["theta"]: 500.0}, rope_scaling=scaling | sections, **outside)
         assert difference(raw, folder) < 1e-5, scaling
 
 

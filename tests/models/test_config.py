@@ -9,6 +9,8 @@ import pytest
 from script_files import script
 
 from trireme.models.config import SUPPORTED, InputError, Rope, default_number, numbers, parse_config, read_config
+from trireme.models.families.known import KNOWN
+from trireme.models.families.table import FAMILIES, WRAPPERS
 
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
@@ -110,7 +112,14 @@ def test_attention_scale_by_layer():
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (dict(model_type="mamba"), ["mamba", "gpt2, llama, mistral, qwen2, qwen3"]),
+        (dict(model_type="mamba"), ["mamba", "it has Mamba layers", "llama", "docs/models.md"]),
+        (dict(model_type="qwen3_next"), ["linear attention", "qwen3_moe"]),
+        (dict(model_type="deepseek_v3"), ["latent attention", "glm4_moe"]),
+        (dict(model_type="qwen_3"), ["it is not known. Did you mean qwen3?"]),
+        (dict(model_type=["llama"]), ["model_type", "it is not known. docs/models.md"]),
+        (dict(model_type="qwen3_vl_text"), ["qwen3_vl_text", "Did you mean qwen3_vl"]),
+        (LLAMA | dict(quantization_config=dict(quant_method="fp8")), ["quantized in fp8", "BF16"]),
+        (LLAMA | dict(quantization_config=[4]), ["quantization_config", "does not name"]),
         (dict(), ["model_type"]),
         (GPT2 | dict(activation_function="gelu"), ["activation_function", "gelu_new"]),
         (GPT2 | dict(activation_function="relu"), ["activation_function"]),
@@ -230,12 +239,21 @@ def test_what_was_written_before_is_the_same_model():
     assert json.loads(json.dumps(found)) == found
 
 
+def test_what_is_known_and_not_supported():
+    """Each is refused with a reason, and points at what is supported."""
+    types = [name for names in KNOWN.values() for name in names.split()]
+    assert len(types) == len({*types})
+    assert not {*types} & {*FAMILIES, *WRAPPERS}
+    assert {nearest for _, nearest in KNOWN} <= {*SUPPORTED}
+
+
 def test_only_the_table_names_a_family():
     """Blocks, shapes and engine read descriptions; sizes.py gives some."""
     root = Path(__file__).parents[2]
     own = set(SUPPORTED) - {"llama", "gpt2"} | {"gemma3"}
     for path in (path for room in ("models", "engine", "kernels") for path in root.glob(f"{room}/**/*.py")):
-        if path not in (root / "models/families/table.py", root / "engine/planner/sizes.py"):
+        named = ("models/families/table.py", "models/families/known.py", "engine/planner/sizes.py")
+        if path not in [root / name for name in named]:
             words = set(re.findall(r"[\"']([a-z_]+\d*\w*)[\"']", path.read_text()))
             assert not words & own, path
 

@@ -1,12 +1,14 @@
-"""Configs of released models, shortened to a few layers: every tensor's name and shape is that of transformers."""
+"""Configs of released models, shortened to two layers: tensors, by name and shape, and parameters of transformers."""
+
+from math import prod
 
 import pytest
 import torch
-from tiny import own_name
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from wrapped import spelled
 
 from trireme.models.config import parse_config
-from trireme.models.hf import canonical_names, carried
+from trireme.models.hf import as_found, canonical_names, carried
 from trireme.models.sizes import shapes
 
 YARN = dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0, beta_slow=1.0,
@@ -22,6 +24,32 @@ def sizes(model_type, vocab, width, ffn, layers, heads, kv_heads=None, **more):
     return {key: value for key, value in own.items() if value is not None} | more, layers
 
 
+def mixture(model_type, vocab, width, ffn, layers, heads, kv_heads, inner, experts, **more):
+    """As sizes, of a mixture with experts of `inner` features, under all names of the keys."""
+    keys = dict(moe_intermediate_size=inner, num_experts_per_tok=8, norm_topk_prob=True)
+    return sizes(model_type, vocab, width, ffn, layers, heads, kv_heads, **{COUNTS[model_type]: experts} | keys | more)
+
+
+def wrapped(text, vision, **more):
+    """A config.json with the text's in it."""
+    (keys, layers), outer = text, text[0]["model_type"].removesuffix("_text")
+    return dict(model_type=outer, text_config=keys, vision_config=vision) | more, layers
+
+
+def flat(text, vision):
+    """One in which keys of the text are not apart."""
+    return text[0] | dict(vision_config=vision), text[1]
+
+
+COUNTS = dict(
+    solar_open="n_routed_experts", dots1="n_routed_experts", minimax_m2="num_local_experts", exaone_moe="num_experts",
+    hy_v3="num_experts", mellum="num_experts", qwen3_vl_moe_text="num_experts", glm4v_moe_text="n_routed_experts",
+    ernie4_5_moe="moe_num_experts", granitemoe="num_local_experts",
+)  # fmt: skip
+TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, image_size=16)
+DEEP = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, deepstack_visual_indexes=[0])
+WINDOWED = TOWER | dict(fullatt_block_indexes=[0], out_hidden_size=3584)
+MROPE = dict(mrope_interleaved=True, mrope_section=[24, 20, 20], rope_type="default")
 RELEASED = {  # name -> ((config.json, layers), parameters as the name or the card says, in 1e9)
     "TinyLlama 1.1B": (sizes("llama", 32000, 2048, 5632, 22, 32, 4), 1.1),
     "Yi 6B": (sizes("llama", 64000, 4096, 11008, 32, 32, 4, rope_theta=5e6), 6.06),
@@ -52,6 +80,48 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
         model_type="mistral3", vision_config=PIXTRAL, tie_word_embeddings=False,
         text_config=sizes("ministral3", 131072, 4096, 14336, 34, 32, 8, head_dim=128, sliding_window=None,
                           rope_parameters=YARN)[0]), 34), 8.49),
+    "Solar Open 100B": (mixture("solar_open", 196608, 4096, 10240, 48, 64, 8, 1280, 128, head_dim=128, rope_theta=1e6,
+                                partial_rotary_factor=1.0, first_k_dense_replace=0, n_shared_experts=1,
+                                rope_scaling=dict(type="yarn", factor=2.0, original_max_position_embeddings=65536)),
+                        102.7),
+    "dots.llm1": (mixture("dots1", 152064, 4096, 10944, 62, 32, 32, 1408, 128, n_shared_experts=2,
+                          num_experts_per_tok=6, first_k_dense_replace=1, routed_scaling_factor=2.5, n_group=None,
+                          topk_group=None), 142.8),
+    "MiniMax-M2": (mixture("minimax_m2", 200064, 3072, 1536, 62, 48, 8, 1536, 256, head_dim=128, rotary_dim=64,
+                           rope_theta=5000000, use_qk_norm=True, use_mtp=True, scoring_func="sigmoid",
+                           attn_type_list=[1] * 62), 228.7),
+    "K-EXAONE 236B": (mixture("exaone_moe", 153600, 6144, 18432, 48, 64, 8, 2048, 128, head_dim=128, rope_theta=1e6,
+                              first_k_dense_replace=1, num_shared_experts=1, sliding_window=128,
+                              sliding_window_pattern="LLLG",
+                              layer_types=["sliding_attention", "full_attention"]), 236.6),
+    "Hy3": (mixture("hy_v3", 120832, 4096, 13312, 80, 64, 8, 1536, 192, head_dim=128, rope_theta=11158840.0,
+                    first_k_dense_replace=1, num_shared_experts=1, router_scaling_factor=2.826,
+                    num_nextn_predict_layers=1), 295.0),
+    "Mellum 2 12B": (mixture("mellum", 98304, 2304, 7168, 28, 32, 4, 896, 64, head_dim=128,
+                             layer_types=["full_attention", "sliding_attention"], sliding_window=1024), 12.15),
+    "ERNIE 4.5 0.3B": (sizes("ernie4_5", 103424, 1024, 3072, 18, 16, 2, head_dim=128, use_bias=False,
+                             tie_word_embeddings=True, rope_theta=500000), 0.36),
+    "CWM 32B": (sizes("cwm", 128256, 6144, 21504, 64, 48, 8, head_dim=128, sliding_window=8192, rope_theta=1e6,
+                      rope_scaling=dict(factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type="llama3",
+                                        original_max_position_embeddings=8192)), 32.6),
+    "Helium 1 preview": (sizes("helium", 48000, 2560, 7040, 24, 20, 20, head_dim=128, rope_theta=1e5), 2.17),
+    "Qwen3-VL 2B": (wrapped(sizes("qwen3_vl_text", 151936, 2048, 6144, 28, 16, 8, head_dim=128, rope_theta=5e6,
+                                  rope_scaling=MROPE), DEEP, tie_word_embeddings=True), 1.72),
+    "Qwen3-VL 235B": (wrapped(mixture("qwen3_vl_moe_text", 151936, 4096, 12288, 94, 64, 4, 1536, 128, head_dim=128,
+                                      rope_theta=5e6, decoder_sparse_step=1, mlp_only_layers=[], rope_scaling=MROPE),
+                              DEEP, tie_word_embeddings=False), 235.1),
+    "GLM-4.1V 9B": (wrapped(sizes("glm4v_text", 151552, 4096, 13696, 40, 32, 2, partial_rotary_factor=0.5,
+                                  rope_scaling=dict(type="default", mrope_section=[8, 12, 12])), TOWER), 9.4),
+    "GLM-4.5V": (wrapped(mixture("glm4v_moe_text", 151552, 4096, 10944, 46, 96, 8, 1408, 128, head_dim=128,
+                                 attention_bias=True, partial_rotary_factor=0.5, n_shared_experts=1, use_qk_norm=False,
+                                 rope_scaling=dict(rope_type="default", mrope_section=[8, 12, 12])), TOWER), 106.9),
+    "Qwen2.5-VL 7B": (flat(sizes("qwen2_5_vl", 152064, 3584, 18944, 28, 28, 4, sliding_window=32768,
+                                 use_sliding_window=False, max_window_layers=28, rope_theta=1e6,
+                                 rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24])), WINDOWED), 7.62),
+    "Qwen2-VL 2B": (flat(sizes("qwen2_vl", 151936, 1536, 8960, 28, 12, 2, sliding_window=32768,
+                               use_sliding_window=False, tie_word_embeddings=True, rope_theta=1e6,
+                               rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24])), dict(
+                                   depth=1, embed_dim=16, hidden_size=1536, num_heads=2)), 1.54),
 }  # fmt: skip
 
 
@@ -62,10 +132,14 @@ def test_tensors_are_those_of_transformers(name):
     auto = AutoModelForImageTextToText if cfg.wrapper else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.for_model(**raw))
-    found = {own_name(cfg, key): tuple(t.shape) for key, t in model.state_dict().items()}
+        state = spelled(model, {key: t.to("meta") for key, t in model.state_dict().items()})
+    found = {key: tuple(t.shape) for key, t in state.items() if not (cfg.tied and key.endswith("lm_head.weight"))}
+    cfg = as_found(cfg, found)
     beside = carried(cfg, found)
     names = canonical_names(cfg, found)
     assert {key for key, canonical in names.items() if canonical is None} == {*beside}
-    assert len(set(names.values()) - {None}) == sum(len(g) for u in range(4) for g in shapes.weight_groups(cfg, u))
-    whole = shapes.parameters(cfg) + (layers - 2) * shapes.parameters(cfg, 1)
+    assert set(names.values()) - {None} == {*shapes.stored_tensors(cfg)}
+    theirs = sum(prod(shape) for key, shape in found.items() if key not in beside)
+    assert shapes.parameters(cfg) == theirs
+    whole = theirs + (layers - 2) * shapes.parameters(cfg, 2)
     assert whole == pytest.approx(billions * 1e9, rel=0.01)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import CASES as TEXT_CASES
-from tiny import DIALECTS, PLAIN, TYPES, YARN, Tiny, relative, shifted_labels
+from tiny import YARN, Tiny, apart, relative, shifted_labels
 from tiny import oracle as text_oracle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from wrapped import CASES, oracle, spelled
 
 from trireme.engine.run import demo
 from trireme.engine.run.options import Options
@@ -23,87 +24,58 @@ from trireme.storage.checkpoint import open_source
 
 pytestmark = pytest.mark.grid
 
-VISION = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28)
-GEMMA = DIALECTS | dict(layer_types=TYPES, sliding_window=4, query_pre_attn_scalar=12)
-CASES = {  # name -> (model_type, text_config, other keys)
-    "gemma3": ("gemma3", GEMMA, dict(mm_tokens_per_image=4)),
-    "gemma3 untied": ("gemma3", GEMMA | dict(head_dim=8), dict(tie_word_embeddings=False, mm_tokens_per_image=4)),
-    "mistral3": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=None), dict(tie_word_embeddings=False)),
-    "ministral3 in mistral3": (
-        "mistral3",
-        PLAIN | dict(model_type="ministral3", head_dim=16, rope_parameters=YARN | dict(llama_4_scaling_beta=0.5)),
-        dict(tie_word_embeddings=False),
-    ),
-    "mistral3 tied": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=5), dict(tie_word_embeddings=True)),
-}
-
-
-def oracle(case, **text):
-    """(transformers' model with random weights, its config.json)."""
-    model_type, keys, more = CASES[case]
-    torch.manual_seed(0)
-    vision = VISION | dict(patch_size=14) | (dict(head_dim=8) if model_type == "mistral3" else {})
-    config = AutoConfig.for_model(model_type, text_config=keys | text, vision_config=vision, **more)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1] ** -0.5))
-            if "norm" in name:
-                p.add_(1.0 if name.endswith("weight") else 0.0)
-    return model, json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type}
-
-
 @pytest.mark.parametrize(
     ("case", "text"),
     [
         ("gemma3", dict(rope_theta=5e5, rope_local_base_freq=77.0, rope_scaling=dict(rope_type="linear", factor=8.0))),
         ("mistral3", dict(rope_theta=1e9, head_dim=None, rope_scaling=dict(type="linear", factor=2.0))),
         ("ministral3 in mistral3", dict(rope_parameters=None, rope_scaling=YARN | dict(llama_4_scaling_beta=0.0))),
+        ("qwen2.5 vl", dict(rope_parameters=None, rope_theta=1e5, rope_scaling=dict(type="mrope", mrope_section=[4]))),
+        ("glm4v moe", dict(rope_parameters=None, rope_scaling=None, rope_theta=1e5, partial_rotary_factor=0.25)),
     ],
 )
 def test_the_spelling_of_transformers_4(case, text):
     """Flat keys of text_config are what transformers makes of them, in its newer spelling."""
-    model_type, keys, more = CASES[case]
-    made = AutoConfig.for_model(model_type, text_config=keys | text, **more)
+    model_type, keys, vision, more = CASES[case]
+    made = AutoConfig.for_model(model_type, text_config=keys | text, vision_config=vision, **more)
     newer = json.loads(made.to_json_string(use_diff=False)) | dict(model_type=model_type)
     assert "rope_scaling" not in newer["text_config"]
     assert parse_config(dict(model_type=model_type, text_config=keys | text) | more) == parse_config(newer)
 
 
-def in_memory(name: str) -> str:
-    return name
-
-
-def in_files(name: str) -> str:
-    """The spelling of files, before transformers 4.52 also that of models."""
-    inner = "model." + name.removeprefix("model.language_model.")
-    if name.startswith("model.language_model."):
-        return "language_model." + inner
-    return f"language_model.{name}" if name.startswith("lm_head") else name.removeprefix("model.")
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_as_transformers(case):
-    """Logits and every gradient of the language model, in both spellings of its names."""
+    """Logits and every gradient of the language model, by the names of files and, but for experts, of modules."""
     reference, raw = oracle(case)
     cfg = parse_config(raw)
+    released = lambda tensors: turned(cfg, spelled(reference, tensors))
     lengths = [13, 1, 20]
     ids = torch.randint(1, 96, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     labels = shifted_labels(ids, lengths)
-    logits = torch.cat([reference(doc[None]).logits[0] for doc in ids.split(lengths)])
+    logits = torch.cat([reference(input_ids=doc[None]).logits[0] for doc in ids.split(lengths)])
     torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100).backward()
     state = {name: p for name, p in reference.state_dict().items() if not (cfg.tied and name.startswith("lm_head"))}
-    spelled = [Tiny(cfg, {to(name): t for name, t in state.items()}) for to in (in_memory, in_files)]
-    for tiny in spelled:
+    for tensors in [released(state), *([] if cfg.experts else [state])]:
+        tiny = Tiny(cfg, tensors)
         assert relative(tiny.logits(ids, lengths), logits.detach()) < 1e-5
-    spelled[0].train(ids, labels, lengths)
-    grads = spelled[0].grads
-    for name, p in reference.named_parameters():
-        if "vision_tower" in name or "projector" in name:
-            assert p.grad is None
-        else:
-            assert relative(grads.pop(name), p.grad) < 3e-5, name
-    assert not grads
+    tiny = Tiny(cfg, released(state))
+    tiny.train(ids, labels, lengths)
+    beside, grads = carried(cfg, state), dict(reference.named_parameters())
+    assert all((p.grad is None) == (name in beside) for name, p in grads.items())
+    theirs = released({name: p.grad for name, p in grads.items() if p.grad is not None})
+    names = canonical_names(cfg, {name: tuple(t.shape) for name, t in released(state).items()})
+    ours = dict(part for name, grad in tiny.grads.items() for part in apart(cfg, name, grad))
+    for name, grad in theirs.items():
+        error = relative(ours.pop(names[name]), grad)
+        assert error < 3e-5 or name.endswith("k_proj.bias") and float(grad.norm()) < 1e-6, (name, error)
+    assert not ours
+
+
+def turned(cfg, tensors):
+    """Experts as releases have them, where transformers writes them otherwise."""
+    if not (cfg.experts and cfg.names.either):
+        return tensors
+    return {name: t.mT.contiguous() if f".{cfg.names.experts}." in name else t for name, t in tensors.items()}
 
 
 def mtp_layer(reference):
@@ -113,7 +85,9 @@ def mtp_layer(reference):
     return found | {f"{new}enorm.weight": torch.randn(40), f"{new}shared_head.head.weight": torch.randn(96, 40)}
 
 
-@pytest.fixture(scope="module", params=["gemma3", "mistral3", "glm4 moe"])
+@pytest.fixture(
+    scope="module", params=["gemma3", "mistral3", "glm4 moe", "qwen3 vl moe", "qwen2 vl tied, window above"]
+)
 def trained(request, tmp_path_factory):
     """(folder of a small model with tensors beside it, that of a run that trained it, what the run printed)."""
     here = tmp_path_factory.mktemp("wrapped")
@@ -125,9 +99,9 @@ def trained(request, tmp_path_factory):
         model_type, keys = TEXT_CASES[request.param]
         reference, _ = text_oracle(model_type, keys | dict(vocab_size=demo.VOCAB))
     reference.save_pretrained(here / "model")
-    if reference.config.model_type == "glm4_moe":
-        whole = load_file(here / "model/model.safetensors") | mtp_layer(reference)
-        save_file(whole, here / "model/model.safetensors", {"format": "pt"})
+    cfg, whole = read_config(here / "model"), load_file(here / "model/model.safetensors")
+    whole |= mtp_layer(reference) if cfg.mtp_layers else {}
+    save_file(turned(cfg, whole), here / "model/model.safetensors", {"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(here / "demo" / name, here / "model" / name)
     options = Options(
@@ -142,7 +116,9 @@ def trained(request, tmp_path_factory):
 def test_the_tower_goes_through_untouched(trained):
     model, out, said = trained
     before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
-    beside = [name for name in before if any(word in name for word in ("vision_tower", "projector", "layers.3."))]
+    beside = [
+        name for name in before if any(word in name for word in ("vision_tower", "projector", "visual", "layers.3."))
+    ]
     assert before.keys() == after.keys()
     assert carried(read_config(model), before) == beside
     for name, tensor in before.items():
@@ -151,6 +127,7 @@ def test_the_tower_goes_through_untouched(trained):
         assert tensor.dtype == after[name].dtype
     (line,) = [line for line in said if "copied unchanged" in line]
     assert f"{len(beside)} tensors" in line
+    assert line.strip().startswith("text only; the vision part is") == bool(read_config(model).wrapper)
 
 
 def test_transformers_opens_the_result(trained):
@@ -174,8 +151,9 @@ def test_peft_opens_an_adapter_of_the_language_model(trained, tmp_path):
         pytest.skip("no tower beside it")
     data = (str(model.parent / "stories.txt"),)
     out = tmp_path / "out"
+    targets = ("experts", "o_proj") if read_config(model).experts else ()
     options = Options(model=str(model), data=data, out=str(out), seq_len=48, batch_size=2, max_steps=2, lr=1e-2,
-                      device="cpu", lora=4, merge=True)  # fmt: skip
+                      device="cpu", lora=4, lora_targets=targets, merge=True)  # fmt: skip
     finetune(options)
     opened = lambda folder: AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     adapted = peft.PeftModel.from_pretrained(opened(model), out)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hostile import LAUGHS
+from mutations import LAUGHS
 from script_files import script
 
 from trireme.engine.amounts import size

@@ -1,0 +1,122 @@
+"""What a row of the table says of a model_type. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trireme.models.families import names
+from trireme.models.families.experts import ExpertKeys
+from trireme.models.families.names import Names
+
+SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
+EXACT_GELU = "gelu"
+SPELLED = dict(  # field -> key of config.json
+    vocab="vocab_size",
+    width="hidden_size",
+    n_layers="num_hidden_layers",
+    n_heads="num_attention_heads",
+    ffn="intermediate_size",
+    max_positions="max_position_embeddings",
+    eps="rms_norm_eps",
+    act="hidden_act",
+    theta="rope_theta",
+    share="partial_rotary_factor",
+)
+OLD_SPELLED = dict(
+    vocab="vocab_size",
+    width="n_embd",
+    n_layers="n_layer",
+    n_heads="n_head",
+    ffn="n_inner",
+    max_positions="n_positions",
+    eps="layer_norm_epsilon",
+    act="activation_function",
+)
+OLD_ALIASES = {SPELLED[name]: OLD_SPELLED[name] for name in ("width", "n_layers", "n_heads", "max_positions")}
+
+Flag = bool | tuple[str, bool]  # fixed, or (key, default)
+BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What models of a model_type share; defaults as in transformers."""
+
+    known_as: str
+    dense_names: Names = names.SPLIT  # of layers without experts among those with
+    names: Names = names.SPLIT
+    spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
+    layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
+    add_one: bool = False  # norms multiply by 1 + weight
+    gated: bool = True  # otherwise an activation between two products
+    acts: tuple[str, ...] = SILU  # the first is the default
+    qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
+    qk_norm_key: str = ""  # there are any; "": always
+    rotary: bool = True
+    grouped: bool = True  # reads num_key_value_heads and head_dim
+    partial: float = 0.0  # default of partial_rotary_factor; 0: not read
+    pairs: bool = False  # rope turns neighbouring features, not halves
+    rotary_dim: bool = False  # reads rotary_dim: the features of a head that are rotated
+    longrope: bool = False  # what scales positions is longrope, and nothing else
+    rope_types: dict[str, str] = field(default_factory=dict)  # other names of rope's types
+    query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
+    theta: float = 10000.0
+    local_theta: float | None = None  # of layers with a window, whose rope is their own; None: one rope for all
+    local_theta_key: str = ""  # "": none
+    thetas: bool = False  # reads layer_rope_theta, one of each layer; 0: a layer without rope
+    nested: bool = False  # rope is described in rope_parameters alone, for each kind of layers
+    original: int | None = None  # original_max_position_embeddings, outside rope's parameters
+    kv_heads: int | None = None  # None: one a query head
+    head_dim: int | None = None  # None: width / heads
+    vocab: int | None = None  # None: config.json must say it; so for n_heads and ffn
+    n_heads: int | None = None
+    ffn: int | None = None
+    max_positions: int = 2048
+    eps: float = 1e-6
+    tied: bool = False
+    qkv_bias: Flag = False
+    o_bias: Flag = False
+    mlp_bias: Flag = False
+    windows: Literal["none", "all", "above", "pattern", "dense"] = "none"  # "dense": none, and hybrids are refused
+    window: int | None = 4096
+    period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
+    period_key: bool = False  # reads sliding_window_pattern
+    first: bool = False  # of a period the first layer has no window, not the last
+    above: int = 0  # default of max_window_layers, of "above" and of "pattern"; 0: not read
+    listed_type: str = ""  # the model_type that transformers takes it for where layer_types is there
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
+    unrotated: Literal["", "listed", "full", "typed"] = ""  # no_rope_layers; layers without window; all, by a key
+    scaled: bool = False  # reads scales of embedding, attention, branches, logits
+    query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
+    embed_root: bool = False  # the embedding's factor is sqrt(width)
+    experts: ExpertKeys | None = None  # in place of the MLP
+    mxfp4: bool = False  # experts may be packed so
+    mtp: bool = False  # num_nextn_predict_layers more in the file, which predict further tokens
+    carried: tuple[str, ...] = ()  # what names of tensors begin with that are copied and not used
+    rope_said: bool = False  # config.json must describe rope: the default of transformers is no plain one
+    parallel: bool = False  # reads use_parallel_residual
+    by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
+    only: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # keys -> values that are accepted
+    inner: bool = False  # only within a Wrapper
+
+    @property
+    def accepts(self) -> set[str]:
+        """The keys of INERT that it reads."""
+        found = {"query_pre_attn_scalar"} if self.query_scale else set()
+        if self.partial:
+            found |= {"partial_rotary_factor"}
+        if self.scaled:
+            found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+        return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A multimodal model: the language model of its text_config is trained, the rest copied."""
+
+    texts: tuple[str, ...]  # model types of text_config; the first is the default
+    media: dict[str, int]  # keys of the tokens that stand for images and the like -> defaults
+    carried: tuple[str, ...] = ("model.visual.",)
+    tied: Literal["text", "outside", "either"] = "text"  # tie_word_embeddings; "text": outside, then there
+    flat: bool = False  # keys and names of tensors may be those of a text model with a tower beside it

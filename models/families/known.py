@@ -1,0 +1,71 @@
+"""Models that are known and not supported: why, and which supported one is nearest. No torch."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+_VISION = "a vision part that is not known here"
+KNOWN = {  # (what they have, the nearest that is supported) -> their model types
+    ("layers of linear attention (gated delta rule)", "qwen3"): "qwen3_5 qwen3_5_text olmo_hybrid",
+    ("layers of linear attention (gated delta rule)", "qwen3_moe"): (
+        "qwen3_next qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text"
+    ),
+    ("layers of linear attention (Kimi delta attention), and latent attention", "glm4_moe"): (
+        "kimi_linear glm5_next bailing_hybrid"
+    ),
+    ("layers of linear attention (lightning attention)", "minimax_m2"): "minimax",
+    ("recurrent layers in place of attention", "llama"): "rwkv xlstm recurrent_gemma",
+    ("Mamba layers", "llama"): "mamba mamba2 falcon_mamba falcon_h1 bamba zamba zamba2 jamba",
+    ("Mamba layers, and experts with relu squared", "qwen3_moe"): "nemotron_h nemotron_h_omni",
+    ("short convolutions in place of attention", "llama"): "lfm2 lfm3 lfm2_vl lfm3_vl",
+    ("short convolutions in place of attention, and experts", "qwen3_moe"): "lfm2_moe",
+    ("multi-head latent attention, and experts", "glm4_moe"): (
+        "deepseek_v2 deepseek_v3 kimi_k2 kimi_k25 glm4_moe_lite mistral4 longcat_flash sarvam_mla axk1"
+    ),
+    ("multi-head latent attention", "llama"): "minicpm3 youtu",
+    ("sparse attention with an indexer of its keys", "glm4_moe"): (
+        "deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 hy_v4_vl mistral_large4 axk2"
+    ),
+    ("sparse attention with an indexer of its keys, and images", "minimax_m2"): "minimax_m3_vl minimax_m3_vl_text",
+    ("a gate on the result of attention, and experts", "glm4_moe"): "afmoe laguna step3p7",
+    ("a gate on the result of attention", "llama"): "muse_glimmer",
+    ("soft-capped scores and logits", "gemma3_text"): "gemma2 vaultgemma",
+    ("heads of several widths, and values that are keys", "gemma3"): (
+        "gemma4 gemma4_text gemma4_unified gemma4_unified_text"
+    ),
+    ("embeddings for each layer, and layers that share keys and values", "gemma3"): "gemma3n gemma3n_text",
+    ("attention in chunks, and experts with scaled inputs", "qwen3_moe"): "llama4 llama4_text",
+    ("keys wider than values", "qwen3_moe"): "mimo_v2_flash",
+    ("norms behind the branches together with experts", "olmoe"): "flex_olmo",
+    ("experts that are chosen in another way, or within attention", "mixtral"): "phimoe jetmoe",
+    ("a LayerNorm without a bias", "llama"): "cohere cohere2 cohere2_moe cohere2_vision dbrx mpt",
+    ("a LayerNorm without weights", "olmo2"): "olmo",
+    ("one LayerNorm before attention and MLP", "gpt_neox"): "phi gptj codegen falcon",
+    ("a LayerNorm in place of the RMSNorm", "llama"): "stablelm persimmon nemotron",
+    ("another activation, without a gate", "llama"): "apertus nanochat",
+    ("positions that are biases of the scores (ALiBi)", "gpt_neox"): "bloom",
+    ("positions or heads of another kind", "gpt2"): "opt gpt_neo gpt_bigcode xglm biogpt openai-gpt ctrl",
+    ("bytes that are packed in place of tokens", "llama"): "blt",
+    ("weights of three values", "llama"): "bitnet",
+    ("cross-attention to images", "llama"): "mllama",
+    (_VISION, "qwen3_vl"): (
+        "llava llava_next llava_onevision internvl aria idefics2 idefics3 smolvlm paligemma ovis2 molmo2 deepseek_vl "
+        "deepseek_vl_hybrid deepseek_ocr2 minicpmv4_6 minicpmv4_7 aya_vision fuyu phi4_multimodal glm_ocr hunyuan_vl"
+    ),
+    (f"{_VISION}, and experts for images", "ernie4_5"): "ernie4_5_vl_moe",
+    ("audio as its input or output", "qwen3_vl"): "qwen2_5_omni qwen3_omni_moe qwen2_audio voxtral moshi",
+    ("layers that see tokens behind their own", "qwen3"): (
+        "bert roberta distilbert electra albert deberta deberta-v2 modernbert xlm-roberta camembert ernie"
+    ),
+    ("an encoder next to the decoder", "qwen3"): "t5 mt5 umt5 t5gemma bart mbart marian pegasus m2m_100 whisper",
+}
+_WHY = {model_type: found for found, types in KNOWN.items() for model_type in types.split()}
+
+
+def why_not(model_type: object, supported: tuple[str, ...]) -> str:
+    """Of a model_type that is not supported: the reason, and what is near it. Whole sentences."""
+    if isinstance(model_type, str) and model_type in _WHY:
+        reason, nearest = _WHY[model_type]
+        return f"it has {reason}. The nearest that is: {nearest}; docs/models.md lists all."
+    near = get_close_matches(model_type, supported, 1) if isinstance(model_type, str) else []
+    return "it is not known." + (f" Did you mean {near[0]}?" if near else "") + " docs/models.md lists all that are."

@@ -1,0 +1,95 @@
+"""Small multimodal models of transformers with random weights, and their tensors as files name and shape them."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from tiny import DIALECTS, GLM, LLAMA, MIXTURE, PLAIN, TYPES, YARN
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.core_model_loading import revert_weight_conversion
+
+SIGLIP = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+              patch_size=14)  # fmt: skip
+PIXTRAL = SIGLIP | dict(head_dim=8)
+TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=40, patch_size=4)
+DEEP = TOWER | dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
+WIDE = TOWER | dict(out_hidden_size=64)
+ROPE = dict(rope_type="default", rope_theta=1e4)
+GEMMA = DIALECTS | dict(layer_types=TYPES, sliding_window=4, query_pre_attn_scalar=12)
+SECTIONS = ROPE | dict(mrope_section=[2, 3, 3])  # of heads of 16
+FIFTHS = ROPE | dict(mrope_section=[1, 2, 2], mrope_interleaved=True)  # of 10
+UNTIED, TIED = dict(tie_word_embeddings=False), dict(tie_word_embeddings=True)
+CASES = {  # name -> (model_type, text_config, vision_config, other keys)
+    "gemma3": ("gemma3", GEMMA, SIGLIP, dict(mm_tokens_per_image=4)),
+    "gemma3 untied": ("gemma3", GEMMA | dict(head_dim=8), SIGLIP, UNTIED | dict(mm_tokens_per_image=4)),
+    "mistral3": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=None), PIXTRAL, UNTIED),
+    "ministral3 in mistral3": (
+        "mistral3",
+        PLAIN | dict(model_type="ministral3", head_dim=16, rope_parameters=YARN | dict(llama_4_scaling_beta=0.5)),
+        PIXTRAL,
+        UNTIED,
+    ),
+    "mistral3 tied": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=5), PIXTRAL, TIED),
+    "qwen3 vl": ("qwen3_vl", LLAMA | dict(rope_parameters=FIFTHS), DEEP, {}),
+    "qwen3 vl tied, biases": (
+        "qwen3_vl",
+        LLAMA | dict(rope_parameters=YARN | dict(mrope_section=[1, 2, 2]), attention_bias=True),
+        DEEP,
+        TIED,
+    ),
+    "qwen3 vl moe": ("qwen3_vl_moe", MIXTURE | dict(rope_parameters=FIFTHS), DEEP, {}),
+    "qwen3 vl moe among dense layers": (
+        "qwen3_vl_moe",
+        MIXTURE | dict(num_hidden_layers=3, mlp_only_layers=[1], rope_parameters=FIFTHS),
+        DEEP,
+        TIED,
+    ),
+    "qwen2.5 vl": ("qwen2_5_vl", PLAIN | dict(rope_parameters=SECTIONS), WIDE | dict(fullatt_block_indexes=[0]), {}),
+    "qwen2 vl tied, window above": (
+        "qwen2_vl",
+        PLAIN | dict(rope_parameters=SECTIONS, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        dict(depth=1, embed_dim=16, hidden_size=64, num_heads=2, patch_size=4),
+        TIED,
+    ),
+    "glm4v": (
+        "glm4v",
+        PLAIN | dict(rope_parameters=ROPE | dict(partial_rotary_factor=0.5, mrope_section=[1, 1, 2])),
+        WIDE | dict(image_size=16),
+        {},
+    ),
+    "glm4v moe": (
+        "glm4v_moe",
+        GLM | dict(rope_parameters=ROPE | dict(mrope_section=[1, 1, 1]), first_k_dense_replace=1),
+        TOWER | dict(image_size=16),
+        {},
+    ),
+    "glm46v": (
+        "glm46v",
+        PLAIN | dict(model_type="glm4v_text", rope_parameters=SECTIONS),
+        WIDE | dict(image_size=16, model_type="glm4v_vision"),
+        TIED,
+    ),
+}
+
+
+def oracle(case, **text):
+    """(transformers' model with random weights, its config.json)."""
+    model_type, keys, vision, more = CASES[case]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, text_config=keys | text, vision_config=vision, **more)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1] ** -0.5))
+            if "norm" in name:
+                p.add_(1.0 if name.endswith("weight") else 0.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
+    return model, json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type}
+
+
+def spelled(model, tensors):
+    """As files of the model name and shape them."""
+    return {name: t.contiguous() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
