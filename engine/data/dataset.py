@@ -57,6 +57,7 @@ class DataOptions:
     skip_bad: bool = False
     seed: int = 42
     vocab_size: int | None = None  # of the model
+    media: tuple[tuple[int, str], ...] = ()  # tokens of images and the like, which are refused, and their names
     cache: Path | None = None  # None: temporary
     shelf: Shelf | None = None  # comes first
 
@@ -182,6 +183,7 @@ def load_dataset(
         options.vocab_size,
         scratch.path if scratch else Path(options.cache or ""),
         options.shelf,
+        options.media,
     )
     given = [spool(sys.stdin.buffer, reading.folder) if text == "-" else parse_data_file(text) for text in sources]
     share, val_given = _parse_val(options.val)

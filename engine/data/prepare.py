@@ -34,11 +34,13 @@ class Reading:
     vocab_size: int | None
     folder: Path  # of the caches
     shelf: Shelf | None = None
+    media: tuple[tuple[int, str], ...] = ()  # as DataOptions
 
     def key(self, source: DataFile) -> str:
         """Of the content and all that decides its tokens."""
         tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
-        return cache_key(digest(source.path), source.kind, tokenizer, template, self.renames, self.skip_bad)
+        refused = (self.media,) if self.media else ()
+        return cache_key(digest(source.path), source.kind, tokenizer, template, self.renames, self.skip_bad, *refused)
 
 
 @dataclass
@@ -115,11 +117,11 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
             _take(row, reading, tally)
             if len(tally.batch) >= _BATCH_ROWS or tally.characters >= _BATCH_CHARACTERS:
                 _flush(encoders, tally)
-                _put(encoders, writer, tally, vocabulary)
+                _put(encoders, writer, tally, vocabulary, reading)
                 if progress:
                     progress(source.path.name, reader.position, reader.size)
         _flush(encoders, tally)
-        _put(encoders, writer, tally, vocabulary, all=True)
+        _put(encoders, writer, tally, vocabulary, reading, all=True)
         _judge(source, tally)
         form = tally.format.name if tally.format else ""  # _judge has seen a good row
         meta = {"key": key, "name": source.path.name, "format": form, "rows": tally.rows, "bad": tally.bad}
@@ -189,10 +191,14 @@ def _flush(encoders: Encoders, tally: _Tally) -> None:
     tally.batch, tally.characters = [], 0
 
 
-def _put(encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int, all: bool = False) -> None:
+def _put(
+    encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int, reading: Reading, all: bool = False
+) -> None:
     for number, result in encoders.results(all):
         if isinstance(result, BadRow):
             tally.reject(number, result)
+        elif found := [key for token, key in reading.media if token in result.ids]:
+            tally.reject(number, BadRow(f'holds the token of "{found[0]}" in config.json, but only text is trained'))
         elif len(result.ids) and result.ids.max() >= vocabulary:
             tally.reject(number, BadRow(f"token id {result.ids.max()} is in no vocabulary of {vocabulary}"))
         else:

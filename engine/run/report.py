@@ -92,10 +92,11 @@ def _expert_lines(job: Job) -> list[str]:
 def _carried_notes(job: Job) -> list[str]:
     """What the language model does not use."""
     names = hf.carried(job.cfg, job.source.tensors)
-    if not names or job.cfg.lora:
-        return []
     nbytes = sum(job.source.tensors[name].nbytes for name in names)
-    return [f"copied unchanged: {len(names):,} tensors that are not of the language model, {gib(nbytes)}"]
+    copied = "" if not names or job.cfg.lora else f"{len(names):,} tensors, {gib(nbytes)}"
+    if job.cfg.wrapper:
+        return [f"text only; the vision part is copied unchanged{copied and ': '}{copied}"]
+    return [f"copied unchanged, as not of the language model: {copied}"] if copied else []
 
 
 def data_lines(job: Job) -> list[str]:

@@ -649,6 +649,18 @@ def test_ids_beyond_the_vocabulary(tokenizer, tmp_path):
     assert "token id 70000, the model's vocabulary is 260" in error_of(path, None, vocab_size=260)
 
 
+def test_tokens_of_images_are_refused(tokenizer, tmp_path):
+    """By name, in a row of ids or of text; and dropped on demand."""
+    path = write(tmp_path / "a.jsonl", [{"input_ids": [1, 7, 2]}, {"input_ids": [1, 2]}])
+    media = ((9, "image_token_id"), (7, "video_token_id"))
+    message = error_of(path, tokenizer, media=media)
+    assert 'line 1: holds the token of "video_token_id" in config.json, but only text is trained. 1 of 2' in message
+    assert load(path, tokenizer, media=media, skip_bad=True).tokens == 2
+    cache = tmp_path / "cache"  # what another model may train on is not taken from there
+    assert load(path, tokenizer, cache=cache).tokens == 5
+    assert "video_token_id" in error_of(path, tokenizer, media=media, cache=cache)
+
+
 def test_a_huge_line(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"input_ids": [7] * 2_000_000}, {"text": "x"}][:1])
     data = load(path, tokenizer, seq_len=2048)

@@ -226,7 +226,7 @@ def test_rope_in_the_spelling_of_transformers_4(model_type, folder):
         scaled = [YARN | {"attention_factor": 1.2}, LINEAR | {"rope_type": "linear"}]
     outside = {"original_max_position_embeddings": 8} if family.original else {}
     usual = keys_of(model_type).get("rope_parameters", {})
-    sections = {name: usual[name] for name in usual if name == "mrope_section"}
+    sections = {name: usual[name] for name in usual if name in ("mrope_section", "partial_rotary_factor")}
     for scaling in scaled:
         raw = released(model_type, **{family.spelled["theta"]: 500.0}, rope_scaling=scaling | sections, **outside)
         assert difference(raw, folder) < 1e-5, scaling

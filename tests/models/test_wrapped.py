@@ -24,6 +24,7 @@ from trireme.storage.checkpoint import open_source
 
 pytestmark = pytest.mark.grid
 
+
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.grid
         ("mistral3", dict(rope_theta=1e9, head_dim=None, rope_scaling=dict(type="linear", factor=2.0))),
         ("ministral3 in mistral3", dict(rope_parameters=None, rope_scaling=YARN | dict(llama_4_scaling_beta=0.0))),
         ("qwen2.5 vl", dict(rope_parameters=None, rope_theta=1e5, rope_scaling=dict(type="mrope", mrope_section=[4]))),
-        ("glm4v moe", dict(rope_parameters=None, rope_scaling=None, rope_theta=1e5, partial_rotary_factor=0.25)),
+        ("glm4v moe", dict(rope_parameters=None, rope_theta=1e5, partial_rotary_factor=1.0, router_aux_loss_coef=0.01)),
     ],
 )
 def test_the_spelling_of_transformers_4(case, text):

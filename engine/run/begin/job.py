@@ -224,6 +224,7 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         skip_bad=options.skip_bad,
         seed=options.seed,
         vocab_size=cfg.vocab,
+        media=cfg.media,
         cache=None if options.dry_run or not options.out else Path(options.out) / "tokens",
         shelf=shelf(),
     )
