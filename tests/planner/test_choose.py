@@ -35,6 +35,7 @@ WANTED = Wanted(((1024, 2), (512, 4), (256, 8)), record=1 << 20, document=256)
 MIB = 1 << 20
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from((SMALL, ADAPTED, PARTLY)),
@@ -60,6 +61,7 @@ def test_never_slower_than_the_rule_and_within_its_limits(cfg, gpu, host, mode, 
     assert choice == choose(cfg, limits, rates, wanted)
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None, derandomize=True)  # a short search: rarely it misses by more, so drawn alike
 @given(st.integers(60, 600), st.integers(60, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "ssd_write")))
 def test_more_bandwidth_is_never_slower(gpu, host, resource):
@@ -72,6 +74,7 @@ def test_more_bandwidth_is_never_slower(gpu, host, resource):
     assert fast <= slow * 1.03
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.integers(80, 600), st.integers(80, 1500), st.sampled_from(("gpu", "host")), st.sampled_from((1.2, 1.5, 2)))
 def test_more_memory_is_hardly_ever_slower(gpu, host, tier, times):
@@ -85,6 +88,7 @@ def test_more_memory_is_hardly_ever_slower(gpu, host, tier, times):
     assert choose(SMALL, more, RATES, WANTED).found.step_s <= less * 1.04
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None)
 @given(st.integers(80, 600), st.integers(60, 1500), st.floats(0.2, 5), st.sampled_from((0.7, 1.0, 1.5)))
 def test_a_run_that_has_begun_keeps_its_updates_where_they_are(gpu, host, faster, more):

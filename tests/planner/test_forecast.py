@@ -51,6 +51,7 @@ def test_the_memory_table_adds_up(machine):
     assert workspace(f.geo, f.plan)
 
 
+@pytest.mark.full
 def test_a_drive_that_binds_is_named_and_more_of_it_helps():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert "limited by the SSD" in time_line(f)

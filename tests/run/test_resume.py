@@ -168,15 +168,15 @@ def test_killed_in_its_export_a_run_evaluates_again_and_says_so_once(checkpoint,
 
 def test_a_resumed_run_evaluates_on_what_it_has_evaluated_on(checkpoint, monkeypatch):
     """Also where more steps would allow for more of it; a run of before there was a share, on everything."""
-    run = options(checkpoint, checkpoint / "evaluates", "gpu", val="0.5", eval_every=every("0.2"))
+    run = options(checkpoint, checkpoint / "evaluates", "gpu", val="0.2", eval_every=every("0.2"))
     stopped(run, 2, monkeypatch)
-    made = prepare(replace(run, max_steps=200))
+    made = prepare(replace(run, max_steps=50))
     assert made.eval_rows is None
     read, real = [], evaluation.evaluate
     monkeypatch.setattr(
         evaluation, "evaluate", lambda e, micro: read.append(sum(m.tokens for m in micro)) or real(e, micro)
     )
-    stopped(replace(run, resume=run.out, max_steps=200), 41, monkeypatch)
+    stopped(replace(run, resume=run.out, max_steps=50), 11, monkeypatch)
     assert 0 < sum(read) <= prepare(run).work.held_out + run.seq_len < made.work.held_out
     before = {"step": 4, "best": [1.0, 2], "log": [4, 4, 99, 7], "written": 0}
     assert Progress.of(before).eval_rows is None
