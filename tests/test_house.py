@@ -236,6 +236,7 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
+@pytest.mark.full
 def test_the_wheel_has_every_file(wheel):
     packed = {name.removeprefix("trireme/") for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
     on_disk = {p for room in ROOMS for p in (ROOT / room).iterdir() if p.suffix in (".py", ".cpp", ".typed")}
@@ -272,6 +273,7 @@ def test_the_wheel_works_beside_others_packages(site, tmp_path):
     assert Path(theirs).is_relative_to(tmp_path / "kernels")
 
 
+@pytest.mark.full
 def test_the_wheel_has_the_command(site, tmp_path):
     code = """if True:
         from importlib.metadata import entry_points

@@ -71,6 +71,7 @@ def a_run(cfg: ModelConfig, limits: Limits, folder: Path) -> list[str]:
     return sorted({unit.state for unit in plan.units})
 
 
+@pytest.mark.full
 def test_resident_memory_stays_within_the_limits(tmp_path):
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("/proc/self/clear_refs cannot be written here")

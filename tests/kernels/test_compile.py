@@ -45,6 +45,7 @@ def test_each_chip_has_the_memory_of_its_tiles():
     assert heads == {*product((86, 90, 100, 120), (128, 192)), (86, 64), (120, 64)}  # 86: in fp32
 
 
+@pytest.mark.full
 def test_kernels_fit_ada():
     kernels = _compile("89")
     assert len(kernels) > 30
@@ -54,6 +55,7 @@ def test_kernels_fit_ada():
         assert kernel["widest"] == 16 or kernel["name"] in NARROW or neighbours, kernel
 
 
+@pytest.mark.full
 def test_products_use_hopper():
     kernels = _compile("90")
     assert {"fwd_kernel", "dq_kernel", "dkv_kernel", "_grouped_mm", "add_kernel"} <= {

@@ -485,6 +485,7 @@ def test_unwritable_cache(monkeypatch, tmp_path, fresh):
     both(host_adamw.adamw_, state(100, True, BF16))
 
 
+@pytest.mark.full
 @needs_compiler
 def test_without_march_native(fresh, monkeypatch, tmp_path):
     real = shutil.which("c++") or shutil.which("g++")

@@ -354,6 +354,7 @@ def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch
         assert bounds[16] == bounds[TOKENS]
 
 
+@pytest.mark.grid
 @UNITS
 @pytest.mark.parametrize("name", SMALL_MODELS | DIALECTS)
 @pytest.mark.parametrize("most", [1 << 29, 0])
@@ -372,6 +373,7 @@ def test_workspace_holds_the_codes_of_fp8(name, most, halves, u, monkeypatch):
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 2)], ids=["block", "mlp"])  # a CPU's attention copies
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("grads", ["BF16", "F32"])
@@ -407,6 +409,7 @@ def test_workspace_is_enough_for_adapters_of_experts(rank, halves, u, monkeypatc
     assert more == 2 * TOKENS * 3 * rank * (64 + 96 + 48 + 64) * (shapes.kind(cfg, u) != "attention")
 
 
+@pytest.mark.grid
 @UNITS
 @pytest.mark.parametrize("name", SMALL_MODELS | DIALECTS)
 def test_flops_are_those_of_the_products(name, halves, u, monkeypatch):

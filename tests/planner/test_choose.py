@@ -121,6 +121,7 @@ def test_without_a_drive_the_gpu_holds_state_rather_than_activations():
     assert not choice.plan.uses("ssd")
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None)
 @given(st.integers(60, 600), st.integers(60, 2000))
 def test_without_a_drive_nothing_is_put_on_one(gpu, host):
@@ -237,6 +238,7 @@ def test_activations_travel_where_ram_and_the_bus_have_room():
     assert any("wait in RAM" in line for line in choice.because)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("gpu", "ram", "drive", "drives", "sizes"),
     [("h200", 2048, "p5510", 12, ((16384, 4), (8192, 8), (4096, 16))),
@@ -285,6 +287,7 @@ def test_half_blocks_where_whole_ones_do_not_fit():
     assert not choose(wide, limits(2 * room), RATES, wanted).plan.halves
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None)
 @given(st.integers(60, 400), st.integers(60, 2000), st.sampled_from(("forward", "backward")), st.floats(0.3, 30))
 def test_half_blocks_keep_to_the_limits(gpu, host, mode, bus):

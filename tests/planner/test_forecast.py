@@ -128,6 +128,7 @@ def test_what_a_change_promises_is_what_it_predicts():
     assert f.again(adam_bits=8).step.ssd_written < 0.6 * f.step.ssd_written
 
 
+@pytest.mark.full
 def test_what_a_change_promises_is_what_a_plan_for_it_reaches():
     """Twice the drives change what is best to send to them."""
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
@@ -202,6 +203,7 @@ def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
         check_drive(replace(f, machine=replace(f.machine, ssd=10**11)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gpu", ["24GiB", "64GiB"])
 def test_the_ram_that_is_named_is_enough_and_not_more(gpu):
     f = forecast(f"gpu={gpu},ram=24GiB,ssd=2TB@7/5")
@@ -256,6 +258,7 @@ def dry_run(folder: Path, *more: str) -> int:
     return finetune.main([str(folder / "model"), "--data", str(folder / "stories.txt"), "--dry-run", *more])
 
 
+@pytest.mark.full
 def test_a_machine_that_is_not_at_hand(checkpoint, capsys):
     assert dry_run(checkpoint, "--assume", "gpu=rtx4090,ram=64GiB,ssd=2x2TB@7/5") == 0
     out = capsys.readouterr().out
@@ -264,6 +267,7 @@ def test_a_machine_that_is_not_at_hand(checkpoint, capsys):
     assert out.endswith("Dry run: nothing written.\n")
 
 
+@pytest.mark.full
 def test_what_would_be_faster_is_searched_for_in_dry_runs_alone(checkpoint, monkeypatch):
     model, data = str(checkpoint / "model"), (str(checkpoint / "stories.txt"),)
     given = Options(model=model, data=data, out=str(checkpoint / "out"), assume="gpu=rtx4090,ram=64GiB,ssd=2TB")
@@ -277,6 +281,7 @@ def test_what_would_be_faster_is_searched_for_in_dry_runs_alone(checkpoint, monk
     assert searched
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("machine", "says"),
     [("gpu=rtx4090,ram=64GiB", "Add ssd="), ("gpu=2GiB,ram=64GiB,ssd=2TB", "Use a GPU with"),
@@ -290,6 +295,7 @@ def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine
     assert err.count("\n") == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tier", "given", "says"),
     [
@@ -315,6 +321,7 @@ def test_the_limit_of_an_assumed_machine_is_the_one_that_is_given(checkpoint, ca
     assert re.search(r"\n +limit +22.8 GiB +32.0 GiB\n", capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_shorter_sequences_are_a_way_out_only_where_they_lead_out(checkpoint, capsys):
     machine = ["--assume", "gpu=2816MiB,ram=64GiB,ssd=2TB", "--batch-size", "1", "--seq-len"]
     assert dry_run(checkpoint, *machine, "4096") == 3

@@ -44,6 +44,7 @@ def make_wide(folder: Path) -> None:
     save_file(weights, folder / "model" / "model.safetensors")
 
 
+@pytest.mark.full
 def test_no_byte_more_than_the_limit(tmp_path):
     """The plan alone would fit into the limit, and not beside Python."""
     make_wide(tmp_path)

@@ -82,6 +82,7 @@ def test_what_the_drives_are_said_to_hold_is_what_the_engine_claims(plan):
     assert sum(scratch(e.geo, plan)) == e.homes.space.nbytes
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.sampled_from((1.0, 0.05, 20.0)))
 def test_a_step_timed_again_is_the_step_run_again(plan, drive):

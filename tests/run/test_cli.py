@@ -214,6 +214,7 @@ def test_a_step_has_no_more_sequences_than_the_data(here, capsys):
     assert int(count) < 47
 
 
+@pytest.mark.full
 @pytest.mark.grid
 @pytest.mark.parametrize("limits", [["--ram", "12MiB"], ["--ram", "1GiB", "--gpu-memory", "12MiB"]])
 def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits, monkeypatch):
@@ -454,6 +455,7 @@ def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch
     assert said(capsys, list(argv), 130) == f"error: interrupted{what}\n"
 
 
+@pytest.mark.full
 @pytest.mark.grid
 @pytest.mark.parametrize(
     ("argv", "code"), [(TRAIN, 4), ((*TRAIN, "--dry-run"), 4), (("--demo",), 4), (("--help",), 0), (("--data", "x"), 2)]

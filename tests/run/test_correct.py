@@ -126,6 +126,7 @@ def test_a_move_needs_room_on_drives_that_are_measured():
     assert pace.has_room(replace(now, machine=replace(machine, ssd=0)), now.plan), "as it is"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["gpu", "host", "ssd"], ids="at home on {}".format)
 def test_a_move_to_another_plan_changes_no_bit(checkpoint, where, monkeypatch, capsys):
     moved(options(checkpoint, checkpoint / f"from-{where}", where), monkeypatch, capsys)

@@ -79,6 +79,7 @@ def test_without_hard_links_the_best_is_copied_and_synced(here, losses, capsys, 
     assert synced.count(".model.safetensors.partial") == 2  # in out/best, and in out
 
 
+@pytest.mark.full
 def test_the_last_is_exported_and_the_best_kept(here, losses, capsys):
     report = said(capsys, *EVALUATED, "--export-every", "2")
     assert "best     out/best, to be the output by --export best: eval_loss 3.0000 at step 2" in report
@@ -189,6 +190,7 @@ def test_adapters_that_cannot_be_added_are_the_output_all_the_same(here, capsys)
     assert not Path("out/store").exists()
 
 
+@pytest.mark.full
 def test_where_nothing_got_better_that_is_said(here, losses, capsys):
     losses[0] = 1.0
     report = said(capsys, *EVALUATED, "--export", "best")
@@ -234,6 +236,7 @@ def test_the_log_has_the_time_the_sample_and_the_seconds(here, losses, capsys):
     assert "wall_time" in Path("out/log.csv").read_text().splitlines()[0]
 
 
+@pytest.mark.full
 def test_the_picture_marks_the_best(here, losses, capsys):
     said(capsys, *EVALUATED)
     picture = Path("out/loss.svg").read_text()

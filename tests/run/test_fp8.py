@@ -18,6 +18,7 @@ from trireme.models.config import InputError
 from trireme.models.sizes import shapes
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_run_to_the_bit(checkpoint, monkeypatch):
     whole, cut = checkpoint / "fp8", checkpoint / "fp8-cut"
     run = replace(options(checkpoint, whole, "gpu", dtype="fp8"), max_steps=4)
@@ -30,6 +31,7 @@ def test_a_resumed_run_is_the_run_to_the_bit(checkpoint, monkeypatch):
     assert losses(whole) == losses(cut)
 
 
+@pytest.mark.full
 def test_a_base_in_fp8_lies_anywhere_and_a_stopped_run_goes_on(checkpoint, monkeypatch):
     """Beside adapters; on the SSD it is a copy, not the user's files."""
     near, far = checkpoint / "fp8-near", checkpoint / "fp8-far"

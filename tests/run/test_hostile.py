@@ -326,6 +326,7 @@ def test_only_the_librarys_panic_is_taken_for_an_error():
         tokenizer.encode(["a"])
 
 
+@pytest.mark.full
 def test_a_tokenizer_that_aborts_names_the_row(here):
     """The library ends the process where it gets no memory."""
     set_tokenizer(normalizer=replace({"String": "a"}, "b" * 10**6))
@@ -337,6 +338,7 @@ def test_a_tokenizer_that_aborts_names_the_row(here):
     )
 
 
+@pytest.mark.full
 def test_a_tokenizer_that_aborts_as_it_is_loaded(here):
     spec = json.loads(Path("model/tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
@@ -536,6 +538,7 @@ print(status, usage.ru_maxrss)  # of what it waited for, too; and of whoever sta
 """
 
 
+@pytest.mark.full
 def test_a_long_row_takes_little_memory(here):
     """Eight million characters in one row: the library alone takes a hundred bytes and more for each of them."""
     text = " ".join(

@@ -55,6 +55,7 @@ def far(checkpoint):
     return str(path)
 
 
+@pytest.mark.full
 def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, whole, far, monkeypatch):
     moved, real = [], loop.train_step
 
@@ -72,6 +73,7 @@ def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, wh
     assert moved == [0] * len(whole[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["near", "far"])
 def test_a_stopped_run_goes_on(checkpoint, whole, far, place, monkeypatch):
     run = adapters(checkpoint, f"stopped-{place}", **({"plan": far} if place == "far" else {}))
@@ -83,6 +85,7 @@ def test_a_stopped_run_goes_on(checkpoint, whole, far, place, monkeypatch):
     same(checkpoint / f"stopped-{place}", whole)
 
 
+@pytest.mark.full
 def test_a_run_moves_its_base_when_resumed(checkpoint, whole, far, monkeypatch):
     run = adapters(checkpoint, "moved")
     stopped(run, 5, monkeypatch)
@@ -100,6 +103,7 @@ def changed(checkpoint: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.full
 def test_a_base_that_changed_is_refused(checkpoint, whole, far, monkeypatch):
     run = adapters(checkpoint, "changed", plan=far)
     stopped(run, 3, monkeypatch)
@@ -163,6 +167,7 @@ def test_a_part_of_the_layers_is_trained_further_without_dropout(checkpoint, who
     assert not any(torch.equal(t, found[name]) for name, t in tensors.items())
 
 
+@pytest.mark.full
 def test_frozen_tensors_come_out_as_they_went_in(checkpoint, monkeypatch, capsys):
     run = options(checkpoint, checkpoint / "some", "ssd", train=("*.mlp.*", "*embed*"), freeze=("*layers.0.*",))
     run = replace(run, max_steps=4)
@@ -183,6 +188,7 @@ def test_what_is_trained_cannot_change(checkpoint, monkeypatch):
         finetune(replace(run, resume=run.out, freeze=("*norm*",)))
 
 
+@pytest.mark.full
 def test_a_refusal_offers_adapters_that_fit(checkpoint, capsys):
     small = replace(options(checkpoint, checkpoint / "small", "gpu"), dry_run=True, gpu_memory=4 << 20)
     with pytest.raises(DoesNotFit, match=r"--gpu-memory by .* Or train adapters, which fit: --lora 16\.$"):
