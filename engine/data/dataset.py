@@ -24,7 +24,7 @@ from trireme.engine.data.cache import Shelf, TokenFile, decode
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.formats import parse_map
 from trireme.engine.data.prepare import Progress, Reading, tokenize
-from trireme.engine.data.report import FileReport, Report, example_text, notes_on
+from trireme.engine.data.report import Counts, FileReport, Report, example_text, notes_on
 from trireme.engine.data.sources import DataFile, parse_data_file, spool
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
@@ -95,6 +95,13 @@ class Dataset:
         return sum({file.meta["key"]: file.meta["bytes"] for file in ours}.values())
 
     @property
+    def memory(self) -> int:
+        """Bytes of RAM of the tables, the order of rows in two epochs included."""
+        both = (self, *([self.held_out] if self.held_out else []))
+        files = {id(file): file.offsets.nbytes + file.trained.nbytes for data in both for file in data.files}
+        return sum(files.values()) + sum(data.pieces.nbytes + 3 * data.rows.nbytes for data in both)
+
+    @property
     def document(self) -> int:
         """Length of a document with this data's mean number of attended tokens."""
         lengths = self.pieces["length"].astype(float)
@@ -103,9 +110,9 @@ class Dataset:
     @cached_property
     def trained(self) -> float:
         """Trained share of tokens; of a sample where rows were cut, as answers come last."""
-        rows = self.report.rows
-        if rows["length"].sum() == self.tokens:
-            return float(rows["trained"].sum() / self.tokens)
+        counts = self.report.counts
+        if counts.tokens == self.tokens:
+            return counts.trained / counts.tokens
         _, labels = self._read(self.pieces[:: max(1, len(self.pieces) // SAMPLED)])
         return float((labels >= 0).mean())
 
@@ -247,7 +254,8 @@ def _lay_out(
     pieces, bounds = documents.with_labels(pieces[order], packed)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.seq_len)
-    report = Report(_file_reports(given, files), rows, fitted, options.seq_len, n, used, options.pack)
+    fitted = replace(fitted, pieces=pieces[:0])
+    report = Report(_file_reports(given, files), Counts.of(rows), fitted, options.seq_len, n, used, options.pack)
     left_out = len(packed) - len(bounds)
     return Dataset(files, pieces, bounds, options.seed, codec, report, left_out=left_out)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict
 from functools import lru_cache
 
 import numpy as np
@@ -16,25 +18,36 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     assert len(lengths)
     assert lengths.min() >= 1
     assert lengths.max() <= capacity
-    row_of = np.empty(len(lengths), np.int64)
-    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by room left
+    by_length = np.argsort(-lengths.astype(np.int64), kind="stable")
+    filled = np.empty(len(lengths), np.int64)  # rows, in that order
+    open_rows: dict[int, array[int]] = defaultdict(lambda: array("q"))  # by room left, the last is taken first
     rooms = 0  # bit r: open_rows[r] is filled
-    n_rows = 0
-    for i in np.argsort(-lengths.astype(np.int64), kind="stable"):
-        length = int(lengths[i])
-        fitting = rooms >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                rooms ^= 1 << room
-        else:
-            room, row = capacity, n_rows
-            n_rows += 1
-        row_of[i] = row
-        if room > length:
-            open_rows[room - length].append(row)
-            rooms |= 1 << (room - length)
+    n_rows = at = 0
+    for length, many in zip(*(part[::-1].tolist() for part in np.unique(lengths, return_counts=True)), strict=True):
+        end = at + many
+        while at < end:  # rows of one room, each as full as these documents make it
+            fitting = rooms >> length
+            room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+            each = room // length  # documents a row
+            wanted = -(-(end - at) // each)
+            if fitting:
+                there = open_rows[room]
+                taken = np.frombuffer(there[-wanted:], np.int64)[::-1]
+                del there[-wanted:]
+                rooms ^= (not there) << room
+            else:
+                taken = np.arange(n_rows, n_rows + wanted)
+                n_rows += wanted
+            n = min(end - at, each * len(taken))
+            filled[at : at + n] = np.repeat(taken, each)[:n]
+            at += n
+            last = n - each * (len(taken) - 1)  # documents of the last row
+            for rows, left in ((taken[:-1], room - each * length), (taken[-1:], room - last * length)):
+                if left and len(rows):
+                    open_rows[left].frombytes(rows.tobytes())
+                    rooms |= 1 << left
+    row_of = np.empty(len(lengths), np.int64)
+    row_of[by_length] = filled
     order = np.argsort(row_of, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=n_rows))])
     return order.astype(np.int64), starts.astype(np.int64)

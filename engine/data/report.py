@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,13 +35,31 @@ class FileReport:
         return f'{self.name}: {count(self.rows, "row")}, format "{self.format}"{weight}{bad}{unused}'
 
 
+class Counts(NamedTuple):
+    """Of rows, before weights and cuts."""
+
+    rows: int
+    tokens: int
+    trained: int
+    p50: float  # of tokens a row
+    p99: float
+    longest: int
+
+    @classmethod
+    def of(cls, rows: np.ndarray) -> Counts:
+        """rows (n,) DOCUMENT, n > 0."""
+        p50, p99 = np.percentile(rows["length"], [50, 99]).tolist()
+        tokens, trained = int(rows["length"].sum()), int(rows["trained"].sum())
+        return cls(len(rows), tokens, trained, p50, p99, int(rows["length"].max()))
+
+
 @dataclass(frozen=True)
 class Report:
     """Counts, from files to packed sequences."""
 
     files: tuple[FileReport, ...]
-    rows: np.ndarray  # (n,) DOCUMENT, before weights and cuts
-    fitted: Fitted
+    counts: Counts
+    fitted: Fitted  # without its pieces
     seq_len: int
     sequences: int
     used: float  # share of the sequences' room
@@ -50,13 +69,13 @@ class Report:
 
     def lines(self) -> list[str]:
         """The lines to print."""
-        tokens, trained = int(self.rows["length"].sum()), int(self.rows["trained"].sum())
-        p50, p99 = np.percentile(self.rows["length"], [50, 99])
+        c = self.counts
         held = f"{self.held_out} held out; " if self.held_out else ""
         lines = [str(file) for file in self.files]
         lines.append(
-            f"{held}{compact(tokens)} tokens, {compact(trained)} trained ({100 * trained / max(tokens, 1):.0f} %); "
-            f"length p50 {p50:,.0f}, p99 {p99:,.0f}, max {self.rows['length'].max():,}"
+            f"{held}{compact(c.tokens)} tokens, {compact(c.trained)} trained "
+            f"({100 * c.trained / max(c.tokens, 1):.0f} %); "
+            f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
         )
         if not self.fitted.longer:
             lines.append(f"at --seq-len {self.seq_len}: no row is longer")
@@ -81,7 +100,7 @@ class Report:
         verb = "row is" if f.longer == 1 else "rows are"
         done = [f"{n:,} {word}" for n, word in ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped")) if n]
         return (
-            f"at --seq-len {self.seq_len}: {f.longer:,} {verb} longer ({100 * f.longer / len(self.rows):.1f} %): "
+            f"at --seq-len {self.seq_len}: {f.longer:,} {verb} longer ({100 * f.longer / self.counts.rows:.1f} %): "
             f"{', '.join(done)}   (--long cut|drop|split|error)"
         )
 

@@ -139,7 +139,7 @@ def _memory_notes(job: Job) -> list[str]:
     if o.assume:
         return []
     if o.ram and not (one_memory and o.gpu_memory):
-        notes.append(f"of --ram {gib(o.ram)}, {gib(o.ram - given)} are Python's and its libraries'")
+        notes.append(f"of --ram {gib(o.ram)}, {gib(o.ram - given)} are Python's, its libraries' and the data's")
     if given > (free := available_ram()):
         notes.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
     return notes

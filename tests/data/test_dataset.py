@@ -246,7 +246,7 @@ def test_of_a_single_text_the_end_is_held_out_and_never_trained(tokenizer, tmp_p
     assert train + held == whole[0]
     assert len(held) == int(0.1 * len(whole[0]))
     for d in (data, data.held_out):  # what counts is what is reported, and no label is of the other part
-        assert sum(batch.trained for batch in d.batches(1)) == d.report.rows["trained"].sum()
+        assert sum(batch.trained for batch in d.batches(1)) == d.report.counts.trained
     path.write_text("short")
     with pytest.raises(InputError, match="the text is too short to hold out a part of it"):
         load(str(path), tokenizer, val="0.1")

@@ -1,6 +1,9 @@
 """Packing and the choice of documents: everything is used exactly as often as it should be."""
 
+import tracemalloc
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from trireme.engine.data import dataset, documents
 from trireme.engine.data.dataset import DataOptions
 from trireme.engine.data.pack import best_fit, cut_points, one_per_row, shuffled
 from trireme.engine.data.sources import DataFile
+from trireme.engine.plan import Limits
+from trireme.engine.run.begin.job import TABLES, _with_tables
 from trireme.models.config import InputError
 
 
@@ -25,6 +30,33 @@ def test_best_fit_uses_every_document_once_and_never_overflows(lengths, capacity
     assert min(rows) >= 1
     # Two rows are never so empty that they would go into one.
     assert len(rows) < 2 or sum(sorted(rows)[:2]) > capacity
+
+
+def one_by_one(lengths, capacity):
+    """Best fit as it is defined: rows with their documents, of the rows that are equally full the last."""
+    rows, rooms = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [r for r, room in enumerate(rooms) if room >= lengths[i]]
+        fullest = [r for r in fitting if rooms[r] == min(rooms[r] for r in fitting)]
+        row = max(fullest, key=lambda r: rows[r][1], default=None)
+        if row is None:
+            rows.append([[], 0])
+            rooms.append(capacity)
+            row = len(rows) - 1
+        rows[row][0].append(i)
+        rows[row][1] = sum(len(documents) for documents, _ in rows)  # when it was filled last
+        rooms[row] -= lengths[i]
+    return [documents for documents, _ in rows]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(0, 20))
+def test_best_fit_is_that_of_one_document_after_another(lengths, more):
+    """Snapshots count on the rows: their order must not change."""
+    capacity = max(lengths) + more
+    order, starts = best_fit(np.array(lengths, np.int32), capacity)
+    assert [order[a:b].tolist() for a, b in pairwise(starts)] == [sorted(row) for row in one_by_one(lengths, capacity)]
+    assert (order.dtype, starts.dtype) == (np.int64, np.int64)
 
 
 def test_best_fit_by_hand():
@@ -161,6 +193,22 @@ def test_a_row_without_a_label_is_left_out(pack):
 def test_other_rows_keep_an_end_of_one_token():
     data = lay_out([text(9, 2, 5)], seq_len=4)
     assert [(mb.lengths, mb.trained) for mb in data.batches(1)] == [((4,), 4), ((4,), 4), ((4,), 4), ((1, 2, 1), 1)]
+
+
+def test_what_a_dataset_holds_is_counted():
+    files = [text(*np.random.default_rng(0).integers(2, 90, 5000))]
+    tracemalloc.start()
+    data = lay_out(files, seq_len=64)
+    for epoch in range(3):
+        data._order(epoch)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    tables = files[0].offsets.nbytes + files[0].trained.nbytes
+    assert held < data.memory - tables + 20_000 < 1.1 * held + 20_000
+    work = SimpleNamespace(memory=3 * TABLES - 1)
+    assert _with_tables(Limits(5, 4 * TABLES), work) == Limits(5, 2 * TABLES)
+    assert _with_tables(Limits(5, TABLES), work) == Limits(5, 0)
+    assert _with_tables(Limits(5, TABLES), data) == _with_tables(Limits(5, TABLES), None) == Limits(5, TABLES)
 
 
 texts = st.lists(st.integers(2, 30), min_size=1, max_size=8).map(lambda lengths: text(*lengths))

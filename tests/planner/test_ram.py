@@ -53,8 +53,8 @@ def test_no_byte_more_than_the_limit(tmp_path):
     done = subprocess.run([sys.executable, "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(re.search(r"^peak (\d+)", done.stdout, re.M)[1]) << 10 <= LIMIT
-    assert re.search(r"homes: .* SSD;", done.stdout), "the limit binds"
-    assert "are Python's and its libraries'" in done.stdout
+    assert re.search(r"stored: .* SSD;", done.stdout), "the limit binds"
+    assert "are Python's, its libraries' and the data's" in done.stdout
 
 
 def test_a_given_limit_is_the_processs_and_a_found_one_is_beside_it(monkeypatch):

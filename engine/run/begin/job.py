@@ -53,6 +53,7 @@ from trireme.storage.files import Say, existing, to_stderr
 from trireme.storage.versions import version_files
 
 EVALUATING = 0.1  # evaluations' share of a run's time
+TABLES = 64 << 20  # bytes; less is in the reserve of RAM
 SOME_STEPS = 1000  # of a plan without data
 SMALL = 3_000_000_000  # parameters; below, the default learning rate is doubled
 
@@ -187,6 +188,7 @@ def prepare(
     with clock.at("tokens"):
         read = _data_options(options, cfg, seq_len)
         data = load_dataset(options.data, codec, read, progress) if options.data else None
+    planner = replace(planner, limits=_with_tables(limits, data))
     work = _work(options, data, seq_len)
     files = _files(options, cfg, out, source, data, work)
     exact = bool(cfg.lora) or {source.tensors[name].dtype for name in stored.values()} != {"BF16"}
@@ -204,6 +206,12 @@ def prepare(
         files = replace(files, copied=f"copied: {why}" if why else "")
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
+
+
+def _with_tables(limits: Limits, data: Dataset | None) -> Limits:
+    """The limits less the RAM that the data's tables hold, in steps of TABLES so that plans repeat."""
+    held = data.memory // TABLES * TABLES if data else 0
+    return replace(limits, host=max(0, limits.host - held))
 
 
 def common(group: Alone, plan: Plan) -> Plan:

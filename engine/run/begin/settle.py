@@ -200,6 +200,7 @@ class Planner:
         """`limits`: of limits_for; `stores`: folders on drives. Raises InputError, DoesNotFit."""
         o, wanted = self.options, replace(self.wanted(work.sequences), document=work.document, trained=work.trained)
         if self.given:
+            check_memory(o, self.cfg, self.given, limits)  # the data has taken its part
             check_step(o, self.given, work.sequences, self.seq_len)
             return Settled(self.given, (f"read from {o.plan}",), machine)
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
