@@ -294,8 +294,8 @@ def kinds(arch: int) -> list:
     calls = [lambda t=t, D=D: wide_norm_call(D, t) for t in (BF16, FP32) for D in (8192, 16384)] * (arch in (86, 90))
     if arch == 86:  # fp32 has the same tiles on all chips
         return calls + [lambda d=d: attention_call(8, 2, d, dtype=FP32) for d in (64, 128, 192)]
-    window = 100 if arch == 90 else 0  # else Gluon's
-    calls += [lambda d=d: attention_call(8, 2, d, window) for d in ((64, 128, 192) if arch == 120 else (128, 192))]
+    heads = {90: (192,), 100: (128, 192), 120: (64, 128, 192)}[arch]  # on sm_90 others are Gluon's, or smaller
+    calls += [lambda d=d: attention_call(8, 2, d) for d in heads]
     return [*calls, products_call, lambda: quantize(torch.zeros(256, 4096, dtype=BF16))]
 
 
