@@ -36,6 +36,7 @@ from trireme.engine.run import demo, evaluation, loop
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.command import parse
 from trireme.storage.aio import IO
+from trireme.storage.folders import FINISHED
 from trireme.storage.kernel_aio import KernelIO
 
 FAR = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"),))
@@ -86,6 +87,7 @@ class Ended:
     events: int
     last: str  # the name of the last event
     ending: int  # of the events those since its last step
+    finished: int  # of these those before the store is said to be finished
 
 
 def run(
@@ -111,9 +113,9 @@ def run(
     finally:
         os.close(over)
     said.seek(0)
-    events, first, last = struct.unpack("ii56s", note[:])
-    name = last.rstrip(b"\0").decode()
-    return Ended(code, said.read().decode(errors="replace"), events, name, events - first if first else 0)
+    events, first, over, last = struct.unpack("iii52s", note[:])
+    name, text = last.rstrip(b"\0").decode(), said.read().decode(errors="replace")
+    return Ended(code, text, events, name, events - first if first else 0, over - first if over else 0)
 
 
 def _command(argv: list[str], place: Place, stop: int, said: int, watch: Callable[[], None]) -> None:
@@ -150,7 +152,7 @@ def _stop_in_step(stop: int) -> None:
 
 def _watch(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
     """Counts what this process does to files under `inside`, and kills it before event `fatal`, or `late`."""
-    numbers, ends, finish = itertools.count(1), [0], loop.Run._finish
+    numbers, ends, finish = itertools.count(1), [0, 0], loop.Run._finish
 
     def event(name: str, path, folder: int = -1) -> None:
         fd, path = (path, "") if isinstance(path, int) else (folder, os.fsdecode(path))
@@ -160,7 +162,9 @@ def _watch(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
             return
         if place.startswith(inside):
             n = next(numbers)
-            note[:] = struct.pack("ii56s", n, ends[0], name.encode())
+            if path.endswith(FINISHED) and ends[0] and not ends[1]:
+                ends[1] = n
+            note[:] = struct.pack("iii52s", n, *ends, name.encode())
             if n == fatal or (late and ends[0] and n == ends[0] + late):
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -209,6 +213,7 @@ class Whole:
     records: list[tuple]
     events: int
     ending: int
+    finished: int
     seconds: float
 
 
@@ -255,7 +260,8 @@ def make_bench(folder: Path) -> Bench:
         ended = run(bench.command(name, out), folder, place)
         assert ended.code == 0, ended.said
         seconds = time.monotonic() - begun
-        bench.whole[name] = Whole(files_of(out), records_of(out), ended.events, ended.ending, seconds)
+        counts = ended.events, ended.ending, ended.finished
+        bench.whole[name] = Whole(files_of(out), records_of(out), *counts, seconds)
     return bench
 
 
@@ -303,7 +309,8 @@ def trial(bench: Bench, seed: int) -> Trial:
         if share is not None:
             how = dice.choice([
                 dict(before=1 + int(share * whole.events)),
-                dict(late=1 + int(share * whole.ending)),
+                dict(late=1 + int(share * whole.finished)),  # while it exports
+                dict(late=1 + whole.finished + int(share * (whole.ending - whole.finished))),  # while it cleans up
                 dict(after=share * whole.seconds),
             ])  # fmt: skip
         ended = run(command, folder, EVERYWHERE[made.place], **how)
@@ -336,7 +343,7 @@ def merge_trial(bench: Bench, seed: int) -> Trial:
         begun = time.monotonic()
         ended = run(command(whole), whole, place)
         assert ended.code == 0, ended.said
-        bench.whole["merge"] = Whole(files_of(whole), [], ended.events, 0, time.monotonic() - begun)
+        bench.whole["merge"] = Whole(files_of(whole), [], ended.events, 0, 0, time.monotonic() - begun)
     same, folder = bench.whole["merge"], folder / "out"
     folder.parent.mkdir()
     for share in (seed * GOLDEN % 1, *(dice.random() for _ in range(dice.randint(0, 2))), None):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,16 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from mutations import Target, as_json, as_lines, as_text
+from targets_data import DATA
 
+from trireme.engine import exports
 from trireme.engine.data import dataset as data
-from trireme.engine.data.chat import load_template
-from trireme.engine.data.codec import load_codec
-from trireme.engine.data.rows import BadRow
-from trireme.engine.data.tokens import load_tokenizer
 from trireme.engine.hosts.group import Group
 from trireme.engine.hosts.held import Held, last_whole
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
-from trireme.engine.run import demo
 from trireme.engine.run.begin.job import common
 from trireme.engine.run.begin.kept import changes, kept
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_snapshot, identity, pinned_of
@@ -37,8 +31,11 @@ from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import has_begun
+from trireme.engine.tuning.adapters import adapter_shapes, peft_names
+from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.opened import read_adapter
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig, Rope, parse_config, read_config
+from trireme.models.config import InputError, Lora, ModelConfig, Rope, parse_config, read_config
 from trireme.models.families.experts import REFUSED
 from trireme.models.families.table import FAMILIES, WRAPPERS, Family
 from trireme.models.rows import rope_tables
@@ -46,13 +43,11 @@ from trireme.storage.aio import IO, ThreadIO, arena
 from trireme.storage.checkpoint import open_source
 from trireme.storage.devices import Device
 from trireme.storage.files import StoreError
-from trireme.storage.headers import CheckpointError
+from trireme.storage.headers import CheckpointError, list_tensors
 from trireme.storage.layout import sequential
 from trireme.storage.snapshots import Snapshot
 from trireme.storage.store import Store
 from trireme.storage.untrusted import SEAL, checksum, parse_json
-
-TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
 # ---------------------------------------------------------------- a checkpoint
 
@@ -128,6 +123,30 @@ def config(folder: Path) -> Target:
         parse_config(value)
     words = {*values[0], *YARN, *LONG, *TYPES, *FAMILIES, *REFUSED, "rope_parameters", "layer_types", "head_dim"}
     return Target(values, as_json, read, (InputError,), junk=(*sorted(words), YARN, LONG, TYPES))
+
+
+ADAPTER = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "bias": "none",
+           "target_modules": ["q_proj", "v_proj"], "init_lora_weights": True, "use_rslora": False, "use_dora": False,
+           "base_model_name_or_path": "m", "fan_in_fan_out": False, "inference_mode": True}  # fmt: skip
+
+
+def adapter(folder: Path) -> Target:
+    """Its config and the header of its weights, parted by a character that JSON has no use for."""
+    cfg = ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False, rope=Rope(1e4))
+    shapes = adapter_shapes(adapted(cfg, Lora(2, 4.0, ("q_proj", "v_proj"))))
+    names = peft_names(adapted(cfg, Lora(2, 4.0, ("q_proj", "v_proj"))))
+    layout = sequential([(names[name], "F32", shape) for name, shape in shapes.items()])
+    header = {"__metadata__": {"format": "pt"}, **list_tensors(layout)}
+
+    def read(content: bytes) -> None:
+        said, _, text = content.partition(b"\x1e")
+        (folder / "adapter_config.json").write_bytes(said)
+        weights = len(text).to_bytes(8, "little") + text + bytes(layout.nbytes)
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        read_adapter(folder, cfg, single=len(content) % 2 == 0)
+
+    write = lambda files: b"\x1e".join(map(as_json, files)) if isinstance(files, list) else as_json(files)
+    return Target([[ADAPTER, header], [ADAPTER | {"target_modules": "all-linear"}, header]], write, read, (InputError,))
 
 
 # ---------------------------------------------------------------- what a run has written
@@ -232,6 +251,29 @@ def _says(text: str) -> Group:
     return group
 
 
+def best(folder: Path) -> Target:
+    """The note of OUT/best. Whatever it says, nothing outside is read as a part of it, or touched."""
+    (folder / "victim").write_text("untouched")
+
+    def save(new: Path) -> dict[str, str]:
+        new.mkdir(parents=True)
+        (new / "model.safetensors").write_text("weights")
+        return {"model.safetensors": checksum([b"weights"])}
+
+    exports.replace_best(folder / "out", save, exports.Best(3, 2.5))
+    good = json.loads((folder / "out" / "best" / exports.NOTE).read_text())
+
+    def read(content: bytes) -> None:
+        save(folder / "out" / "best.new")
+        (folder / "out" / "best.new" / exports.NOTE).write_bytes(content)
+        exports.settle(folder / "out", exports.Best(3, 2.5))
+        assert (folder / "victim").read_text() == "untouched"
+
+    return Target(
+        [good, good | {"files": {"../../victim": checksum([b"untouched"])}}], as_json, read, (), ("../victim",)
+    )
+
+
 def tokens_meta(folder: Path) -> Target:
     rows, cache = folder / "rows.jsonl", folder / "tokens"
     rows.write_text('{"input_ids": [1, 2, 3, 4, 5]}\n' * 9)
@@ -308,127 +350,8 @@ def plan(folder: Path) -> Target:
     return Target([json.loads(path.read_text())], as_json, read, (InputError, DoesNotFit))
 
 
-# ---------------------------------------------------------------- tokenizer, templates, rows
-
-CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hello?"},
-    {"role": "assistant", "content": "Yes.", "tool_calls": [CALL]},
-    {"role": "tool", "content": "2", "tool_call_id": "call00000"},
-    {"role": "assistant", "content": [{"type": "text", "text": "Two."}], "weight": 1},
-]
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
-
-
-def _tokenizer(folder: Path):
-    demo.make_text(folder / "text.txt", 3, seed=1)
-    demo._make_tokenizer(folder / "text.txt").save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": demo.BOS, "eos_token": demo.EOS}))
-    return load_tokenizer(folder)
-
-
-def chat_template(folder: Path) -> Target:
-    """Mutated tag by tag. What would take for ever is not among the junk: no thousand files of that in a minute."""
-    tokenizer, path = _tokenizer(folder), folder / "chat_template.jinja"
-    texts = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja")) if path.stat().st_size < 1000]
-    junk = ("{{ " + "(" * 300 + "1" + ")" * 300 + " }}", "{{ " + "[" * 300 + "]" * 300 + " }}",
-            "{% for x in [1] %}" * 30 + "{% endfor %}" * 30, "{% if 1 %}" * 300 + "{% endif %}" * 300,
-            "{{ 'a' * 10**10 }}", "{{ [0] * 10**10 }}", "{{ 9**(9**5) }}", "{{ 'a' | center(10**10) }}", "{{ x.y.z }}",
-            "{{ ''.__class__.__mro__ }}", "{% include 'x' %}", "{% extends 'x' %}", "{{ messages | tojson(9) }}",
-            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ raise_exception(1) }}", "{{ strftime_now('%') }}",
-            "{{ '%d' % 'x' }}", "{% generation %}", "{% endgeneration %}", "{{ messages[99].content }}", "{{ loop }}",
-            "{{ namespace() }}", "{% set messages = 1 %}", "{% break %}", "{{ caller() }}", "{{ 1/0 }}", "{{ -'a' }}",
-            "{% for m in messages %}", "{% endfor %}", "{{", "{%", "{{ messages.append(1) }}", "{{ [].pop() }}",
-            "{{ messages | groupby('role') }}", "{{ '\\ud800' }}", "{{ messages | map('upper') }}")  # fmt: skip
-
-    def read(content: bytes) -> None:
-        path.write_bytes(content)
-        template = load_template(tokenizer)
-        template.notes()
-        talk = [m | {"content": "Two."} if isinstance(m["content"], list) else m for m in TALK]
-        for tools in (None, TOOLS):
-            with suppress(BadRow):
-                template.mark(talk, tools)
-
-    pieces = [re.split(r"(\{[{%#].*?[}%#]\})", text, flags=re.DOTALL) for text in texts]
-    return Target(pieces, as_text, read, (InputError,), junk)
-
-
-def tokenizer_config(folder: Path) -> Target:
-    """And the two files beside it, parted by a character that JSON has no use for."""
-    _tokenizer(folder)
-    names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-    chatml = (TEMPLATES / "chatml.jinja").read_text()
-    added = {"content": demo.BOS, "lstrip": False, "normalized": True, "__type": "AddedToken"}
-    own = {"bos_token": added, "eos_token": demo.EOS, "add_bos_token": True, "model_max_length": 64,
-           "chat_template": chatml, "added_tokens_decoder": {"0": added}, "pad_token": None}  # fmt: skip
-    named = own | {"chat_template": [{"name": "default", "template": chatml}, {"name": "rag", "template": "x"}]}
-    ids = {"eos_token_id": [1, 2], "bos_token_id": 0, "pad_token_id": 1 << 70}
-
-    def read(content: bytes) -> None:
-        parts = [*content.split(b"\x1e"), b"{}", b"{}"]
-        for name, part in zip(names, parts, strict=False):
-            (folder / name).write_bytes(part)
-        tokenizer = load_tokenizer(folder)
-        tokenizer.decode(tokenizer.wrap(tokenizer.encode(["Hello"])[0][0])[0])
-        if template := load_template(tokenizer):
-            template.notes()
-
-    write = lambda files: b"\x1e".join(map(as_json, files)) if isinstance(files, list) else as_json(files)
-    return Target([[own, {}, {}], [named, {"eos_token": added}, {}], [{}, {}, ids]], write, read, (InputError,))
-
-
-ASKED, SAID = {"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}
-CALLED = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
-ROWS = [
-    [{"messages": TALK, "tools": TOOLS}, {"messages": TALK[1:], "tools": json.dumps(TOOLS)}],
-    [{"conversations": [ASKED, CALLED, {"from": "observation", "value": "2"}, SAID], "system": "s", "tools": "[]"}],
-    [{"instruction": "a", "input": "b", "output": "c", "history": [["q", "r"]], "system": ""}],
-    [{"prompt": "a", "completion": "b"}, {"prompt": TALK[:2], "completion": TALK[4:]}],
-    [{"text": "a story of sailors"}, {"text": "another\n\nof fishers", "id": 7}],
-    [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5, 6]}],
-]
-
-
-def _cells(rows: Any) -> bytes:
-    """As CSV: the keys of the first row, and each value as text, lists and objects as JSON."""
-    out = io.StringIO(newline="")
-    table = [row if isinstance(row, dict) else {"text": row} for row in (rows if isinstance(rows, list) else [rows])]
-    cells = [[v if isinstance(v, str) else json.dumps(v) for v in row.values()] for row in table]
-    csv.writer(out).writerows([*table[:1], *cells])
-    return as_text(out.getvalue())
-
-
-def _prose(rows: Any) -> bytes:
-    """As running text: every word of the rows, parted now and then."""
-    words = re.findall(r'"((?:[^"\\]|\\.)*)"', json.dumps(rows, ensure_ascii=False))
-    return as_text("\n".join([*words[:2], "<|endoftext|>", *words[2:]]))
-
-
-def _rows(kind: str, write: Callable[[Any], bytes]) -> Callable[[Path], Target]:
-    def make(folder: Path) -> Target:
-        path, cache = folder / f"rows{kind}", folder / "tokens"
-        _tokenizer(folder)
-        codec = load_codec(folder, "plain")
-
-        def read(content: bytes) -> None:
-            path.write_bytes(content)
-            options = data.DataOptions(seq_len=32, skip_bad=len(content) % 2 == 0, vocab_size=600, cache=cache)
-            try:
-                loaded = data.load_dataset([str(path)], codec, options)
-                loaded.report.lines(), loaded.example()
-            finally:
-                shutil.rmtree(cache, ignore_errors=True)
-
-        return Target(ROWS, write, read, (InputError,))
-
-    return make
-
-
-TARGETS = {
+TARGETS = DATA | {
     made.__name__: made
-    for made in (header, index, config, manifest, store_id, snapshot, hosts, tokens_meta, log, config_yaml, plan,
-                 chat_template, tokenizer_config)
-} | {f"rows{kind}": _rows(kind, write)
-     for kind, write in ((".json", as_json), (".jsonl", as_lines), (".csv", _cells), (".txt", _prose))}  # fmt: skip
+    for made in (header, index, config, adapter, manifest, store_id, snapshot, hosts, best, tokens_meta, log,
+                 config_yaml, plan)
+}  # fmt: skip
