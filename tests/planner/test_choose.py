@@ -235,7 +235,7 @@ def test_activations_travel_where_ram_and_the_bus_have_room():
     assert choice.found.step_s < 0.93 * predict(
         GPT3_13B, simple_plan(GPT3_13B, m.limits, wanted), m.rates, Batch(16384, 1024, 4)
     ).step_s  # fmt: skip
-    assert any("wait in RAM" in line for line in choice.because)
+    assert any("are swapped to RAM" in line for line in choice.because)
 
 
 @pytest.mark.full
@@ -281,7 +281,7 @@ def test_half_blocks_where_whole_ones_do_not_fit():
     assert choice.plan.halves
     assert len(choice.plan.units) == 2 * wide.n_layers + 2
     assert fits(Geometry.of(wide, choice.plan), choice.plan, limits(room))
-    assert any("halves of blocks" in line for line in choice.because)
+    assert any("blocks are split in halves" in line for line in choice.because)
     settled = replace(wanted, halves=True, sizes=((choice.plan.tokens, choice.plan.n_micro),))
     assert choose(wide, limits(2 * room), RATES, settled, choice.plan).plan.halves, "a run that has begun keeps them"
     assert not choose(wide, limits(2 * room), RATES, wanted).plan.halves
