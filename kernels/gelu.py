@@ -1,8 +1,9 @@
-"""GELU (Hendrycks & Gimpel 2016), by tanh as in GPT-2 or exact, after a bias, and the gradient of a bias.
+"""GELU (Hendrycks & Gimpel 2016), by tanh as in GPT-2 or exact, after a bias; relu squared; the gradient of a bias.
 
     gelu(x) = x * s,  s = sigmoid(2 k (x + c x^3))       (1 + tanh(u)) / 2 = sigmoid(2 u)
     gelu'(x) = s + x * s * (1 - s) * 2 k (1 + 3 c x^2)
     exact: s = (1 + erf(x / sqrt(2))) / 2,  gelu'(x) = s + x * exp(-x^2 / 2) / sqrt(2 pi)
+    relu2(x) = max(x, 0)^2,  relu2'(x) = 2 max(x, 0)
 
 Legend: N tokens, F hidden width.
 """
@@ -19,6 +20,7 @@ from trireme.kernels.launch import cdiv, column_splits
 from trireme.kernels.launcher import await_previous, launcher
 
 FWD_ROWS, FWD_COLUMNS = 4, 512  # tile of the forward: rows share the bias
+BLOCK = 2048  # values by program of relu squared
 ROWS, BIAS_ROWS, COLUMNS = 8, 32, 128  # tiles of backward, of the bias gradient alone
 
 
@@ -103,6 +105,37 @@ def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
     tl.store(p_parts + i_part * F + o_f, tl.sum(b_sum, 0), o_f < F)
 
 
+@triton.jit
+def relu2(x):
+    """(relu(x) squared, its derivative), fp32; NaN stays."""
+    r = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return r * r, 2.0 * r
+
+
+@launcher
+@triton.jit
+def _relu2_fwd(p_h, p_y, F: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
+    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    o_f = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)  # neighbours adjacent in memory
+    o = (tl.program_id(0) // BLOCKS).to(tl.int64) * F + o_f
+    b_x = tl.load(p_h + o, o_f < F, 0.0).to(tl.float32)
+    tl.store(p_y + o, relu2(b_x)[0].to(p_y.dtype.element_ty), o_f < F)
+
+
+@launcher
+@triton.jit
+def _relu2_bwd(p_dy, p_h, p_dh, p_y, F: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
+    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    o_f = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    o = (tl.program_id(0) // BLOCKS).to(tl.int64) * F + o_f
+    b_value, b_slope = relu2(tl.load(p_h + o, o_f < F, 0.0).to(tl.float32))
+    b_dy = tl.load(p_dy + o, o_f < F, 0.0).to(tl.float32)
+    tl.store(p_dh + o, (b_dy * b_slope).to(p_dh.dtype.element_ty), o_f < F)
+    tl.store(p_y + o, b_value.to(p_y.dtype.element_ty), o_f < F)
+
+
 def gelu_bias_fwd(h: Tensor, bias: Tensor, exact: bool = False) -> Tensor:
     """As reference.gelu_bias_fwd, contiguous."""
     N, F = h.shape
@@ -126,6 +159,26 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor, exact: bo
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=h.device)
     _gelu_bias_bwd[grid](dy, h, bias, dh, y, parts, N, F, ROWS, COLUMNS, exact, num_warps=4)
     add_rows(dbias_, parts)
+    return dh, y
+
+
+def relu2_fwd(h: Tensor) -> Tensor:
+    """As reference.relu2_fwd, contiguous."""
+    N, F = h.shape
+    assert h.is_contiguous()
+    y = torch.empty_like(h)
+    _relu2_fwd[(N * cdiv(F, BLOCK),)](h, y, F, BLOCK, num_warps=4)
+    return y
+
+
+def relu2_bwd(dy: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """As reference.relu2_bwd, contiguous."""
+    N, F = h.shape
+    assert dy.shape == h.shape
+    assert dy.is_contiguous()
+    assert h.is_contiguous()
+    dh, y = torch.empty_like(h), torch.empty_like(h)
+    _relu2_bwd[(N * cdiv(F, BLOCK),)](dy, h, dh, y, F, BLOCK, num_warps=4)
     return dh, y
 
 

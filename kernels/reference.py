@@ -215,6 +215,17 @@ def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor, exact: bo
     return dh.to(h.dtype), value.to(h.dtype)
 
 
+def relu2_fwd(h: Tensor) -> Tensor:
+    """relu(h) squared, for h (N, F)."""
+    return (upcast(h).relu() ** 2).to(h.dtype)
+
+
+def relu2_bwd(dy: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """(dh (N, F), relu(h) squared (N, F)): the forward value need not be saved."""
+    x = upcast(h).relu()
+    return (2 * upcast(dy) * x).to(h.dtype), (x**2).to(h.dtype)
+
+
 def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
     """dbias_ (D,) += the sum of dy (N, D) over rows, in fp32."""
     add_(dbias_, upcast(dy).sum(0))

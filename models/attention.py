@@ -3,7 +3,7 @@
     out = x + attention(norm(x) @ qkv) @ o        (branch.py adds a norm behind o, a factor)
 
 Legend: shapes.py. Saved: x (by the caller), qkv (N, (H + 2K) d), attn_out (N, H d) with lse (H, N) fp32, and before a
-norm behind o attn_branch (N, D). q and k in qkv are rotated already, unless they have norms.
+norm behind o attn_branch (N, D). q and k in qkv are rotated already where cfg.rotated_first.
 """
 
 from __future__ import annotations
@@ -149,10 +149,13 @@ def backward_to_qkv(
     dq, dk, dv = _split(cfg, dqkv)
     scale, window = cfg.layer_scale(layer), cfg.layer_window(layer)
     ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window)
-    _rotate_(cfg, layer, dqkv, rows, inverse=True)
+    if not cfg.rotated_first:
+        _rotate_(cfg, layer, dqkv, rows, inverse=True)
     q, k, _ = _split(cfg, result.qkv)  # before the norms
     _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm)
     _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
+    if cfg.rotated_first:
+        _rotate_(cfg, layer, dqkv, rows, inverse=True)
     return dqkv
 
 
@@ -175,7 +178,7 @@ def _project(
 ) -> Tensor:
     y, _ = norm(x, w.norm, cfg.eps, copy)
     qkv = linear(y, w.qkv, out)
-    if not cfg.qk_norm:
+    if cfg.rotated_first:
         _rotate_(cfg, layer, qkv, rows)
     return qkv
 
@@ -186,7 +189,7 @@ def _heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) ->
         return _Heads(q, k, v)
     q, q_rstd = _head_norm(q, w.q_norm, cfg.eps)
     k, k_rstd = _head_norm(k, w.k_norm, cfg.eps)
-    for heads, table in zip((q, k), rows.of(cfg, layer), strict=True):
+    for heads, table in zip((q, k), rows.of(cfg, layer), strict=True) if not cfg.rotated_first else ():
         _rope_(heads, table, rows)
     return _Heads(q, k, v, q_rstd, k_rstd)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from trireme.models.families.experts import Experts, parse_experts
 from trireme.models.families.extend import extended
-from trireme.models.families.family import EXACT_GELU, GELU, SILU, Family, Wrapper
+from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family, Wrapper
 from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
@@ -139,6 +139,16 @@ class ModelConfig:
         return self.family.acts is SILU
 
     @property
+    def relu2(self) -> bool:
+        """Relu squared between two products, without a gate."""
+        return self.family.acts is RELU2
+
+    @property
+    def rotated_first(self) -> bool:
+        """Whether q and k are rotated where they are made: there are no norms of theirs, or behind it."""
+        return not self.qk_norm or self.family.rope_first
+
+    @property
     def exact_gelu(self) -> bool:
         """GELU by erf; otherwise by tanh."""
         return self.family.acts[0] == EXACT_GELU and not self.tanh_gelu
@@ -249,7 +259,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     heads = keys.count(spelled["n_heads"], family.n_heads)
     kv_heads, head_dim = heads_of(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
-    if not family.gated:
+    if family.mlp_bias is True:
         keys.refuse_unless("use_bias", (None, True))  # gelu.py always adds one
     flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
     return ModelConfig(

@@ -1,7 +1,7 @@
 """The MLP half of a block: explicit forward and backward over named saved tensors.
 
     out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        gated
-    out = x + gelu(norm(x) @ fc) @ down                                       not gated
+    out = x + gelu(norm(x) @ fc) @ down                                       not gated; or relu squared
 
 Saved: x (by the caller), gate_up (N, 2F) or fc (N, F) without bias, and before a norm behind `down` mlp_branch (N, D).
 """
@@ -92,6 +92,8 @@ def _branch_backward(
 def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Operand:
     if w.gelu_bias is not None:
         return ops.gelu_bias_fwd(up, w.gelu_bias, cfg.exact_gelu)
+    if cfg.relu2:
+        return ops.relu2_fwd(up)
     if w.down.takes_codes:
         return ops.swiglu_codes_fwd(up) if cfg.silu else ops.geglu_codes_fwd(up)
     return ops.swiglu_fwd(up) if cfg.silu else ops.geglu_fwd(up)
@@ -103,6 +105,8 @@ def _activation_backward(
     """(gradient of `up`, activation)."""
     if w.gelu_bias is not None and g.gelu_bias is not None:
         return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias), cfg.exact_gelu)
+    if cfg.relu2:
+        return ops.relu2_bwd(d_act, up)
     if w.down.takes_codes and w.up.takes_codes and w.up.bias is None:
         columns = trained(g.up.weight) or trained(g.down.weight)
         codes, act = (ops.swiglu_codes_bwd if cfg.silu else ops.geglu_codes_bwd)(d_act, up, columns)

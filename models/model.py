@@ -140,7 +140,7 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
         return experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, *adapters)
     first, second = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
-    if cfg.gated:
+    if cfg.gated or cfg.relu2:
         return mlp.Weights(norm, first, second, post)
     return mlp.Weights(norm, first._replace(bias=None), second, post, gelu_bias=first.bias)
 

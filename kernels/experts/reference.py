@@ -44,11 +44,12 @@ TINY = 1e-20  # added to a sum of sigmoids
 def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(weights (N, k) fp32, experts (N, k) int32, ascending) of logits (N, E).
 
-    The k largest logits are chosen, or with a correction (E,) fp32 the k largest of sigmoid + correction; of equal ones
+    The k largest logits are chosen, or with a correction (E,) fp32 the k largest of score + correction; of equal ones
     the lower index. NaN is chosen last, and makes the weights NaN.
     """
     x = upcast(logits)
-    key = x if correction is None else torch.sigmoid(x) + correction
+    score = torch.sigmoid(x) if rule.sigmoid else torch.softmax(x, -1)
+    key = x if correction is None else score + correction
     key = torch.where(key.isnan(), float("-inf"), key)
     experts = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : rule.k].sort(-1).values
     return _scores(x, rule, _chosen(experts, x)).gather(-1, experts), experts.int()

@@ -76,7 +76,8 @@ def _route_fwd(
     b_x = _load_logits(p_logits, o_n, o_e, N, E)
     b_key = b_x
     if p_correction is not None:
-        b_key = tl.sigmoid(b_x) + tl.load(p_correction + o_e, o_e < E, 0.0)[None, :]
+        b_score = tl.sigmoid(b_x) if SIGMOID else _softmax(b_x)
+        b_key = b_score + tl.load(p_correction + o_e, o_e < E, 0.0)[None, :]
     b_key = tl.where(b_key == b_key, b_key, float("-inf"))
     b_left = (o_e < E)[None, :] & (o_n >= 0)[:, None]
     for _ in range(CHOSEN):

@@ -11,6 +11,7 @@ from trireme.models.families.names import Names
 
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
 EXACT_GELU = "gelu"
+RELU2 = ("relu2",)
 SPELLED = dict(  # field -> key of config.json
     vocab="vocab_size",
     width="hidden_size",
@@ -53,6 +54,7 @@ class Family:
     acts: tuple[str, ...] = SILU  # the first is the default
     qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
     qk_norm_key: str = ""  # there are any; "": always
+    rope_first: bool = False  # q and k are rotated before their norms
     rotary: bool = True
     grouped: bool = True  # reads num_key_value_heads and head_dim
     partial: float = 0.0  # default of partial_rotary_factor; 0: not read
@@ -60,6 +62,7 @@ class Family:
     rotary_dim: bool = False  # reads rotary_dim: the features of a head that are rotated
     longrope: bool = False  # what scales positions is longrope, and nothing else
     rope_types: dict[str, str] = field(default_factory=dict)  # other names of rope's types
+    alpha: bool = False  # rope of type dynamic has an alpha, which makes theta another
     query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
     theta: float = 10000.0
     local_theta: float | None = None  # of layers with a window, whose rope is their own; None: one rope for all

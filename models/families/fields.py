@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from trireme.models.families.family import Family
-from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.rope import parse_ropes
+from trireme.models.families.keys import InputError, Keys, is_number
+from trireme.models.families.rope import Rope, parse_ropes
 from trireme.models.families.windows import sliding_window, unrotated_layers
 
 
@@ -39,6 +40,8 @@ def positions_of(keys: Keys, family: Family, head_dim: int, positions: int, laye
     found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
     if local != rope and window:
         found["local_rope"] = local
+    if family.thetas and keys.raw.get("layer_rope_theta") is not None:
+        return found | _by_theta(keys, rope, [bool(window) and i not in full for i in range(layers)])
     if family.unrotated == "listed":
         found["unrotated"] = unrotated_layers(keys, layers)
     elif family.unrotated == "typed":
@@ -48,6 +51,20 @@ def positions_of(keys: Keys, family: Family, head_dim: int, positions: int, laye
     elif family.unrotated and keys.raw.get("sliding_window", family.window) is not None:
         found["unrotated"] = full if window else tuple(range(layers))
     return found
+
+
+def _by_theta(keys: Keys, rope: Rope, windowed: list[bool]) -> dict[str, Any]:
+    """Fields of ModelConfig by layer_rope_theta: a theta of layers with a window, one of the others, 0 for no rope."""
+    name, layers = "layer_rope_theta", len(windowed)
+    thetas = keys.raw[name]
+    if not isinstance(thetas, list) or len(thetas) != layers or not all(is_number(t) or t == 0 for t in thetas):
+        raise keys.error(name, f"a list of {layers} numbers, none of them negative")
+    rotated = [{float(t) for t, own in zip(thetas, windowed, strict=True) if t and own == local} for local in (0, 1)]
+    if max(map(len, rotated)) > 1:
+        raise keys.error(name, "one theta of the layers with a window, and one of the others")
+    whole, local = (replace(rope, theta=theta) for own in rotated for theta in own or [rope.theta])
+    found: dict[str, Any] = dict(rope=whole, unrotated=tuple(i for i, theta in enumerate(thetas) if not theta))
+    return found | (dict(local_rope=local) if local != whole and any(windowed) else {})
 
 
 def scales_of(keys: Keys, family: Family, width: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Keys:
     def number(self, name: str, default: float | None = None, null: float | None = None) -> float:
         """A positive finite number."""
         value = self._get(name, default, null)
-        if not _is_number(value):
+        if not is_number(value):
             raise self.error(name, "a positive number")
         return float(value)
 
@@ -52,7 +52,7 @@ class Keys:
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """`length` positive numbers."""
         value = self.raw.get(name)
-        if not isinstance(value, list) or len(value) != length or not all(_is_number(v) for v in value):
+        if not isinstance(value, list) or len(value) != length or not all(is_number(v) for v in value):
             raise self.error(name, f"a list of {length} positive numbers")
         return tuple(float(v) for v in value)
 
@@ -63,7 +63,7 @@ class Keys:
             raise InputError(f'{self.where}: "{name}": {_shown(value)} is not supported. Supported: {listing}.')
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Positive, and representable as a float."""
     return type(value) in (int, float) and 0 < value <= sys.float_info.max
 

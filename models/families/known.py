@@ -52,7 +52,7 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
         "llava llava_next llava_onevision internvl aria idefics2 idefics3 smolvlm paligemma ovis2 molmo2 deepseek_vl "
         "deepseek_vl_hybrid deepseek_ocr2 minicpmv4_6 minicpmv4_7 aya_vision fuyu phi4_multimodal glm_ocr hunyuan_vl"
     ),
-    (f"{_VISION}, and experts for images", "ernie4_5"): "ernie4_5_vl_moe",
+    (f"{_VISION}, and experts for images", "ernie4_5_moe"): "ernie4_5_vl_moe",
     ("audio as its input or output", "qwen3_vl"): "qwen2_5_omni qwen3_omni_moe qwen2_audio voxtral moshi",
     ("layers that see tokens behind their own", "qwen3"): (
         "bert roberta distilbert electra albert deberta deberta-v2 modernbert xlm-roberta camembert ernie"

@@ -138,7 +138,7 @@ STACKED = replace(
     experts="block_sparse_moe.experts",
     each=(),
     stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-    in_modules=((".router.layer.", ".router."),),
+    in_modules=(("router.layer.weight", "router.weight"),),
 )
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
@@ -155,6 +155,9 @@ NEOX = Names(
     down="mlp.dense_4h_to_h",
     by_head=True,
 )
+WITH_SINKS = replace(SPLIT, sinks="self_attn.sinks")
+NO_GATE = replace(SPLIT, up=("mlp.up_proj",))
+LAYERNORMS = replace(SPLIT, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, post1="post_self_attn_layernorm", post2="post_mlp_layernorm")
 PLAIN_MLP = replace(SPLIT, up=("mlp.c_fc",), down="mlp.c_proj")

@@ -81,6 +81,8 @@ def _theta(keys: Keys, inner: Keys, key: str, default: float) -> float:
 def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int, positions: int) -> Rope:
     kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
     kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
+    if family.alpha and kind == "dynamic" and inner.raw.get("alpha"):
+        kind, theta = "default", theta * inner.number("alpha") ** (head_dim / (head_dim - 2))
     kinds = ("yarn",) if family.query_beta else ("default", "longrope") if family.longrope else KINDS
     if kind not in kinds:
         raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
@@ -144,7 +146,7 @@ def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
     if "partial_rotary_factor" in inner.raw:
         share = inner.number("partial_rotary_factor")
     elif family.rotary_dim and keys.raw.get("rotary_dim") is not None and name not in keys.raw:
-        share = keys.count("rotary_dim") / head_dim
+        name, share = "rotary_dim", keys.count("rotary_dim") / head_dim
     else:
         share = keys.number(name, family.partial or 1.0, null=whole)
     width = int(head_dim * share)

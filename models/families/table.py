@@ -13,6 +13,7 @@ from trireme.models.families.family import (
     MLP_BIAS,
     OLD_ALIASES,
     OLD_SPELLED,
+    RELU2,
     SPELLED,
     Family,
     Wrapper,
@@ -231,6 +232,38 @@ FAMILIES = {
         qkv_bias=("attention_bias", True), mtp=True, inner=True,
         experts=ExpertKeys(128, 8, 1408, "n_routed_experts", normalised=True, leading=1, **_BESIDE),
         aliases={"num_local_experts": "n_routed_experts"},
+    ),
+    "granitemoe": Family(
+        "Granite 3 (1B-A400M, 3B-A800M)",
+        names=names.STACKED, qkv_bias=BIAS, o_bias=BIAS, scaled=True,
+        experts=ExpertKeys(
+            8, 2, None, "num_local_experts", "intermediate_size", renormalise=True, scale_key="residual_multiplier"
+        ),
+    ),
+    "granite_swa": Family(
+        "Granite with windows and sinks",
+        names=names.WITH_SINKS, kv_heads=4, max_positions=8192, eps=1e-5, tied=True, qkv_bias=BIAS, o_bias=BIAS,
+        mlp_bias=MLP_BIAS, scaled=True, windows="pattern", window=128, period=4, first=True, thetas=True,
+    ),
+    "ernie4_5_moe": Family(
+        "ERNIE 4.5 (21B-A3B, 300B-A47B)",
+        names=names.STATICS, pairs=True, kv_heads=4, max_positions=131072, eps=1e-5, theta=5e5, tied=True,
+        carried=("mtp", "model.mtp"),
+        experts=ExpertKeys(
+            64, 6, 1536, "moe_num_experts", chosen_key="moe_k", renormalise=True, beside=2,
+            beside_key="moe_num_shared_experts", spaced=True,
+        ),
+        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        only={"use_bias": (None, False), "moe_norm_min": (None, 1e-12)},
+    ),
+    "hunyuan_v1_dense": Family(
+        "Hunyuan (0.5B to 7B)",
+        names=names.LAYERNORMS, eps=1e-5, qk_norm="head", rope_first=True, alpha=True, qkv_bias=BIAS, o_bias=BIAS,
+    ),
+    "arcee": Family(
+        "AFM 4.5B",
+        names=names.NO_GATE, gated=False, acts=RELU2, max_positions=4096, eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
+        mlp_bias=MLP_BIAS,
     ),
     "glm": Family("GLM-4-9B (chat-hf)", names=names.GATE_UP, **_GLM),
     "glm4": Family("GLM-4-0414, GLM-Z1 (dense)", names=names.GLM4, **_GLM),

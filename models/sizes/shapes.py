@@ -84,8 +84,8 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
         return [(name, (cfg.experts.count, shape[0] // cfg.experts.count))]
     if cfg.names.correction_row and len(shape) == 1 and name.endswith(cfg.names.correction):
         return [(name, (1, *shape))]
-    if len(shape) == 3 and cfg.names.stacked:
-        before, what = name.rsplit(f"{cfg.names.experts}.", 1)
+    before, within, what = name.rpartition(f"{cfg.names.experts}.")
+    if len(shape) == 3 and cfg.names.stacked and within:
         return [(before + cfg.names.stacked[what == DOWN], shape)]
     if len(shape) < 3 or not cfg.names.each:
         return [(name, shape)]

@@ -139,7 +139,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
             forward.append(2 * y + 3 * shared + first.x + last.x)  # shared.forward: y, shared_up, act
             backward.append(routes + 2 * y + max(6 * shared, 2 * shared + y) + codes)  # y, d_norm
         return forward, backward
-    first = _codes(cfg, sizes, cfg.width, up_width(cfg), cfg.mlp_bias and cfg.gated)
+    first = _codes(cfg, sizes, cfg.width, up_width(cfg), cfg.mlp_bias and (cfg.gated or cfg.relu2))
     turned = 0 if cfg.frozen == ("*",) else -(-tile // 16) * 16 * cfg.ffn
     last = _codes(cfg, sizes, cfg.ffn, cfg.width)  # dy is the caller's
     inner, active = act, [y + last.dy + activation, y + last.dy + last.add + up + act, y + up + first.dy]
@@ -162,7 +162,7 @@ def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     """experts.Routes with the gradients of logits and weights, and what sorting takes."""
     assert cfg.experts is not None
     own = cfg.experts
-    logits = (8 + itemsize if own.sigmoid else 2 * itemsize) * own.count  # and their gradient
+    logits = (8 + itemsize if cfg.names.correction else 2 * itemsize) * own.count  # and their gradient
     logits += own.bias * (2 * itemsize * own.count + own.chosen * (itemsize + 8))  # experts._bias_gradients_
     sorting = own.chosen * (20 + own.count // 16 + 1)
     return tokens * (logits + sorting) + 8 * own.count

@@ -67,6 +67,8 @@ def activations() -> Iterator[Case]:
     yield Case(shape, "gelu_bias_fwd", (h, b), 2 * size)
     yield Case(shape, "gelu_bias_bwd", (dy, h, b, db), 4 * size)
     yield Case(shape, "bias_bwd_", (db, dy), size)
+    yield Case(shape, "relu2_fwd", (h,), 2 * size)
+    yield Case(shape, "relu2_bwd", (dy, h), 4 * size)
     H, d = 40, 128
     x, docs = randn(N, 6144).view(N, 48, d)[:, :H], ops.make_docs([N], DEVICE)
     cos, sin = ops.rope_table(1e4 ** (-torch.arange(0, d, 2, device=DEVICE) / d), N)

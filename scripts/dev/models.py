@@ -4,7 +4,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from trireme.models.families.family import EXACT_GELU, SILU, Family
+from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family
 from trireme.models.families.known import KNOWN
 from trireme.models.families.rope import KINDS
 from trireme.models.families.table import FAMILIES, WRAPPERS
@@ -41,21 +41,21 @@ gpt-oss's MXFP4, heads for other tasks, routing by groups of experts (`n_group`)
 {known}
 """
 MAKERS = {
-    "LLaMA and alike": "llama seed_oss smollm3 cwm helium",
+    "LLaMA and alike": "llama seed_oss smollm3 cwm helium arcee",
     "GPT": "gpt2 gpt_neox gpt_oss starcoder2",
     "Qwen": ("qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"),
     "GLM": "glm glm4 glm4_moe glm4v_text glm4v_moe_text",
     "Mistral": "mistral ministral ministral3 mixtral",
     "MiniMax": "minimax_m2",
-    "Tencent": "hy_v3",
+    "Tencent": "hunyuan_v1_dense hy_v3",
     "EXAONE": "exaone4 exaone_moe",
     "Upstage": "solar_open",
     "rednote": "dots1",
-    "Baidu": "ernie4_5",
+    "Baidu": "ernie4_5 ernie4_5_moe",
     "JetBrains": "mellum",
     "Google": "gemma3_text",
     "Microsoft": "phi3",
-    "IBM": "granite granitemoehybrid",
+    "IBM": "granite granitemoe granite_swa granitemoehybrid",
     "Ai2": "olmo2 olmo3 olmoe",
 }
 
@@ -69,7 +69,7 @@ def special(family: Family) -> list[str]:
         "norms of the branches, none before": not n.norm1,
         "norms before and behind each half": bool(n.norm1 and n.post1),
         "norms multiply by 1 + weight": family.add_one,
-        "GELU between two matrices": not family.gated and EXACT_GELU not in family.acts,
+        "GELU between two matrices": not family.gated and family.acts[0] in GELU,
         "GELU, exact or by tanh, between two matrices": EXACT_GELU in family.acts,
         "GeGLU": family.gated and family.acts is not SILU,
         "learned positions": not family.rotary,
@@ -93,9 +93,11 @@ def special(family: Family) -> list[str]:
         "biases": bool(family.qkv_bias),
         "a mixture of experts in place of the MLP": family.experts is not None,
         "dense layers first": family.experts is not None and bool(family.experts.leading),
-        "experts chosen by sigmoids and a frozen correction": bool(n.correction),
+        "experts chosen with a frozen correction": bool(n.correction),
         "MTP layers carried through": family.mtp,
         "attention sinks": bool(n.sinks),
+        "relu squared between two matrices": family.acts is RELU2,
+        "q and k rotated before their norms": family.rope_first,
         "a clamped SwiGLU": family.experts is not None and family.experts.limit > 0,
     }
     return [words for words, holds in said.items() if holds]

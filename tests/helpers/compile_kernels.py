@@ -182,6 +182,7 @@ def other_calls(dtype=BF16):
         for exact in (False, True):
             gelu.gelu_bias_bwd(gelu.gelu_bias_fwd(h, bias, exact), h, bias, bias, exact)
         gelu.bias_bwd_(bias, h)
+        gelu.relu2_bwd(gelu.relu2_fwd(h), h)
     ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=dtype)
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)

@@ -183,6 +183,27 @@ CASES = {
     "cwm biases": ("cwm", LLAMA | PAIR | dict(mlp_bias=True, rope_parameters=ROPES["sliding_attention"])),
     "helium": ("helium", LLAMA),
     "helium tied, biases": ("helium", LLAMA | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "granite moe": ("granitemoe", PLAIN | dict(
+        num_local_experts=6, intermediate_size=24, embedding_multiplier=12.0, attention_multiplier=0.2,
+        residual_multiplier=0.22, logits_scaling=3.0)),
+    "granite moe tied, biases": ("granitemoe", PLAIN | dict(
+        num_local_experts=5, num_experts_per_tok=3, intermediate_size=24, tie_word_embeddings=True,
+        attention_bias=True)),
+    "granite swa": ("granite_swa", PLAIN | dict(
+        num_hidden_layers=3, sliding_window=5, layer_rope_theta=[0, 100.0, 100], embedding_multiplier=12.0,
+        attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=3.0)),
+    "granite swa untied, two thetas": ("granite_swa", PLAIN | PAIR | dict(
+        layer_rope_theta=[100.0, 10000.0], tie_word_embeddings=False, attention_bias=True, mlp_bias=True)),
+    "ernie moe": ("ernie4_5_moe", MIXTURE | dict(moe_num_experts=6, moe_k=2)),
+    "ernie moe untied, spaced": ("ernie4_5_moe", MIXTURE | dict(
+        num_hidden_layers=3, moe_num_experts=5, moe_k=3, moe_layer_start_index=0, moe_layer_end_index=1,
+        moe_num_shared_experts=1, tie_word_embeddings=False)),
+    "hunyuan": ("hunyuan_v1_dense", LLAMA),
+    "hunyuan tied, biases, alpha": ("hunyuan_v1_dense", LLAMA | dict(
+        attention_bias=True, tie_word_embeddings=True, rope_parameters=dict(
+            rope_type="dynamic", alpha=50.0, rope_theta=10000.0, factor=1.0, mscale=1.0, mscale_all_dim=1.0))),
+    "arcee": ("arcee", LLAMA),
+    "arcee tied, biases": ("arcee", LLAMA | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "qwen3 moe among dense layers": ("qwen3_moe", MIXTURE | dict(
         num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])),
     "qwen2 moe among dense layers": ("qwen2_moe", MIXTURE | dict(

@@ -79,6 +79,22 @@ def test_gelu_bias(device, dtype, shape, exact):
     check(dbias, dbias64, FP32_SUM)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_relu_squared(device, dtype, shape):
+    torch.manual_seed(0)
+    h, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
+    y = gelu.relu2_fwd(h)
+    check(y, reference.relu2_fwd(*up(h)), ONE_ROUNDING[dtype])
+    dh, again = gelu.relu2_bwd(dy, h)
+    check(dh, reference.relu2_bwd(*up(dy, h))[0], ONE_ROUNDING[dtype])
+    assert torch.equal(again, y)
+    nan = torch.full((1, 1), float("nan"), device=device)
+    assert gelu.relu2_fwd(nan).isnan().all()
+    assert reference.relu2_fwd(nan).isnan().all()
+
+
 @pytest.mark.gpu
 def test_column_sums_of_many_rows_repeat_bit_by_bit():
     torch.manual_seed(0)

@@ -36,7 +36,8 @@ def released(model_type: str, **keys) -> dict:
     found |= {"layer_types": ["attention"] * LAYERS} if family.windows == "dense" else {}
     found |= {"sliding_window": 5} if family.windows in ("all", "above", "pattern") else {}
     if family.windows == "pattern":
-        found.pop("layer_types", None)
+        for name in ("layer_types", "layer_rope_theta"):
+            found.pop(name, None)
     scaling = None if family.nested else found.pop("rope_parameters", None)
     return found | ({"rope_scaling": scaling} if scaling else {}) | keys
 
@@ -108,6 +109,9 @@ VALUES = {
     "layer_types": (MIXED, [GLOBAL] * LAYERS, [LOCAL] * LAYERS, None),
     "mlp_layer_types": (["dense", "sparse"] * 2, ["sparse"] * LAYERS, None),
     "rotary_dim": (4, None),
+    "layer_rope_theta": ([0, 50.0, 50, 50.0], [9.0, 50.0, 50.0, 50.0], [50.0, 0, 9.0, 9.0], None),
+    "moe_layer_start_index": (0, 3, None),
+    "moe_layer_end_index": (2, -2, 9, None),
     "layers_block_type": (["mamba"] * LAYERS, None),
     "hidden_act": ("gelu", "gelu_new", "silu"),
     "per_layer_config": ({"0": {"sliding_window": 3}}, None),
@@ -265,6 +269,13 @@ READ = [
     ("gpt_neox", {"hidden_act": "gelu_new", "rotary_pct": 1.0}),
     ("gpt_neox", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1}),
     ("gpt_oss", {"sliding_window_pattern": 1, "mlp_only_layers": [0]}),
+    ("minimax_m2", {"rotary_dim": 4, "partial_rotary_factor": 1.0}),
+    ("minimax_m2", {"rotary_dim": 4, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    ("dots1", {"sliding_window": 3, "max_window_layers": 2, "use_sliding_window": None}),
+    ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2, "first_k_dense_replace": 3}),
+    ("granite_swa", {"layer_types": MIXED, "layer_rope_theta": [9.0, 50, 9.0, 0]}),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 1.0}}),
+    ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 2}),
 ]  # fmt: skip
 
 
@@ -330,6 +341,19 @@ REFUSED = [
     ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act"),
     ("gpt_neox", {"head_dim": 8}, "head_dim"),
     ("glm4_moe", {"topk_group": 2}, "topk_group"),
+    ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 3.0, 3.0]}, "one theta of the layers with a window"),
+    ("granite_swa", {"layer_rope_theta": [-1.0] * LAYERS}, "layer_rope_theta"),
+    ("granite_swa", {"layer_rope_theta": [5.0]}, "a list of 4 numbers"),
+    ("exaone_moe", {"mlp_layer_types": ["dense"] * LAYERS}, '"mlp_layer_types" leaves no layer with experts'),
+    ("hy_v3", {"mlp_layer_types": ["sparse"]}, "a list of 4 names, each dense or sparse"),
+    ("hy_v3", {"mlp_bias": True}, '"mlp_bias": true is not supported'),
+    ("ernie4_5_moe", {"moe_layer_start_index": 4}, "leave no layer with experts"),
+    ("ernie4_5_moe", {"use_bias": True}, '"use_bias": true is not supported'),
+    ("cwm", {"rope_scaling": None}, '"rope_parameters" is null, expected an object'),
+    ("mellum", {"rope_scaling": YARN}, '"rope_scaling".*is not supported'),
+    ("hunyuan_v1_dense", {"rope_scaling": LINEAR | {"type": "dynamic"}}, 'rope type "dynamic" is not supported'),
+    ("dots1", {"n_shared_experts": None}, '"n_shared_experts" is null, expected a positive integer'),
+    ("minimax_m2", {"rotary_dim": 5}, "rotary_dim. is 5, expected a share"),
 ]  # fmt: skip
 
 

@@ -55,6 +55,13 @@ def test_every_subset_of_saved(model_type, keys, dtype, grad_dtype):
         "qwen2 moe",
         "gpt oss",
         "glm4 moe",
+        "minimax m2",
+        "hy v3",
+        "granite moe",
+        "granite swa",
+        "ernie moe",
+        "hunyuan",
+        "arcee",
     ],
 )
 def test_every_subset_of_saved_in_other_families(case, dtype, grad_dtype):

@@ -23,6 +23,7 @@ LATER = {  # other families -> targets
     "qwen2 moe": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj"),
     "qwen3 moe": ("q_proj", "k_proj", "v_proj", "o_proj"), "mixtral": ("experts",), "gpt oss": ("experts", "k_proj"),
     "glm4 moe": ("experts", "o_proj"), "qwen3 moe among dense layers": ("experts",),
+    "arcee": ("k_proj", "up_proj", "down_proj"), "hunyuan": TARGETS["llama"],
     "gemma3": TARGETS["llama"], "glm4": ("v_proj", *PACKED[1:]),
 }  # fmt: skip
 FAMILIES = ("gpt2", "gpt2 untied", "llama", "llama tied", "llama biases", "qwen3", "qwen2")

@@ -26,8 +26,9 @@ def sizes(model_type, vocab, width, ffn, layers, heads, kv_heads=None, **more):
 
 def mixture(model_type, vocab, width, ffn, layers, heads, kv_heads, inner, experts, **more):
     """As sizes, of a mixture with experts of `inner` features, under all names of the keys."""
-    keys = dict(moe_intermediate_size=inner, num_experts_per_tok=8, norm_topk_prob=True)
-    return sizes(model_type, vocab, width, ffn, layers, heads, kv_heads, **{COUNTS[model_type]: experts} | keys | more)
+    keys = dict(moe_intermediate_size=inner, norm_topk_prob=True) | ({} if "moe_k" in more else TOP)
+    keys |= {COUNTS[model_type]: experts} | more
+    return sizes(model_type, vocab, width, ffn, layers, heads, kv_heads, **keys)
 
 
 def wrapped(text, vision, **more):
@@ -46,6 +47,7 @@ COUNTS = dict(
     hy_v3="num_experts", mellum="num_experts", qwen3_vl_moe_text="num_experts", glm4v_moe_text="n_routed_experts",
     ernie4_5_moe="moe_num_experts", granitemoe="num_local_experts",
 )  # fmt: skip
+TOP = dict(num_experts_per_tok=8)
 TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, image_size=16)
 DEEP = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, deepstack_visual_indexes=[0])
 WINDOWED = TOWER | dict(fullatt_block_indexes=[0], out_hidden_size=3584)
@@ -105,6 +107,19 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
                       rope_scaling=dict(factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type="llama3",
                                         original_max_position_embeddings=8192)), 32.6),
     "Helium 1 preview": (sizes("helium", 48000, 2560, 7040, 24, 20, 20, head_dim=128, rope_theta=1e5), 2.17),
+    "ERNIE 4.5 21B": (mixture("ernie4_5_moe", 103424, 2560, 12288, 28, 20, 4, 1536, 64, moe_k=6, head_dim=128,
+                              moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=1,
+                              moe_layer_interval=1, use_bias=False, tie_word_embeddings=True, rope_theta=500000),
+                      21.83),
+    "Granite 3.1 3B-A800M": (mixture("granitemoe", 49155, 1536, 512, 32, 24, 8, 512, 40, attention_multiplier=0.015625,
+                                     embedding_multiplier=12.0, logits_scaling=6.0, residual_multiplier=0.22,
+                                     tie_word_embeddings=True), 3.3),
+    "Hunyuan 7B": (sizes("hunyuan_v1_dense", 128256, 4096, 14336, 32, 32, 8, head_dim=128, rope_theta=10000.0,
+                         tie_word_embeddings=True, use_qk_norm=True, rope_scaling=dict(
+                             alpha=1000.0, beta_fast=32, beta_slow=1, factor=1.0, mscale=1.0, mscale_all_dim=1.0,
+                             type="dynamic")), 7.5),
+    "AFM 4.5B": (sizes("arcee", 128004, 2560, 18432, 36, 20, 4, head_dim=128, hidden_act="relu2", rope_theta=10000.0,
+                       rope_scaling=dict(rope_type="yarn", factor=20.0, original_max_position_embeddings=4096)), 4.62),
     "Qwen3-VL 2B": (wrapped(sizes("qwen3_vl_text", 151936, 2048, 6144, 28, 16, 8, head_dim=128, rope_theta=5e6,
                                   rope_scaling=MROPE), DEEP, tie_word_embeddings=True), 1.72),
     "Qwen3-VL 235B": (wrapped(mixture("qwen3_vl_moe_text", 151936, 4096, 12288, 94, 64, 4, 1536, 128, head_dim=128,

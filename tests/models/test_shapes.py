@@ -69,6 +69,12 @@ DIALECTS = {
     "glm4 moe": MIXTURE | dict(model_type="glm4_moe", n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=0),
     "a dense layer of glm4 moe": MIXTURE | dict(model_type="glm4_moe", n_routed_experts=8, num_hidden_layers=2),
     "gpt_neox": SMALL | dict(model_type="gpt_neox"),
+    "arcee": SMALL | dict(model_type="arcee", hidden_act="relu2", mlp_bias=True),
+    "hunyuan": SMALL | dict(model_type="hunyuan_v1_dense", num_key_value_heads=2),
+    "granite moe": MIXTURE
+    | dict(model_type="granitemoe", num_local_experts=8, intermediate_size=48, residual_multiplier=0.5),
+    "ernie moe": MIXTURE
+    | dict(model_type="ernie4_5_moe", moe_num_experts=8, moe_k=MIXTURE["num_experts_per_tok"], moe_layer_start_index=0),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -180,6 +186,8 @@ def _bare_ops():
         geglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
         gelu_bias_fwd=lambda h, *_: new(h),
         gelu_bias_bwd=lambda dy, h, *_: (new(h), new(h)),
+        relu2_fwd=new,
+        relu2_bwd=lambda dy, h: (new(h), new(h)),
         bias_bwd_=lambda *_: None,
         attention_fwd=lambda q, *_, out=None: (
             q.new_empty(q.shape) if out is None else out,

@@ -28,7 +28,7 @@ def what_is_trained(options: Options) -> ModelConfig:
     cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
     cfg = replace(cfg, fp8=options.dtype == "fp8")
     details = options.lora_alpha is not None or bool(options.lora_targets)
-    if options.router_aux and (cfg.experts is None or cfg.experts.sigmoid):
+    if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
         raise InputError(f"--router-aux: {why}. Leave it out.")
     if (options.freeze or options.train) and (options.adapter or options.lora is not None):
