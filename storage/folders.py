@@ -182,12 +182,12 @@ def remove_finished(paths: Sequence[Path], run: str = "") -> None:
     discard([*_finished(own), *(path for path in own if (path / LOCK).exists() and not _holds_store(path))])
 
 
-def discard(paths: Sequence[Path]) -> None:
+def discard(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
     """As remove, of what is not locked yet. Raises StoreError where in use."""
     with ExitStack() as stack:
         for path in paths:
             lock_folder(path, stack)
-        remove(paths)
+        remove(paths, progress)
 
 
 def finish(path: Path) -> None:

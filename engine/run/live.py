@@ -125,9 +125,11 @@ class Live:
         self._save(keep=1)
         before = count(whole.key.hosts, "host")
         self.screen.say(f"hosts    {self.group.hosts}, where the run had {before}: its state was dealt anew")
-        for host, place in sorted(hosts_in(run_folder(self.job.out, self.group.host)).items()):
-            if host in whole.mine and host >= self.group.hosts and whole.seer(host) == self.group.host:
-                remove_host(place, run_of(self.job.out))
+        places = sorted(hosts_in(run_folder(self.job.out, self.group.host)).items())
+        with self.watched("removing what other hosts left"), self.screen.working("removing it", 0) as more:
+            for host, place in places:
+                if host in whole.mine and host >= self.group.hosts and whole.seer(host) == self.group.host:
+                    remove_host(place, run_of(self.job.out), more)
         self.whole = None
 
     def _loaded(self, base: dict[str, str]) -> None:

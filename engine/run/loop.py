@@ -214,7 +214,8 @@ class Run:
             live.store.remove(more)
             tidy(job.out)
         live.group.meet()
-        remove_given_up(job.out, live.group.hosts)
+        with live.watched("close"), live.screen.working("removing what other hosts left", 0) as more:
+            remove_given_up(job.out, live.group.hosts, more)
         live.screen.say(f"took     {took_line(live.clock, live.promised)}")
 
     def _leave(self) -> None:

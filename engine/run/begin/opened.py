@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trireme.engine.homes import Progress, silent
 from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.run.begin.job import Job
@@ -154,7 +155,7 @@ def hosts_in(folder: Path) -> dict[int, Path]:
     return {int(p.name[5:]): p for p in folder.glob("host-*") if re.fullmatch(r"host-[1-9]\d{0,3}", p.name)}
 
 
-def remove_given_up(out: Path, hosts: int) -> None:
+def remove_given_up(out: Path, hosts: int, progress: Progress = silent) -> None:
     """Removes what more than `hosts` had begun to keep, and gave up: no run needs it."""
     run = run_of(out)
     for place in (place for host, place in hosts_in(out).items() if host >= hosts):
@@ -162,14 +163,14 @@ def remove_given_up(out: Path, hosts: int) -> None:
             held = {path.name for path in place.iterdir()}
             killed_early = "config.yaml" not in held and held <= {*OURS, "store"}
             if killed_early or (run and run_of(place) == run and not any(place.glob("*.safetensors"))):
-                remove_host(place, run)
+                remove_host(place, run, progress)
 
 
-def remove_host(place: Path, run: str) -> None:
+def remove_host(place: Path, run: str, progress: Progress = silent) -> None:
     """Removes all that a host of this run has kept."""
     with suppress(InputError, StoreError):
         dirs = owned(stores_of(place), run, place)
-        folders.discard(dirs)
+        folders.discard(dirs, progress)
         remove_folders(dirs)
     shutil.rmtree(place, ignore_errors=True)
 
