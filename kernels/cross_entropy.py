@@ -3,7 +3,8 @@
     loss = lse - logits[label],  lse = log(sum(exp(logits)));  dlogits = scale * (exp(logits - lse) - onehot(label))
 
 Logits, in the compute dtype, become dlogits in place; cuBLAS does the products. The label's logit is recomputed in
-fp32: its rounding would be the loss's error.
+fp32: its rounding would be the loss's error. With a cap logits are cap * tanh(z / cap) of the product z; dlogits are
+multiplied by its slope.
 Legend: N tokens, M labels, D width, V vocabulary.
 """
 
@@ -19,6 +20,25 @@ from trireme.kernels.launcher import await_previous, launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def soft_cap(b_x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP), x and the result in base 2; x itself where CAP is 0."""
+    if CAP > 0.0:
+        b_t = b_x * (LN2 / CAP)
+        b_2 = b_t * b_t
+        b_small = b_t * (1.0 + b_2 * (-0.33333333 + b_2 * (0.13333333 + b_2 * (-0.05396825 + b_2 * 0.02186949))))
+        b_tanh = 1.0 - 2.0 / (tl.exp2(b_x * (2.0 / CAP)) + 1.0)
+        b_x = CAP * LOG2E * tl.where(tl.abs(b_t) < 0.25, b_small, b_tanh)
+    return b_x
+
+
+@triton.jit
+def cap_slope(b_y, CAP: tl.constexpr):
+    """The derivative of soft_cap, given its result."""
+    b_t = b_y * (LN2 / CAP)
+    return 1.0 - b_t * b_t
 
 
 @launcher
@@ -37,6 +57,7 @@ def _cross_entropy(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GRADIENT: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """The second pass walks back through L2's remains."""
     await_previous()
@@ -52,7 +73,7 @@ def _cross_entropy(
         for i_d in range(0, D, BLOCK_D):
             b_x = tl.load(p_x + i_row * D + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
             b_dot += b_x * tl.load(p_w + i_label * D + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
-        target = tl.sum(b_dot, 0) * LOG2E
+        target = soft_cap(tl.sum(b_dot, 0) * LOG2E, CAP)
         label = i_label.to(tl.int32)
 
         p_z = p_logits + i_row * V
@@ -60,7 +81,9 @@ def _cross_entropy(
         b_l = tl.zeros((BLOCK // GROUP,), tl.float32)
         for i_v in range(0, V, BLOCK):
             b_x = tl.load(p_z + i_v + o_v, i_v + o_v < V, float("-inf"), eviction_policy="evict_last")
-            b_x = tl.where(o_v == label - i_v, target, b_x.to(tl.float32) * LOG2E)
+            b_x = tl.where(o_v == label - i_v, target, soft_cap(b_x.to(tl.float32) * LOG2E, CAP))
+            if CAP > 0.0:
+                b_x = tl.where(i_v + o_v < V, b_x, float("-inf"))
             b_new = tl.maximum(b_m, tl.max(b_x, 1))
             b_l = b_l * tl.exp2(b_m - b_new) + tl.sum(tl.exp2(b_x - b_new[:, None]), 1)
             b_m = b_new
@@ -72,7 +95,10 @@ def _cross_entropy(
                 p_v = p_z + LAST - i_v + o_v
                 mask = LAST - i_v + o_v < V
                 b_x = tl.load(p_v, mask, 0.0, eviction_policy="evict_first").to(tl.float32) * LOG2E
+                b_x = soft_cap(b_x, CAP)
                 b_p = tl.where(o_v == label - (LAST - i_v), tl.exp2(target - lse) - 1.0, tl.exp2(b_x - lse))
+                if CAP > 0.0:
+                    b_p = b_p * cap_slope(tl.where(o_v == label - (LAST - i_v), target, b_x), CAP)
                 tl.store(p_v, (b_p * scale).to(p_logits.dtype.element_ty), mask, eviction_policy="evict_first")
 
 
@@ -85,6 +111,7 @@ def linear_cross_entropy(
     dweight_: Tensor | None = None,
     dx_: Tensor | None = None,
     chunk: int = 2048,
+    cap: float = 0.0,
 ) -> Tensor:
     """As reference.linear_cross_entropy, x and weight contiguous.
 
@@ -115,7 +142,7 @@ def linear_cross_entropy(
         programs = min(len(part), how.each * launch.chip(x.device).sms)
         _cross_entropy[(programs,)](
             z, xs, weight, labels, part, losses, scale, len(part), V, D, how.block,
-            min(how.block, launch.power2(D)), dx_ is not None, num_warps=how.warps,
+            min(how.block, launch.power2(D)), dx_ is not None, cap, num_warps=how.warps,
         )  # fmt: skip
         if dx_ is None:
             continue

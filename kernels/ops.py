@@ -19,7 +19,7 @@ from trireme.kernels.experts import reference as experts
 from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.fp8.reference import Quantized
-from trireme.kernels.reference import join_master, rope_table, split_master
+from trireme.kernels.reference import join_master, rope_table, soft_cap, split_master
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,6 +124,7 @@ __all__ = [
     "routed_swiglu_bwd",
     "sinks_bwd_",
     "sinks_fwd_",
+    "soft_cap",
     "sort_pairs",
     "split_master",
     "swiglu_bwd",

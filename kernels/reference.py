@@ -246,6 +246,11 @@ def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     dweight_[unique] = total.index_add_(0, inverse, upcast(dy)).to(dweight_.dtype)
 
 
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap); x where cap is 0."""
+    return cap * torch.tanh(x / cap) if cap else x
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -255,8 +260,11 @@ def linear_cross_entropy(
     dweight_: Tensor | None = None,
     dx_: Tensor | None = None,
     chunk: int = 2048,
+    cap: float = 0.0,
 ) -> Tensor:
     """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also gradients of scale * sum(loss).
+
+    `cap` > 0: under softmax(cap * tanh(x @ weight.T / cap)).
 
     x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0. Writes dx_ (N, D), adds to
     dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
@@ -266,14 +274,15 @@ def linear_cross_entropy(
         dx_.zero_()
     for part in rows.split(chunk):
         xs, target = x[part], labels[part]
-        logits = upcast(xs @ weight.T)
+        logits = soft_cap(upcast(xs @ weight.T), cap)
         lse = torch.logsumexp(logits, -1)
         losses[part] = lse - logits.gather(-1, target[:, None])[:, 0]
         if dx_ is None:
             continue
+        slope = 1 - (logits / cap) ** 2 if cap else 1.0
         logits.sub_(lse[:, None]).exp_()
         logits[torch.arange(len(part), device=x.device), target] -= 1
-        dlogits = logits.mul_(scale).to(x.dtype)
+        dlogits = logits.mul_(scale).mul_(slope).to(x.dtype)
         dx_[part] = dlogits @ weight
         if dweight_ is not None:
             add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == x.dtype else upcast(dlogits).T @ upcast(xs))

@@ -31,7 +31,7 @@ from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Rows, Table
 
 # signature of ops.attention_fwd
-Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None"], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None", float], tuple[Tensor, Tensor]]
 
 
 class Weights(NamedTuple):
@@ -148,7 +148,7 @@ def backward_to_qkv(
     dqkv = torch.empty_like(result.qkv)
     dq, dk, dv = _split(cfg, dqkv)
     scale, window = cfg.layer_scale(layer), cfg.layer_window(layer)
-    ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window)
+    ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window, cfg.attention_cap)
     if not cfg.rotated_first:
         _rotate_(cfg, layer, dqkv, rows, inverse=True)
     q, k, _ = _split(cfg, result.qkv)  # before the norms
@@ -218,7 +218,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = heads[:3]
     out = None if out is None else out.view(q.shape)
-    out, lse = attend(q, k, v, rows.docs, cfg.layer_scale(layer), cfg.layer_window(layer), out)
+    out, lse = attend(q, k, v, rows.docs, cfg.layer_scale(layer), cfg.layer_window(layer), out, cfg.attention_cap)
     if w.sinks is not None:
         ops.sinks_fwd_(out, lse, w.sinks)
     return out.view(q.shape[0], -1), lse

@@ -95,6 +95,8 @@ class ModelConfig:
     embed_scale: float = 1.0
     branch_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
+    attention_cap: float = 0.0  # scores s are cap * tanh(s / cap); 0: s
+    logit_cap: float = 0.0  # of logits, likewise
     experts: Experts | None = None
     mtp_layers: int = 0  # behind the last, carried through
     wrapper: str = ""  # the model_type around it

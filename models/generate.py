@@ -146,14 +146,16 @@ class _Cache:
         n_prompts, length = k_all.shape[:2]
 
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, docs: ops.Docs, scale: float, window: int, out: Tensor | None
+            q: Tensor, k: Tensor, v: Tensor, docs: ops.Docs, scale: float, window: int, out: Tensor | None, cap: float
         ) -> tuple[Tensor, Tensor]:
             k_all.flatten(0, 1)[place] = k
             v_all.flatten(0, 1)[place] = v
             if len(q) > n_prompts:
-                return ops.attention_fwd(q, k, v, docs, scale, window, out)
+                return ops.attention_fwd(q, k, v, docs, scale, window, out, cap)
             distance = docs.positions[:, None] - torch.arange(length, device=q.device)
             seen = (distance >= 0) & (distance < (window or length))
+            if cap:
+                return _capped(q, k_all, v_all, seen, scale, cap), q.new_empty(0)
             query, keys, values = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
             y = scaled_dot_product_attention(query, keys, values, seen[:, None, None], scale=scale, enable_gqa=True)
             return y.transpose(1, 2)[:, 0], _lse(q, k_all, seen, scale) if sinks else q.new_empty(0)
@@ -163,6 +165,15 @@ class _Cache:
 
 def _lse(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
     """(H, B) fp32 of one query each, q (B, H, d), over keys (B, T, K, d) where seen (B, T)."""
-    query = q.unflatten(1, (k.shape[2], -1)).float()
-    scores = torch.einsum("bkgd,btkd->kgbt", query, k.float()) * scale
-    return torch.logsumexp(scores.masked_fill(~seen, float("-inf")), -1).flatten(0, 1)
+    return torch.logsumexp(_scores(q, k, scale).masked_fill(~seen, float("-inf")), -1).flatten(0, 1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """(K, H / K, B, T) fp32."""
+    return torch.einsum("bkgd,btkd->kgbt", q.unflatten(1, (k.shape[2], -1)).float(), k.float()) * scale
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
+    """Attention (B, H, d) with soft-capped scores: torch's has none."""
+    scores = ops.soft_cap(_scores(q, k, scale), cap).masked_fill(~seen, float("-inf"))
+    return torch.einsum("kgbt,btkd->bkgd", torch.softmax(scores, -1), v.float()).flatten(1, 2).to(q.dtype)

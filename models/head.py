@@ -87,7 +87,7 @@ def head_loss(
     """
     y, stats = final_norm(cfg, w, x)
     g_out = g_out if g_out is not None and trained(g_out) else None
-    losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx)
+    losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx, cap=cfg.logit_cap)
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:

@@ -1,7 +1,8 @@
 """Causal flash attention (Dao 2023) over packed documents, grouped queries, optional sliding window.
 
 A program owns a tile of rows (docs.py), every sum has one owner: results repeat bit by bit. Triton (fwd.py, bwd.py),
-Gluon on Hopper (hopper.py) or cuDNN for dense forwards, where measured faster (docs/kernels.md).
+Gluon on Hopper (hopper.py) or cuDNN for dense forwards, where measured faster (docs/kernels.md); of soft-capped scores
+Triton.
 """
 
 from __future__ import annotations
@@ -21,19 +22,26 @@ from trireme.kernels.attention.docs import Docs
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    docs: Docs,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """As reference.attention_fwd; heads contiguous, tokens and heads may be strided."""
     N, H, d = q.shape
     _check(q, k, v, scale)
-    if attention_cudnn.suits(q, docs, window):
+    if not cap and attention_cudnn.suits(q, docs, window):
         return attention_cudnn.attention_fwd(q, k, v, docs, scale, out)
     out = q.new_empty((N, H, d)) if out is None else out
     assert out.shape == q.shape
     lse = torch.empty((H, N), dtype=torch.float32, device=q.device)
     types, strides = (q.dtype, out.dtype), (q.stride(), k.stride(), v.stride(), out.stride())
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-    how = _forward(q.device, types, H, k.shape[1], d, window, strides, aligned)
+    how = _forward(q.device, types, H, k.shape[1], d, window, strides, aligned, cap)
     tiles = docs.query_tiles[how.rows]
     how.run(len(tiles) * H, (q, k, v, out, lse, tiles), (N, scale))
     return out, lse
@@ -52,6 +60,7 @@ def attention_bwd(
     dk_: Tensor,
     dv_: Tensor,
     window: int = 0,
+    cap: float = 0.0,
 ) -> None:
     """As reference.attention_bwd; strides as attention_fwd."""
     N, H, d = q.shape
@@ -65,7 +74,7 @@ def attention_bwd(
     tensors = dout, q, k, v, out, dq_, dk_, dv_
     types, strides = tuple([t.dtype for t in tensors]), tuple([t.stride() for t in tensors])
     aligned = (dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-    how = _backward(q.device, types, H, K, d, window, strides, aligned)
+    how = _backward(q.device, types, H, K, d, window, strides, aligned, cap)
     delta = torch.empty_like(lse)
     tiles = docs.query_tiles[how.query_rows]
     how.dq(len(tiles) * H, (dout, q, k, v, out, lse, delta, dq_, tiles), (N, scale))
@@ -82,22 +91,26 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
 
 
 @cache
-def _forward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_fwd.Forward:
+def _forward(
+    device, types, H: int, K: int, d: int, window: int, strides, aligned: bool, cap: float
+) -> triton_fwd.Forward:
     """types of (q, out), strides of (q, k, v, out)."""
     assert H % K == 0
     assert 8 <= d <= 256
     assert all(s[2] == 1 for s in strides)
-    if aligned and attention_hopper.suits(device, types[0], d, window, strides[:3]):
+    if aligned and not cap and attention_hopper.suits(device, types[0], d, window, strides[:3]):
         return attention_hopper_fwd.plan(H, K, d, strides)
-    return triton_fwd.plan(device, types[0], H, K, d, window, strides)
+    return triton_fwd.plan(device, types[0], H, K, d, window, strides, cap)
 
 
 @cache
-def _backward(device, types, H: int, K: int, d: int, window: int, strides, aligned: bool) -> triton_bwd.Backward:
+def _backward(
+    device, types, H: int, K: int, d: int, window: int, strides, aligned: bool, cap: float
+) -> triton_bwd.Backward:
     """types and strides of (dout, q, k, v, out, dq, dk, dv)."""
     assert H % K == 0
     assert 8 <= d <= 256
     assert all(s[2] == 1 for s in strides)
-    if aligned and attention_hopper.suits(device, types[1], d, window, strides[:4]):
+    if aligned and not cap and attention_hopper.suits(device, types[1], d, window, strides[:4]):
         return attention_hopper_bwd.plan(H, K, d, strides)
-    return triton_bwd.plan(device, types[1], H, K, d, window, strides)
+    return triton_bwd.plan(device, types[1], H, K, d, window, strides, cap)

@@ -1,6 +1,7 @@
 """Attention's backward in Triton.
 
     dv = p^T do,  ds = p * (do v^T - delta),  delta = rowsum(do * out),  dq = scale * ds k,  dk = scale * ds^T q
+    with a cap: ds * (1 - (s / cap)^2)
 
 dq, then (dk, dv), a kernel each: every sum has one owner and order; dq leaves delta. Legend: fwd.py.
 """
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from trireme.kernels import launch
 from trireme.kernels.attention.fwd import LOG2E, _key_ranges, _load_rows, _visible, flat
+from trireme.kernels.cross_entropy import cap_slope, soft_cap
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 
@@ -40,6 +42,7 @@ def _dq_range(
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Adds ds k over keys [lo, hi)."""
     o_d = tl.arange(0, BLOCK_D)
@@ -52,10 +55,13 @@ def _dq_range(
         b_v = _load_rows(p_v, o_k, length, o_d, D, BLOCK_D, MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
-        b_p = tl.exp2(b_s * qk_scale - b_lse[:, None])
+        b_s = soft_cap(b_s * qk_scale, CAP)
+        b_p = tl.exp2(b_s - b_lse[:, None])
         if MASKED:
             b_p = tl.where(_visible(o_q[:, None], o_k[None, :], window, WINDOWED), b_p, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
+        if CAP > 0.0:
+            b_ds = b_ds * cap_slope(b_s, CAP)
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
         p_k += BLOCK_K * k_n
         p_v += BLOCK_K * v_n
@@ -96,6 +102,7 @@ def _attention_bwd_dq(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """dq and delta of a query tile."""
     await_previous()
@@ -128,15 +135,15 @@ def _attention_bwd_dq(
     if WINDOWED:
         b_dq = _dq_range(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_n, v_n, a, b, o_q, length, qk_scale, window,
-            D, BLOCK_D, BLOCK_K, True, True,
+            D, BLOCK_D, BLOCK_K, True, True, CAP,
         )  # fmt: skip
     b_dq = _dq_range(
         b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_n, v_n, b, c, o_q, length, qk_scale, window,
-        D, BLOCK_D, BLOCK_K, WINDOWED, False,
+        D, BLOCK_D, BLOCK_K, WINDOWED, False, CAP,
     )  # fmt: skip
     b_dq = _dq_range(
         b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_n, v_n, c, end, o_q, length, qk_scale, window,
-        D, BLOCK_D, BLOCK_K, WINDOWED, True,
+        D, BLOCK_D, BLOCK_K, WINDOWED, True, CAP,
     )  # fmt: skip
     p_dq += first * dq_n + i_h * dq_h + o_row[:, None] * dq_n + o_d[None, :]
     tl.store(p_dq, (b_dq * scale).to(p_dq.dtype.element_ty), m_q[:, None] & (o_d < D)[None, :])
@@ -169,6 +176,7 @@ def _dkv_range(
     BLOCK_Q: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Adds p^T do and ds^T q over queries [lo, hi) of the group's heads, in one loop: loads run ahead."""
     o_d = tl.arange(0, BLOCK_D)
@@ -190,11 +198,14 @@ def _dkv_range(
         b_delta = tl.load(p_delta + o_stat, o_q < length, 0.0)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # (keys, queries)
         b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
-        b_p = tl.exp2(b_s * qk_scale - b_lse[None, :])
+        b_s = soft_cap(b_s * qk_scale, CAP)
+        b_p = tl.exp2(b_s - b_lse[None, :])
         if MASKED:
             b_p = tl.where(_visible(o_q[None, :], o_k[:, None], window, WINDOWED), b_p, 0.0)
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
         b_ds = b_p * (b_dp - b_delta[None, :])
+        if CAP > 0.0:
+            b_ds = b_ds * cap_slope(b_s, CAP)
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
     return b_dk, b_dv
 
@@ -233,6 +244,7 @@ def _attention_bwd_dkv(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """dk, dv of a key tile and key/value head."""
     await_previous()
@@ -268,16 +280,16 @@ def _attention_bwd_dkv(
     b_dv = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     b_dk, b_dv = _dkv_range(
         b_dk, b_dv, b_k, b_v, p_do, p_q, p_lse, p_delta, N, do_n, do_h, q_n, q_h, a, b, o_k, length,
-        qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, WINDOWED, True,
+        qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, WINDOWED, True, CAP,
     )  # fmt: skip
     b_dk, b_dv = _dkv_range(
         b_dk, b_dv, b_k, b_v, p_do, p_q, p_lse, p_delta, N, do_n, do_h, q_n, q_h, b, c, o_k, length,
-        qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, WINDOWED, False,
+        qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, WINDOWED, False, CAP,
     )  # fmt: skip
     if WINDOWED:
         b_dk, b_dv = _dkv_range(
             b_dk, b_dv, b_k, b_v, p_do, p_q, p_lse, p_delta, N, do_n, do_h, q_n, q_h, c, end, o_k, length,
-            qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, True, True,
+            qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, True, True, CAP,
         )  # fmt: skip
     mask = (o_k < length)[:, None] & (o_d < D)[None, :]
     p_dk += first * dk_n + i_h * dk_h + o_row[:, None] * dk_n + o_d[None, :]
@@ -295,7 +307,9 @@ class Backward(NamedTuple):
     dkv: Fixed  # (dout, q, k, v, lse, delta, dk, dv, tiles), (N, scale)
 
 
-def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Backward:
+def plan(
+    device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides, cap: float = 0.0
+) -> Backward:
     """Backward for the strides of (dout, q, k, v, out, dq, dk, dv)."""
     dout, q, k, v, out, dq, dk, dv = strides
     sizes = H // K, D, launch.head_block(D)
@@ -304,11 +318,11 @@ def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, windo
         by_query.q,
         Fixed(
             _attention_bwd_dq, window, *flat((dout, q, k, v, out, dq)), H, *sizes, by_query.q, by_query.k, window > 0,
-            num_warps=by_query.warps, num_stages=by_query.stages,
+            cap, num_warps=by_query.warps, num_stages=by_query.stages,
         ),
         by_key.k,
         Fixed(
             _attention_bwd_dkv, window, *flat((dout, q, k, v, dk, dv)), K, *sizes, by_key.q, by_key.k, window > 0,
-            num_warps=by_key.warps, num_stages=by_key.stages,
+            cap, num_warps=by_key.warps, num_stages=by_key.stages,
         ),
     )  # fmt: skip

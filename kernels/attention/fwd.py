@@ -1,6 +1,6 @@
 """Attention's forward in Triton, and what its backward shares with it.
 
-    s = scale * q k^T,  p = exp(s - lse),  out = p v
+    s = scale * q k^T, or cap * tanh(scale * q k^T / cap),  p = exp(s - lse),  out = p v
 
 Online softmax in base 2. Score tiles below the diagonal, within the window, need no mask.
 Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, BLOCK_Q x BLOCK_K the tile of scores.
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from trireme.kernels import launch
+from trireme.kernels.cross_entropy import soft_cap
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -85,6 +86,7 @@ def _fwd_range(
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Online softmax over keys [lo, hi)."""
     o_d = tl.arange(0, BLOCK_D)
@@ -96,7 +98,13 @@ def _fwd_range(
         b_k = _load_rows(p_k, o_k, length, o_d, D, BLOCK_D, MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:  # scaled before hidden: a fused HIDDEN * scale - max(HIDDEN * scale) rounds hugely
-            b_s = tl.where(_visible(o_q[:, None], o_k[None, :], window, WINDOWED), b_s * qk_scale, HIDDEN)
+            b_s = tl.where(
+                _visible(o_q[:, None], o_k[None, :], window, WINDOWED), soft_cap(b_s * qk_scale, CAP), HIDDEN
+            )
+            b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+            b_p = tl.exp2(b_s - b_m_new[:, None])
+        elif CAP > 0.0:
+            b_s = soft_cap(b_s * qk_scale, CAP)
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
             b_p = tl.exp2(b_s - b_m_new[:, None])
         else:
@@ -139,6 +147,7 @@ def _attention_fwd(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     await_previous()
     i_tile, i_h = (
@@ -166,15 +175,15 @@ def _attention_fwd(
     if WINDOWED:
         b_acc, b_m, b_l = _fwd_range(
             b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, a, b, o_q, length, qk_scale, window,
-            D, BLOCK_D, BLOCK_K, True, True,
+            D, BLOCK_D, BLOCK_K, True, True, CAP,
         )  # fmt: skip
     b_acc, b_m, b_l = _fwd_range(
         b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, b, c, o_q, length, qk_scale, window,
-        D, BLOCK_D, BLOCK_K, WINDOWED, False,
+        D, BLOCK_D, BLOCK_K, WINDOWED, False, CAP,
     )  # fmt: skip
     b_acc, b_m, b_l = _fwd_range(
         b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, c, end, o_q, length, qk_scale, window,
-        D, BLOCK_D, BLOCK_K, WINDOWED, True,
+        D, BLOCK_D, BLOCK_K, WINDOWED, True, CAP,
     )  # fmt: skip
 
     m_q = o_q < length
@@ -191,10 +200,12 @@ class Forward(NamedTuple):
     run: Fixed  # (q, k, v, out, lse, tiles), (N, scale)
 
 
-def plan(device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides) -> Forward:
+def plan(
+    device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides, cap: float = 0.0
+) -> Forward:
     """Forward for the strides of (q, k, v, out)."""
     tile = launch.attention(device, dtype, D).fwd
-    constants = H, H // K, D, launch.head_block(D), tile.q, tile.k, window > 0
+    constants = H, H // K, D, launch.head_block(D), tile.q, tile.k, window > 0, cap
     return Forward(
         tile.q,
         Fixed(_attention_fwd, window, *flat(strides), *constants, num_warps=tile.warps, num_stages=tile.stages),

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trireme.kernels.attention.docs import Docs
-from trireme.kernels.reference import add_, upcast
+from trireme.kernels.reference import add_, soft_cap, upcast
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, window: int, cap: float) -> Tensor:
     """Masked, (H, T, T), of a document's q and k (T, H, d)."""
-    s = torch.einsum("qhd,khd->hqk", q, k) * scale
+    s = soft_cap(torch.einsum("qhd,khd->hqk", q, k) * scale, cap)
     t = torch.arange(q.shape[0], device=q.device)
     dist = t[:, None] - t[None, :]
     hidden = (dist < 0) if window == 0 else (dist < 0) | (dist >= window)
@@ -22,12 +22,19 @@ def _scores(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, docs: Docs, scale: float, window: int = 0, out: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    docs: Docs,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention by document. q (N, H, d); k, v (N, K, d), K divides H; tokens may be strided.
 
-    `window` > 0: a token sees itself and the window - 1 before it. Returns (out (N, H, d), lse (H, N) fp32, natural
-    log).
+    `window` > 0: a token sees itself and the window - 1 before it. `cap` > 0: scores s are cap * tanh(s / cap).
+    Returns (out (N, H, d), lse (H, N) fp32, natural log).
     """
     N, H, _ = q.shape
     group = H // k.shape[1]
@@ -37,7 +44,7 @@ def attention_fwd(
     for length in docs.lengths:
         rows = slice(start, start + length)
         kf, vf = (upcast(t[rows]).repeat_interleave(group, 1) for t in (k, v))
-        s = _scores(upcast(q[rows]), kf, scale, window)
+        s = _scores(upcast(q[rows]), kf, scale, window, cap)
         lse[:, rows] = torch.logsumexp(s, -1)
         out[rows] = torch.einsum("hqk,khd->qhd", torch.exp(s - lse[:, rows, None]), vf).to(out.dtype)
         start += length
@@ -57,6 +64,7 @@ def attention_bwd(
     dk_: Tensor,
     dv_: Tensor,
     window: int = 0,
+    cap: float = 0.0,
 ) -> None:
     """Writes dq_ (N, H, d), dk_ and dv_ (N, K, d), perhaps strided."""
     group = q.shape[1] // k.shape[1]
@@ -65,9 +73,11 @@ def attention_bwd(
         rows = slice(start, start + length)
         qf, dof = upcast(q[rows]), upcast(dout[rows])
         kf, vf = (upcast(t[rows]).repeat_interleave(group, 1) for t in (k, v))
-        p = torch.exp(_scores(qf, kf, scale, window) - lse[:, rows, None])
+        s = _scores(qf, kf, scale, window, cap)
+        p = torch.exp(s - lse[:, rows, None])
         delta = (dof * upcast(out[rows])).sum(-1).T[..., None]  # (H, T, 1)
         ds = p * (torch.einsum("qhd,khd->hqk", dof, vf) - delta) * scale
+        ds = ds * (1 - (s / cap).clamp(min=-1) ** 2) if cap else ds  # -1: hidden
         sum_group = lambda t: t.unflatten(1, (-1, group)).sum(2)
         dq_[rows] = torch.einsum("hqk,khd->qhd", ds, kf).to(dq_.dtype)
         dk_[rows] = sum_group(torch.einsum("hqk,qhd->khd", ds, qf)).to(dk_.dtype)

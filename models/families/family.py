@@ -91,6 +91,7 @@ class Family:
     aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
     unrotated: Literal["", "listed", "full", "typed"] = ""  # no_rope_layers; layers without window; all, by a key
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
+    capped: bool = False  # reads attn_logit_softcapping and final_logit_softcapping
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
@@ -107,6 +108,8 @@ class Family:
     def accepts(self) -> set[str]:
         """The keys of INERT that it reads."""
         found = {"query_pre_attn_scalar"} if self.query_scale else set()
+        if self.capped:
+            found |= {"attn_logit_softcapping", "final_logit_softcapping"}
         if self.partial:
             found |= {"partial_rotary_factor"}
         if self.scaled:

@@ -82,6 +82,14 @@ def scales_of(keys: Keys, family: Family, width: int) -> dict[str, Any]:
             logit_scale=1.0 / keys.number("logits_scaling", 1.0),
         )
     found = dict(embed_scale=width**0.5) if family.embed_root else {}
+    if family.capped:
+        found["attention_cap"] = _cap(keys, "attn_logit_softcapping", 50.0)
+        found["logit_cap"] = _cap(keys, "final_logit_softcapping", 30.0)
     if family.query_scale:
         found["attention_scale"] = keys.number("query_pre_attn_scalar", 256.0) ** -0.5
     return found
+
+
+def _cap(keys: Keys, name: str, default: float) -> float:
+    """Null is none."""
+    return 0.0 if keys.raw.get(name, default) is None else keys.number(name, default)

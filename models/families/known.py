@@ -29,7 +29,7 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ("sparse attention with an indexer of its keys, and images", "minimax_m2"): "minimax_m3_vl minimax_m3_vl_text",
     ("a gate on the result of attention, and experts", "glm4_moe"): "afmoe laguna step3p7",
     ("a gate on the result of attention", "llama"): "muse_glimmer",
-    ("soft-capped scores and logits", "gemma3_text"): "gemma2 vaultgemma",
+    ("soft-capped scores, and no norms behind the branches", "gemma2"): "vaultgemma",
     ("heads of several widths, and values that are keys", "gemma3"): (
         "gemma4 gemma4_text gemma4_unified gemma4_unified_text"
     ),

@@ -129,6 +129,17 @@ FAMILIES = {
         head_dim=256, max_positions=131072, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6,
         period_key=True, query_scale=True, embed_root=True,
     ),
+    "gemma": Family(
+        "Gemma 1 (2B, 7B), CodeGemma",
+        add_one=True, acts=(*GELU, EXACT_GELU), vocab=256000, n_heads=16, kv_heads=16, head_dim=256, max_positions=8192,
+        tied=True, qkv_bias=BIAS, o_bias=BIAS, embed_root=True,
+    ),
+    "gemma2": Family(
+        "Gemma 2 (2B to 27B)",
+        names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, vocab=256000,
+        n_heads=8, kv_heads=4, head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS,
+        windows="pattern", period=2, query_scale=True, embed_root=True, capped=True,
+    ),
     "gpt_neox": Family(
         "Pythia, GPT-NeoX-20B",
         names=names.NEOX, spelled=SPELLED | dict(eps="layer_norm_eps", theta="rotary_emb_base", share="rotary_pct"),

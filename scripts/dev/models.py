@@ -31,8 +31,8 @@ Rope, in the spellings of transformers 4 and 5: {kinds}. With `longrope` the run
 are used, the short ones up to `original_max_position_embeddings`. `--rope-factor X` extends a context X times by YaRN,
 in training and in the result's `config.json`.
 
-Refused, with one line that names the key: soft-capped scores and logits, other activations, quantized weights but
-gpt-oss's MXFP4, heads for other tasks, routing by groups of experts (`n_group`).
+Refused, with one line that names the key: other activations, quantized weights but gpt-oss's MXFP4, heads for other
+tasks, routing by groups of experts (`n_group`).
 
 ## Known, and not supported
 
@@ -53,7 +53,7 @@ MAKERS = {
     "rednote": "dots1",
     "Baidu": "ernie4_5 ernie4_5_moe",
     "JetBrains": "mellum",
-    "Google": "gemma3_text",
+    "Google": "gemma gemma2 gemma3_text",
     "Microsoft": "phi3",
     "IBM": "granite granitemoe granite_swa granitemoehybrid",
     "Ai2": "olmo2 olmo3 olmoe",
@@ -88,6 +88,7 @@ def special(family: Family) -> list[str]:
         "window by `layer_types`": family.windows == "pattern",
         "a second table of angles for layers with the window": family.local_theta is not None,
         "factors of embedding, scores, branches and logits": family.scaled,
+        "soft-capped scores and logits": family.capped,
         "scores by `query_pre_attn_scalar`": family.query_scale,
         "embedding times the root of the width": family.embed_root,
         "biases": bool(family.qkv_bias),

@@ -139,11 +139,11 @@ def compiled(arch: int, calls):
         yield dict(chip=arch, name=fn.__name__, constants=shown, **_measured(source, options, arch))
 
 
-def attention_call(H, K, d, window=0, dtype=BF16):
+def attention_call(H, K, d, window=0, dtype=BF16, cap=0.0):
     docs, N = make_docs([200, 100], "cpu"), 300
     q, k, v = torch.zeros(N, (H + 2 * K) * d, dtype=dtype).view(N, H + 2 * K, d).split([H, K, K], 1)
-    out, lse = attention.attention_fwd(q, k, v, docs, 0.1, window)
-    attention.attention_bwd(out, q, k, v, out, lse, docs, 0.1, q, k, v, window)
+    out, lse = attention.attention_fwd(q, k, v, docs, 0.1, window, cap=cap)
+    attention.attention_bwd(out, q, k, v, out, lse, docs, 0.1, q, k, v, window, cap)
 
 
 def norm_calls(D, dtype=BF16):
@@ -186,7 +186,8 @@ def other_calls(dtype=BF16):
     ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=dtype)
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)
-    cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y)
+    for cap in (0.0, 30.0):
+        cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, cap=cap)
     state = [torch.zeros(4096, dtype=t) for t in (BF16, torch.int16, torch.float32, torch.float32, BF16)]
     clip = torch.ones(1)
     adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)
@@ -270,6 +271,7 @@ def listed(arch: int) -> list:
     else:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 128, 256)] + [lambda: attention_call(4, 4, 80)]
         calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
+        calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0)]
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True)]
@@ -281,6 +283,7 @@ def every(arch: int, dtype) -> list:
     """Every launch, at all head widths and widths of norms that models have."""
     calls = [lambda d=d: attention_call(8, 2, d, dtype=dtype) for d in (64, 80, 96, 112, 128, 192, 256)]
     calls += [lambda d=d: attention_call(4, 4, d, 100, dtype) for d in (64, 128, 256)]
+    calls += [lambda d=d: attention_call(8, 4, d, 100, dtype, 50.0) for d in (128, 256)]
     calls += [lambda D=D: norm_calls(D, dtype) for D in (768, 2048, 4096, 5120, 8192, 12288, 16384)]
     calls += [lambda: other_calls(dtype), lambda: routing_calls(dtype)]
     calls += [

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.engine.memory import DTYPE, views
+from trireme.kernels import ops
 from trireme.models import head, hf, model
 from trireme.models.config import ModelConfig, parse_config
 from trireme.models.rows import make_rows, rope_tables
@@ -134,6 +135,12 @@ CASES = {
         layer_types=TYPES, sliding_window=6, tie_word_embeddings=False, head_dim=16, num_key_value_heads=1,
         rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
                              sliding_attention=dict(rope_type="default", rope_theta=100.0)))),
+    "gemma": ("gemma", LLAMA),
+    "gemma untied, gelu": ("gemma", LLAMA | dict(tie_word_embeddings=False, hidden_act="gelu", attention_bias=True)),
+    "gemma2": ("gemma2", LLAMA | dict(sliding_window=4, query_pre_attn_scalar=12, attn_logit_softcapping=1.5,
+                                      final_logit_softcapping=2.0)),
+    "gemma2 untied, without caps": ("gemma2", LLAMA | dict(
+        tie_word_embeddings=False, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True)),
     "gpt_neox": ("gpt_neox", NEOX),
     "gpt_neox in sequence, whole heads": ("gpt_neox", NEOX | dict(use_parallel_residual=False, rotary_pct=1.0)),
     "gpt_neox tied, without attention's biases": ("gpt_neox", NEOX | dict(
@@ -272,7 +279,7 @@ class Tiny:
         """(N, V) of packed documents."""
         rows = self.rows(lengths)
         y = head.final_norm(self.cfg, self.w[-1], self.hidden(ids, rows)[0][-1])[0]
-        return y @ model.output_matrix(self.cfg, self.w[0], self.w[-1]).T
+        return ops.soft_cap(y @ model.output_matrix(self.cfg, self.w[0], self.w[-1]).T, self.cfg.logit_cap)
 
     def rows(self, lengths, load=None):
         return make_rows(lengths, rope_tables(self.cfg, max(lengths), self.device), self.device, load)

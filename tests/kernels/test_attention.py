@@ -14,7 +14,7 @@ OUT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}
 GRADIENT = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
 BF16, FP32 = torch.bfloat16, torch.float32
 
-CASES = [  # documents, query heads, key heads, head width, window, dtype
+CASES = [  # documents, query heads, key heads, head width, window, dtype, and perhaps a cap of scores
     ([100], 1, 1, 16, 0, FP32),
     ([150, 1, 30], 2, 1, 16, 0, FP32),
     ([64, 128], 2, 2, 8, 0, FP32),
@@ -26,6 +26,9 @@ CASES = [  # documents, query heads, key heads, head width, window, dtype
     ([65], 1, 1, 192, 0, BF16),
     ([65], 1, 1, 256, 0, BF16),
     ([140], 2, 1, 32, 33, BF16),
+    ([150, 1, 30], 2, 1, 16, 0, FP32, 1.5),
+    ([140], 2, 1, 32, 33, BF16, 2.0),
+    ([65], 1, 1, 256, 0, BF16, 50.0),
 ]
 GPU_CASES = [
     ([1000, 1, 3, 500, 129, 128, 127, 2], 8, 2, 128, 0, BF16),
@@ -54,6 +57,10 @@ GPU_CASES = [
     ([2048], 32, 8, 128, 0, BF16),
     ([1024, 1024], 4, 4, 80, 0, BF16),
     ([1024, 1024], 4, 2, 256, 0, BF16),
+    ([1024, 1024], 4, 2, 256, 0, BF16, 2.0),
+    ([1024, 1024], 4, 2, 128, 0, BF16, 2.0),
+    ([700, 333], 4, 2, 128, 100, BF16, 50.0),
+    ([333, 100], 2, 1, 64, 50, FP32, 2.0),
 ]
 
 
@@ -62,20 +69,20 @@ def _run(case, device, outliers=False, by_head=False):
 
     `by_head`: q, k and v of a head stand together, as GPT-NeoX has them.
     """
-    lengths, H, K, d, window, dtype = case
+    lengths, H, K, d, window, dtype, cap = (*case, 0.0)[:7]
     N, scale = sum(lengths), d**-0.5
     docs = make_docs(lengths, device)
     split = lambda t: t.view(N, H, 3, d).unbind(2) if by_head else t.view(N, H + 2 * K, d).split([H, K, K], 1)
     q, k, v = split(randn(N, (H + 2 * K) * d, device=device, dtype=dtype, outliers=outliers))
     dout = randn(N, H, d, device=device, dtype=dtype)
-    out, lse = attention.attention_fwd(q, k, v, docs, scale, window)
+    out, lse = attention.attention_fwd(q, k, v, docs, scale, window, cap=cap)
     dqkv = split(torch.full((N, (H + 2 * K) * d), float("nan"), device=device, dtype=dtype))
-    attention.attention_bwd(dout, q, k, v, out, lse, docs, scale, *dqkv, window)
+    attention.attention_bwd(dout, q, k, v, out, lse, docs, scale, *dqkv, window, cap)
 
     q64, k64, v64, dout64 = up(q, k, v, dout)
-    out64, lse64 = reference.attention_fwd(q64, k64, v64, docs, scale, window)
+    out64, lse64 = reference.attention_fwd(q64, k64, v64, docs, scale, window, cap=cap)
     dqkv64 = [torch.empty_like(t) for t in (q64, k64, v64)]
-    reference.attention_bwd(dout64, q64, k64, v64, out64, lse64, docs, scale, *dqkv64, window)
+    reference.attention_bwd(dout64, q64, k64, v64, out64, lse64, docs, scale, *dqkv64, window, cap)
     return (q, k, v, dout), (out, lse, *dqkv), (out64, lse64, *dqkv64)
 
 
@@ -84,13 +91,14 @@ def _compare(case, device, outliers=False):
 
 
 def _check_run(case, inputs, ours, oracle, outliers=False):
-    dtype = case[-1]
+    dtype = case[5]
     check(ours[0], oracle[0], OUT[dtype])
     check(ours[1], oracle[1], 1e-5)
     # where outliers make every implementation lose digits, FlashAttention-2's error is the measure
     bounds = [GRADIENT[dtype]] * 3
     if outliers and dtype == BF16:
-        peers = _flash(*inputs, case[0]) if not case[4] else [None] * 3  # torch's has no window
+        plain = not case[4] and len(case) == 6
+        peers = _flash(*inputs, case[0]) if plain else [None] * 3  # torch's has no window and no cap
         bounds = [
             max(4e-3, 1.5 * error(p, e)) if p is not None else 1e-2 for p, e in zip(peers, oracle[2:], strict=True)
         ]

@@ -91,20 +91,29 @@ def test_linear_cross_entropy(device, dtype, N, D, V, M, chunk, dw_dtype):
     _compare_loss(x, w, labels, rows, dw, chunk, FEW if dtype == torch.bfloat16 else (1e-6, 1e-5, 1e-5))
 
 
-def _compare_loss(x, w, labels, rows, dw, chunk, bounds):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cap", "V"), [(0.7, 101), (30.0, 9001)])
+def test_logits_with_a_cap(device, dtype, cap, V):
+    torch.manual_seed(0)
+    x, w, labels, rows, dw = _loss_case(20, 16, V, 9, dtype, device, torch.float32)
+    _compare_loss(3 * x, w, labels, rows, dw, 100, FEW if dtype == torch.bfloat16 else (1e-6, 1e-5, 1e-5), cap)
+
+
+def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0):
     scale = 1 / 37
     dx = torch.full_like(x, float("nan"))
     dw.mul_(scale)
     dx64, dw64 = torch.empty_like(x, dtype=torch.float64), dw.double()
-    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk)
-    losses64 = reference.linear_cross_entropy(*up(x, w), labels, rows, scale, dw64, dx64, chunk)
+    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, cap)
+    losses64 = reference.linear_cross_entropy(*up(x, w), labels, rows, scale, dw64, dx64, chunk, cap)
     check(losses, losses64, bounds[0])
     check(dx, dx64, bounds[1])
     check(dw, dw64, bounds[2])
     ignored = labels < 0
     assert not losses[ignored].any()
     assert not dx[ignored].any()
-    assert torch.equal(losses, cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk))
+    assert torch.equal(losses, cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk, cap=cap))
 
 
 @pytest.mark.parametrize("device", DEVICES)

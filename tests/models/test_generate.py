@@ -60,6 +60,7 @@ def oracle_generate(model, prompts, max_new, eos=None):
         "smollm3 window, biases",
         "olmo3",
         "gemma3",
+        "gemma2",
     ],  # fmt: skip
 )
 def test_greedy_as_transformers(case):

@@ -70,6 +70,10 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
                              tie_word_embeddings=True, mamba_n_heads=64, mamba_d_head=64, mamba_expand=2,
                              attention_multiplier=0.0078125, embedding_multiplier=12, logits_scaling=8,
                              residual_multiplier=0.22), 1.63),
+    "Gemma 7B": (sizes("gemma", 256000, 3072, 24576, 28, 16, 16, head_dim=256, hidden_act="gelu"), 8.54),
+    "Gemma 2 9B": (sizes("gemma2", 256000, 3584, 14336, 42, 16, 8, head_dim=256, query_pre_attn_scalar=256,
+                         hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", sliding_window=4096,
+                         attn_logit_softcapping=50.0, final_logit_softcapping=30.0), 9.24),
     "Gemma 3 4B": ((dict(
         model_type="gemma3", mm_tokens_per_image=4, vision_config=PIXTRAL | dict(model_type="siglip_vision_model"),
         text_config=dict(model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=2,

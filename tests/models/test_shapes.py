@@ -69,6 +69,7 @@ DIALECTS = {
     "glm4 moe": MIXTURE | dict(model_type="glm4_moe", n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=0),
     "a dense layer of glm4 moe": MIXTURE | dict(model_type="glm4_moe", n_routed_experts=8, num_hidden_layers=2),
     "gpt_neox": SMALL | dict(model_type="gpt_neox"),
+    "gemma2": SMALL | dict(model_type="gemma2", head_dim=32),
     "arcee": SMALL | dict(model_type="arcee", hidden_act="relu2", mlp_bias=True),
     "hunyuan": SMALL | dict(model_type="hunyuan_v1_dense", num_key_value_heads=2),
     "granite moe": MIXTURE
