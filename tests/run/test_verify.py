@@ -22,7 +22,7 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.run import demo
 from trireme.engine.run.begin import job as jobs
 from trireme.engine.run.begin.kept import config_yaml
-from trireme.engine.run.begin.opened import new_store, open_snapshot, remove_given_up
+from trireme.engine.run.begin.opened import new_store, open_run, open_snapshot, remove_given_up
 from trireme.engine.run.begin.owned import common_id, run_of, signed
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.screen import Screen
@@ -316,6 +316,19 @@ def test_only_its_own_stores_of_other_hosts_are_removed(tmp_path, whose):
     assert drive.exists() == (whose != "the run's")
     assert whose == "the run's" or tree(drive) == before
     assert goes_on(options(tmp_path / "out", store=(str(tmp_path / "first"),), resume="out"))
+
+
+@pytest.mark.parametrize("whose", [RUN, OTHER])
+def test_a_host_of_a_finished_run_removes_its_own_folder_alone(tmp_path, whose):
+    """Another run's may lie where its own was, on a disk of its own."""
+    given = stopped(tmp_path / "out" / "host-1", tmp_path / "drive", run=whose)
+    before = tree(tmp_path)
+    group = Alone()
+    group.host = 1
+    group.first = lambda answer: True  # host 0's: it is finished
+    with pytest.raises(InputError, match="that run is finished"):
+        open_run(given, Screen(), group, RUN)
+    assert tree(tmp_path) == (before if whose == OTHER else {tmp_path / "out": None})
 
 
 def test_a_link_in_a_runs_folder_is_not_written_through(tmp_path):

@@ -53,7 +53,7 @@ def _clean(options: Options, run: str, host: int) -> None:
     """Completes the end of a finished run."""
     out = Path(options.out)
     if host:
-        remove_host(out, run)
+        _give_up(out, run)
         return
     folders.remove_finished(store_folders(options.store, out), run)
     tidy(out)
@@ -159,11 +159,16 @@ def remove_given_up(out: Path, hosts: int, progress: Progress = silent) -> None:
     """Removes what more than `hosts` had begun to keep, and gave up: no run needs it."""
     run = run_of(out)
     for place in (place for host, place in hosts_in(out).items() if host >= hosts):
-        with suppress(OSError):
-            held = {path.name for path in place.iterdir()}
-            killed_early = "config.yaml" not in held and held <= {*OURS, "store"}
-            if killed_early or (run and run_of(place) == run and not any(place.glob("*.safetensors"))):
-                remove_host(place, run, progress)
+        _give_up(place, run, progress)
+
+
+def _give_up(place: Path, run: str, progress: Progress = silent) -> None:
+    """As remove_host, of a folder of this run or without one."""
+    with suppress(OSError):
+        held = {path.name for path in place.iterdir()}
+        killed_early = "config.yaml" not in held and held <= {*OURS, "store"}
+        if killed_early or (run and run_of(place) == run and not any(place.glob("*.safetensors"))):
+            remove_host(place, run, progress)
 
 
 def remove_host(place: Path, run: str, progress: Progress = silent) -> None:
