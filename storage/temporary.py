@@ -21,8 +21,7 @@ class Temporary:
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None):
         """`parent` None: the system's temporary folder."""
         parent = Path(parent or tempfile.gettempdir())
-        for left in parent.glob(prefix + "*"):
-            _sweep(left)
+        sweep(prefix, parent)
         self.path, fd = _make(prefix, parent)
         self._end = weakref.finalize(self, _end, self.path, fd)
 
@@ -40,6 +39,12 @@ class Temporary:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def sweep(prefix: str, parent: Path) -> None:
+    """Removes what killed processes of this user have left."""
+    for left in parent.glob(prefix + "*"):
+        _sweep(left)
 
 
 def _make(prefix: str, parent: Path) -> tuple[Path, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import socket
@@ -101,18 +102,26 @@ class Alone:
         """What each host gives."""
         return [text]
 
-    def numbers(self, own: Sequence[float], most: int) -> list[float]:
-        """Those of all hosts in order, at most `most` of each."""
-        assert len(own) <= most
+    def numbers(self, own: Sequence[float], most: int, least: int = 0) -> list[float]:
+        """Those of all hosts in order, `least` to `most` of each."""
+        assert least <= len(own) <= most
         return list(own)
+
+    def each(self, own: float) -> list[float]:
+        """A finite number of each host."""
+        found = self.numbers([own], 1, 1)
+        for host, n in enumerate(found):
+            if not math.isfinite(n):
+                refuse_text(host, f": {n:g}")
+        return found
 
     def any(self, asked: bool) -> bool:
         """Whether a host says yes."""
-        return any(self.numbers([asked], 1))
+        return any(self.each(asked))
 
     def first(self, answer: bool) -> bool:
         """Host 0's answer: clocks differ."""
-        return bool(self.numbers([answer], 1)[0])
+        return bool(self.each(answer)[0])
 
     def meet(self) -> None:
         """Returns once all hosts are here."""
@@ -164,7 +173,7 @@ class Group(Alone):
         import torch
 
         own = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
-        sizes = self.numbers([len(own)], 1)
+        sizes = self.each(len(own))
         for host, n in enumerate(sizes):
             if not 1 <= n <= LONGEST:
                 refuse_text(host, f": a text of {n:g} bytes")
@@ -173,16 +182,16 @@ class Group(Alone):
             bytes(each[: int(n) - 1].numpy()).decode(errors="replace") for each, n in zip(found, sizes, strict=True)
         ]
 
-    def numbers(self, own: Sequence[float], most: int) -> list[float]:
+    def numbers(self, own: Sequence[float], most: int, least: int = 0) -> list[float]:
         import torch
 
-        assert len(own) <= most
+        assert least <= len(own) <= most
         padded = torch.zeros(1 + most, dtype=torch.float64)
         padded[: 1 + len(own)] = torch.tensor([float(len(own)), *own], dtype=torch.float64)
         found = [each.tolist() for each in self._gathered(padded)]
         for host, (n, *_) in enumerate(found):
-            if n not in range(1 + most):
-                refuse_text(host, f": {n:g} numbers of at most {most}")
+            if n not in range(least, 1 + most):
+                refuse_text(host, f": {n:g} numbers, expected {least} to {most}")
         return [x for n, *numbers in found for x in numbers[: int(n)]]
 
     def agree(self, what: str, said: Mapping[str, object], way: str) -> None:
@@ -215,7 +224,7 @@ class Group(Alone):
             begun = time.monotonic()
             self.wire.exchange("net", (self.host + 1) % self.hosts, (self.host - 1) % self.hosts, block)
             seconds.append(time.monotonic() - begun)
-        return min(FEW / s for s in self.numbers(seconds[1:], 1))
+        return FEW / max(1e-9, *self.each(seconds[1]))
 
     def tell(self, why: str) -> None:
         self.watch.tell(why)

@@ -114,7 +114,7 @@ class Run:
         if load is None:
             return {}
         if group.hosts > 1 and not load.weight:  # else the step has asked the others
-            counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel())
+            counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel(), load.counts.numel())
             load.counts.copy_(torch.tensor(counts).view(group.hosts, *load.counts.shape).sum(0))
         return load_record(load)
 

@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 
 from trireme.engine.exports import BEST, Best, settle
-from trireme.engine.hosts.group import Alone
+from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import computed_by
@@ -19,7 +19,7 @@ from trireme.engine.run.begin.kept import changes, config_yaml, to_agree
 from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, new_store, open_run
 from trireme.engine.run.begin.otherwise import adapters_instead
 from trireme.engine.run.begin.owned import common_id, refuse_links, signed
-from trireme.engine.run.begin.pinned import check_snapshot
+from trireme.engine.run.begin.pinned import check_snapshot, is_date
 from trireme.engine.run.command import checked
 from trireme.engine.run.live import Live
 from trireme.engine.run.log import Tracker, trackers
@@ -122,6 +122,8 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
     try:
         today = date.today().isoformat()
         day = snapshot.get("date") if snapshot else group.texts(today)[0]
+        if day and not is_date(day):
+            refuse_text(0, f": today is {shown(day)!r}")
         job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group, day)
     finally:
         screen.clear()

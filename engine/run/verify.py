@@ -89,6 +89,7 @@ def tidy(out: Path) -> None:
     """Removes a finished run's leftovers, after its store."""
     for folder in (out / "tokens", out / f"{BEST}.new", out / f"{BEST}.old", *half_made(out)):
         remove(folder)
+    temporary.sweep(temporary.HIDDEN, out)
     for name in LOGS:
         partial_of(out / name).unlink(missing_ok=True)
     remove_folders([out / "store"])

@@ -235,11 +235,18 @@ def test_what_another_host_says_is_read_without_trust(text, wrong):
 def test_how_much_another_host_says_is_bounded(monkeypatch, n):
     here = object.__new__(group.Group)
     monkeypatch.setattr(here, "_gathered", lambda own: [own, own.clone().index_fill_(0, torch.tensor([0]), n)])
-    with pytest.raises(InputError, match="host 1 says what this version does not: .* numbers of at most 1"):
+    with pytest.raises(InputError, match="host 1 says what this version does not: .* numbers, expected 0 to 1"):
         here.numbers([3.0], 1)
-    monkeypatch.setattr(here, "numbers", lambda own, most: [*own, n])
-    with pytest.raises(InputError, match="host 1 says what this version does not: a text of .* bytes"):
+    monkeypatch.setattr(here, "numbers", lambda own, *_: [*own, n])
+    with pytest.raises(InputError, match="host 1 says what this version does not: "):
         here.texts("")
+    if abs(n) > 1e308 or n != n:
+        with pytest.raises(InputError, match="host 1 says what this version does not: (nan|inf)"):
+            here.each(1.0)
+    monkeypatch.undo()
+    monkeypatch.setattr(here, "_gathered", lambda own: [own, torch.zeros_like(own)])
+    with pytest.raises(InputError, match="host 1 says what this version does not: 0 numbers, expected 1 to 1"):
+        here.first(True)
 
 
 def test_a_snapshot_of_a_billion_hosts_is_none_of_several():

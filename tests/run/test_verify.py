@@ -355,6 +355,8 @@ def test_a_finished_runs_folder_holds_its_result_alone(tmp_path):
     for name in (*result, "tokens/tokens-0/tokens", "best.new/x", "best.old/x", "step-4.new/x", ".loss.svg.partial"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
+    (tmp_path / ".trireme-x1").mkdir()
+    (tmp_path / ".trireme-x1" / "lock").write_text("")  # of a process that was killed while it measured the drive
     tidy(tmp_path)
     assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == set(result)
     (tmp_path / "store" / "mine.txt").unlink()

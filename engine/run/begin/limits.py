@@ -33,7 +33,7 @@ def least(group: Alone, options: Options, limits: Limits) -> Limits:
     """Limits that every host has; those of a machine are shared by its hosts. Raises InputError."""
     if options.ram is None:
         limits = replace(limits, host=limits.host // group.beside)
-    gpu, host, gpus = (group.numbers([n], 1) for n in (limits.gpu, limits.host, limits.gpus))
+    gpu, host, gpus = map(group.each, (limits.gpu, limits.host, limits.gpus))
     if len(set(gpus)) > 1:
         raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
     return replace(limits, gpu=int(min(gpu)), host=int(min(host)))
