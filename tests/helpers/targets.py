@@ -87,6 +87,7 @@ def index(folder: Path) -> Target:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": True}
 LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "attention_factor": 1.1}
 TYPES = ["full_attention", "sliding_attention"]
+OWN = {"solar_open": {"first_k_dense_replace": 0}, "dots1": {"n_shared_experts": 1}}
 SIZES = dict(vocab=97, width=64, n_layers=2, n_heads=4, ffn=56, max_positions=64, eps=1e-5, theta=1e4)
 
 
@@ -101,6 +102,9 @@ def _config(name: str, family: Family) -> dict[str, Any]:
     if family.experts:
         found |= {family.experts.count_key: 6, "num_experts_per_tok": 2, family.experts.width_key: 24}
         found |= {"mlp_only_layers": [0], "first_k_dense_replace": 1, "quantization_config": None}
+    found |= OWN.get(name, {})
+    if name == "mellum":  # its rope_parameters alone hold the base
+        del found["rope_theta"]
     if family.local_theta:
         return found | {"rope_parameters": {TYPES[0]: YARN, TYPES[1]: {"rope_type": "default", "rope_theta": 1e4}}}
     return found | {"rope_scaling": LONG if family.longrope else YARN | {"llama_4_scaling_beta": 0.0}}
@@ -116,7 +120,7 @@ def config(folder: Path) -> Target:
             rope_tables(cfg, 24, "cpu")
         hf.sources(cfg, {"a": (4, 2), "b": (3,)})
 
-    values = [_config(name, family) for name, family in FAMILIES.items()]
+    values = [_config(name, family) for name, family in FAMILIES.items() if not family.inner]
     texts = {name: wrapper.texts[0] for name, wrapper in WRAPPERS.items()}
     values += [{"model_type": name, "text_config": _config(text, FAMILIES[text])} for name, text in texts.items()]
     for value in values:

@@ -19,6 +19,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.run import loop
 from trireme.engine.run.begin import filled, opened
 from trireme.engine.run.begin.job import Job, prepare
+from trireme.engine.run.begin.owned import run_of
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune
@@ -95,7 +96,7 @@ def flip(path: Path, dice: random.Random) -> None:
 def resumed(job: Job, run: Options) -> dict[str, bytes]:
     """Everything that the run goes on with, loaded as by a resumed run: spans, what the snapshot says, companions."""
     screen = Screen(io.StringIO())
-    store, said = opened.open_snapshot(run, screen)
+    store, said = opened.open_snapshot(run, screen, run_of(Path(run.out)))
     with store:
         e = filled.make_engine(job, InlineLanes(), store, screen)
         with closing(e):
