@@ -27,8 +27,8 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
     said += _gradients(geo, plan)
     late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
     if late:
-        where = " and ".join(PLACES[tier] for tier in late)
-        said.append(f"moments of the state in {where} are written during backward, which is longer than forward")
+        where = " and ".join(f"{'on' if tier == 'ssd' else 'in'} {PLACES[tier]}" for tier in late)
+        said.append(f"moments of the state {where} are written during backward, which is longer than forward")
     times = plan.tokens * plan.n_micro / (first.tokens * first.n_micro) * before.step_s / found.step_s
     if times > NOTICED:
         said.append(f"a plan that only fills GPU, RAM and SSD in turn would take {times:.3g} times as long")
