@@ -261,6 +261,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     heads = keys.count(spelled["n_heads"], family.n_heads)
     kv_heads, head_dim = heads_of(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
+    usual_ffn = family.ffn if family.rotary else 4 * width
     if family.mlp_bias is True:
         keys.refuse_unless("use_bias", (None, True))  # gelu.py always adds one
     flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
@@ -272,7 +273,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=keys.count(spelled["ffn"], four := family.ffn if family.rotary else 4 * width, null=four),
+        ffn=keys.count(spelled["ffn"], usual_ffn, null=usual_ffn),
         max_positions=positions,
         eps=keys.number(spelled["eps"], family.eps),
         tied=keys.flag("tie_word_embeddings", family.tied),

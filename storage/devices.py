@@ -66,8 +66,6 @@ def check_links(folder: Path) -> None:
 def is_direct(folder: Path) -> bool:
     """Whether files in `folder` bypass the page cache. Accepting O_DIRECT proves nothing: where unaligned reads succeed
     (tmpfs, overlay, sometimes btrfs), the cache served them.
-
-    Raises StoreError where the drive has no hard links, which snapshots are made of.
     """
     path = folder / PROBE
     path.unlink(missing_ok=True)

@@ -88,7 +88,6 @@ ENDURANCE = 600  # warranted writes over capacity of a consumer drive (1,200 TB 
 
 SHARED = 1.05  # dram over what AdamW alone takes of it, in measured steps bound by it
 HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
-TASK = 6e-5  # seconds of the interpreter for a task: 4.2e-5 to 4.9e-5 in steps without kernels on a Zen 4, and events
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CODE = 700 << 20  # RAM for code loaded and compiled on a GPU: in first steps, samples, exports
 GPU_OVERHEAD = 5 << 28  # of an assumed GPU: the driver's context and late kernels

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from trireme.kernels import launch
 from trireme.kernels.attention import bwd as triton_bwd
 from trireme.kernels.attention import cudnn as attention_cudnn
 from trireme.kernels.attention import fwd as triton_fwd
@@ -96,7 +97,7 @@ def _forward(
 ) -> triton_fwd.Forward:
     """types of (q, out), strides of (q, k, v, out)."""
     assert H % K == 0
-    assert 8 <= d <= 256
+    assert 8 <= d <= launch.WIDEST_HEAD
     assert all(s[2] == 1 for s in strides)
     if aligned and not cap and attention_hopper.suits(device, types[0], d, window, strides[:3]):
         return attention_hopper_fwd.plan(H, K, d, strides)
@@ -109,7 +110,7 @@ def _backward(
 ) -> triton_bwd.Backward:
     """types and strides of (dout, q, k, v, out, dq, dk, dv)."""
     assert H % K == 0
-    assert 8 <= d <= 256
+    assert 8 <= d <= launch.WIDEST_HEAD
     assert all(s[2] == 1 for s in strides)
     if aligned and not cap and attention_hopper.suits(device, types[1], d, window, strides[:4]):
         return attention_hopper_bwd.plan(H, K, d, strides)

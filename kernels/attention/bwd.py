@@ -16,8 +16,8 @@ import triton.language as tl
 
 from trireme.kernels import launch
 from trireme.kernels.attention.fwd import LOG2E, _key_ranges, _load_rows, _visible, flat
-from trireme.kernels.cross_entropy import cap_slope, soft_cap
 from trireme.kernels.launcher import Fixed, await_previous, launcher
+from trireme.kernels.soft_cap import cap_slope, soft_cap
 
 
 @triton.jit

@@ -17,11 +17,9 @@ import triton
 import triton.language as tl
 
 from trireme.kernels import launch
-from trireme.kernels.cross_entropy import soft_cap
 from trireme.kernels.launcher import Fixed, await_previous, launcher
+from trireme.kernels.soft_cap import LN2, LOG2E, soft_cap
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 HIDDEN = tl.constexpr(-1e30)  # finite: hidden first tiles must not meet inf - inf
 
 
