@@ -1,4 +1,4 @@
-"""Activations from forward to backward: kept on the GPU, sent to RAM or the SSD and brought back, or recomputed.
+"""Activations between forward and backward: kept on the GPU, swapped to RAM or the SSD, or recomputed.
 
 Saved tensors of one tier are one buffer. A layer's output (`x` of the next in forward, `dx` in backward) stays on the
 GPU until used; with `plan.between` "host" `x` goes to its tier, `dx` to RAM. To a layer on another GPU `x` goes through

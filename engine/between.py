@@ -1,4 +1,4 @@
-"""Homes between steps: entries read and written wherever they are, all saved to the store or loaded from it."""
+"""State between steps: entries are read and written wherever they are stored, saved to the store or loaded from it."""
 
 from __future__ import annotations
 

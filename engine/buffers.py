@@ -1,4 +1,4 @@
-"""All buffers of a plan: its memory to the byte, before the run. Pure; no torch."""
+"""All buffers of a plan: its memory in bytes, before the run. Pure; no torch."""
 
 from __future__ import annotations
 

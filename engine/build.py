@@ -1,4 +1,4 @@
-"""Assembly of an engine from a plan, and of a step's inputs."""
+"""Builds an engine from a plan, and the inputs of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors between a checkpoint's files and the homes of a run."""
+"""Copies tensors between a checkpoint's files and the places where a run stores them."""
 
 from __future__ import annotations
 

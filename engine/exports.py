@@ -1,4 +1,4 @@
-"""Checkpoints in a run's folder, replaced as a whole: OUT/step-N, and OUT/best, which says what step it is of.
+"""Checkpoints in a run's folder, replaced as a whole: OUT/step-N, and OUT/best, which records its step.
 
 OUT/best is the best so far. The one that the last snapshot names is kept as OUT/best.old until a newer snapshot names
 another: a run that is killed goes on with the best of its snapshot's moment.

@@ -1,4 +1,4 @@
-"""Sizes and offsets of a model's tensors, gradients, records and activations. Pure."""
+"""Sizes and offsets of a model's tensors, gradients, optimizer chunks and activations. Pure."""
 
 from __future__ import annotations
 

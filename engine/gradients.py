@@ -1,4 +1,4 @@
-"""Gradients, from backward to their update.
+"""Gradients between backward and their update.
 
 They are summed over the micro-batches on the GPU, in fp32 where there are several. Unless updated there, a gradient
 leaves in the compute dtype, piece by piece: little of it lies on the GPU twice. Where RAM cannot hold all until the

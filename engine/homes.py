@@ -1,4 +1,4 @@
-"""Homes of weights and optimizer state between uses, and the transfers to and from them.
+"""Where weights and optimizer state are stored between uses, and the transfers to and from there.
 
 Records of state have equal sizes: one ring serves units of any size.
 """

@@ -1,4 +1,4 @@
-"""Memory of a step: exact buffers made before it, pools of equal ones, transfers ahead of use, hard limits.
+"""Memory of a step: buffers allocated before it, pools of equal buffers, prefetching, hard limits.
 
 Host buffers are mappings on 2 MiB pages where granted, registered with CUDA, ready for O_DIRECT: torch's pinned
 allocator rounds up to powers of two and never gives back.

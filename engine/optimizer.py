@@ -1,4 +1,5 @@
-"""When units are updated: out-of-core AdamW under the GPU's work (Fuyou, section 4.3), exact clipping, learning rates.
+"""When units are updated: out-of-core AdamW overlapped with the GPU (Fuyou, section 4.3), exact clipping, learning
+rates.
 
 - Mode `forward`: when the norm is known, ahead of the unit's next forward. `late_moments` are the second part of an
   update: weights under forward (in RAM 18 of 26 bytes a parameter; on the SSD 10 read and 2 written of 10 and 10),

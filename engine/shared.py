@@ -1,4 +1,4 @@
-"""Gradients and weights of several hosts, each with some of a step's micro-batches and a share of each unit's state.
+"""Gradients and weights of several hosts, each with some of a step's micro-batches and a share of the optimizer state.
 
 A sum of gradients goes from host to host: each begins with the sum of the one before, so that the order of additions,
 and with it every bit, is that of one host. The last rounds it and deals it out; each host updates its share (as in

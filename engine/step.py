@@ -1,4 +1,4 @@
-"""One training step, top to bottom. Read this file first.
+"""One training step, from top to bottom. Read this file first.
 
 All micro-batches of a layer, then the next layer. The only wait is for loss and gradient norm, after backward. Only
 functions given to `compute` touch data: a simulation runs the same code. What a function reads and writes are its uses:

@@ -1,4 +1,4 @@
-"""Weights on the GPU when they are needed: expect, get, release.
+"""Weights on the GPU: expect the units of a pass, get one, release it.
 
 They are stored there, or come from RAM or the SSD to a buffer of a pool, ahead of their use; a resident copy is a pool
 of one. Buffers keep their content while they are free, so that backward begins with what forward used last:

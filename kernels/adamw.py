@@ -1,4 +1,4 @@
-"""AdamW and the gradient's norm on the GPU: one pass over memory each, the same bits as reference.py.
+"""AdamW and the gradient norm on the GPU: one pass over memory each, bitwise equal to reference.py.
 
 IEEE fp32 operations rounded one by one: no fused multiply-add.
 """

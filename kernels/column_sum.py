@@ -1,4 +1,4 @@
-"""Sums over rows: the end of every weight and bias gradient of an elementwise kernel.
+"""Sums over rows: the last part of every weight and bias gradient of an elementwise kernel.
 
 Adds one fp32 row per program in a fixed order. Legend: P partial rows, D columns.
 """

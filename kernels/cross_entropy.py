@@ -1,4 +1,4 @@
-"""Linear layer and cross-entropy in one, a chunk of rows at a time: the full logits never exist.
+"""Linear layer and cross-entropy in one operation, a chunk of rows at a time: the full logits never exist.
 
     loss = lse - logits[label],  lse = log(sum(exp(logits)));  dlogits = scale * (exp(logits - lse) - onehot(label))
 

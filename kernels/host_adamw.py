@@ -1,4 +1,4 @@
-"""AdamW on the CPU: one pass over memory in C++ (host_adamw.cpp), built at first use, called without the GIL.
+"""AdamW on the CPU: one pass over memory in C++ (host_adamw.cpp), compiled at first use, called without the GIL.
 
 Names, arguments and bits of reference.py and moments.py, which take over without a compiler. Functions run on the
 calling thread, or spread by `Workers`.

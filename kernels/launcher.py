@@ -1,4 +1,4 @@
-"""Launches that cost little host time: a kernel's compiled forms are kept by all that they depend on.
+"""Kernel launches with little CPU overhead: compiled kernels are cached by everything that they depend on.
 
 Triton classifies arguments (dtypes, constants, alignment by 16, integers of 1 or multiples of 16) at every launch; a
 look-up by a finer key takes a third of the time. On Hopper kernels start before the last ends (programmatic dependent

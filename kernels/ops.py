@@ -1,4 +1,4 @@
-"""Which implementation is in force: the Triton launcher for CUDA tensors, plain torch for everything else.
+"""Selects the implementation of each operation: the Triton launcher for CUDA tensors, plain torch for all others.
 
 By a call's first tensor; fp64 (gradient checks) takes the reference. Triton is imported at first need.
 """

@@ -1,4 +1,4 @@
-"""The user's private cache folder: libraries loaded from it run."""
+"""The user's private cache folder, which holds libraries that are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops in plain torch, with the names and signatures of the Triton launchers: the oracle, and the CPU path.
+"""Operations in plain torch, with the names and signatures of the Triton launchers: reference for tests, and CPU path.
 
 Those of attention, experts and fp8 are beside their kernels.
 

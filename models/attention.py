@@ -1,4 +1,4 @@
-"""The attention half of a block: explicit forward and backward over named saved tensors.
+"""The attention sub-layer of a block: explicit forward and backward over named saved tensors.
 
     out = x + attention(norm(x) @ qkv) @ o        (branch.py adds a norm behind o, a factor)
 

@@ -1,4 +1,4 @@
-"""What half a block adds to its input: a linear layer, perhaps a norm, a factor.
+"""What a sub-layer adds to its input: a linear layer, optionally a norm, a factor.
 
     out = x + scale * norm(inner @ weight + bias)
 

@@ -1,4 +1,4 @@
-"""The MLP half of a block as a mixture of experts, forward and backward over named saved tensors.
+"""The MLP sub-layer as a mixture of experts: forward and backward over named saved tensors.
 
     out = x + sum over a token's k experts e of w_e * ((silu(gate) * up) @ down_e),  (gate, up) = norm(x) @ up_e
     w, e = route(norm(x) @ router)

@@ -1,4 +1,4 @@
-"""Text from the model being trained: greedy decoding with a key/value cache, through the blocks of training.
+"""Text from the model in training: decoding with a key/value cache, through the blocks of training.
 
 One pass over the units serves all prompts, so a streamed model is read once a token.
 Legend: B prompts, N tokens of a pass, T cached positions; else shapes.py.

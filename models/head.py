@@ -1,4 +1,4 @@
-"""The two ends of the model: embedding, and final norm with the loss.
+"""The first and last units of the model: embedding, and final norm with the loss.
 
 Legend: P positions, M labels; else shapes.py.
 """

@@ -1,4 +1,4 @@
-"""Names in Hugging Face checkpoints <-> those of transformers' *ForCausalLM, which are ours. No torch."""
+"""Maps names in Hugging Face checkpoints to those of transformers' *ForCausalLM, which this project uses. No torch."""
 
 from __future__ import annotations
 

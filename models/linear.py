@@ -1,4 +1,4 @@
-"""Linear layers on top of torch's GEMMs, or in fp8: then x, weight and dy are quantised, each by its largest value."""
+"""Linear layers: torch's GEMMs, or fp8, where x, weight and dy are each quantized by their largest value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MLP half of a block: explicit forward and backward over named saved tensors.
+"""The MLP sub-layer of a block: explicit forward and backward over named saved tensors.
 
     out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        gated
     out = x + gelu(norm(x) @ fc) @ down                                       not gated; or relu squared

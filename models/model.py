@@ -1,4 +1,4 @@
-"""The model by unit number: embedding, blocks or half blocks, head."""
+"""The model by unit number: embedding, blocks or sub-layers, head."""
 
 from __future__ import annotations
 

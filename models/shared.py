@@ -1,4 +1,4 @@
-"""An expert that every token takes, beside those that are chosen (experts.py).
+"""An expert that processes every token, in addition to the selected ones (experts.py).
 
     out = x + s * ((silu(gate) * up) @ down),  (gate, up) = y @ up,  s = sigmoid(y @ own gate), or 1
 

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder: opened without trust, read tensor by tensor, written back in the same form.
+"""A Hugging Face checkpoint folder: validated, read tensor by tensor, and written in the same form.
 
 Only safetensors is read. Memory is one chunk; the page cache is given back.
 """

@@ -1,4 +1,4 @@
-"""The files that travel with a checkpoint's weights: config, tokenizer, chat templates, licence."""
+"""Auxiliary files of a checkpoint: config, tokenizer, chat templates, licence."""
 
 from __future__ import annotations
 

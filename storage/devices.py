@@ -1,4 +1,4 @@
-"""A folder on a drive, and the back end measured to be fastest there."""
+"""A folder on a drive, and the I/O back end that was measured to be fastest there."""
 
 from __future__ import annotations
 

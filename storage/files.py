@@ -1,4 +1,4 @@
-"""Durable files: written, synced, and then given their names."""
+"""Durable files: written and synced before they are renamed to their final names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folders of a store: which store they belong to, which process holds them, what is removed from them.
+"""The folders of a store: which store they belong to, which process has locked them, what is removed from them.
 
 `store.id` is written first and, renamed `store.finished`, removed last: after a kill it tells the store's files from
 others. Only the holder of `store.lock` makes or removes files.

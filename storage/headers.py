@@ -1,4 +1,4 @@
-"""The safetensors format: 8 bytes of header length, a JSON header, then tensors back to back.
+"""The safetensors format: 8 bytes of header length, a JSON header, then the tensors without gaps.
 
 Tensors must cover the data. Written headers are padded to a block boundary.
 """

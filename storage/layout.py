@@ -1,4 +1,4 @@
-"""A unit is a span of bytes with a Layout: the same offsets on the SSD, in RAM and on the GPU.
+"""The layout of a unit's buffer: the same offsets on the SSD, in RAM and on the GPU.
 
 No gaps, as safetensors requires. Groups of multiples of 4,096 bytes come first: most matrices are block-aligned.
 Vectors come last: weight decay applies to a prefix.

@@ -1,4 +1,4 @@
-"""Bytes that need not outlive the run, striped over the drives: swapped activations and gradients.
+"""Temporary files striped over the drives: swapped activations and gradients.
 
 Written in place, never synced, in unlinked files: gone with the process.
 """

@@ -1,4 +1,4 @@
-"""Snapshots on disk: a folder of hard links, a manifest, and an index, so that it is a Hugging Face checkpoint too.
+"""Snapshots on disk: a folder of hard links, a manifest and an index, which is also a Hugging Face checkpoint.
 
 One rename on the first device publishes a snapshot, or begins its removal: under its name it is complete, even after a
 power failure.

@@ -1,4 +1,4 @@
-"""The store: one safetensors file per shard and drive, and snapshots that copy nothing.
+"""The store: one safetensors file per shard and drive, and snapshots without copies.
 
     store = Store.create(["/nvme0/run", "/nvme1/run"], companions=checkpoint_folder)
     store.add("block-000", weights_layout, weights=True)   # indexed for Hugging Face

@@ -1,4 +1,4 @@
-"""Folders that end with their process, by a locked file; the next process there removes unlocked ones."""
+"""Folders that live as long as their process, which locks a file; the next process removes unlocked ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read back is not trusted: checksums, sealed JSON, small files within bounds.
+"""Checks of what is read back: checksums, JSON with a checksum, limits on the size of small files.
 
 XXH3, 64 bits (25 GB/s a thread), finds silent errors of drives.
 """

@@ -1,4 +1,4 @@
-"""The files of a store: each in use, or a spare to be written again."""
+"""The files of a store: each is in use, or a spare that can be overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenized documents on disk: written once, used only if whole.
+"""Tokenized documents on disk: written once, used only if complete.
 
 A cache is a folder tokens-<key>/, renamed when complete; the key hashes all that decides its content:
   tokens       ids, the top bit: trained

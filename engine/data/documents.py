@@ -1,4 +1,4 @@
-"""Documents chosen: trained or held out, weighed, long ones cut or split."""
+"""Selects documents: trained or held out, weighted, long ones cut or split."""
 
 from __future__ import annotations
 

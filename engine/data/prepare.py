@@ -1,4 +1,4 @@
-"""A data file to tokens in the cache: read, recognised, tokenized, bad rows counted."""
+"""From a data file to tokens in the cache: read, recognized, tokenized, bad rows counted."""
 
 from __future__ import annotations
 

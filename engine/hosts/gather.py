@@ -1,4 +1,4 @@
-"""Masters for the host that exports: low halves of other hosts' records, asked for as they are needed.
+"""fp32 master weights for the host that exports: low halves of other hosts' chunks, requested one at a time.
 
 A request is the unit and the record's first element; the answer its low halves: no more than a record is in RAM.
 """

@@ -1,4 +1,4 @@
-"""The hosts of a run: a process each, started by torchrun, and what they agree on."""
+"""The hosts of a run: one process each, started by torchrun, and what they agree on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of a run's hosts: those in sight, the last that is whole, and its bytes.
+"""Snapshots of a run's hosts: those that can be read, the last complete one, and its bytes.
 
 A store is read by its owner and, where disks are shared, by other hosts, without its lock: the files of a snapshot stay
 as they are until all hosts have a newer one.

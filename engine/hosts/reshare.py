@@ -1,4 +1,4 @@
-"""A run's state dealt anew, from the snapshots of another number of hosts.
+"""Redistributes a run's optimizer state from the snapshots of another number of hosts.
 
 Records are the same for any number, so each goes whole from the share that it was in to the share that it is in now:
 read where its old host's store is in sight, else sent by a host that sees it. All go through one list in one order, so

@@ -1,4 +1,4 @@
-"""Signs of life: a host that is lost, hangs or fails ends all, with one line that names it.
+"""Heartbeats: a host that is lost, hangs or fails ends all hosts, with one line that names it.
 
 A thread on each host counts in torchrun's store and reads the others' counts: gloo itself names nobody, and waits for
 a host that hangs. No torch.

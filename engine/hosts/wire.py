@@ -1,4 +1,4 @@
-"""Tensors between hosts, over gloo: a process group for each lane, so that lanes do not wait for each other."""
+"""Tensors between hosts, over gloo: a process group for each queue, so that queues do not wait for each other."""
 
 from __future__ import annotations
 

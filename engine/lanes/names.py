@@ -1,4 +1,4 @@
-"""The names of lanes: what each carries, of which GPU, over which bus. No torch.
+"""The names of the queues (lanes): what each one transfers, for which GPU, over which link. No torch.
 
 With one GPU `compute` is the calling thread with its CUDA stream. Several GPUs have lanes of their own, threads all:
 `compute`, `compute1`, ... On the CPU they are pretended.

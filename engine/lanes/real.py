@@ -1,4 +1,4 @@
-"""Lanes that do their work: at once in the calling thread, or in threads and CUDA streams."""
+"""Queues that execute tasks: at once in the calling thread, or in threads and CUDA streams."""
 
 from __future__ import annotations
 

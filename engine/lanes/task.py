@@ -1,4 +1,4 @@
-"""Tasks, and the lanes that they are handed to: resources that run them one after another.
+"""Tasks, and the queues (lanes) that execute them in order, one for each resource.
 
 A task waits only for tasks handed over before it, and lanes are first in, first out: no deadlock. Three kinds:
 

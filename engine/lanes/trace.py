@@ -1,4 +1,4 @@
-"""The trace of what lanes did: a span for each task, seconds by lane, a file for Perfetto."""
+"""The trace of executed tasks: start and end of each, seconds by queue, a file for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog: ends a run where nothing goes on any more.
+"""The watchdog: ends a run that makes no more progress.
 
 A wedged GPU or drive would be waited for without end, in calls that no exception interrupts. So a thread of its own
 says what hangs and ends the process at once: unwinding would free memory that a late lane may still write to.

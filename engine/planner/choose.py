@@ -1,4 +1,4 @@
-"""The fastest plan of a short search around the plain rule, and why.
+"""The fastest plan of a short search that starts from a rule's plan, and the reasons.
 
 Variants (variants.py) are simulated in the order of their floors while one could be faster than the best; then windows,
 slots and updates are varied around the best. The rule's plan is among them: the choice is never predicted to be slower.

@@ -1,4 +1,4 @@
-"""Seconds spent in the parts of a run, and steps that differ from what was told. No torch."""
+"""Seconds spent in the parts of a run, and steps that differ from their estimate. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will take: memory by tier, disk, time, and changes that would be faster."""
+"""Estimates of a run: memory by tier, disk space, time, and changes that would make it faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forecast in lines of text: memory, disk, time, wear."""
+"""Estimates as lines of text: memory, disk space, time, wear."""
 
 from __future__ import annotations
 

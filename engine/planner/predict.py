@@ -1,4 +1,4 @@
-"""A step's predicted time: its own code on simulated lanes (simulate.py)."""
+"""Estimated time of a step: its own code on simulated queues (simulate.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decisions of a plan in sentences, with their numbers."""
+"""The decisions of a plan as sentences with their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain rule of a plan: fill the GPU, then RAM, then the SSD; recompute the rest. No torch."""
+"""The rule that makes the first plan: fill the GPU, then RAM, then the SSD; recompute the rest. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated lanes: when each task of a step would start and end.
+"""Simulated queues: when each task of a step would start and end.
 
 - **One drive**: lanes of the SSD are queues of one half-duplex device of all drives' rate. A request takes the time
   that earlier ones left free.

@@ -1,4 +1,4 @@
-"""Models by the names that people write: shapes to plan for and to measure, without a checkpoint. No torch."""
+"""Models by the names that people use: shapes to plan for and to measure, without a checkpoint. No torch."""
 
 from __future__ import annotations
 

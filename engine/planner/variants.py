@@ -1,4 +1,4 @@
-"""Plans around a plan: other micro-batches, homes, swapped activations, windows, slots, updates."""
+"""Variants of a plan: other micro-batches, placements, swapped activations, windows, buffers, updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds foretold of each part of a run."""
+"""Estimated seconds of each part of a run."""
 
 from __future__ import annotations
 

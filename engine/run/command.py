@@ -1,4 +1,4 @@
-"""Options from a command line, a YAML file or an interrupted run, and what of them belongs together."""
+"""Options from a command line, a YAML file or an interrupted run, and checks of their combinations."""
 
 from __future__ import annotations
 

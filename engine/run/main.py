@@ -1,4 +1,4 @@
-"""The command: options, a run, and each foreseen failure as one line and an exit code.
+"""The command: options, a run, and each expected failure as one line and an exit code.
 
 Exit codes: 0 done; 1 bug; 2 input; 3 does not fit; 4 disk failed or full, device hung, host lost; 130 interrupted; 141
 output closed.

@@ -1,4 +1,4 @@
-"""How fast steps are: the promise told again as they are measured, and another plan taken where that pays."""
+"""How fast steps are: the estimate is updated as they are measured, and another plan is used where it is faster."""
 
 from __future__ import annotations
 

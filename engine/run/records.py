@@ -1,4 +1,4 @@
-"""log.jsonl and log.csv: whole lines, synced with each snapshot, read without trust."""
+"""log.jsonl and log.csv: whole lines, synced with each snapshot, validated when read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to stop: Ctrl-C, SIGTERM or a hang-up, once to save and end, twice to end at once.
+"""Requests to stop: a signal once to save and end, twice to end at once.
 
 A hang-up is no second request: a session's end sends it with SIGTERM.
 """

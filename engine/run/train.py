@@ -1,4 +1,4 @@
-"""A run from its options to its end: begun or gone on with, its job settled, its engine loaded, its steps taken."""
+"""A run from its options to its end: started or resumed, planned, loaded, trained."""
 
 from __future__ import annotations
 

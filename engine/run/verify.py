@@ -1,4 +1,4 @@
-"""The output folder: free before a run, as promised after it."""
+"""The output folder: checked to be free before a run, and to be complete after it."""
 
 from __future__ import annotations
 

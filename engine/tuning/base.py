@@ -1,4 +1,4 @@
-"""Frozen weights read from the user's own checkpoint: where they lie, whether that will do, whether it is as it was."""
+"""Frozen weights read from the user's checkpoint: where they are stored, and whether they are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a model is trained: the tensors that patterns choose, or adapters beside frozen ones."""
+"""Which tensors are trained: those that patterns select, or adapters of frozen ones."""
 
 from __future__ import annotations
 

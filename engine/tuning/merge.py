@@ -1,4 +1,4 @@
-"""An adapter added to its model: an ordinary checkpoint, each matrix rounded once."""
+"""Merges an adapter into its base model: a plain checkpoint, each matrix rounded once."""
 
 from __future__ import annotations
 

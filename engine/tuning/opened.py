@@ -1,4 +1,4 @@
-"""An adapter of peft's format, opened: its tensors fit the model, and its two files say the same."""
+"""Opens an adapter in peft's format: its tensors fit the model, and its two files agree."""
 
 from __future__ import annotations
 

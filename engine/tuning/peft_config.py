@@ -1,4 +1,4 @@
-"""adapter_config.json of peft, key by key: what is read, what changes nothing, and all else refused by name.
+"""adapter_config.json of peft, key by key: what is read, what changes nothing, and everything else refused by name.
 
 Checked against LoraConfig of peft 0.21.
 """

@@ -1,4 +1,4 @@
-"""Packed rows: documents back to back in one run of N tokens, and their bounds as the kernels read them."""
+"""Packed rows: documents concatenated in one sequence of N tokens, and their bounds as the kernels read them."""
 
 from __future__ import annotations
 

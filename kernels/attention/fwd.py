@@ -1,4 +1,4 @@
-"""Attention's forward in Triton, and what its backward shares with it.
+"""Attention's forward in Triton, and functions that its backward uses too.
 
     s = scale * q k^T, or cap * tanh(scale * q k^T / cap),  p = exp(s - lse),  out = p v
 

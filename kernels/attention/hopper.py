@@ -1,4 +1,4 @@
-"""Attention's kernels for Hopper, in Gluon: shared tile rings, and which tensors they take.
+"""Attention's kernels for Hopper, in Gluon: shared-memory pools of tiles, and which tensors are supported.
 
 Triton waits for each product at once (docs/kernels-log.md); Gluon waits where told. Tiles arrive asynchronously in
 rings of STAGES slots, one commit group a step. Pointers and slots advance, never recomputed; later copies start last.

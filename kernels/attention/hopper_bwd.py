@@ -1,4 +1,4 @@
-"""Attention's backward for Hopper, in Gluon: the algorithm of bwd.py with the waits placed by hand.
+"""Attention's backward for Hopper, in Gluon: the algorithm of bwd.py with explicit waits.
 
 Products of one step overlap with exponentials of another. Legend: hopper.py.
 """

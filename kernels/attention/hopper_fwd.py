@@ -1,4 +1,4 @@
-"""Attention's forward for Hopper, in Gluon: the algorithm of fwd.py with the waits placed by hand.
+"""Attention's forward for Hopper, in Gluon: the algorithm of fwd.py with explicit waits.
 
 Exponentials of one step overlap with p v of the last. Programs are small: two share a multiprocessor, one multiplying.
 Legend: hopper.py.

@@ -1,4 +1,4 @@
-"""Attention in plain torch, with the names and signatures of the launchers: oracle and CPU path.
+"""Attention in plain torch, with the names and signatures of the launchers: reference for tests, and CPU path.
 
 Legend: N packed tokens, T tokens of a document, H query heads, K key/value heads, d head width.
 """

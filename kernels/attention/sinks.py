@@ -1,4 +1,4 @@
-"""Attention sinks: one more learned score a head, whose share of the softmax is dropped (gpt-oss).
+"""Attention sinks: one learned score per head that takes part in the softmax and is then dropped (gpt-oss).
 
     lse' = log(exp(lse) + exp(sink)),  out' = out exp(lse - lse');  dsink = -sum of rows' exp(sink - lse') <dout, out'>
 

@@ -1,4 +1,4 @@
-"""Gradients of experts' matrices: the products of an expert's rows, added to the sum that is there.
+"""Gradients of the experts' weights: grouped GEMMs over each expert's rows, added to the sum of earlier micro-batches.
 
 A tile of a gradient belongs to one program, which adds its expert's rows in order: no atomics, and every sum has one
 order. Legend: products.py.

@@ -1,4 +1,4 @@
-"""Gradients of experts' matrices for Hopper, in Gluon: the algorithm of gradients.py with the waits placed by hand.
+"""Gradients of the experts' weights for Hopper, in Gluon: the algorithm of gradients.py with explicit waits.
 
 Triton copies rows that it must look up into one buffer and waits; here they arrive in rings of STAGES slots, looked up
 a step ahead, and a slot is filled anew under the next product. Where the sums are fp32, a tile goes to shared memory

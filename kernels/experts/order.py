@@ -1,4 +1,4 @@
-"""Pairs (token, slot) sorted by expert on the GPU: a stable counting sort, without a word to the host.
+"""Pairs (token, slot) sorted by expert on the GPU: a stable counting sort, without a transfer to the CPU.
 
 Each block of pairs counts its experts; each expert adds up its counts over the blocks; each pair's place is the first
 row of its expert, what earlier blocks have of it, and what the block has before it.

@@ -1,4 +1,4 @@
-"""Grouped products: rows sorted by expert, each times its expert's matrix.
+"""Grouped GEMMs: rows sorted by expert, each multiplied by its expert's weights.
 
 A program finds the expert and the rows of its tile from the experts' first rows, which the host never reads: there are
 as many programs as any sizes of groups may need.

@@ -1,4 +1,4 @@
-"""Ops of a mixture of experts in plain torch, with the names and signatures of the launchers: oracle and CPU path.
+"""Mixture-of-experts operations in plain torch, with the launchers' names and signatures: reference, and CPU path.
 
 Legend: N tokens, E experts, k chosen for each token, P = N k pairs (token, slot), numbered token * k + slot, D width.
 A token's slots are in ascending order of expert, so that sums over slots are. Sorted rows are pairs by expert.

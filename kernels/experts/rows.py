@@ -1,4 +1,4 @@
-"""What becomes of sorted rows: gated units (SwiGLU's backward with the gradient of the weights), sums into tokens.
+"""Operations on sorted rows: gated units (SwiGLU's backward with the gradient of the weights), sums into tokens.
 
     out = residual + sum over slots of weight * row;  d_weight = <d_act, act>, d_act = dy down^T before the weight
 

@@ -1,4 +1,4 @@
-"""Gated units (swiglu.py) whose results are quantised: nothing in bf16 goes through memory.
+"""Gated units (swiglu.py) with quantized results: nothing is written to memory in bf16.
 
 Two passes over the inputs: the largest values, as of results rounded to bf16; then codes, the same as of `quantize`
 behind the plain kernels, to the bit. Legend: N tokens, F hidden width.

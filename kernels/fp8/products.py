@@ -1,4 +1,4 @@
-"""Products in fp8 on a GPU, by cuBLASLt as torch carries it
+"""Matrix multiplications in fp8 on a GPU, by torch's cuBLASLt
 
 It has one layout on sm_89 and sm_90: a row-major, b column-major.
 """

@@ -1,4 +1,4 @@
-"""Quantisation to E4M3 by the largest value of a tensor: two passes, the second in both orders at once.
+"""Quantization to E4M3 by the largest value of a tensor: two passes, the second in both orientations at once.
 
 The maximum is taken over bits as integers, whose order is that of the values: no order of programs changes it.
 Legend: N rows, D columns, P partial maxima.

@@ -1,4 +1,4 @@
-"""Matrices in fp8 in plain torch, with the names and signatures of the launchers: oracle and CPU path.
+"""fp8 in plain torch, with the names and signatures of the launchers: reference for tests, and CPU path.
 
 E4M3 for everything, gradients too: with a scale of its own, a micro-batch's tensor seldom needs E5M2's range, and
 always its missing bit. A scale is the power of two that brings the largest finite value to (224, 448], so that scaling

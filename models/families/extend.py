@@ -1,4 +1,4 @@
-"""A longer context: config.json with YaRN over the positions that a model has. No torch."""
+"""A longer context: config.json with YaRN for more positions than the model has. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row of the table says of a model_type. No torch."""
+"""The fields of a row of the table of model types. No torch."""
 
 from __future__ import annotations
 

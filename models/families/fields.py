@@ -1,4 +1,4 @@
-"""Fields of ModelConfig that are more than a key: heads, positions, scales. No torch."""
+"""Fields of ModelConfig that depend on several keys: heads, positions, scales. No torch."""
 
 from __future__ import annotations
 

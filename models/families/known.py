@@ -1,4 +1,4 @@
-"""Models that are known and not supported: why, and which supported one is nearest. No torch."""
+"""Model types that are known and not supported: the reason, and the nearest supported type. No torch."""
 
 from __future__ import annotations
 

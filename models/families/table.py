@@ -1,4 +1,4 @@
-"""The families: one row for all models of a model_type, what config.json leaves unsaid. No torch."""
+"""The table of model families: one row per model_type, with the defaults that config.json leaves out. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computing with a unit costs: FLOPs, and bytes that quantisation moves. No torch.
+"""The cost of computing a unit: FLOPs, and bytes that quantization moves. No torch.
 
 Legend: N tokens. `pairs`: (query, key) pairs that one layer attends to (attended_pairs). FLOPs count two per
 multiply-add.

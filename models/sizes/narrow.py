@@ -1,4 +1,4 @@
-"""Weights in fewer bits: frozen experts in MXFP4, and the codes of products in fp8; names, shapes, dtypes. No torch.
+"""Weights in fewer bits: frozen MXFP4 experts, and quantized weights of fp8 GEMMs; names, shapes, dtypes. No torch.
 
 Legend: shapes.py.
 """

@@ -1,4 +1,4 @@
-"""The temporaries of a unit on the GPU: an upper bound, from what forward and backward hold. No torch.
+"""GPU workspace of a unit: an upper bound of the temporaries of forward and backward. No torch.
 
 Legend: N tokens.
 """

@@ -1,4 +1,4 @@
-"""CPU AdamW against the memory's own ceiling, torch's fused AdamW and a Python loop, measured in turn in one run.
+"""CPU AdamW compared with the memory bandwidth, torch's fused AdamW and a Python loop, in alternation in one run.
 
     python scripts/bench/adamw.py [--params 64M] [--threads 4] [--rounds 9] [--json F]
 

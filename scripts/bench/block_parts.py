@@ -1,4 +1,4 @@
-"""A GPU under lasting load: FLOP/s of a matrix product and of a block's parts, and implementations timed in rounds.
+"""A GPU under sustained load: FLOP/s of a GEMM and of a block's parts, and implementations timed in rounds.
 
 A chip lowers its clock within a second of full load: no step reaches the rate of a product after a pause, and of two
 implementations timed one after the other the first seems faster. So they are compared in rounds (`in_turn`).

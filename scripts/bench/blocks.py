@@ -1,4 +1,4 @@
-"""A block of a model, forward and backward, against the sum of its parts and against transformers.
+"""A block of a model, forward and backward, compared with the sum of its parts and with transformers.
 
     python scripts/bench/blocks.py --peers
 

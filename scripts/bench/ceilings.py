@@ -1,4 +1,4 @@
-"""The ceilings of a machine, measured in a benchmark's run, and the floors of a step."""
+"""The peak rates of a machine, measured in a benchmark's run, and the lower bounds of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drive can do, what the store makes of it, and the ratio: reading, writing, and both as the optimizer does.
+"""What the drive reaches, what the store reaches, and the ratio: reading, writing, and both as the optimizer does.
 
     python scripts/bench/drives.py --dir /nvme/tmp --json out.json
 

@@ -1,4 +1,4 @@
-"""What a benchmark trains with: random weights, batches, and, for whole runs, random checkpoints and rows of text."""
+"""Inputs of benchmarks: random weights, batches, and, for whole runs, random checkpoints and rows of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel speed against the ceilings of the same run.
+"""Kernel speed compared with the peak rates of the same run.
 
     python scripts/bench/ops.py
     python scripts/bench/ops.py attention --peers --json results.json

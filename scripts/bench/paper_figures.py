@@ -1,4 +1,4 @@
-"""The figures of paper_tables.py: what papers print, their equations, and Trireme's step code on their machines.
+"""The figures of paper_tables.py: published numbers, the papers' equations, and Trireme's step code on their machines.
 
 Nothing is fitted: rates are those of engine/planner/rates.py and of the papers.
 """

@@ -1,4 +1,4 @@
-"""Published figures beside simulated ones, and what an RTX 4090 box trains.
+"""Published figures compared with simulated ones, and what a machine with an RTX 4090 trains.
 
 python scripts/bench/paper_tables.py --write
 

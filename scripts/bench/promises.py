@@ -1,4 +1,4 @@
-"""Whole runs beside their promise: python scripts/bench/promises.py --work DIR --keep DIR
+"""Whole runs and their estimates: python scripts/bench/promises.py --work DIR --keep DIR
 
 One run beside the benchmark of a step: python scripts/bench/promises.py --beside "llama-1.3b text" DIR
 

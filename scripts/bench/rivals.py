@@ -1,4 +1,4 @@
-"""Other trainers beside Trireme, in one run: python scripts/bench/rivals.py table
+"""Other trainers compared with Trireme, in one run: python scripts/bench/rivals.py table
 
 Small models beside torch.compile, in one process: python scripts/bench/rivals.py small
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB

@@ -1,4 +1,5 @@
-"""Measures a training step against its floor: python scripts/bench/step.py llama-1.3b --gpu-memory 24GiB --ram 16GiB
+"""Measures a training step against its lower bound: python scripts/bench/step.py llama-1.3b --gpu-memory 24GiB --ram
+16GiB
 
 A lane's floor is its work over its ceiling, measured in the same run; the step's is the largest, of lane `bound`.
 """

@@ -1,4 +1,4 @@
-"""A training step lane by lane, as a picture: python scripts/dev/draw_step.py > docs/one-step.svg
+"""A training step, queue by queue, as a picture: python scripts/dev/draw_step.py > docs/one-step.svg
 
 Drawn from simulated lanes.
 """

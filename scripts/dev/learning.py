@@ -1,4 +1,4 @@
-"""Whether fp8 learns as bf16 does: a model from random weights, trained three times on the same data.
+"""Whether a model learns in fp8 as in bf16: three runs from the same random weights and data.
 
     python scripts/dev/learning.py --json learning.json --svg learning.svg
 

@@ -1,4 +1,4 @@
-"""A run's engine, made and filled: from the checkpoint, a snapshot, or those of another number of hosts."""
+"""Builds a run's engine and loads it: from the checkpoint, a snapshot, or snapshots of another number of hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job: all that is settled before a run writes its first byte."""
+"""A job: everything that is decided before a run writes its first byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options in YAML: of --config and of the config.yaml that a run keeps; written, read, and compared.
+"""Options in YAML: --config, and the config.yaml of a run; written, read and compared.
 
 No torch.
 """

@@ -1,4 +1,4 @@
-"""The model that a run trains, as its options say: what of it, how long its sequences, and by what tokenizer."""
+"""The model of a run: which tensors are trained, sequence length, tokenizer."""
 
 from __future__ import annotations
 

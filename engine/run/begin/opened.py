@@ -1,4 +1,4 @@
-"""What a run goes on with: its store and the last snapshot that all of its hosts have."""
+"""What a run resumes from: its store and the last snapshot that all of its hosts have."""
 
 from __future__ import annotations
 

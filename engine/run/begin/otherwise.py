@@ -1,4 +1,4 @@
-"""What else would train: adapters, offered where everything does not fit."""
+"""Alternatives that would fit: adapters, suggested where full fine-tuning does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a folder is: a run's id, a random number, in the first line of its config.yaml and in its store's store.id.
+"""Who owns a folder: a run's id, a random number, in the first line of its config.yaml and in its store's store.id.
 
 Nobody else knows the number, so a folder of a stranger cannot name another run's store as its own. A copy of a run's
 folder can: a store also says which folder its run is in, and that one keeps it as long as it names the store, too.

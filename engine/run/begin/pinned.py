@@ -1,4 +1,4 @@
-"""What a resumed run keeps to give the same bits, and what its options, its model and its snapshot must agree with.
+"""What a resumed run keeps for bitwise equal results, and what must agree with its snapshot.
 
 No torch.
 """

@@ -1,4 +1,4 @@
-"""A rehearsal while a checkpoint is loaded: the first unit of each form computes on zeros as soon as it is there.
+"""Kernel warm-up while a checkpoint is loaded: the first unit of each kind computes on zeros.
 
 Triton compiles for it and CUDA loads its libraries meanwhile, not under the first step. Nothing that it computes is
 kept. Its buffers are the step's.

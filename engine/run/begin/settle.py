@@ -1,4 +1,4 @@
-"""The plan of a job: pinned by a resumed run, read from --plan, or found for model, data and machine."""
+"""The plan of a job: of a resumed run, read from --plan, or chosen for model, data and machine."""
 
 from __future__ import annotations
 
