@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
-import shutil
+import select
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,12 +86,27 @@ def spool(stream: BinaryIO, folder: Path) -> DataFile:
         folder.mkdir(parents=True, exist_ok=True)
         scratch = folder / "stdin"
         with scratch.open("wb") as file:
-            shutil.copyfileobj(stream, file)
+            for part in _parts(stream.fileno()):
+                file.write(part)
         with scratch.open("rb") as file:
             start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         kept = folder / ("stdin.jsonl" if start in (b"{", b"[") else "stdin.txt")
         scratch.rename(kept)
     return parse_data_file(str(kept))
+
+
+def _parts(pipe: int) -> Iterator[bytes]:
+    """Bytes from a file descriptor, up to its end.
+
+    A signal that arrives just before a read would be handled after it, however long it waits. So no wait is longer than
+    a second.
+    """
+    while True:
+        if select.select([pipe], [], [], 1.0)[0]:
+            part = os.read(pipe, 1 << 20)
+            if not part:
+                return
+            yield part
 
 
 class Reader:

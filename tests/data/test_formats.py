@@ -5,11 +5,13 @@ import json
 import os
 import re
 import sys
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trireme.engine.data import sources
 from trireme.engine.data.examples import Chat, Completion, Ids, Text
 from trireme.engine.data.formats import _LIKELY, find_format, parse_map, rename
 from trireme.engine.data.rows import BadRow
@@ -203,19 +205,42 @@ def test_csv_cells(tmp_path):
     assert rows(path)[0].value == {"messages": deep}
 
 
+@contextmanager
+def piped(content: bytes):
+    """A pipe that holds `content`, and then ends."""
+    given, give = os.pipe()
+    os.write(give, content)
+    os.close(give)
+    with os.fdopen(given, "rb") as stream:
+        yield stream
+
+
 def test_standard_input(tmp_path):
-    import io
-
-    class Pipe(io.BytesIO):
-        def isatty(self):
-            return not self.getvalue()
-
     for content, name in ((b' \n{"text": "x"}', "stdin.jsonl"), (b"Once upon", "stdin.txt")):
         folder = tmp_path / name
-        assert spool(Pipe(content), folder).path == folder / name
-        assert spool(Pipe(b"later"), folder).path.read_bytes() == content  # resuming reads what was kept
-    with pytest.raises(InputError, match="nothing is piped"):
-        spool(Pipe(b""), tmp_path / "none")
+        for later in (content, b"later"):  # resuming reads what was kept
+            with piped(later) as stream:
+                assert spool(stream, folder).path == folder / name
+                assert (folder / name).read_bytes() == content
+    with open(os.openpty()[1], "rb") as terminal, pytest.raises(InputError, match="nothing is piped"):
+        spool(terminal, tmp_path / "none")
+
+
+def test_no_signal_waits_for_standard_input(tmp_path, monkeypatch):
+    """One that arrives before a read is handled when a wait ends, though nothing more is ever written."""
+    given, give = os.pipe()
+    waits = iter([([], [], []), KeyboardInterrupt])
+
+    def waited(files, _, __, seconds):
+        assert files == [given]
+        assert 0 < seconds <= 1
+        if (outcome := next(waits)) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return outcome
+
+    monkeypatch.setattr(sources.select, "select", waited)
+    with os.fdopen(given, "rb") as stream, os.fdopen(give, "wb"), pytest.raises(KeyboardInterrupt):
+        spool(stream, tmp_path)
 
 
 # ---------------------------------------------------------------- formats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -318,6 +319,9 @@ def small_stretches():
 
 def fork() -> int:
     """os.fork, once no engine is left. Its memory is not inherited (MADV_DONTFORK), so a child that let go of a mapping
-    of its parent's would unmap what has taken that place since."""
+    of its parent's would unmap what has taken that place since. A child ends after ten minutes, whatever it waits for."""
     gc.collect()
-    return os.fork()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(600)
+    return pid
