@@ -319,7 +319,7 @@ def small_stretches():
 
 def fork() -> int:
     """os.fork, once no engine is left. Its memory is not inherited (MADV_DONTFORK), so a child that let go of a mapping
-    of its parent's would unmap what has taken that place since. A child ends after ten minutes, whatever it waits for."""
+    of its parent's would unmap what has taken that place since. A child ends after ten minutes."""
     gc.collect()
     pid = os.fork()
     if not pid:
