@@ -50,6 +50,7 @@ MAY_IMPORT = {  # beside files of the same room
     "scripts": {"engine/run"},
     "scripts/command": {"engine/run"},
     "scripts/bench": ALL,
+    "scripts/papers": ALL,
     "scripts/dev": ALL,
 }
 ROOMS = [room for room in MAY_IMPORT if not room.startswith("scripts")]  # of the package

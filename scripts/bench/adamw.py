@@ -1,9 +1,6 @@
-"""CPU AdamW compared with the memory bandwidth, torch's fused AdamW and a Python loop, in alternation in one run.
+"""CPU AdamW compared with the memory bandwidth and torch's fused AdamW, in rounds: python scripts/bench/adamw.py
 
-    python scripts/bench/adamw.py [--params 64M] [--threads 4] [--rounds 9] [--json F]
-
-The ceiling is a pass in place (x *= 1) over as many bytes by the same threads. Ratios are medians of the rounds'
-ratios, since a shared machine drifts.
+The ceiling is a pass in place (x *= 1) over as many bytes by the same threads. Ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -13,9 +10,7 @@ import ctypes
 import json
 import mmap
 import statistics
-import threading
 import time
-from contextlib import contextmanager
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 
@@ -28,7 +23,7 @@ ONE = torch.ones(1)
 
 
 def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """On huge pages if possible, like slots."""
+    """Zeros on huge pages if possible, like the engine's buffers."""
     region = mmap.mmap(-1, n * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
@@ -45,13 +40,13 @@ def filled(n: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 
 def contestants(n: int, workers: host_adamw.Workers) -> dict:
-    """name -> (bytes moved a parameter, update of n parameters)."""
+    """name -> (bytes moved per parameter, update of n parameters)."""
     m, v, lo = filled(n, torch.float32, 1e-3), filled(n, torch.float32, 1e-3).square_(), empty(n, torch.int16)
     master, hi = filled(n, torch.float32, 0.02), filled(n, torch.bfloat16, 0.02)
     grad, grad32 = filled(n, torch.bfloat16, 1e-3), filled(n, torch.float32, 1e-3)
     step = torch.tensor(10.0)
     m16, v16, m8, v8 = empty(n, torch.bfloat16), empty(n, torch.bfloat16), empty(n, torch.uint8), empty(n, torch.uint8)
-    floors = [torch.zeros(-(-n // 256), dtype=torch.int16) for _ in range(2)]
+    exponents = [torch.zeros(-(-n // 256), dtype=torch.int16) for _ in range(2)]
     hyper = dict(HYPER, n_decay=n - n // 100)
 
     def fused():
@@ -72,7 +67,7 @@ def contestants(n: int, workers: host_adamw.Workers) -> dict:
         ),
         "split master, 8-bit moments": (
             14,
-            lambda: workers.adamw8_(hi, lo, m8, floors[0], v8, floors[1], grad, ONE, seed=1, **hyper),
+            lambda: workers.adamw8_(hi, lo, m8, exponents[0], v8, exponents[1], grad, ONE, seed=1, **hyper),
         ),
         "torch fused, fp32 gradient": (28, fused),
         "torch fused + casts, bf16 gradient": (28, fused_and_casts),
@@ -102,35 +97,6 @@ def seconds(run) -> float:
     return time.perf_counter() - start
 
 
-@contextmanager
-def busy_python():
-    stop = threading.Event()
-
-    def spin():
-        while not stop.is_set():
-            pass
-
-    thread = threading.Thread(target=spin)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
-def python_loop(n: int = 20_000) -> float:
-    """Parameters/s of a loop over Python floats."""
-    w, m, v, g = ([0.1] * n for _ in range(4))
-    lr, b1, b2, eps = 1e-4, 0.9, 0.95, 1e-8
-
-    def run():
-        for i in range(n):
-            m[i] = b1 * m[i] + (1 - b1) * g[i]
-            v[i] = b2 * v[i] + (1 - b2) * g[i] * g[i]
-            w[i] = w[i] * (1 - lr * 0.01) - lr * m[i] / (v[i] ** 0.5 + eps)
-
-    return n / seconds(run)
-
-
 def measure(n: int, threads: int, rounds: int) -> dict:
     """Gparam/s and GB/s of all contestants."""
     with host_adamw.Workers(threads) as workers:
@@ -150,38 +116,24 @@ def measure(n: int, threads: int, rounds: int) -> dict:
     return result
 
 
-def report(title: str, result: dict) -> None:
-    print(f"\n{title}: ceiling in place {result['ceiling_gbs']:.1f} GB/s")
-    for name, row in result.items():
-        if name != "ceiling_gbs":
-            print(f"  {name:36} {row['gparam_s']:7.3f} Gparam/s {row['gbs']:7.1f} GB/s  {row['of_ceiling']:6.2f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--params", default="64M", help="parameters in the unit, e.g. 64M (47 bytes each are allocated)"
-    )
+    parser.add_argument("--params", type=float, default=64, help="millions of parameters; each takes 47 bytes of RAM")
     parser.add_argument("--threads", type=int, help="default: all cores but one")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    scale = {"K": 10**3, "M": 10**6, "G": 10**9}.get(args.params[-1].upper(), 1)
-    n = int(float(args.params.rstrip("KMGkmg")) * scale)
     threads = args.threads or host_adamw.Workers().threads
     torch.set_num_threads(threads)
     if host_adamw.library() is None:
-        raise SystemExit("bench_adamw: no compiled kernel to measure (see the warning above)")
-
-    figures = {"params": n, "threads": threads, "quiet": measure(n, threads, args.rounds)}
-    report(f"{threads} threads, {n / 1e6:.0f}M parameters", figures["quiet"])
-    with busy_python():
-        figures["beside_busy_python"] = measure(n, threads, args.rounds)
-    report("the same beside a busy Python thread", figures["beside_busy_python"])
-    figures["python_loop_gparam_s"] = python_loop() / 1e9
-    print(f"\nPython loop {figures['python_loop_gparam_s']:.5f} Gparam/s")
+        raise SystemExit("error: no compiled kernel to measure (see the warning above)")
+    found = measure(int(args.params * 1e6), threads, args.rounds)
+    print(f"{threads} threads, {args.params:g}M parameters: ceiling in place {found['ceiling_gbs']:.1f} GB/s")
+    for name, row in found.items():
+        if name != "ceiling_gbs":
+            print(f"  {name:36} {row['gparam_s']:7.3f} Gparam/s {row['gbs']:7.1f} GB/s  {row['of_ceiling']:6.2f}")
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        args.json.write_text(json.dumps({"threads": threads, "params": args.params, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A GPU under sustained load: FLOP/s of a GEMM and of a block's parts, and implementations timed in rounds.
 
-A chip lowers its clock within a second of full load: no step reaches the rate of a product after a pause, and of two
-implementations timed one after the other the first seems faster. So they are compared in rounds (`in_turn`).
+A GPU lowers its clock within a second of full load. So no step reaches the rate that a GEMM has after a pause, and of
+two implementations timed one after the other the first seems faster: they are compared in rounds (`in_turn`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes
 
 Call = Callable[[], object]
-LONG = 1.0  # seconds until the clock settles, and timed
+LONG = 1.0  # seconds of warm-up until the clock settles, and of a timed loop
 ROUNDS = 5
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Turn(NamedTuple):
-    """Of an implementation's rounds: median, least and most seconds; median clock (MHz) and power (W), if known."""
+    """An implementation's rounds: median, minimum and maximum seconds; median clock (MHz) and power (W), if known."""
 
     seconds: float
     least: float
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 def in_turn(
     measures: Mapping[Key, Callable[[], float]], device: torch.device | str, rounds: int = ROUNDS, warm: float = LONG
 ) -> dict[Key, Turn]:
-    """Each of `measures`, which return seconds, once a round, after `warm` seconds of all of them."""
+    """Each of `measures`, which return seconds, once per round, after `warm` seconds of all of them."""
     spans: dict[Key, list[tuple[float, float, float]]] = {key: [] for key in measures}
     with sampled(device) as samples:
         for measure in measures.values() if warm else ():
@@ -73,7 +73,7 @@ def _turn(spans: Sequence[tuple[float, float, float]], samples: Sequence[tuple[f
 
 @contextmanager
 def sampled(device: torch.device | str) -> Iterator[list[tuple[float, float, float]]]:
-    """(time, MHz, W) of the chip, ten a second, by nvidia-smi; none where it is absent or does not say."""
+    """(time, MHz, W) of the GPU, ten per second, by nvidia-smi; none where it is absent or does not report them."""
     found: list[tuple[float, float, float]] = []
     command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", "--loop-ms=100"]
     command += ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
@@ -109,8 +109,8 @@ def looped(run: Call, device: torch.device, seconds: float = LONG) -> Callable[[
     return lambda: timed(lambda: [run() for _ in range(n)], device) / n
 
 
-def held(calls: Sequence[Call], flops: float, device: torch.device) -> float:
-    """FLOP/s of `calls` in a loop, with the clock settled."""
+def sustained(calls: Sequence[Call], flops: float, device: torch.device) -> float:
+    """FLOP/s of `calls` in a loop under sustained load."""
 
     def repeat(times: int) -> None:
         for _ in range(times):
@@ -123,29 +123,29 @@ def held(calls: Sequence[Call], flops: float, device: torch.device) -> float:
     return n * flops / timed(partial(repeat, n), device)
 
 
-def product_rate(device: torch.device) -> float:
-    """Of an 8192^3 product in bf16."""
+def gemm_rate(device: torch.device) -> float:
+    """FLOP/s of an 8192^3 GEMM in bf16 under sustained load."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    return held([partial(torch.mm, a, b, out=out)], 2 * 8192**3, device)
+    return sustained([partial(torch.mm, a, b, out=out)], 2 * 8192**3, device)
 
 
 def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) -> float:
-    """Of a block's products by cuBLAS and attention by cuDNN, forward and backward, `tokens` in documents of `seq`.
+    """FLOP/s of a block's GEMMs by cuBLAS and attention by cuDNN, forward and backward, `tokens` in documents of `seq`.
 
     FLOPs are counted like those of tasks.
     """
-    forward, backward = products(cfg, tokens, device)
+    forward, backward = gemms(cfg, tokens, device)
     calls = [*forward, *backward, *_attention(cfg, tokens // seq, seq, device)]
     pairs = costs.attended_pairs([seq] * (tokens // seq), cfg.window)
     flops = costs.forward_flops(cfg, 1, tokens, pairs) + costs.backward_flops(cfg, 1, tokens, pairs)
-    return held(calls, flops, device)
+    return sustained(calls, flops, device)
 
 
-def products(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[list[Call], list[Call]]:
-    """(forward, backward) products of a block's matrices, of codes where in fp8; a group (q, k, v; gate, up) as one.
+def gemms(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[list[Call], list[Call]]:
+    """(forward, backward) GEMMs of a block, with fp8 codes where it is in fp8; a group (q, k, v; gate, up) is one GEMM.
 
-    Frozen ones have no gradient.
+    Frozen matrices have no gradient.
     """
     forward: list[Call] = []
     backward: list[Call] = []

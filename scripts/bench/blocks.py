@@ -2,9 +2,9 @@
 
     python scripts/bench/blocks.py --peers
 
-Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B. The parts are the products by cuBLAS and the
-fastest attention (cuDNN, FlashAttention-2, ours), each alone with a cold L2. A peer and ours take turns of a second
-after both are warm: medians, with the chip's clock and power.
+Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B. The parts are the GEMMs by cuBLAS and the fastest
+attention (cuDNN, FlashAttention-2, ours), each timed alone with a cold L2. transformers and ours are timed in rounds of
+a second after both are warm: medians, with the GPU's clock and power.
 """
 
 from __future__ import annotations
@@ -65,16 +65,13 @@ class Block(NamedTuple):
 
 
 def zeros(groups: Sequence[shapes.Group], others: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Tensors by name as a unit's span has them; `others`: as of pack."""
+    """Zeros by name, in a unit's layout; `others`: as of pack."""
     layout = pack(groups, "BF16", others)
     return views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=DEVICE))
 
 
 def make_block(cfg: ModelConfig, N: int, documents: int = 1) -> Block:
-    """For N tokens in so many documents. Norms are ones.
-
-    Codes of fp8 are made, as a step makes them once for all micro-batches of a pass.
-    """
+    """For N tokens in so many documents. Norms are ones. fp8 codes are made here: a step makes them once per pass."""
     groups = shapes.weight_groups(cfg, 1)
     stored, made = zeros(groups), zeros(*narrow.made_groups(cfg, 1))
     for weight in stored.values():
@@ -94,13 +91,13 @@ def make_block(cfg: ModelConfig, N: int, documents: int = 1) -> Block:
 # ---------------------------------------------------------------- the parts
 
 
-def products(b: Block) -> tuple[float, float]:
-    """Seconds of the products of (forward, backward)."""
-    return tuple(sum(seconds(run, 200) for run in runs) for runs in block_parts.products(b.cfg, len(b.x), DEVICE))
+def gemms_of(b: Block) -> tuple[float, float]:
+    """Seconds of the GEMMs of (forward, backward)."""
+    return tuple(sum(seconds(run, 200) for run in runs) for runs in block_parts.gemms(b.cfg, len(b.x), DEVICE))
 
 
 def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:
-    """(seconds, who) of the fastest forward and backward."""
+    """(seconds, implementation) of the fastest forward and backward."""
     a = attention_inputs(b.rows.docs.lengths, b.cfg.n_heads, b.cfg.n_kv_heads, b.cfg.head_dim)
     forward, backward = ({who: run for who, (run, _) in found.items()} for found in dense_peers(a))
     out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
@@ -199,12 +196,12 @@ def times_of(b: Block) -> tuple[float, float, float]:
     return seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)
 
 
-def beside_peers(b: Block, with_peers: bool, what: str = "") -> dict[str, dict]:
+def report_peers(b: Block, with_peers: bool, what: str = "") -> dict[str, dict]:
     """Prints and returns their Turns."""
     found = peers(b) if with_peers else {}
     for who, both in found.items():
         peer, ours = Turn(**both["peer"]), Turn(**both["ours"])
-        print(f"  {what}{who}: {peer.seconds * 1e3:.3f} ms {peer}; ours in turn {ours.seconds * 1e3:.3f} ms {ours}: "
+        print(f"  {what}{who}: {peer.seconds * 1e3:.3f} ms {peer}; ours {ours.seconds * 1e3:.3f} ms {ours}: "
               f"{peer.seconds / ours.seconds:.3f} times as fast", flush=True)  # fmt: skip
     return found
 
@@ -212,19 +209,19 @@ def beside_peers(b: Block, with_peers: bool, what: str = "") -> dict[str, dict]:
 def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     b = make_block(cfg, N)
     *ours, together = times_of(b)
-    gemms, attention = products(b), best_attention(b)
+    gemms, attention = gemms_of(b), best_attention(b)
     parts = [gemms[i] + attention[i][0] for i in range(2)]
     print(f"{name} block, {N} tokens")
     for what, t, gemm, (attend, who) in zip(TIMES[:2], ours, gemms, attention, strict=True):
-        print(f"  {what:8s} {t * 1e3:7.3f} ms, parts {(gemm + attend) * 1e3:7.3f} = products {gemm * 1e3:7.3f} + "
+        print(f"  {what:8s} {t * 1e3:7.3f} ms, parts {(gemm + attend) * 1e3:7.3f} = GEMMs {gemm * 1e3:7.3f} + "
               f"attention {attend * 1e3:6.3f} ({who}): {(gemm + attend) / t:.3f}", flush=True)  # fmt: skip
     print(f"  together {together * 1e3:7.3f} ms, parts {sum(parts) * 1e3:7.3f}: {sum(parts) / together:.3f}")
-    return dict(block=name, tokens=N, forward=ours[0], backward=ours[1], together=together, products=gemms,
-                attention=attention, peers=beside_peers(b, with_peers))  # fmt: skip
+    return dict(block=name, tokens=N, forward=ours[0], backward=ours[1], together=together, gemms=gemms,
+                attention=attention, peers=report_peers(b, with_peers))  # fmt: skip
 
 
 def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
-    """A block in bf16 and in fp8, in turn."""
+    """A block in bf16 and in fp8, in the same rounds."""
     blocks = {dtype: make_block(replace(cfg, fp8=dtype == "fp8"), N) for dtype in ("bf16", "fp8")}
     for b in blocks.values():
         b.both()
@@ -232,23 +229,23 @@ def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
         what: alternate({dtype: getattr(b, call) for dtype, b in blocks.items()})
         for what, call in zip(TIMES, ("forward", "backward", "both"), strict=True)
     }
-    gemms = {dtype: products(b) for dtype, b in blocks.items()}
+    gemms = {dtype: gemms_of(b) for dtype, b in blocks.items()}
     print(f"{name} block, {N} tokens, ms in bf16 and fp8")
     times = {what: [turn["seconds"] for turn in both.values()] for what, both in rows.items()}
-    times["products, once"] = [sum(gemms[dtype]) for dtype in blocks]
+    times["GEMMs, alone"] = [sum(gemms[dtype]) for dtype in blocks]
     for what, (old, new) in times.items():
         print(f"  {what:14s} {old * 1e3:7.3f} {new * 1e3:7.3f}: {old / new:.3f} times as fast", flush=True)
-    others = {dtype: beside_peers(b, with_peers, f"{dtype}, ") for dtype, b in blocks.items()}
-    return dict(block=name, tokens=N, **rows, products=gemms, peers=others)
+    others = {dtype: report_peers(b, with_peers, f"{dtype}, ") for dtype, b in blocks.items()}
+    return dict(block=name, tokens=N, **rows, gemms=gemms, peers=others)
 
 
 def with_experts(name: str, cfg: ModelConfig, N: int, documents: int, with_peers: bool) -> dict:
-    """A block whose MLP is a mixture, every token to other experts."""
+    """A block with a mixture of experts, random routing."""
     b = make_block(cfg, N, documents)
     ours = dict(zip(TIMES, times_of(b), strict=True))
     times = ", ".join(f"{what} {t * 1e3:.3f}" for what, t in ours.items())
     print(f"{name} block, {N} tokens in {documents} documents, ms: {times}")
-    return dict(block=name, tokens=N, documents=documents, **ours, peers=beside_peers(b, with_peers))
+    return dict(block=name, tokens=N, documents=documents, **ours, peers=report_peers(b, with_peers))
 
 
 def host_and_wall(run: Callable, n: int = 50) -> tuple[float, float]:
@@ -272,7 +269,7 @@ def captured(run: Callable) -> Callable:
 
 
 def busy(name: str, cfg: ModelConfig, N: int) -> dict:
-    """The GPU's share of the wall time of a loop of blocks, by their time as a graph."""
+    """The GPU's share of the wall time of a loop of blocks: the time of their CUDA graph over that of the loop."""
     b = make_block(cfg, N)
     b.both()
     host, wall = host_and_wall(b.both)
@@ -301,8 +298,10 @@ def profile(name: str, cfg: ModelConfig, N: int, documents: int = 1) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peers", action="store_true", help="time transformers too, in fp8 by torchao")
-    parser.add_argument("--small", action="store_true", help="how busy small models keep the GPU")
-    parser.add_argument("--fp8", action="store_true", help="blocks in fp8 beside those in bf16")
+    parser.add_argument(
+        "--small", action="store_true", help="the share of time in which blocks of small models keep the GPU busy"
+    )
+    parser.add_argument("--fp8", action="store_true", help="blocks in fp8 compared with bf16")
     parser.add_argument("--experts", action="store_true", help="a block of Qwen3-30B, documents of 32k and 4k")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
     parser.add_argument("--json", help="write the figures to this file")

@@ -1,30 +1,27 @@
-"""What the drive reaches, what the store reaches, and the ratio: reading, writing, and both as the optimizer does.
+"""Speed of a drive, of the store on it, and their ratio: reading, writing, and both at once as the optimizer does.
 
     python scripts/bench/drives.py --dir /nvme/tmp --json out.json
 
-The ceiling moves blocks of the store's files to and from the same memory, the best over way, block size and depth. Both
-run in turn, since speed drifts; ratios are medians of the rounds'. The files' folder under --dir is removed afterwards.
+The ceiling is the fastest transfer of blocks between the store's files and the same memory, over several block sizes,
+depths and ways. Both are timed in rounds, since speed drifts; ratios are medians over rounds. The folder under --dir is
+removed afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import mmap
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from trireme.storage.aio import File, address_of, arena
+from trireme.storage.aio import File, arena
 from trireme.storage.devices import is_direct
 from trireme.storage.files import check_space
 from trireme.storage.kernel_aio import KernelIO
@@ -115,20 +112,17 @@ class Ours:
         start = time.perf_counter()
         for i, name in enumerate(self.names):
             slot = self.slots[i % len(self.slots)]
-            if kind == "read":
-                if i >= AHEAD:
-                    reads[i - AHEAD].result()
-                reads.append(self.store.read(name, slot))
-            elif kind == "write":
-                if i >= AHEAD:
-                    writes[i - AHEAD].result()
-                writes.append(self.store.write(name, slot))
-            else:
+            if kind == "mixed":
                 if i >= 2 * AHEAD:
                     writes[i - 2 * AHEAD].result()  # the slot is free
                 reads.append(self.store.read(name, slot))
                 if i >= AHEAD:
                     self._write_back(i - AHEAD, reads, writes)
+            else:
+                requests, call = (reads, self.store.read) if kind == "read" else (writes, self.store.write)
+                if i >= AHEAD:
+                    requests[i - AHEAD].result()
+                requests.append(call(name, slot))
         if kind == "mixed":
             for i in range(len(self.names) - AHEAD, len(self.names)):
                 self._write_back(i, reads, writes)
@@ -149,61 +143,28 @@ def noise(nbytes: int, seed: int) -> memoryview:
     return buffer
 
 
-def beside_busy_loop(job: Callable[[], float]) -> float:
-    """job() in a thread beside a busy main thread."""
-    result: list[float] = []
-    thread = threading.Thread(target=lambda: result.append(job()))
-    thread.start()
-    x = 0
-    while thread.is_alive():
-        x = (x * 31 + 7) % 1_000_003
-    return result[0]
-
-
-def resident(folder: Path) -> int:
-    """Bytes of the folder in the page cache; -1: unknown."""
-    libc, total = ctypes.CDLL(None), 0
-    for path in folder.iterdir():
-        size = path.stat().st_size
-        with open(path, "r+b") as f, mmap.mmap(f.fileno(), size) as area:
-            pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-            if libc.mincore(ctypes.c_void_p(address_of(area)), ctypes.c_size_t(size), pages):
-                return -1
-            total += sum(p & 1 for p in pages) * mmap.PAGESIZE
-    return total
-
-
-def memory_mib() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
-
-
 def measure(dirs: list[Path], nbytes: int, unit: int, rounds: int) -> dict:
     """In GB/s. The ceiling is of the first folder's drive."""
     ours = Ours([d / "store" for d in dirs], nbytes, unit)
     raw = Raw(dirs[0] / "store" / "files", ours.slots)
     best = {kind: max(CEILING, key=lambda c, k=kind: raw.run(k, *c, share=0.25)) for kind in KINDS}
-    ceiling, speed, busy = ({kind: [] for kind in KINDS} for _ in range(3))
+    ceiling, speed = ({kind: [] for kind in KINDS} for _ in range(2))
     cpu = dict.fromkeys(KINDS, 0.0)
-    memory = memory_mib()
     for _ in range(rounds):
         for kind in KINDS:
             ceiling[kind].append(raw.run(kind, *best[kind]) / 1e9)
             start = time.process_time()
             speed[kind].append(ours.run(kind) / 1e9)
             cpu[kind] += time.process_time() - start
-            busy[kind].append(beside_busy_loop(lambda k=kind: ours.run(k)) / 1e9)
-    memory = memory_mib() - memory
-    streamed = {kind: rounds * len(ours.names) * ours.unit * (1 + (kind == "mixed")) / 1e9 for kind in KINDS}
+    transferred = {kind: rounds * len(ours.names) * ours.unit * (1 + (kind == "mixed")) / 1e9 for kind in KINDS}
+    pairs = {kind: zip(speed[kind], ceiling[kind], strict=True) for kind in KINDS}
     report = {
         "ceiling": {kind: median(ceiling[kind]) for kind in KINDS},
-        "ours": {kind: median(speed[kind]) for kind in KINDS},
-        "ratio": {kind: paired(speed[kind], ceiling[kind]) for kind in KINDS},
-        "busy_main_thread": {kind: paired(busy[kind], speed[kind]) for kind in KINDS},
-        "cpu_seconds_per_gb": {kind: cpu[kind] / streamed[kind] for kind in KINDS},
+        "store": {kind: median(speed[kind]) for kind in KINDS},
+        "ratio": {kind: median(x / y for x, y in pairs[kind]) for kind in KINDS},
+        "cpu_s_per_gb": {kind: cpu[kind] / transferred[kind] for kind in KINDS},
         "ceiling_way_block_depth": best,
-        "rounds": {"ceiling": ceiling, "ours": speed, "ours_beside_busy_main_thread": busy},
-        "page_cache_mib": resident(dirs[0] / "store" / "files") >> 20,
-        "memory_growth_mib": memory,
+        "rounds": {"ceiling": ceiling, "store": speed},
         "bytes": len(ours.names) * ours.unit,
         "unit_bytes": ours.unit,
         "back_end": [str(device.io) for device in ours.store.devices],
@@ -214,16 +175,11 @@ def measure(dirs: list[Path], nbytes: int, unit: int, rounds: int) -> dict:
     return report
 
 
-def paired(a: list[float], b: list[float]) -> float:
-    """Median of the rounds' ratios."""
-    return median(x / y for x, y in zip(a, b, strict=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", required=True, help="folder, or several with commas, each on a drive of its own")
     parser.add_argument("--json", help="write the figures there")
-    parser.add_argument("--gb", type=float, default=4, help="size of the model's state; beyond the drive's fast cache")
+    parser.add_argument("--gb", type=float, default=4, help="size of the state; larger than the drive's cache")
     parser.add_argument("--unit-mb", type=float, default=200, help="size of one unit")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -238,13 +194,9 @@ def main() -> None:
         for d in dirs:
             shutil.rmtree(d)
     print(f"{'GB/s':20}" + "".join(f"{kind:>10}" for kind in KINDS))
-    for row in ("ceiling", "ours", "ratio", "busy_main_thread", "cpu_seconds_per_gb"):
-        print(f"{row[:18]:20}" + "".join(f"{report[row][kind]:10.3f}" for kind in KINDS))
-    print(
-        f"{report['bytes'] / 1e9:.1f} GB of state streamed {2 * args.rounds} times each way by {report['back_end']}:",
-        end=" ",
-    )
-    print(f"{report['page_cache_mib']} MiB of it in the page cache, memory {report['memory_growth_mib']:+} MiB")
+    for row in ("ceiling", "store", "ratio", "cpu_s_per_gb"):
+        print(f"{row:20}" + "".join(f"{report[row][kind]:10.3f}" for kind in KINDS))
+    print(f"{report['bytes'] / 1e9:.1f} GB of state, {args.rounds} passes of each kind, by {report['back_end']}")
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1))
 

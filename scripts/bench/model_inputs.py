@@ -33,7 +33,7 @@ def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
 
 
 def random_homes(homes: Homes) -> None:
-    """Random weights straight into their homes, moments zero."""
+    """Stores random weights, and moments of zero."""
     tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
     packed = torch.randint(256, (1 << 24,), dtype=torch.uint8)
     coded = quantize(tile.view(1 << 12, -1))
@@ -58,7 +58,7 @@ def _fill(homes: Homes, entry: Entry, tile: torch.Tensor, packed: torch.Tensor, 
             elif tensor.dim() == 1:
                 tensor.fill_(0.0 if name.endswith("bias") else 1.0)
             elif name.endswith(SCALES):
-                tensor.fill_(120)  # numbers of MXFP4 are about 3: times 2^-7 they are as the tile's
+                tensor.fill_(120)  # values of MXFP4 are about 3; times 2^-7 they are as large as the tile's
             else:
                 at = _repeat(packed if name.endswith(BLOCKS) else tile, tensor.view(-1), at)
 
@@ -122,7 +122,7 @@ def make_model(folder: Path, name: str, text: Path) -> Path:
 
 
 def _write_weights(path: Path, cfg: ModelConfig) -> None:
-    """Matrices repeat one random tile; norms are ones. Written to the drive, and in no cache: read cold."""
+    """Matrices repeat one random tile; norms are ones. Not in the page cache afterwards."""
     header, end = {}, 0
     for name, shape in shapes.stored_tensors(cfg).items():
         nbytes = 2 * int(np.prod(shape))

@@ -111,7 +111,7 @@ def loss() -> Iterator[Case]:
 
 
 def fp8() -> Iterator[Case]:
-    """Quantisation of a block's tensors, read twice; products, beside those in bf16."""
+    """Quantization of a block's tensors, which reads them twice; GEMMs, compared with bf16."""
     for N, D in ((8192, 4096), (8192, 14336), (8192, 28672)):
         x = randn(N, D)
         for rows, columns in ((True, False), (False, True), (True, True)):
@@ -198,7 +198,7 @@ MIXTURES = {
 
 
 def experts() -> Iterator[Case]:
-    """Of 32,768 tokens, which choose as random logits do."""
+    """Of 32,768 tokens with random logits of the router."""
     for name, (E, k, D, I) in MIXTURES.items():
         N, rule = 32768, ops.Rule(k)
         P, logits = N * k, randn(N, E)

@@ -86,7 +86,7 @@ def _gated(name: str, gate_up):
 def _gated_bwd(name: str, dy, gate_up):
     from liger_kernel.ops import geglu, swiglu
 
-    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))  # overwritten, product not recomputed
+    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))  # overwritten; does not recompute the activation
     return partial(getattr({"swiglu": swiglu, "geglu": geglu}[name], f"{name}_backward"), gate, up, dy), 5 / 6
 
 
@@ -180,9 +180,9 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, docs, scale: float, dout: Te
 
 
 def grouped_product(x: Tensor, w: Tensor, order: ops.Order, k: int) -> Peers:
-    """torch's grouped product of rows that lie sorted, behind the gather of rows by token; one matrix for all rows.
+    """torch's grouped GEMM of sorted rows, without and with the gather of rows by token; one matrix for all rows.
 
-    Without a gather also our kernel, where the op takes torch's.
+    Without a gather also our kernel, since the op may call torch's.
     """
     tokens, ends = order.pair // max(k, 1), order.starts[1:].clone()
     rows = x[tokens] if k else x
@@ -199,7 +199,7 @@ def grouped_product(x: Tensor, w: Tensor, order: ops.Order, k: int) -> Peers:
 
 
 def grouped_gradient(dw: Tensor, a: Tensor, b: Tensor, order: ops.Order, k_a: int, k_b: int) -> Peers:
-    """torch's, in bf16 and not added to a sum, of rows that lie sorted; one matrix for all rows.
+    """torch's, in bf16 and not added to a sum, of sorted rows; one matrix for all rows.
 
     On Hopper also ours without the copy engine's reduction.
     """

@@ -5,10 +5,10 @@
     python scripts/bench/ops.py --tune              attention tiles, for kernels/launch.py
 
 Work is each input read and each output written once, or FLOPs. An op that differs from the reference gets no figure.
-Times are medians with no inputs in L2. Written lines there go to memory while the op runs: so before each call the same
-op runs on other tensors, and a call pays for as many writes as it makes. `--flush write` fills the L2 with written
-lines, like triton.testing.do_bench, `--flush read` with lines that cost nothing; peers and the copy are timed alike.
-Peers and ours take turns in rounds after a second of both, and the median is printed with the chip's clock and power.
+Times are medians with no inputs in L2. Modified L2 lines are written to memory while the next op runs, so the same op
+runs on other tensors before each call: a call then pays for as many writes as it makes. `--flush write` fills the L2
+with modified lines, like triton.testing.do_bench, `--flush read` with unmodified ones; peers and the copy are timed in
+the same way. Peers and ours are timed in rounds after a second of both; medians, with the GPU's clock and power.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from multiprocessing import get_context
 import op_peers
 import torch
 import triton
-from block_parts import LONG, ROUNDS, in_turn, product_rate
+from block_parts import LONG, ROUNDS, gemm_rate, in_turn
 from op_cases import BF16, DEVICE, GROUPS, PACKED, Case, attention_inputs, randn
 from triton.testing import do_bench
 
@@ -46,8 +46,8 @@ def seconds(run: Callable, rep: int = 60, flush: Callable | None = None) -> floa
     busy = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     times: list[float] = []
     while len(times) < 13 or (sum(times) < rep and len(times) < 103):
-        busy.zero_()  # 300 us for the host to get ahead
-        kept = flush()  # the next results lie elsewhere
+        busy.zero_()  # 300 us, in which the host enqueues what follows
+        kept = flush()  # kept, so that the next results get other memory
         start.record()
         kept = kept, run()
         end.record()
@@ -66,9 +66,9 @@ def flusher(flush: str, op: Callable) -> Callable | None:
 
 
 def ceilings() -> tuple[float, float]:
-    """FLOP/s of a product: after a pause, and under lasting load."""
+    """FLOP/s of a GEMM: after a pause, and under sustained load."""
     a, b = randn(8192, 8192), randn(8192, 8192)
-    return 2 * 8192**3 / seconds(lambda: a @ b), product_rate(torch.device(DEVICE))
+    return 2 * 8192**3 / seconds(lambda: a @ b), gemm_rate(torch.device(DEVICE))
 
 
 def copied(flush: str, n: int = 1 << 28) -> float:
@@ -117,7 +117,7 @@ def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]
             runs |= makers[kind](case.op, case.args, case.kwargs)
         except Exception as e:  # a peer may not run here
             print(f"{case.op:22s} {case.label:38s} {kind}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
-    ways = {"write": matmul} if case.flops else copies  # products ignore the L2
+    ways = {"write": matmul} if case.flops else copies  # GEMMs do not depend on the L2's state
     others = [] if case.flops else [a.clone() if torch.is_tensor(a) else a for a in case.args]
     flushes = {way: flusher(way, lambda: getattr(ops, case.op)(*others, **case.kwargs)) for way in ways}
     measures = {(who, way): partial(seconds, run, flush=flushes[way]) for who, (run, _) in runs.items() for way in ways}
@@ -139,7 +139,7 @@ def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]
 
 
 def host_seconds(run: Callable, calls: int = 50) -> float:
-    """Seconds of the host for `run`; `calls` fit the GPU's queue."""
+    """Host seconds of `run`; `calls` fit the GPU's queue."""
     times = []
     for _ in range(30):
         torch.cuda.current_stream().synchronize()
@@ -151,7 +151,7 @@ def host_seconds(run: Callable, calls: int = 50) -> float:
 
 
 def host() -> list[dict]:
-    """Prints and returns the host's time for calls on tiny inputs, with allocations."""
+    """Prints and returns the host time of calls on tiny inputs, with allocations."""
     N, D = 64, 512
     x, dy, w, gate_up = randn(N, D), randn(N, D), randn(D), randn(N, 2 * D)
     rstd, dw, clip = torch.ones(N, device=DEVICE), torch.zeros(D, device=DEVICE), torch.ones(1, device=DEVICE)
@@ -251,7 +251,7 @@ def main() -> None:
         "--tune", type=int, nargs="*", metavar="WIDTH", help="try attention tiles for these head widths"
     )
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--host", action="store_true", help="time the host's share of small calls instead")
+    parser.add_argument("--host", action="store_true", help="time the host's part of small calls instead")
     args = parser.parse_args()
     if args.host:
         host()
@@ -264,7 +264,7 @@ def main() -> None:
     peers = PEERS if args.peers == [] else args.peers or []
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"ceilings: matmul {matmul / 1e12:.0f} TFLOP/s, {sustained / 1e12:.0f} after a second of it")
+    print(f"ceilings: matmul {matmul / 1e12:.0f} TFLOP/s, {sustained / 1e12:.0f} under sustained load")
     for flush, copy in copies.items():
         print(f"copy of 256 MiB {copy / 1e12:.2f} TB/s, of 64 MiB {copied(flush, 1 << 26) / 1e12:.2f}, after {flush}")
     cases = (case for g in args.groups or GROUPS for case in GROUPS[g]() if args.only in f"{case.op} {case.label}")

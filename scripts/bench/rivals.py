@@ -1,11 +1,11 @@
 """Other trainers compared with Trireme, in one run: python scripts/bench/rivals.py table
 
-Small models beside torch.compile, in one process: python scripts/bench/rivals.py small
+Small models compared with torch.compile, in one process: python scripts/bench/rivals.py small
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
-`torch` is transformers with torch's fused AdamW on bf16, with --lora beside peft's adapters, with --compile the whole
-model compiled and nothing recomputed; `zero-offload` DeepSpeed with fp32 AdamW on the CPU; both use Liger if installed,
-unless compiled. A step is one micro-batch, which moves weights and gradients least, without clipping.
+`torch` is transformers with torch's fused AdamW on bf16; with --lora, peft's adapters; with --compile, the whole model
+compiled and nothing recomputed. `zero-offload` is DeepSpeed with fp32 AdamW on the CPU. Both use Liger where it is
+installed, unless compiled. A step is one micro-batch, which transfers weights and gradients once, without clipping.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def transformers_model(cfg, device: torch.device, liger: bool):
 
 
 def with_peft(model, rank: int):
-    """With adapters on every linear layer of the blocks, fp32 as peft has them."""
+    """With peft's adapters, in fp32, on every linear layer of the blocks."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
@@ -216,7 +216,7 @@ def table() -> list[dict]:
 
 
 def small(models: Sequence[str]) -> list[dict]:
-    """Trireme's steps beside those of torch.compile."""
+    """Trireme's steps compared with those of torch.compile."""
     rows = []
     for model in models:
         with tempfile.NamedTemporaryFile(suffix=".json") as out:

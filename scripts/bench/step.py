@@ -1,7 +1,8 @@
 """Measures a training step against its lower bound: python scripts/bench/step.py llama-1.3b --gpu-memory 24GiB --ram
 16GiB
 
-A lane's floor is its work over its ceiling, measured in the same run; the step's is the largest, of lane `bound`.
+A queue's lower bound is its work divided by its ceiling, which is measured in the same run. The step's is the largest,
+of queue `bound`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from ceilings import against, blended, floors, forget_peaks, held_rates, measure_rates
+from ceilings import against, blended, forget_peaks, lower_bounds, measure_rates, sustained_rates
 from model_inputs import make_batch, random_homes, with_adapters
 
 from trireme.engine.amounts import size
@@ -74,7 +75,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
 
 
 def make_plan(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits, rates: Rates) -> Plan:
-    """The plan of --plan, of the rule (--homes, --rule) or of a run; with one weight slot for --off prefetch."""
+    """The plan of --plan, of the rule (--homes, --rule) or of a run; with one buffer of weights for --off prefetch."""
     wanted = wanted_of(a, cfg, dtype, limits)
     if a.plan:
         plan = Plan.load(Path(a.plan))
@@ -102,8 +103,10 @@ class Run(NamedTuple):
 
 
 def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch]]) -> Run:
-    """Warms up, then times steps. The last but one of three or more of warm-up is traced between drains, like a run's
-    second: the first compiles kernels.
+    """Warms up, then times steps.
+
+    Of three or more warm-up steps the last but one is traced, with the queues empty before and after it, as a run
+    traces its second step: the first compiles kernels.
     """
     places = [(rope_tables(e.cfg, a.seq, gpu), gpu) for gpu in e.lanes.devices]
     times, losses, warm = [], [], []
@@ -130,10 +133,10 @@ def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch
 def _step(
     a: Arguments, e: Engine, batch: Sequence[MicroBatch], places: Sequence[tuple[Tables, torch.device]], step: int
 ) -> StepStats:
-    on_device = (inputs_on(e.cfg, mb, places) for mb in batch)  # lazily, for "vertical"
+    on_device = (inputs_on(e.cfg, mb, places) for mb in batch)  # a generator, for "vertical"
     if "vertical" not in a.off:
         return train_step(e, list(on_device), step, a.lr)
-    # Like other trainers: weights stream for each micro-batch. To the engine each is a step; only the last updates.
+    # As in other trainers, weights are transferred for each micro-batch, which is a step here; only the last updates.
     for k, mb in enumerate(on_device):
         if k:
             e.gradients.discard()
@@ -188,7 +191,7 @@ def measure(
             "limits": asdict(limits),
         }
         result |= {"step_s": statistics.median(run.times), "steps_s": run.times, "plan": asdict(plan)}
-        result |= against_floor(a, e, rates, run) | against_prediction(a, e, rates, run, at_start)
+        result |= against_bound(a, e, rates, run) | against_prediction(a, e, rates, run, at_start)
     if a.trace:
         Path(a.trace).write_text(perfetto(run.last))
     return result
@@ -197,28 +200,28 @@ def measure(
 # ---------------------------------------------------------------- comparison
 
 
-def against_floor(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, Any]:
-    """Prints and returns lanes' floors and times at work, and the step's ratio."""
+def against_bound(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, Any]:
+    """Prints and returns the lower bound and busy time of each queue, and the ratio of the step."""
     on_cpu = sum(n for n, u in zip(e.geo.numel, e.plan.units, strict=True) if u.state != "gpu")
     ceilings = blended(e.cfg, e.plan, a.tokens, a.seq, rates)
-    step_s, floor = statistics.median(run.times), floors(run.last, ceilings, on_cpu)
+    step_s, bounds = statistics.median(run.times), lower_bounds(run.last, ceilings, on_cpu)
     at_work = busy(run.last) | {"ssd": measured(run.last)["ssd"]}
-    bound = max(floor, key=lambda lane: floor[lane])
+    bound = max(bounds, key=lambda lane: bounds[lane])
     flops = costs.model_flops(e.cfg, a.tokens, costs.layer_pairs(e.cfg, [a.seq] * (a.tokens // a.seq)))
-    print(f"{'lane':10} {'floor s':>9} {'busy s':>9}")
-    for lane in floor:
-        print(f"{lane:10} {floor[lane]:9.3f} {at_work.get(lane, 0):9.3f}")
+    print(f"{'queue':10} {'bound s':>9} {'busy s':>9}")
+    for lane in bounds:
+        print(f"{lane:10} {bounds[lane]:9.3f} {at_work.get(lane, 0):9.3f}")
     found = {
-        "floor_s": floor[bound],
-        "ratio": step_s / floor[bound],
+        "bound_s": bounds[bound],
+        "ratio": step_s / bounds[bound],
         "bound": bound,
         "ceilings": vars(rates),
-        "lanes": {k: {"floor_s": v, "busy_s": at_work.get(k, 0)} for k, v in floor.items()} | {"measured": at_work},
+        "lanes": {k: {"bound_s": v, "busy_s": at_work.get(k, 0)} for k, v in bounds.items()} | {"measured": at_work},
         "tokens_per_s": a.tokens / step_s,
         "model_tflops": flops / step_s / 1e12,
     }
     print(
-        f"step {step_s:.3f} s, floor {floor[bound]:.3f} s ({bound}), ratio {found['ratio']:.3f}; "
+        f"step {step_s:.3f} s, lower bound {bounds[bound]:.3f} s ({bound}), ratio {found['ratio']:.3f}; "
         f"{found['model_tflops']:.1f} model TFLOP/s, {found['tokens_per_s']:.0f} tokens/s; "
         f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}"
     )
@@ -229,24 +232,24 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     """Prints and returns predicted and measured time and memory."""
     step_s, device = statistics.median(run.times), e.memory.device
     gpu, ram = memory_in_use(device, a.gpus)
-    promised = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}
-    promised["host"] += CODE / GIB if device.type == "cuda" else 0.0
+    estimated = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}
+    estimated["host"] += CODE / GIB if device.type == "cuda" else 0.0
     batch = Batch(e.plan.tokens, a.seq, e.plan.n_micro)
     found = predict(e.cfg, e.plan, rates, batch)
     known = corrected(rates, found, run.warm, run.warm_s) if run.warm else rates
     again = predict(e.cfg, e.plan, known, batch).step_s
-    by_tasks = f", by the tasks of a step of warm-up {again:.3f} s ({again / step_s - 1:+.1%})" if run.warm else ""
+    by_tasks = f", corrected by a warm-up step {again:.3f} s ({again / step_s - 1:+.1%})" if run.warm else ""
     print(
         f"predicted {found.step_s:.3f} s ({found.step_s / step_s - 1:+.1%}){by_tasks}; "
-        f"peaks GPU {gpu:.2f} GiB (predicted {promised['gpu']:.2f}), RAM {ram - at_start:.2f} GiB "
-        f"(predicted {promised['host']:.2f}) beside {at_start:.2f} of interpreter and libraries"
+        f"peaks GPU {gpu:.2f} GiB (predicted {estimated['gpu']:.2f}), RAM {ram - at_start:.2f} GiB "
+        f"(predicted {estimated['host']:.2f}) plus {at_start:.2f} of interpreter and libraries"
     )
     return {
         "peaks": {"gpu_gib": gpu, "ram_gib": ram, "rss_start_gib": at_start},
         "predicted_s": found.step_s,
         "corrected_s": again,
         "corrected": vars(known),
-        "promised_gib": promised,
+        "estimated_gib": estimated,
     }
 
 
@@ -269,11 +272,11 @@ def main(argv: list[str]) -> int:
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
     plan = make_plan(a, cfg, dtype, limits, rates)
     dense = device.type == "cuda" and cfg.experts is None
-    slower = held_rates(cfg, plan, a.seq, device) if dense else {}
+    slower = sustained_rates(cfg, plan, a.seq, device) if dense else {}
     forget_peaks(device)
     result = measure(a, cfg, plan, limits, rates, device, at_start)
     ceilings = blended(cfg, plan, a.tokens, a.seq, rates)
-    result["held"] = {what: against(result, ceilings, what, rate) for what, rate in slower.items()}
+    result["sustained"] = {what: against(result, ceilings, what, rate) for what, rate in slower.items()}
     if a.json:
         Path(a.json).write_text(json.dumps(result, indent=1))
     return 0
@@ -291,9 +294,12 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--ram", type=size)
     p.add_argument("--store", help="a folder on the SSD; without it the SSD is not used")
     p.add_argument(
-        "--homes", choices=("auto", "gpu", "host", "ssd", "state-ssd"), default="auto", help="force all homes to a tier"
+        "--homes",
+        choices=("auto", "gpu", "host", "ssd", "state-ssd"),
+        default="auto",
+        help="store everything in one tier",
     )
-    p.add_argument("--rule", action="store_true", help="the plain rule's plan rather than the fastest that is found")
+    p.add_argument("--rule", action="store_true", help="the plan of the plain rule, without a search")
     p.add_argument("--plan", help="a plan as JSON or YAML, for --seq and --tokens as given")
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--warmup", type=int, default=3)
@@ -301,7 +307,9 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--clip", type=float, default=1.0)
     p.add_argument("--adam-bits", type=int, default=32, choices=(32, 16, 8))
     p.add_argument("--record", type=int, default=0, help="parameters of an optimizer record")
-    p.add_argument("--off", type=lambda t: t.split(","), default=[], help="ideas to switch off: " + ",".join(SWITCHES))
+    p.add_argument(
+        "--off", type=lambda t: t.split(","), default=[], help="techniques to leave out: " + ",".join(SWITCHES)
+    )
     p.add_argument("--text", help="a text file whose bytes are the tokens")
     p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     p.add_argument("--dtype", choices=("auto", "bf16", "fp8"), default="auto", help="bf16 on the CPU too; or fp8")

@@ -1,6 +1,6 @@
 """A training step, queue by queue, as a picture: python scripts/dev/draw_step.py > docs/one-step.svg
 
-Drawn from simulated lanes.
+Drawn from a simulation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ON_SSD, IN_RAM = 5, 4  # blocks with state on the SSD, with saved tensors in RAM
 
 ROWS = {
     "compute": "GPU computes", "h2d": "RAM to GPU", "d2h": "GPU to RAM", "cpu": "CPU: AdamW",
-    "ssd_read": "SSD to RAM", "state_read": "records to RAM",
-    "ssd_write": "RAM to SSD", "state_write": "records to SSD",
+    "ssd_read": "SSD to RAM", "state_read": "state to RAM",
+    "ssd_write": "RAM to SSD", "state_write": "state to SSD",
 }  # fmt: skip
 KINDS: dict[str, tuple[str, tuple[Kind, ...]]] = {  # label: colour, kinds of visible tasks
     "forward": ("#4f8fcf", ("forward",)), "loss": ("#12365f", ("loss",)), "backward": ("#1f5fa8", ("backward",)),

@@ -26,6 +26,7 @@ ROOMS = {
     "scripts": "the command",
     "scripts/command": "the command as python -m trireme",
     "scripts/bench": "benchmarks: each prints a table and writes JSON",
+    "scripts/papers": "published systems, simulated",
     "scripts/dev": "tools for those who work on this code",
 }
 

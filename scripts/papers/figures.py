@@ -1,4 +1,4 @@
-"""The figures of paper_tables.py: published numbers, the papers' equations, and Trireme's step code on their machines.
+"""The figures of tables.py: published numbers, the papers' equations, and Trireme's step code on the papers' machines.
 
 Nothing is fitted: rates are those of engine/planner/rates.py and of the papers.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-
-from model_inputs import with_adapters
 
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
@@ -21,7 +19,8 @@ from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.planner.sizes import MODELS, gpt3
 from trireme.engine.run.begin.settle import record_size
-from trireme.models.config import ModelConfig
+from trireme.engine.tuning.chosen import adapted, targets
+from trireme.models.config import Lora, ModelConfig
 from trireme.models.sizes import costs, shapes
 
 SEQ = 1024
@@ -56,7 +55,7 @@ def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int) -> fl
     """A step by Fuyou's equations 1 to 8, with the best swapped share.
 
     16-bit parameters are read for both passes; 12 + 2 bytes of state a parameter are read and 14 written. Reads and
-    writes of the drives add up, both directions of the bus overlap.
+    writes of the drives add up, both directions of PCIe overlap.
     """
     r, p, tokens = fuyou_server(gpu, drives).rates, shapes.parameters(cfg), sequences * SEQ
     pairs = costs.attended_pairs([SEQ] * sequences)
@@ -87,12 +86,12 @@ class Published:
 
 
 WHY = {
-    "memory": "The equations give every swapped activation room on the GPU. Beside a block of 175B (3.6 GB of weights, "
-    "as much of gradients) 24 GB have none, and the paper names this as its limit.",
-    "peak": "The equations let blocks run at the benchmarked 200 TFLOP/s from end to end, and know no limit of RAM for "
-    "activations in flight. The paper reaches 0.86 to 0.82 of that rate.",
-    "simplex": "The equations add the time of reading to that of writing (4 and 7). With one drive, which binds, the "
-    "sum is longer than the printed step: the drive overlaps the two in part.",
+    "memory": "The equations assume GPU memory for every swapped activation. With a block of 175B on it (3.6 GB of "
+    "weights and as much of gradients), a GPU of 24 GB has no room for them; the paper names this as its limit.",
+    "peak": "The equations assume that blocks run at the benchmarked 200 TFLOP/s all the time, and that RAM for "
+    "activations in flight is unlimited. The paper reaches 0.86 to 0.82 of that rate.",
+    "simplex": "The equations add the time of reading to that of writing (4 and 7). With one drive, which limits the "
+    "step, the sum is longer than the published step: the drive partly overlaps the two.",
 }
 THROUGHPUT = (
     Published("Fuyou, figure 5c", "13B", "rtx4090", 12, 64, 156),
@@ -129,6 +128,11 @@ def faster(made: Forecast, homes: str) -> Forecast:
     sizes = sizes[p.n_micro % 2 : 2 + (p.tokens > SEQ)]
     wanted = Wanted(tuple(sizes), p.dtype, p.mode, p.record, homes=homes, document=SEQ)
     return replace(made, plan=choose(made.cfg, made.limits, made.machine.rates, wanted).plan)
+
+
+def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
+    """`cfg`, or with adapters of `rank` on every linear layer."""
+    return adapted(cfg, Lora(rank, 2.0 * rank, targets(cfg, ()))) if rank else cfg
 
 
 def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto") -> tuple[Forecast, float] | None:

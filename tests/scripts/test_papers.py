@@ -6,7 +6,7 @@ from script_files import script
 
 @pytest.fixture(scope="module")
 def figures():
-    return script("bench/paper_figures")
+    return script("papers/figures")
 
 
 def test_published_figures_are_met_or_the_difference_is_named(figures):
@@ -20,10 +20,10 @@ def test_published_figures_are_met_or_the_difference_is_named(figures):
 
 
 def test_the_page_shows_what_is_computed(figures):
-    tables = script("bench/paper_tables")
+    tables = script("papers/tables")
     text = tables.PAGE.read_text()
     for p in figures.THROUGHPUT:
         assert f"| {p.system} | {p.model} |" in text
     made = {"throughput": [], "sizes": [], "windows": [], "buyers": [], "adapters": [], "mixtures": []}
     frame = [line for line in tables.page(made).splitlines() if line]
-    assert all(line in text for line in frame), "renew it: python scripts/bench/paper_tables.py --write"
+    assert all(line in text for line in frame), "renew it: python scripts/papers/tables.py --write"

@@ -1,0 +1,36 @@
+"""The benchmarks of many runs: their lines are arguments that step.py and the command accept."""
+
+import pytest
+from script_files import script
+
+from trireme.engine.plan import Limits
+from trireme.engine.planner.sizes import MODELS
+from trireme.engine.run.command import parse
+
+estimates, choice = script("bench/estimates"), script("bench/choice")
+bench_step = choice.bench_step
+
+
+@pytest.mark.parametrize("line", [*estimates.STEPS, *choice.LINES])
+def test_every_line_of_steps_is_one_that_step_takes(line):
+    given = bench_step.arguments(line.removesuffix("--store").split())
+    wanted = bench_step.wanted_of(given, MODELS[given.model], "BF16", Limits(15 << 30, 60 << 30))
+    assert wanted.sizes
+
+
+@pytest.mark.parametrize("line", [*estimates.RUNS, *estimates.ON_A_CPU])
+def test_every_line_of_runs_is_a_command(line, tmp_path, monkeypatch):
+    monkeypatch.setattr(estimates, "make_model", lambda folder, name, text: folder / name)
+    monkeypatch.setattr(estimates.demo, "make_text", lambda *given, seed: None)
+    monkeypatch.setattr(estimates, "make_data", lambda folder, kind: folder / f"{kind}.jsonl")
+    options = parse(estimates.run_words(line, tmp_path))
+    assert options.max_steps
+    assert options.seq_len
+    assert line.split()[0] in MODELS
+    assert line.split()[1] in estimates.DATA
+
+
+def test_the_summary_says_how_far_estimates_are_off():
+    rows = [{"pairs": {"step s": (1.05, 1.0)}}, {"pairs": {"step s": (0.7, 1.0)}}]
+    assert estimates.row("line", rows[0]["pairs"]) == "| line | 1.05, 1 | 1.050 |"
+    assert list(estimates.summary(rows)) == ["step s: off by 17.5% in the median, 30.0% at most; 1 of 2 within 10 %"]
