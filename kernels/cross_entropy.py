@@ -2,9 +2,9 @@
 
     loss = lse - logits[label],  lse = log(sum(exp(logits)));  dlogits = scale * (exp(logits - lse) - onehot(label))
 
-Logits, in the compute dtype, become dlogits in place; cuBLAS does the products. The label's logit is recomputed in
-fp32: its rounding would be the loss's error. With a cap logits are cap * tanh(z / cap) of the product z; dlogits are
-multiplied by its slope.
+Logits, in the compute dtype, become dlogits in place; cuBLAS does the GEMMs. The label's logit is recomputed in
+fp32: its rounding would be the loss's error. With a cap, logits are cap * tanh(z / cap), z the result of the GEMM, and
+dlogits are multiplied by the slope of that.
 Legend: N tokens, M labels, D width, V vocabulary.
 """
 
@@ -38,7 +38,7 @@ def _cross_entropy(
     GRADIENT: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """The second pass walks back through L2's remains."""
+    """The second pass goes backwards, so that what was read last is still in L2."""
     await_previous()
     GROUP: tl.constexpr = 8  # a thread's logits share a maximum
     LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
@@ -142,5 +142,5 @@ def _add_product_(total_: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total_, a, b, out=total_)
     elif total_.is_cuda:
         torch.addmm(total_, a, b, out_dtype=total_.dtype, out=total_)
-    else:  # the interpreter: no mixed product on the CPU
+    else:  # the interpreter: no GEMM of mixed dtypes on the CPU
         total_.add_(torch.mm(a.to(total_.dtype), b.to(total_.dtype)))

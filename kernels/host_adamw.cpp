@@ -72,7 +72,7 @@ struct Job {
     uint32_t noise;  // of element 0: the noise key + its index in the unit
 };
 
-// Parts of an update. WEIGHTS then MOMENTS leave the bits of ALL: the moments are computed twice from the same inputs.
+// Parts of an update. WEIGHTS, then MOMENTS, is bitwise identical to ALL: moments are computed twice from equal inputs.
 enum Part { ALL, WEIGHTS, MOMENTS };
 
 // The update of n elements, the first n_decay of them with weight decay.

@@ -1,7 +1,7 @@
 """AdamW on the CPU: one pass over memory in C++ (host_adamw.cpp), compiled at first use, called without the GIL.
 
-Names, arguments and bits of reference.py and moments.py, which take over without a compiler. Functions run on the
-calling thread, or spread by `Workers`.
+Names and arguments are those of reference.py and moments.py, which are used without a compiler; results are bitwise
+identical. Functions run on the calling thread, or on those of `Workers`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _records(n: int, n_decay: int) -> list[tuple[int, slice, int]]:
 
 
 def adamw_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, spread: Spread = _alone, **hyper) -> None:
-    """reference.adamw_ over contiguous CPU tensors (n,), same bits where finite, on the threads of `spread`."""
+    """reference.adamw_ over contiguous CPU tensors (n,), bitwise identical where finite, on the threads of `spread`."""
     _check(len(w_), (torch.float32,), m_, v_)
     if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, **hyper), spread):
         for _, cut, decays in _records(len(w_), n_decay):
@@ -240,8 +240,8 @@ def adamw8_(
 class Workers:
     """C++ threads that update one unit together.
 
-    The caller is one, and releases the GIL for the call. Records are fixed: the thread count never changes a number.
-    Calls take turns.
+    The caller is one of them, and releases the GIL for the call. Threads take chunks of a fixed size, so their number
+    never changes a result. One call runs at a time.
     """
 
     def __init__(self, threads: int | None = None):

@@ -128,7 +128,7 @@ def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
 
 
 def hopper_fwd(block_d: int) -> Tile:
-    """Stages are slots of its ring."""
+    """Stages are slots of its ring buffer."""
     return Tile(64, 64, 4, 3) if block_d == 128 else Tile(128, 64, 8, 3)
 
 
@@ -157,7 +157,7 @@ def cross_entropy(V: int) -> Logits:
 
 
 class Grouped(NamedTuple):
-    """A grouped product's launch: rows of a tile, columns of its two widths, warps, stages of the software pipeline."""
+    """A grouped GEMM's launch: rows of a tile, columns of its two widths, warps, stages of the software pipeline."""
 
     rows: int
     a: int
@@ -185,7 +185,7 @@ def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
 
 
 class Codes(NamedTuple):
-    """Quantisation's launch: rows and columns of a tile, warps."""
+    """Quantization's launch: rows and columns of a tile, warps."""
 
     rows: int
     columns: int

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from trireme.kernels import launch
 
-COMPILING = threading.Lock()  # lanes of several GPUs launch from threads of their own
+COMPILING = threading.Lock()  # the queues of several GPUs launch from threads of their own
 TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions with the private launch called below
 
 

@@ -1,6 +1,6 @@
 """Operations in plain torch, with the names and signatures of the Triton launchers: reference for tests, and CPU path.
 
-Those of attention, experts and fp8 are beside their kernels.
+Those of attention, experts and fp8 are in the folders of their kernels.
 
 Legend: N packed tokens, D width, F hidden width, V vocabulary, H heads, d head width.
 Arithmetic is fp32 (fp64 stays), rounded once to the output's dtype. Functions and arguments named `_` are written or
@@ -366,7 +366,7 @@ def adamw_(
 
     w_ fp32 with lo_ None, or bf16 with lo_ int16. m_, v_ fp32; grad fp32 or bf16, times clip (1,) fp32. The first
     n_decay elements decay. `step` counts from 1. Every implementation computes exactly these IEEE fp32 operations, none
-    fused. `part` "weights", then "moments", leaves the bits of "all".
+    fused. `part` "weights" followed by "moments" is bitwise identical to "all".
     """
     f32 = lambda value: torch.tensor(value, dtype=torch.float32, device=grad.device)
     b1, b2 = f32(beta1), f32(beta2)

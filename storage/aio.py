@@ -1,7 +1,8 @@
 """Asynchronous reads and writes of large aligned buffers, many in flight, results as futures.
 
-Requests of a direction take turns by pieces of `block` bytes; `depth` in flight, `mixed` each way while both have work
-(devices.py measures them). A future ends, also with an error, when no piece is in flight: its buffer is free.
+Requests are cut into pieces of `block` bytes, and those of one direction alternate. `depth` pieces are in flight, or
+`mixed` in each direction while both have work (devices.py measures them). A future ends, also with an error, when none
+of its pieces is in flight: its buffer is free.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _Request:
     def __init__(self, file: File, write: bool, offset: int, view: memoryview, block: int, need: int):
         self.file, self.write, self.end = file, write, offset + need
         starts = range(0, len(view), block)
-        self.waiting = deque(Piece(self, offset + i, view[i : i + block]) for i in starts)  # not begun
+        self.waiting = deque(Piece(self, offset + i, view[i : i + block]) for i in starts)  # not started
         self.left = len(starts)  # not over
         self.error: StoreError | None = None
         self.future: Future[None] = Future()
@@ -240,7 +241,7 @@ class IO:
             return True
 
     def _end(self, request: _Request, error: StoreError | None, pieces: int) -> None:
-        """Counts pieces off; after an error no other begins. The last ends the future."""
+        """Counts pieces off; after an error no other is started. The last ends the future."""
         with self._lock:
             before, request.left = request.left, request.left - pieces
             if error and not request.error:

@@ -41,7 +41,7 @@ NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uin
 
 
 class SourceTensor(NamedTuple):
-    """`dtype` in safetensors' words; `offset` from the start of `file`."""
+    """`dtype` in safetensors' notation; `offset` from the start of `file`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Source:
 
     @property
     def others(self) -> dict[str, CONTENT]:
-        """All but weights; without an index beside model.safetensors, which libraries ignore."""
+        """All but weights; without the index if there is a model.safetensors, where libraries ignore it."""
         index = SINGLE not in self.files and (self.folder / INDEX).exists()
         return self.companions | ({INDEX: self.folder / INDEX} if index else {})
 
@@ -134,7 +134,7 @@ def stored_values(name: str, t: SourceTensor, values: Iterable[np.ndarray]) -> I
 
 
 def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
-    """Checks all headers; `say` is told of files left behind. Raises CheckpointError."""
+    """Checks all headers; `say` is called with files that are not copied. Raises CheckpointError."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the folder of a Hugging Face checkpoint.")
@@ -268,7 +268,7 @@ def export(
     fetch: Callable[[str], Iterable[np.ndarray] | None],
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, str]:
-    """Writes a checkpoint with the source's files, names, shapes, dtypes, metadata and companions into `out`.
+    """Writes a checkpoint with the source's files, names, shapes, dtypes, metadata and auxiliary files into `out`.
 
     fetch(name) yields values, flat float32 or uint16 (bf16 bits), rounded to the source's dtype; None copies the
     tensor. `progress(nbytes)` counts bytes written and read back. Files are named once all are synced and compared.
@@ -314,7 +314,7 @@ def _copied(source: Source, file: str) -> Iterator[np.ndarray]:
 
 
 def counted(content: Iterable[np.ndarray | memoryview], progress: Callable[[int], object]) -> Iterator[memoryview]:
-    """The pieces; tells progress(nbytes) of each once the next is asked for."""
+    """The pieces; calls progress(nbytes) for each once the next is requested."""
     for piece in content:
         yield piece if isinstance(piece, memoryview) else piece.data
         progress(len(piece))

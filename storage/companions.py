@@ -26,8 +26,8 @@ def companions(folder: Path) -> list[str]:
 def beside(
     folder: Path, tokenizer: Path | None = None, template: str | None = None, end: int | None = None
 ) -> dict[str, CONTENT]:
-    """Companions by name, with another tokenizer's, whose end token is `end`, or template (in both places that readers
-    know).
+    """Auxiliary files by name, with those of another tokenizer, whose end token is `end`, or another template (in both
+    places that readers know).
 
     Raises StoreError, CheckpointError where the tokenizer cannot be copied or its configuration is not JSON.
     """
@@ -57,7 +57,7 @@ def content_of(companion: CONTENT) -> bytes:
 
 
 def _is_tokenizers(name: str) -> bool:
-    """Whether it is useless beside another tokenizer."""
+    """Whether it is useless with another tokenizer."""
     known = ("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.", "merges.txt")
     return name.startswith(known) or Path(name).suffix in (".model", ".tiktoken") or _is_template(name)
 
@@ -76,7 +76,7 @@ def _with(path: Path, **fields: object) -> bytes:
 
 
 def left_behind(folder: Path) -> str:
-    """A line about files refused as companions, or "". Raises CheckpointError for config.json."""
+    """A line about auxiliary files that are refused, or "". Raises CheckpointError for config.json."""
     left = sorted((name, why) for name, why in _looks_alike(folder).items() if why)
     for name, why in left:
         if name == "config.json":

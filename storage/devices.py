@@ -95,7 +95,7 @@ def is_direct(folder: Path) -> bool:
 def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) -> Device:
     """Makes the folder and picks the fastest back end on `nbytes` of test data (0: the first).
 
-    `say` is told what slows the drive. Raises StoreError.
+    `say` is called with what slows the drive down. Raises StoreError.
     """
     path = Path(path)
     try:
@@ -155,7 +155,7 @@ def _measure(device: Device, file: File, halves: list[memoryview]) -> float:
     def timed(*requests: Future[None]) -> float:
         start = time.perf_counter()
         while not all(request.done() for request in requests):
-            pass  # busy as a training loop, so that what suffers loses
+            pass  # as busy as a training loop, so that back ends that suffer from that are not chosen
         seconds = time.perf_counter() - start
         for request in requests:
             request.result()

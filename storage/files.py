@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 BLOCK = 16 << 20  # bytes of a write
-DEPTH = 2  # blocks on their way, while another is made or used
+DEPTH = 2  # blocks in flight, while another is made or used
 LOCK = "store.lock"
 AnyPath = str | os.PathLike[str]
-Say = Callable[[str], None]  # hears lines for the user
+Say = Callable[[str], None]  # called with lines for the user
 
 
 class StoreError(OSError):

@@ -47,7 +47,7 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """A folder's place, the first folder's companions, and `owner`."""
+    """A folder's number, the first folder's auxiliary files, and `owner`."""
 
     store: str
     device: int
@@ -228,8 +228,9 @@ def _erase(path: Path, progress: Callable[[int], object] = lambda _: None) -> No
 
 
 def _empty(path: Path, identity: Identity | None, progress: Callable[[int], object] = lambda _: None) -> None:
-    """Removes all but identity and lock; companions only if the identity is readable. Raises StoreError if FOLDER is a
-    link.
+    """Removes all but identity and lock; auxiliary files only if the identity is readable.
+
+    Raises StoreError if FOLDER is a link.
     """
     beside = (*identity.companions, INDEX) if identity and identity.device == 0 else ()
     for name in (*beside, scratch.NAME, PROBE, LINKED):

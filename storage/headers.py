@@ -112,7 +112,7 @@ def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
 def _tensor(name: str, dtype: str, shape: list[int], offsets: list[int]) -> TensorSpec:
     """Checked against its shape."""
     nbytes = 0 if 0 in shape else ITEMSIZE[dtype]
-    for n in shape:  # stops early: a product of a million numbers is an attack
+    for n in shape:  # stops early: a shape of a million numbers is an attack
         nbytes *= n
         if nbytes > offsets[1]:
             break

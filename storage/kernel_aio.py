@@ -126,7 +126,7 @@ class KernelIO(IO):
     def _give_up(self, error: int) -> None:
         """No event can be had: what is in flight fails with -error, and what comes later when it is submitted."""
         self._error = error
-        _call(self._destroy, self._context)  # waits for the kernel to be through with the buffers
+        _call(self._destroy, self._context)  # waits until the kernel no longer uses the buffers
         with self._work:
             lost, self._pieces = list(self._pieces.values()), {}
         for piece in lost:

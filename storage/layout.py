@@ -37,7 +37,7 @@ def round_up(n: int, to: int = ALIGN) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """`dtype` in safetensors' words, `offset` in bytes."""
+    """`dtype` in safetensors' notation, `offset` in bytes."""
 
     name: str
     dtype: str
@@ -91,7 +91,7 @@ def pack(
 ) -> Layout:
     """Layout of groups of (name, shape), sorted by rank; members of a group stay neighbours (q, k, v; gate, up).
 
-    `others`: name -> dtype of tensors of another; wider ones stand before the vectors.
+    `others`: name -> dtype of tensors of another dtype; wider ones come before the vectors.
     """
     of = lambda name: (others or {}).get(name, dtype)
     ordered = sorted(groups, key=lambda group: (rank(group, of(group[0][0])), -ITEMSIZE[of(group[0][0])]))

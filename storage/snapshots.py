@@ -47,7 +47,7 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Record:
-    """A span in a snapshot; by stripe, `files` are version ids, `sums` checksums."""
+    """A unit's buffer in a snapshot; by stripe, `files` are version ids, `sums` checksums."""
 
     layout: Layout
     weights: bool
@@ -187,7 +187,7 @@ def way_back(folder: Path) -> str:
 
 
 def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Raises StoreError unless every file has its size and header, and every companion its checksum.
+    """Raises StoreError unless every file has its size and header, and every auxiliary file its checksum.
 
     Shard data is checked when read. Where a copy of the run split a hard link, the snapshot's file counts. Symbolic
     links are refused.
@@ -274,7 +274,7 @@ def parse(manifest: bytes) -> Snapshot:
 
 
 def may_lie_beside(name: str) -> bool:
-    """Whether a companion's name is none of ours."""
+    """Whether it can be the name of an auxiliary file, and is none of ours."""
     return is_companion(name) and name not in (MANIFEST, INDEX)
 
 

@@ -68,8 +68,8 @@ class Store(Shards):
         """A new store that keeps `keep` snapshots; clears remains of stores without one.
 
         `companions`: a checkpoint's folder, or its files besides weights. `trial`: bytes written to measure a drive;
-        `say` is told what slows it. Raises StoreError, leaving nothing, where a folder is in use, holds a snapshot, or
-        a foreign file of a store's name.
+        `say` is called with what slows it down. Raises StoreError, leaving nothing, where a folder is in use, or holds a
+        snapshot or a foreign file with a name that a store uses.
         """
         paths = [_path(d) for d in dirs]
         content = _companions(companions)
@@ -148,7 +148,7 @@ class Store(Shards):
     ) -> None:
         """Makes a snapshot with `extra` (JSON), drops the oldest beyond `keep`, if not the store's own.
 
-        Writes under way belong to the next. Calls progress(0) for each file made durable. `meet` returns when other
+        Writes in flight belong to the next. Calls progress(0) for each file made durable. `meet` returns when other
         stores have this snapshot too: what it raises leaves all snapshots. Raises StoreError, keeping earlier ones.
         """
         with self._versions.lock:
@@ -176,7 +176,7 @@ class Store(Shards):
             self._versions.drop(self._held(self.snapshots.pop(0)))
 
     def restore(self, step: int | None = None) -> dict[str, Any]:
-        """Makes the last snapshot (of `step`) current; nothing may be under way. Returns `extra`. Raises StoreError."""
+        """Makes the last snapshot (of `step`) current; nothing may be in flight. Returns `extra`. Raises StoreError."""
         matching = [s for s in self.snapshots if step is None or s.step == step]
         if not matching:
             raise StoreError(errno.ENOENT, f"holds no snapshot of step {step}", str(self.paths[0]))
@@ -189,7 +189,7 @@ class Store(Shards):
         return snapshot.extra
 
     def go_back(self, sequence: int) -> dict[str, Any]:
-        """As restore, of the snapshot of this number: drops those behind it, which other stores lack."""
+        """As restore, of the snapshot of this number: drops later ones, which other stores lack."""
         while self.snapshots[-1].sequence > sequence:
             snapshots.remove(self.snapshots[-1], self.paths)
             self._versions.drop(self._held(self.snapshots.pop()))
@@ -251,7 +251,7 @@ def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Devi
 
 
 def _companions(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
-    """Those that may lie beside snapshots."""
+    """Those that may be stored with snapshots."""
     found = given if isinstance(given, Mapping) else beside(Path(given)) if given else {}
     return {name: companion for name, companion in found.items() if snapshots.may_lie_beside(name)}
 

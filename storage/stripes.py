@@ -38,7 +38,7 @@ class Stripe:
         return len(self.header) + self.layout.span
 
     def data_of(self, span: memoryview) -> list[memoryview]:
-        """The data, in order, as views of the span."""
+        """The data, in order, as views of the buffer."""
         return [span[at : at + n] for at, _, n in self.segments]
 
 
@@ -91,8 +91,8 @@ def _window(layout: Layout, begin: int, end: int) -> Layout:
 def stripe_tensors(layout: Layout, speeds: Sequence[float], load: list[float]) -> tuple[Stripe, ...]:
     """Stripes of whole tensors, for any reader: largest first, each to the device that ends first.
 
-    `load`, seconds of work by device, evens out shards. From the first tensor that does not fill blocks, all lie on one
-    device: alone they have no address.
+    `load`, seconds of work by device, evens out shards. From the first tensor that does not fill whole blocks on, all
+    are on one device: they have no block-aligned offsets of their own.
     """
     aligned = [t for t in layout.tensors if t.offset % ALIGN == 0 and t.nbytes % ALIGN == 0]
     aligned = aligned[: next((i for i, t in enumerate(aligned) if t != layout.tensors[i]), len(aligned))]

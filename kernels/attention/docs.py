@@ -26,7 +26,7 @@ class Docs(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """Documents in RAM, on their way to a GPU in one copy."""
+    """Documents in RAM, transferred to a GPU in one copy."""
 
     lengths: tuple[int, ...]
     content: torch.Tensor  # (M,) int32: bounds, positions, tiles; each padded to 16 bytes: one compiled form by kernel

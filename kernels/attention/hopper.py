@@ -1,10 +1,10 @@
 """Attention's kernels for Hopper, in Gluon: shared-memory pools of tiles, and which tensors are supported.
 
-Triton waits for each product at once (docs/kernels-log.md); Gluon waits where told. Tiles arrive asynchronously in
-rings of STAGES slots, one commit group a step. Pointers and slots advance, never recomputed; later copies start last.
-ptxas serialises products with accumulators it cannot follow: between steps only the loop's carried products run
-(tests/kernels/test_compile.py).
-Legend: as fwd.py, D padded to BLOCK_D; t_ a product that may still run.
+Triton waits for each matrix multiplication at once (docs/kernels-log.md); in Gluon waits are explicit. Tiles are copied
+asynchronously into ring buffers of STAGES slots, one commit group per step. Pointers and slots advance and are never
+recomputed; later copies start last. ptxas serializes matrix multiplications with accumulators that it cannot follow:
+between steps only those that the loop carries are in flight (tests/kernels/test_compile.py).
+Legend: as fwd.py, D padded to BLOCK_D; t_ a matrix multiplication that may be in flight.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOC
 
 @gluon.constexpr_function
 def copy_layout(warps, block_d):
-    """Layout of a tile on its way to shared memory: 16 bytes a thread."""
+    """Layout of a tile copied to shared memory: 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // block_d, block_d // 8], [warps, 1], [1, 0])
 
 
@@ -84,7 +84,7 @@ def first_keys(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Fills a query tile's rings; returns (ahead, key offsets, value offsets, rows) for keys_copy."""
+    """Fills a query tile's ring buffers; returns (ahead, key offsets, value offsets, rows) for keys_copy."""
     o_key = gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
     o_k = o_key[:, None] * k_n + o_d[None, :]
     o_v = o_key[:, None] * v_n + o_d[None, :]

@@ -1,6 +1,6 @@
 """Attention's backward for Hopper, in Gluon: the algorithm of bwd.py with explicit waits.
 
-Products of one step overlap with exponentials of another. Legend: hopper.py.
+Matrix multiplications of one step overlap with exponentials of another. Legend: hopper.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Gradients of the experts' weights for Hopper, in Gluon: the algorithm of gradients.py with explicit waits.
 
-Triton copies rows that it must look up into one buffer and waits; here they arrive in rings of STAGES slots, looked up
-a step ahead, and a slot is filled anew under the next product. Where the sums are fp32, a tile goes to shared memory
-and the copy engine adds it to the sum (cp.reduce.async.bulk.tensor): no thread reads the sum, and the old and the new
-value are added and rounded as a thread would. Subnormal sums become zero. Legend: products.py.
+Triton copies rows that it must look up into one buffer and waits; here they are copied into ring buffers of STAGES
+slots, looked up a step ahead, and a slot is refilled during the next matrix multiplication. Where the sums are fp32, a
+tile is written to shared memory and the copy engine adds it to the sum (cp.reduce.async.bulk.tensor): no thread reads
+the sum, and values are added and rounded as a thread would. Subnormal sums become zero. Legend: products.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trireme.kernels.experts.reference import Order
 from trireme.kernels.launch import Grouped, cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
-THREADS = Grouped(64, 128, 256, 8, 3)  # stages are slots of the rings
+THREADS = Grouped(64, 128, 256, 8, 3)  # stages are slots of the ring buffers
 COPY_ENGINE = Grouped(32, 128, 128, 4, 4)  # three programs on a multiprocessor: one adds while others multiply
 LARGE = 1 << 25  # elements of an expert's matrix, from which threads add as fast
 
@@ -119,7 +119,7 @@ def add_kernel(
 
     if REDUCE:
         stage: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=3)
-        cta_barrier()  # the rings are free in all warps: the tile lies where they were
+        cta_barrier()  # all warps are done with the ring buffers, whose memory the tile takes
         b_tile = gl.allocate_shared_memory(gl.float32, [1, BLOCK_A, BLOCK_B], stage)
         b_tile.store(b_sum.reshape([1, BLOCK_A, BLOCK_B]))
         fence_async_shared()

@@ -34,7 +34,7 @@ def _count(p_experts, p_counts, P, BLOCKS, E: tl.constexpr, BLOCK: tl.constexpr,
 @launcher
 @triton.jit(do_not_specialize=["BLOCKS"])
 def _scan(p_counts, p_totals, BLOCKS, SCAN: tl.constexpr):
-    """An expert's counts become sums of those before them; its total stands in totals (E,)."""
+    """An expert's counts become sums of those before them; its total is in totals (E,)."""
     await_previous()
     i_e = tl.program_id(0)
     p_counts += i_e.to(tl.int64) * BLOCKS

@@ -104,7 +104,7 @@ def grouped_mm(
 ) -> Tensor:
     """As reference.grouped_mm: x contiguous, w (E, A, B) or a view of (E, B, A), contiguous.
 
-    A product without a gather, bias or `out` is the library's where it is faster; both give the same bits.
+    A GEMM without a gather, bias or `out` is the library's where that is faster; both are bitwise identical.
     """
     (P,), (E, A, B) = order.pair.shape, w.shape
     assert x.shape == (P // k if k else P, A)

@@ -100,7 +100,7 @@ def sort_pairs(experts: Tensor, n_experts: int) -> Order:
     return Order(pair.int(), row.int(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int())
 
 
-# ---------------------------------------------------------------- products
+# ---------------------------------------------------------------- grouped GEMMs
 
 
 def grouped_mm(
@@ -188,7 +188,7 @@ def _glu(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor, Tensor]
 def routed_swiglu_bwd(
     d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order, limit: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of weight * (silu(gate) * up) by sorted row, given the gradient d_act (P, I) of the product.
+    """Backward of weight * (silu(gate) * up) by sorted row, given the gradient d_act (P, I) of it.
 
     gate_up (P, 2I), weights (N, k) fp32. Returns (d_gate_up (P, 2I), weight * silu(gate) * up (P, I), dweights (N, k)
     fp32). With d_act = dy[token] @ down.T the last is the gradient <dy, act @ down> of a weight (Guo et al., SonicMoE,

@@ -25,7 +25,7 @@ NONE = tl.constexpr(1 << 30)
 
 @triton.jit
 def _load_logits(p_logits, o_n, o_e, N, E: tl.constexpr):
-    """(ROWS, BLOCK_E) fp32, -inf beside the experts."""
+    """(ROWS, BLOCK_E) fp32, -inf in columns beyond the experts."""
     mask = (o_n < N)[:, None] & (o_e < E)[None, :]
     return tl.load(p_logits + o_n.to(tl.int64)[:, None] * E + o_e[None, :], mask, float("-inf")).to(tl.float32)
 

@@ -1,7 +1,7 @@
 """Gated units (swiglu.py) with quantized results: nothing is written to memory in bf16.
 
-Two passes over the inputs: the largest values, as of results rounded to bf16; then codes, the same as of `quantize`
-behind the plain kernels, to the bit. Legend: N tokens, F hidden width.
+Two passes over the inputs: first the largest values, of results rounded to bf16; then the codes, bitwise identical to
+those of `quantize` after the plain kernels. Legend: N tokens, F hidden width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Quantization to E4M3 by the largest value of a tensor: two passes, the second in both orientations at once.
 
-The maximum is taken over bits as integers, whose order is that of the values: no order of programs changes it.
+The maximum is taken over the bits as integers, which have the order of the values, so the order of programs does not
+matter.
 Legend: N rows, D columns, P partial maxima.
 """
 
@@ -101,7 +102,7 @@ def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized
     assert x.is_contiguous()
     assert D % PAD == 0
     out = out or _empty(x, rows, columns)
-    codes = out.rows if rows else out.columns  # one stands for the other, which is not written
+    codes = out.rows if rows else out.columns  # a missing one is replaced by the other and not written
     turned = out.columns if columns else out.rows
     assert codes is not None
     assert turned is not None

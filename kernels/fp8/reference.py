@@ -15,7 +15,7 @@ from torch import Tensor
 from trireme.kernels.reference import geglu_bwd, geglu_fwd, swiglu_bwd, swiglu_fwd
 
 E4M3 = torch.float8_e4m3fn
-PAD = 16  # rows of a product's inner dimension are multiples of it
+PAD = 16  # the inner dimension of a GEMM is a multiple of it
 LEAST = 126  # the finest scale is 2^-126: its inverse is normal, too
 
 
@@ -68,7 +68,7 @@ def power2(power: Tensor) -> Tensor:
 def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """Fills out (M, N) with a @ b.T * scale_a * scale_b + bias (N,), given a (M, K), b (N, K) E4M3; summed in fp32.
 
-    All but bias lie at multiples of 16 bytes, as cuBLASLt has to have them.
+    All but bias are aligned to 16 bytes, as cuBLASLt requires.
     """
     assert all(t.data_ptr() % 16 == 0 for t in (a, scale_a, b, scale_b, out))
     found = torch.mm(a.float(), b.float().T).mul_(scale_a * scale_b)
@@ -76,12 +76,12 @@ def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor,
 
 
 def swiglu_codes_fwd(gate_up: Tensor) -> Quantized:
-    """Rows of swiglu_fwd(gate_up), quantised; gate_up (N, 2F)."""
+    """Rows of swiglu_fwd(gate_up), quantized; gate_up (N, 2F)."""
     return quantize(swiglu_fwd(gate_up))
 
 
 def swiglu_codes_bwd(dy: Tensor, gate_up: Tensor, columns: bool = True) -> tuple[Quantized, Quantized]:
-    """swiglu_bwd, quantised: d_gate_up (N, 2F) in both orders, the activation's columns; or the first's rows alone."""
+    """swiglu_bwd, quantized: d_gate_up (N, 2F) in both orders, the activation's columns; or the first's rows alone."""
     return _codes_bwd(*swiglu_bwd(dy, gate_up), columns)
 
 
