@@ -68,7 +68,7 @@ class Store(Shards):
         """A new store that keeps `keep` snapshots; clears remains of stores without one.
 
         `companions`: a checkpoint's folder, or its files besides weights. `trial`: bytes written to measure a drive;
-        `say` is called with what slows it down. Raises StoreError, leaving nothing, where a folder is in use, or holds a
+        `say` is called with what slows it down. Raises StoreError, leaving nothing, where a folder is in use, or has a
         snapshot or a foreign file with a name that a store uses.
         """
         paths = [_path(d) for d in dirs]
