@@ -316,5 +316,30 @@ def test_the_pages_name_only_files_that_exist(page):
         assert any(place.is_file() for place in places), f"{page} names {name}"
 
 
+PRIVATE = {  # words that only this project used -> what its pages say instead
+    r"twins?": "reference implementation",
+    r"promis\w*|foretold|foretell\w*|foreseen": "estimate, estimated",
+    r"held to": "limited to",
+    r"to the bit|(the )?same bits": "bitwise identical",
+    r"relay\w*": "pipeline over GPUs",
+    r"strands?": "partial sum",
+    r"rehears\w*": "warm-up",
+    r"signs? of life": "heartbeat",
+    r"in sight": "reachable",
+    r"on (their|its) way": "in flight",
+    r"under (the )?(next )?(forward|backward)": "overlapped with forward",
+    r"told anew": "updated",
+}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/troubleshooting.md"])  # not rewritten yet
+def test_the_pages_have_no_private_words(page):
+    """Code blocks and inline code are what the program prints, or names of files."""
+    prose = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for words, better in PRIVATE.items():
+        found = re.search(rf"\b({words})\b", " ".join(prose.split()), re.IGNORECASE)
+        assert not found, f"{page} says {found[0]!r}; say {better}"
+
+
 def test_the_first_page_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170
