@@ -47,45 +47,45 @@ class Raw:
         """Bytes/s over `share` of half the files, `depth` blocks in flight each way; mixed writes the other half."""
         self.passes += 1
         half = int(len(self.files) // 2 * share)
-        lanes = []
+        queues = []
         for write in (False, True):
             files = self.files[(self.passes + write) % 2 :: 2][:half]
             slots = self.slots if kind != "mixed" else self.slots[write::2]
-            lanes.append(
+            queues.append(
                 [piece for i, file in enumerate(files) for piece in self._pieces(file, slots[i % len(slots)], block)]
             )
         directions = {"read": [False], "write": [True], "mixed": [False, True]}[kind]
         start = time.perf_counter()
         if way == "threads":
-            self._threads(directions, lanes, depth)
+            self._threads(directions, queues, depth)
         else:
-            self._kernel(directions, lanes, block, depth)
+            self._kernel(directions, queues, block, depth)
         seconds = time.perf_counter() - start
-        return sum(len(view) for write in directions for _, _, view in lanes[write]) / seconds
+        return sum(len(view) for write in directions for _, _, view in queues[write]) / seconds
 
     @staticmethod
     def _pieces(file: File, slot: memoryview, block: int) -> list[tuple[File, int, memoryview]]:
         """Blocks after the header."""
         return [(file, ALIGN + at, slot[at : at + block]) for at in range(0, len(slot), block)]
 
-    def _threads(self, directions: list[bool], lanes: list[list], depth: int) -> None:
-        def work(write: bool, lane: int) -> None:
+    def _threads(self, directions: list[bool], queues: list[list], depth: int) -> None:
+        def work(write: bool, k: int) -> None:
             call = os.pwritev if write else os.preadv
-            for file, at, view in lanes[write][lane::depth]:
+            for file, at, view in queues[write][k::depth]:
                 if call(file.fd, [view], at) != len(view):
                     raise OSError(f"short transfer at {at} of {file.path}")
 
         with ThreadPoolExecutor(2 * depth) as pool:
-            for job in [pool.submit(work, write, lane) for write in directions for lane in range(depth)]:
+            for job in [pool.submit(work, write, k) for write in directions for k in range(depth)]:
                 job.result()
 
-    def _kernel(self, directions: list[bool], lanes: list[list], block: int, depth: int) -> None:
+    def _kernel(self, directions: list[bool], queues: list[list], block: int, depth: int) -> None:
         io, waiting = KernelIO(block, depth, depth), []
-        for i in range(len(lanes[0])):
+        for i in range(len(queues[0])):
             for write in directions:
                 if i >= depth:
                     waiting[len(waiting) - depth * len(directions)].result()
-                waiting.append((io.write if write else io.read)(*lanes[write][i]))
+                waiting.append((io.write if write else io.read)(*queues[write][i]))
         for request in waiting:
             request.result()
         io.close()

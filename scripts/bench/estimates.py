@@ -126,7 +126,7 @@ def one_run(words: list[str], path: Path) -> None:
 
 
 def execute(command: list[str], path: Path, limit_s: float) -> str:
-    """Runs `command`, which writes `path`; its output goes to a .log beside. Returns the error, or ""."""
+    """Runs `command`, which writes `path`; its output goes to a .log. Returns the error, or ""."""
     log = path.with_suffix(".log")
     try:
         with log.open("w") as out:
