@@ -25,6 +25,7 @@ from trireme.models.sizes import costs, shapes
 
 SEQ = 1024
 GIB = 1 << 30
+Row = list[object]  # cells of a table
 
 # Fuyou, table 4.
 GPT = {
@@ -135,15 +136,18 @@ def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
     return adapted(cfg, Lora(rank, 2.0 * rank, targets(cfg, ()))) if rank else cfg
 
 
-def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto") -> tuple[Forecast, float] | None:
-    """The largest step, halving from `most` sequences, and its seconds."""
+def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto") -> Forecast | None:
+    """The largest step that fits, halving from `most` sequences."""
     while most:
         try:
-            made = faster(forecast(cfg, m, most, mode, homes), homes)
-            return made, made.step.step_s
+            return faster(forecast(cfg, m, most, mode, homes), homes)
         except DoesNotFit:
             most //= 2
     return None
+
+
+def lacks(refusal: DoesNotFit) -> str:
+    return next((tier for tier in ("GPU memory", "RAM") if f"of {tier}" in str(refusal)), "disk")
 
 
 def largest(models: dict[str, ModelConfig], m: Machine) -> str:
@@ -158,53 +162,47 @@ def largest(models: dict[str, ModelConfig], m: Machine) -> str:
     return fits
 
 
-# ---------------------------------------------------------------- tables
+# ---------------------------------------------------------------- rows of tables
 
 
-def throughput() -> list[dict]:
+def throughput() -> list[Row]:
     """Published throughputs and both simulations."""
     rows = []
     for p in THROUGHPUT:
-        cfg = GPT[p.model]
+        cfg, m = GPT[p.model], fuyou_server(p.gpu, p.drives)
         flops = costs.model_flops(cfg, p.sequences * SEQ, costs.attended_pairs([SEQ] * p.sequences))
         simulated = flops / fuyou_seconds(cfg, p.sequences, p.gpu, p.drives) / 1e12
-        ours = best(cfg, fuyou_server(p.gpu, p.drives), p.sequences, "backward")
-        alike = best(cfg, fuyou_server(p.gpu, p.drives), p.sequences, "backward", "state-ssd")
-        rows.append({
-            "system": p.system, "model": p.model, "gpu": p.gpu, "drives": p.drives, "sequences": p.sequences,
-            "published": p.tflops, "simulated": simulated, "ratio": simulated / p.tflops, "why": p.why,
-            "trireme": ours[0].tflops if ours else 0.0,
-            "trireme_sequences": ours[0].work.sequences if ours else 0,
-            "trireme_ssd": alike[0].tflops if alike else 0.0,
-            "bound": ours[0].step.bound if ours else "",
-        })  # fmt: skip
+        ours, on_ssd = best(cfg, m, p.sequences, "backward"), best(cfg, m, p.sequences, "backward", "state-ssd")
+        assert ours is not None
+        rows.append(
+            [p.system, p.model, GPUS[p.gpu].name, p.drives, p.sequences, f"{p.tflops:g}", f"{simulated:.0f}"]
+            + [f"{simulated / p.tflops:.2f}{f' ({p.why})' * bool(p.why)}", f"{ours.tflops:.0f}"]
+            + [f"{on_ssd.tflops:.0f}" if on_ssd else "–", f"{ours.work.sequences} sequences, {ours.step.bound}"]
+        )
     return rows
 
 
-def sizes() -> list[dict]:
+def sizes() -> list[Row]:
     """The largest models of papers and of Trireme."""
-    cases = []
+    rows = []
     for gpu, ram, size in (("rtx4090", 128, "65B"), ("rtx4090", 768, "276B"), ("a100-80g", 768, "805B")):
         name = f"{GPUS[gpu].name}, {ram} GB, 12 drives"
-        cases.append(("Fuyou, figure 4", name, GPT, fuyou_server(gpu, 12, ram), size))
+        rows.append(["Fuyou, figure 4", name, size, largest(GPT, fuyou_server(gpu, 12, ram))])
     for system, gpu, ram, size in (
         ("STRONGHOLD, figure 6a", "v100-32g", 755, "39.5B"),
         ("PatrickStar, figure 10", "v100-32g", 240, "12B"),
         ("PatrickStar, figure 10", "a100-40g", 1000, "50B"),
     ):
         m = machine(GPUS[gpu], ram * 10**9, None, dram=SERVER_DRAM)
-        cases.append((system, f"{GPUS[gpu].name}, {ram} GB, no drive", NARROW, m, size))
-    return [
-        {"system": system, "machine": name, "published": size, "trireme": largest(models, m)}
-        for system, name, models, m, size in cases
-    ]
+        rows.append([system, f"{GPUS[gpu].name}, {ram} GB, no drive", size, largest(NARROW, m)])
+    return rows
 
 
 WINDOWS = (1, 2, 3, 4, 6, 8, 12)
 
 
-def windows() -> list[dict]:
-    """Throughput over weight slots, on STRONGHOLD's V100 (figure 9)."""
+def windows() -> list[Row]:
+    """Share of the best throughput over buffers of weights, on STRONGHOLD's V100 (figure 9)."""
     m, rows = machine(GPUS["v100-32g"], 755 * 10**9, None, dram=SERVER_DRAM), []
     for name, cfg, sequences in (("1.7B", NARROW["1.7B"], 4), ("1.7B", NARROW["1.7B"], 16), ("40B", NARROW["40B"], 4)):
         record = record_size(shapes.parameters(cfg), m.limits.host)
@@ -213,7 +211,8 @@ def windows() -> list[dict]:
         made = [replace(plan, window=n, units=tuple(replace(u, saved=()) for u in plan.units)) for n in WINDOWS]
         made = [p for p in made if fits(Geometry.of(cfg, p), p, m.limits)]
         seconds = [predict(cfg, p, m.rates, Batch(p.tokens, SEQ, 1)).step_s for p in made]
-        rows.append({"model": name, "sequences": sequences, "share": [min(seconds) / s for s in seconds]})
+        shares = [f"{min(seconds) / s:.0%}" for s in seconds] + ["does not fit"] * (len(WINDOWS) - len(seconds))
+        rows.append([f"{name}, {sequences}", *shares])
     return rows
 
 
@@ -224,72 +223,71 @@ BUYERS = {
 DRIVE = replace(DRIVES["gen4"], capacity=4 * 10**12, endurance=2400e12)
 
 
-def buyers(rams: tuple[int, ...] = (64, 128, 256), drives: tuple[int, ...] = (1, 2, 4)) -> list[dict]:
+def buyers() -> list[Row]:
     """What an RTX 4090 trains, by RAM and drives."""
-    rows = []
-    for name, cfg in BUYERS.items():
-        for ram in rams:
-            for count in drives:
-                m = machine(GPUS["rtx4090"], ram * GIB, DRIVE, count)
-                found = best(cfg, m, 128, "forward") or best(cfg, m, 128, "backward")
-                row = {"model": name, "ram_gib": ram, "drives": count, "short": _short(cfg, ram, count)}
-                if found:
-                    f, seconds = found
-                    row |= {
-                        "sequences": f.work.sequences, "clipping": f.plan.mode == "forward", "step_s": seconds,
-                        "tokens_per_s": f.work.tokens / seconds, "tflops": f.tflops, "bound": f.step.bound,
-                        "written_tb_per_mtoken": f.step.ssd_written / f.work.tokens / 1e6, "disk_tb": f.disk() / 1e12,
-                    }  # fmt: skip
-                rows.append(row)
+    rows: list[Row] = []
+    for (name, cfg), ram, drives in product(BUYERS.items(), (64, 128, 256), (1, 2, 4)):
+        m = machine(GPUS["rtx4090"], ram * GIB, DRIVE, drives)
+        found = best(cfg, m, 128, "forward") or best(cfg, m, 128, "backward")
+        if found is None:
+            try:
+                forecast(cfg, m, 1, "backward")
+            except DoesNotFit as refusal:
+                rows.append([name, ram, drives, f"does not fit: {lacks(refusal)}", *[""] * 5])
+            continue
+        clip = "" if found.plan.mode == "forward" else ", no clip"
+        rows.append(
+            [name, ram, drives, f"{found.work.sequences}{clip}", f"{found.step.step_s:.3g}", tokens_per_s(found)]
+            + [f"{found.tflops:.0f}", found.step.bound, written(found)]
+        )
     return rows
 
 
-def adapters(rams: tuple[int, ...] = (64, 128), drives: tuple[int, ...] = (1, 2), steps: tuple[int, ...] = (8, 32)):
-    """What LoRA trains on an RTX 4090: rank 16 on all linear layers, by RAM, drives and sequences a step."""
+def adapters() -> list[Row]:
+    """What LoRA trains on an RTX 4090: rank 16 on all linear layers, by sequences per step, RAM and drives."""
     rows = []
-    for model, sequences, ram, count in product(("8B", "33B", "70B"), steps, rams, drives):
+    for model, sequences, ram, drives in product(("8B", "33B", "70B"), (8, 32), (64, 128), (1, 2)):
         cfg = with_adapters(MODELS[f"llama-{model.lower()}"], 16)
-        m = machine(GPUS["rtx4090"], ram * GIB, DRIVE, count)
+        m = machine(GPUS["rtx4090"], ram * GIB, DRIVE, drives)
         wanted = Wanted(sizes_of([k for k in (16, 8, 4, 2, 1) if k <= sequences], sequences, SEQ), document=SEQ)
         f = Forecast(cfg, choose(cfg, m.limits, m.rates, wanted).plan, m, m.limits, Work(SEQ, sequences, 1))
+        assert not f.step.ssd_written
         base = sum(f.geo.base[u].span for u, unit in enumerate(f.plan.units) if unit.base == "ssd")
-        rows.append({
-            "model": model, "ram_gib": ram, "drives": count, "tokens": f.work.tokens, "step_s": f.step.step_s,
-            "tokens_per_s": f.work.tokens / f.step.step_s, "tflops": f.tflops, "bound": f.step.bound,
-            "base_gib": base / GIB, "written": f.step.ssd_written,
-        })  # fmt: skip
+        rows.append(
+            [model, f"{f.work.tokens:,}", ram, drives, f"{base / GIB:.0f}", f"{f.step.step_s:.3g}", tokens_per_s(f)]
+            + [f"{f.tflops:.0f}", f.step.bound]
+        )
     return rows
 
 
 MIXTURES = "qwen3-30b", "gpt-oss-20b", "gpt-oss-120b", "glm-air", "qwen3-235b"
 
 
-def mixtures(boxes: tuple[tuple[int, int], ...] = ((1, 64), (1, 128), (2, 128))) -> list[dict]:
+def mixtures() -> list[Row]:
     """Mixtures of experts by (RTX 4090s, RAM) with two drives: in full with 8-bit moments, and LoRA of attention."""
-    rows = []
-    for model, rank, (gpus, ram) in product(MIXTURES, (0, 16), boxes):
+    rows: list[Row] = []
+    for model, rank, (gpus, ram) in product(MIXTURES, (0, 16), ((1, 64), (1, 128), (2, 128))):
         cfg, sequences = with_adapters(MODELS[model], rank), 32 if rank else 128
         m = replace(machine(GPUS["rtx4090"], ram * GIB, DRIVE, 2), gpus=gpus)
         sizes, record = sizes_of((16, 8, 4, 2, 1), sequences, SEQ), record_size(shapes.parameters(cfg), m.limits.host)
         wanted = Wanted(sizes, record=record, adam_bits=32 if rank else 8, document=SEQ, gpus=gpus)
-        row = {"model": model, "rank": rank, "gpus": gpus, "ram_gib": ram, "tokens": sequences * SEQ}
+        start = [model, f"LoRA {rank}" if rank else "all", f"{sequences * SEQ:,}", gpus, ram]
         try:
             plan = choose(cfg, m.limits, m.rates, wanted).plan
             f = Forecast(cfg, plan, m, m.limits, Work(SEQ, sequences, 1))
             check_drive(f)
         except DoesNotFit as refusal:
-            tiers = (tier for tier in ("GPU memory", "RAM") if f"of {tier}" in str(refusal))
-            rows.append(row | {"short": next(tiers, "disk")})
+            rows.append([*start, f"does not fit: {lacks(refusal)}", *[""] * 3])
             continue
-        written = f.step.ssd_written / f.work.tokens / 1e6
-        rows.append(row | {"step_s": f.step.step_s, "bound": f.step.bound, "written_tb_per_mtoken": written})
+        rows.append([*start, f"{f.step.step_s:.3g}", tokens_per_s(f), f.step.bound, written(f)])
     return rows
 
 
-def _short(cfg: ModelConfig, ram: int, count: int) -> str:
-    """What one sequence lacks: "GPU memory", "RAM", "disk" or ""."""
-    try:
-        forecast(cfg, machine(GPUS["rtx4090"], ram * GIB, DRIVE, count), 1, "backward")
-        return ""
-    except DoesNotFit as refusal:
-        return next((tier for tier in ("GPU memory", "RAM") if f"of {tier}" in str(refusal)), "disk")
+def tokens_per_s(f: Forecast) -> str:
+    return f"{f.work.tokens / f.step.step_s:,.0f}"
+
+
+def written(f: Forecast) -> str:
+    """TB written per million tokens."""
+    x = f.step.ssd_written / f.work.tokens / 1e6
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
