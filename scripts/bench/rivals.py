@@ -1,6 +1,6 @@
 """Other trainers compared with Trireme, in one run: python scripts/bench/rivals.py table
 
-Small models compared with torch.compile, in one process: python scripts/bench/rivals.py small
+Small models compared with torch.compile: python scripts/bench/rivals.py small
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
 `torch` is transformers with torch's fused AdamW on bf16; with --lora, peft's adapters; with --compile, the whole model
@@ -24,7 +24,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import step as bench
 import torch
 from ceilings import forget_peaks
 from model_inputs import make_batch, with_adapters
@@ -47,10 +46,8 @@ LINES = (
     ("torch", "llama-8b", 8192, "--lora 16", "--lora 16 --ram 60GiB"),
     ("torch", "llama-8b", 32768, "--lora 16", "--lora 16 --ram 60GiB"),
 )
-
-
-SMALL = "llama-0.15b", "llama-0.4b"
-HERE = "--tokens 16384 --warmup 4 --steps 16"  # a step of them
+MANY = "--warmup 4 --steps 16"
+SMALL = tuple(("torch", model, 16384, f"--compile {MANY}", MANY) for model in ("llama-0.15b", "llama-0.4b"))
 
 # ---------------------------------------------------------------- rivals
 
@@ -201,10 +198,10 @@ def command(script: str, options: str) -> dict | None:
         return json.load(out) if subprocess.run(words).returncode == 0 else None
 
 
-def table() -> list[dict]:
+def table(lines: Sequence[tuple[str, str, int, str, str]]) -> list[dict]:
     """Runs all lines, prints ratios, returns results."""
     rows = []
-    for rival, model, tokens, theirs, ours in LINES:
+    for rival, model, tokens, theirs, ours in lines:
         other = command("rivals.py", f"{rival} {model} --tokens {tokens} {theirs}")
         own = command("step.py", f"{model} --tokens {tokens} {ours}")
         rows.append({"line": f"{rival}, {model}, {tokens} tokens {theirs}", "theirs": other, "ours": own})
@@ -215,27 +212,10 @@ def table() -> list[dict]:
     return rows
 
 
-def small(models: Sequence[str]) -> list[dict]:
-    """Trireme's steps compared with those of torch.compile."""
-    rows = []
-    for model in models:
-        with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            bench.main([model, *HERE.split(), "--json", out.name])
-            ours = json.load(out)
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.compiler.reset()
-        theirs = run_rival(arguments(["torch", model, *HERE.split(), "--compile"]))
-        rows.append({"line": f"torch.compile, {model}", "theirs": theirs, "ours": ours})
-        print(f"{model}: {ours['step_s']:.4f} s, compiled {theirs['step_s']:.4f} s", flush=True)
-    return rows
-
-
 def main(argv: list[str]) -> int:
     a = arguments(argv)
-    if a.rival == "small":
-        result = small([a.model] if a.model else SMALL)
-    else:
-        result = table() if a.rival == "table" else run_rival(a)
+    tables = {"table": LINES, "small": SMALL}
+    result = table(tables[a.rival]) if a.rival in tables else run_rival(a)
     if a.json:
         Path(a.json).write_text(json.dumps(result, indent=1))
     return 0
@@ -244,7 +224,7 @@ def main(argv: list[str]) -> int:
 def arguments(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("rival", choices=("table", "small", *RIVALS))
-    p.add_argument("model", nargs="?", choices=[name for name in MODELS if "llama" in name])
+    p.add_argument("model", nargs="?", choices=[name for name in MODELS if "llama" in name], default="llama-1.3b")
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     p.add_argument("--lora", type=int, default=0, help="rank of peft's adapters; 0: all is trained")
     p.add_argument("--seq", type=int, default=1024)
@@ -256,9 +236,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--json")
-    a = p.parse_args(argv)
-    a.model = a.model or ("" if a.rival == "small" else "llama-1.3b")
-    return a
+    return p.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -34,3 +34,10 @@ def test_the_summary_says_how_far_estimates_are_off():
     rows = [{"pairs": {"step s": (1.05, 1.0)}}, {"pairs": {"step s": (0.7, 1.0)}}]
     assert estimates.row("line", rows[0]["pairs"]) == "| line | 1.05, 1 | 1.050 |"
     assert list(estimates.summary(rows)) == ["step s: off by 17.5% in the median, 30.0% at most; 1 of 2 within 10 %"]
+
+
+def test_every_line_of_rivals_is_one_that_both_sides_take():
+    rivals = script("bench/rivals")
+    for rival, model, tokens, theirs, ours in (*rivals.LINES, *rivals.SMALL):
+        assert rivals.arguments([rival, model, "--tokens", str(tokens), *theirs.split()]).tokens == tokens
+        assert bench_step.arguments([model, "--tokens", str(tokens), *ours.split()]).tokens == tokens
