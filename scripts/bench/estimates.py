@@ -246,7 +246,7 @@ def main(argv: list[str]) -> int:
     a = p.parse_args(argv)
     keep = results_folder(a)
     a.work = a.work or str(keep / "work")
-    for folder in filter(None, (a.store, a.work)):
+    for folder in [a.work] if a.what == "runs" else filter(None, [a.store]):
         Path(folder).mkdir(parents=True, exist_ok=True)
     rows = grid(a, keep)
     for r in rows:
