@@ -1,7 +1,6 @@
 """The command as a user meets it: every wrong input is one line, the right exit code, and nothing left behind."""
 
 import fcntl
-import io
 import json
 import os
 import pty
@@ -426,9 +425,10 @@ def test_what_was_killed_while_it_read_can_be_begun_again(here, capsys, monkeypa
     process, _ = reading(*PIPED)
     os.kill(process, signal.SIGKILL)
     ended(process)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("stories.txt").read_bytes())))
-    assert "holds a run. Go on with it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
-    assert finetune.main(list(PIPED) if how == "the same command" else ["--resume", "out"]) == 0
+    with open("stories.txt") as redirected:
+        monkeypatch.setattr(sys, "stdin", redirected)
+        assert "holds a run. Go on with it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
+        assert finetune.main(list(PIPED) if how == "the same command" else ["--resume", "out"]) == 0
     assert Path("out/model.safetensors").exists()
     assert not Path("out/tokens").exists()
 
