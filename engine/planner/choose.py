@@ -25,7 +25,7 @@ from trireme.engine.planner.simulate import drive_seconds, lane_seconds
 from trireme.engine.planner.variants import LEANS, updated_alike
 from trireme.models.config import ModelConfig
 
-WEAR = 1.05  # gain that swapping activations to the SSD has to bring, for its wear
+WEAR = 0.5  # of the seconds that writing activations to the SSD takes: a charge for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
 REFINED = 4  # best plans that are varied
 WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0)
@@ -110,7 +110,7 @@ class Trials:
         return self.found[plan]
 
     def cost(self, plan: Plan) -> float:
-        """Seconds a token, with a charge for wear."""
+        """Seconds per token, with a charge for wear."""
         return self._per_token(plan, self.found[plan].step_s)
 
     def floor(self, plan: Plan) -> float:
@@ -124,8 +124,11 @@ class Trials:
         return Batch(plan.tokens, self.wanted.document, plan.n_micro, self.wanted.trained)
 
     def _per_token(self, plan: Plan, seconds: float) -> float:
-        wear = WEAR if any(unit.names("ssd") for unit in plan.units) else 1.0
-        return wear * seconds / (plan.tokens * plan.n_micro)
+        moved = Traffic()
+        for u in range(self.geo.n_units):
+            _activations(self.geo, plan, u, moved)
+        wear = WEAR * moved.written / self.rates.ssd_write if moved.written else 0.0
+        return (seconds + wear) / (plan.tokens * plan.n_micro)
 
 
 def _candidates(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from trireme.engine.amounts import gib
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan, Tier
 from trireme.engine.planner.predict import Prediction
+from trireme.engine.planner.variants import moves
 
 NOTICED = 1.005  # times as long
 PLACES: dict[Tier, str] = {"host": "RAM", "ssd": "the SSD"}
@@ -57,7 +59,7 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
         if away:
             nbytes = plan.n_micro * sum(geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u in away)
             yield (
-                f"{', '.join(plan.units[away[0]].names(tier))} of {len(away)} of {n - 2} {blocks} are swapped to "
+                f"{_counted([plan.units[u].names(tier) for u in away])} of {n - 2} {blocks} are swapped to "
                 f"{where} ({gib(nbytes, 1)}): computation takes {compute:.3g} s of a step rather than {before:.3g} s"
             )
     inputs = sum(unit.x != "gpu" for unit in plan.units[1:-1])
@@ -68,6 +70,25 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
         yield f"the inputs of {inputs} {blocks} are stored outside the GPU ({gib(nbytes, 1)}){instead}"
     if plan.between == "host":
         yield f"outputs of layers are stored outside the GPU, where those of {plan.n_micro} micro-batches do not fit"
+
+
+def benefits(geo: Geometry, document: int) -> list[str]:
+    """A line for each of `moves`: what is saved next, and the FLOPs of recomputation that a byte spares."""
+    found, before = [], dict[str, tuple[str, ...]]()
+    for move in moves(geo, document):
+        more = ", ".join(name for name in move.names if name not in before.get(move.kind, ()))
+        before[move.kind] = move.names
+        where = "a block" if move.kind == "block" else f"a block's {move.kind}"
+        spared = f"{move.flops / move.nbytes:,.0f} FLOPs of recomputation per byte"
+        found.append(f"{more} of {where}: {spared}, {gib(move.nbytes, 1)} for {document:,} tokens")
+    return found
+
+
+def _counted(saved: Sequence[tuple[str, ...]]) -> str:
+    """Names of saved tensors, with the number of units that save them."""
+    units = Counter(name for names in saved for name in names)
+    alike = {count: [name for name in units if units[name] == count] for count in units.values()}
+    return " and ".join(f"{', '.join(names)} of {count}" for count, names in alike.items())
 
 
 def _gradients(geo: Geometry, plan: Plan) -> Iterable[str]:

@@ -198,7 +198,7 @@ def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> 
     if wanted.free:
         trained = plan.changed(range(geo.n_units), weights="gpu", state="gpu") if wanted.gpu_updates else plan
         plan = trained if fits(geo, trained, limits) else plan
-        plan = fill_ram(geo, plan, limits)
+        plan = fill_ram(geo, _inputs_to_ram(geo, plan, limits), limits)
     plan = _keep_activations(geo, plan, limits)
     if wanted.free:
         plan = fill_ram(geo, _base_to_gpu(geo, plan, limits), limits)
@@ -216,7 +216,14 @@ def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     plan = furthest(geo, limits, n, lambda k: plan.changed(spread(n, k), weights="host"))
     if any(unit.weights != "host" for unit in plan.units):
         return plan
+    plan = _inputs_to_ram(geo, plan, limits)
     return furthest(geo, limits, n, lambda k: plan.changed(spread(n, k), state="host"))
+
+
+def _inputs_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Brings inputs of blocks from the SSD to RAM: they are written and read in every step."""
+    left = [u for u, unit in enumerate(plan.units) if unit.x == "ssd"]
+    return furthest(geo, limits, len(left), lambda k: plan.changed({left[i] for i in spread(len(left), k)}, x="host"))
 
 
 def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan:

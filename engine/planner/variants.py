@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import accumulate, combinations, pairwise, product
+from typing import NamedTuple
 
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
@@ -20,12 +21,12 @@ from trireme.engine.planner.rule import (
     simple_plan,
     spread,
 )
-from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, shapes
 
 MICRO_BATCHES = 2  # sizes tried, from the rule's down
 SHARES = (1.0, 0.5, 0.2)  # of the blocks with room outside the GPU
-DRIVE_LEAN, DRIVE_RAM = Lean("host", 0.0, updates=0.0), 0.85  # with activations on the SSD; their ring is in RAM
+DRIVE_LEANS = Lean("host", 0.0, updates=0.0), Lean(), Lean("host")
+DRIVE_RAM = 0.85  # for state, where it gives way to activations
 LEANS = (
     *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
     *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
@@ -71,14 +72,14 @@ def _beside_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -
 
 
 def through_the_drive(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -> Iterable[Plan]:
-    """Plans with saved tensors of some blocks on the SSD (Fuyou, section 4.4)."""
+    """Plans with less state in RAM, for saved tensors there and then on the SSD (Fuyou, section 4.4)."""
     less = replace(limits, host=int(DRIVE_RAM * limits.host))
-    for size in sizes(first, wanted):
+    for size, lean in product(sizes(first, wanted), DRIVE_LEANS):
         try:
-            plan = simple_plan(geo.cfg, less, replace(wanted, sizes=(size,)), DRIVE_LEAN)
+            plan = simple_plan(geo.cfg, less, replace(wanted, sizes=(size,)), lean)
         except DoesNotFit:
             continue
-        for swapping in swaps(geo, plan, limits, wanted.document, "ssd"):
+        for swapping in swaps(geo, plan, limits, wanted.document, drive=True):
             yield fill_ram(geo, swapping, limits) if wanted.free else swapping
 
 
@@ -152,51 +153,103 @@ def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
 # ---------------------------------------------------------------- activations
 
 
-def front(cfg: ModelConfig, document: int) -> list[tuple[str, ...]]:
-    """Two sets of saved tensors at most, none beaten in both bytes and recomputation."""
-    pairs, kinds = costs.layer_pairs(cfg, [document]), shapes.inner_kinds(cfg)
-    nbytes = {name: size for kind in kinds for name, size in shapes.saved_bytes(cfg, document, 2, kind).items()}
-    rebuilt = lambda names: sum(costs.recompute_flops(cfg, frozenset(names), document, pairs, kind) for kind in kinds)
-    found = sorted(
-        (sum(nbytes[name] for name in names), rebuilt(names), names)
-        for count in range(1, len(nbytes) + 1)
-        for names in combinations(nbytes, count)
-    )
-    kept, least = [], rebuilt(())
-    for _, again, names in found:
-        if again < least:
-            kept.append(names)
-            least = again
-    return [kept[len(kept) // 2], kept[-1]] if len(kept) > 2 else kept
+class Move(NamedTuple):
+    """Saving more of a block."""
+
+    kind: str  # of its unit
+    names: tuple[str, ...]  # saved after it
+    nbytes: int  # more, for `document` tokens
+    flops: int  # of recomputation spared
 
 
-def swaps(geo: Geometry, plan: Plan, limits: Limits, document: int, tier: Tier = "host") -> Iterable[Plan]:
-    """Plans with saved tensors of some blocks in `tier`, of the last on the GPU."""
-    plain = plan.changed(range(geo.n_units), saved=())
-    for names in front(geo.cfg, document):
-        room = most_swapped(geo, plain, limits, names, tier)
-        for k in dict.fromkeys(int(room * share) for share in SHARES):
-            if k:
-                yield most_kept(geo, plain, limits, names, k, tier)
+def moves(geo: Geometry, document: int) -> list[Move]:
+    """From saving nothing to saving everything, most FLOPs per byte first.
 
-
-def most_swapped(geo: Geometry, plan: Plan, limits: Limits, names: Sequence[str], tier: Tier) -> int:
-    """How many blocks can have `names` in `tier`."""
-    return largest(geo.cfg.n_layers, lambda k: fits(geo, swapped(geo, plan, names, k, 0, tier), limits))
-
-
-def most_kept(geo: Geometry, plan: Plan, limits: Limits, names: Sequence[str], k: int, tier: Tier = "host") -> Plan:
-    """`swapped` with the largest `keep`."""
-    return furthest(geo, limits, geo.cfg.n_layers, lambda keep: swapped(geo, plan, names, k, keep, tier))
-
-
-def swapped(geo: Geometry, plan: Plan, names: Sequence[str], k: int, keep: int, tier: Tier = "host") -> Plan:
-    """`plan` with `names` of k blocks in `tier`, everything of the last `keep` on the GPU."""
-    n = geo.cfg.n_layers
-    away = spread(max(n - keep, 0), min(k, n - keep))
+    Of each kind of unit the sets of saved tensors on the lower convex hull of bytes and recomputation (Fuyou, equation
+    12; MPress, table III).
+    """
+    pairs, found = costs.layer_pairs(geo.cfg, [document]), []
     for kind in geo.inner_kinds:
-        layers = [(u, shapes.layer(geo.cfg, u)) for u in range(1, geo.head) if geo.kinds[u] == kind]
-        everything, some = geo.saved_names(kind), [name for name in geo.saved_names(kind) if name in names]
-        plan = plan.changed({u for u, i in layers if i >= n - keep}, saved=tuple((name, "gpu") for name in everything))
-        plan = plan.changed({u for u, i in layers if i in away}, saved=tuple((name, tier) for name in some))
+        nbytes = shapes.saved_bytes(geo.cfg, document, 2, kind)
+        sets = [names for count in range(len(nbytes) + 1) for names in combinations(nbytes, count)]
+        points = [
+            (
+                sum(map(nbytes.__getitem__, names)),
+                costs.recompute_flops(geo.cfg, frozenset(names), document, pairs, kind),
+            )
+            for names in sets
+        ]
+        for (size, before, _), (more, after, i) in pairwise(_chain(sets, _hull(points))):
+            found.append(Move(kind, sets[i], more - size, before - after))
+    return sorted(found, key=lambda move: -move.flops / move.nbytes)
+
+
+def _hull(points: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(x, y, index) of the points on the lower convex hull, as far as y falls."""
+    kept: list[tuple[int, int, int]] = []
+    for point in sorted((*point, i) for i, point in enumerate(points)):
+        if kept and point[1] >= kept[-1][1]:
+            continue
+        while len(kept) > 1 and _turn(kept[-2], kept[-1], point) < 0:
+            kept.pop()
+        kept.append(point)
+    return kept
+
+
+def _chain(sets: Sequence[tuple[str, ...]], hull: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The corners of a hull, and of the points between two those that only add to the one before."""
+    chain = list(hull[:1])
+    for before, here, after in zip(hull, hull[1:], [*hull[2:], None], strict=False):
+        corner = after is None or _turn(before, here, after) != 0
+        if corner or set(sets[here[2]]).issuperset(sets[chain[-1][2]]):
+            chain.append(here)
+    return chain
+
+
+def _turn(a: tuple[int, int, int], b: tuple[int, int, int], c: tuple[int, int, int]) -> int:
+    """Above zero where the way from a over b to c turns to the left."""
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+
+
+def swaps(geo: Geometry, plan: Plan, limits: Limits, document: int, drive: bool = False) -> Iterable[Plan]:
+    """Plans that save the first of `moves`, in RAM as far as it reaches; with a `drive` the next on the SSD too.
+
+    Of the last blocks as much as fits is kept on the GPU.
+    """
+    plain, steps = plan.changed(range(geo.n_units), saved=()), moves(geo, document)
+    counts = [geo.kinds.count(move.kind) for move in steps]
+    room = largest(sum(counts), lambda n: fits(geo, walked(geo, plain, steps, n, n), limits))
+    ends = list(accumulate(counts))
+    for n in sorted({*(n for n in ends if n <= room), *(int(room * share) for share in SHARES)} - {0}):
+        yield most_kept(geo, plain, limits, steps, n, n)
+    for n in (n for n in ends if drive and n > room):
+        for in_ram in {room, 0}:
+            yield most_kept(geo, plain, limits, steps, n, in_ram)
+
+
+def most_kept(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], n: int, in_ram: int) -> Plan:
+    """`walked` with the largest `keep`."""
+    return furthest(geo, limits, geo.cfg.n_layers, lambda keep: walked(geo, plan, steps, n, in_ram, keep))
+
+
+def walked(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram: int, keep: int = 0) -> Plan:
+    """`plan` with everything of the last `keep` blocks on the GPU, and of the others the first n moves.
+
+    A move is counted for each unit of its kind, evenly spread. The first `in_ram` save in RAM, the others on the SSD.
+    """
+    last = geo.cfg.n_layers - keep
+    saved: dict[int, dict[str, Tier]] = {}
+    for u in range(1, geo.head):
+        on_gpu = shapes.layer(geo.cfg, u) >= last
+        saved[u] = dict.fromkeys(geo.saved_names(geo.kinds[u]) if on_gpu else (), "gpu")
+    for move in steps:
+        units = [u for u in saved if geo.kinds[u] == move.kind]
+        done, ram = min(n, len(units)), min(in_ram, n, len(units))
+        n, in_ram, near = n - done, in_ram - ram, spread(done, ram)
+        for i, place in enumerate(sorted(spread(len(units), done))):
+            u, tier = units[place], "host" if i in near else "ssd"
+            if shapes.layer(geo.cfg, u) < last:
+                saved[u] = {name: saved[u].get(name, tier) for name in move.names}
+    for names in dict.fromkeys(tuple(names.items()) for names in saved.values()):
+        plan = plan.changed({u for u, each in saved.items() if tuple(each.items()) == names}, saved=names)
     return plan

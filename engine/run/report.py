@@ -9,6 +9,7 @@ from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
+from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
 from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
@@ -49,7 +50,10 @@ def report(job: Job) -> list[str]:
     if on_gpu and job.options.dry_run:  # planning each takes seconds
         changes = forecast.faster(job.data.n_sequences if job.read else ENDLESS, bits_open=job.options.resume is None)
         lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
-    return [*lines, *_labelled("because", list(job.because))]
+    lines += _labelled("because", list(job.because))
+    if on_gpu and job.options.dry_run:
+        lines += _labelled("benefit", benefits(forecast.geo, forecast.work.document or forecast.work.seq_len))
+    return lines
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:

@@ -27,7 +27,7 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
-from trireme.engine.planner.variants import LEANS, front, most_kept, swapped
+from trireme.engine.planner.variants import LEANS, most_kept, moves, walked
 from trireme.models.config import ModelConfig
 
 LINES = (  # arguments of step.py
@@ -36,16 +36,16 @@ LINES = (  # arguments of step.py
     "llama-3b --gpu-memory 12GiB --ram 60GiB --clip 0",
     "llama-3b --gpu-memory 24GiB --ram 60GiB",
 )
-QUARTERS = 4
+PARTS = 12
 
 
-def swaps(geo: Geometry, base: Plan, limits: Limits, names: tuple[str, ...]) -> Iterator[tuple[int, Plan]]:
-    """(k, plan) with `names` of 0 to 4 quarters of the blocks in RAM, k blocks, where that fits."""
-    n = geo.cfg.n_layers
-    plain = replace(base, units=tuple(replace(u, saved=()) for u in base.units))
-    for k in dict.fromkeys(round(n * i / QUARTERS) for i in range(QUARTERS + 1)):
-        if fits(geo, swapped(geo, plain, names, k, 0), limits):
-            yield k, most_kept(geo, plain, limits, names, k)
+def swaps(geo: Geometry, base: Plan, limits: Limits, document: int) -> Iterator[tuple[int, Plan]]:
+    """(n, plan) with 0 to 12 twelfths of the moves in RAM, n moves, where that fits."""
+    plain, steps = base.changed(range(geo.n_units), saved=()), moves(geo, document)
+    total = sum(geo.kinds.count(move.kind) for move in steps)
+    for n in dict.fromkeys(round(total * i / PARTS) for i in range(PARTS + 1)):
+        if fits(geo, walked(geo, plain, steps, n, n), limits):
+            yield n, most_kept(geo, plain, limits, steps, n, n)
 
 
 def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[tuple[str, Plan]]:
@@ -59,9 +59,8 @@ def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[t
             kind = f"x {lean.x}, states {lean.states}, resident {lean.resident}, updates {lean.updates}"
             yield kind, base
             geo = Geometry.of(cfg, base)
-            for names in front(geo.cfg, wanted.document):
-                for k, plan in swaps(geo, base, limits, names):
-                    yield f"{kind}, {'+'.join(names) if k else 'nothing'} swapped", plan
+            for n, plan in swaps(geo, base, limits, wanted.document):
+                yield f"{kind}, {n or 'no'} moves to RAM", plan
 
 
 def best_of_each_kind(

@@ -21,7 +21,7 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
-from trireme.engine.planner.variants import LEANS, most_kept, swapped
+from trireme.engine.planner.variants import LEANS, most_kept, moves, walked
 from trireme.engine.run.begin.settle import record_size
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
@@ -35,12 +35,13 @@ def points(a: argparse.Namespace, cfg: ModelConfig, m: Machine, sequences: int) 
     wanted = Wanted(sizes, mode="backward", record=record, document=a.seq)
     choice = choose(cfg, m.limits, m.rates, wanted).plan
     base = simple_plan(cfg, m.limits, replace(wanted, sizes=((choice.tokens, choice.n_micro),)), LEANS[0])
-    geo, names, n = Geometry.of(cfg, base), tuple(shapes.saved_shapes(cfg, 1)), cfg.n_layers
-    plain = replace(base, units=tuple(replace(u, saved=()) for u in base.units))
+    geo = Geometry.of(cfg, base)
+    plain, steps = base.changed(range(geo.n_units), saved=()), moves(geo, a.seq)
+    total = sum(geo.kinds.count(move.kind) for move in steps)
     plans = [
-        most_kept(geo, plain, m.limits, names, k)
-        for k in dict.fromkeys(round(n * i / a.points) for i in range(a.points + 1))
-        if fits(geo, swapped(geo, plain, names, k, 0), m.limits)
+        most_kept(geo, plain, m.limits, steps, n, n)
+        for n in dict.fromkeys(round(total * i / a.points) for i in range(a.points + 1))
+        if fits(geo, walked(geo, plain, steps, n, n), m.limits)
     ]
     curve = {swapped_share(geo, plan): plan for plan in plans}
     for chosen, (share, plan) in [*((False, p) for p in curve.items()), (True, (swapped_share(geo, choice), choice))]:
