@@ -27,6 +27,7 @@ from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.headers import read_header
 from trireme.storage.untrusted import shown
 
+PICKLE = "adapter_model.bin"
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
 
 
@@ -90,6 +91,9 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
 
 def _opened(folder: Path) -> Source:
     """Raises InputError."""
+    if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
+        rewrite = "PeftModel.from_pretrained(model, DIR).save_pretrained(OTHER)"
+        raise InputError(f"{folder / PICKLE} is a pickle, which is not read. Write safetensors with peft: {rewrite}.")
     try:
         header = read_header(folder / WEIGHTS)
     except (OSError, ValueError) as error:

@@ -174,6 +174,10 @@ def base_of(config: dict[str, Any]) -> str:
 
 def _check(where: Path, config: dict[str, Any], excluded: str) -> None:
     """See read_said."""
+    if "peft_type" not in config and "fine_tune_type" in config:
+        raise InputError(
+            f"{where} is of mlx-lm, not of peft. Fuse the adapter there (mlx_lm.fuse), and train the result."
+        )
     if config.get("peft_type") != "LORA":
         raise InputError(f"{where}: peft_type is {_show(config.get('peft_type'))}; LORA is supported.")
     for key, value in sorted(config.items()):

@@ -10,13 +10,13 @@ from collections.abc import Container, Iterable, Iterator
 from fnmatch import fnmatch
 from typing import Any
 
-from trireme.engine.run.begin.keys import MOST, Item, Read, is_empty, number, text_of_value
+from trireme.engine.run.begin.keys import MOST, Item, Read, is_empty, is_file, number, text_of_value
 from trireme.engine.run.begin.together import STEPS
 from trireme.engine.run.names import FIELDS, elsewhere, field_of, unknown
 from trireme.storage.untrusted import shown
 
 NESTED = re.compile(
-    "checkpointer|(test-)?datasets|dataset|loss|lora-parameters|lr-schedule(r|r-kwargs)?|metric-logger|model|"
+    "checkpointer|(test-)?datasets|dataset(-val)?|loss|lora-parameters|lr-schedule(r|r-kwargs)?|metric-logger|model|"
     "optimizer(-config)?|profiler|special-tokens|tokenizer"
 )
 RENAMED = {
@@ -28,6 +28,9 @@ RENAMED = {
     "dataset.data-files": "data",
     "dataset.packed": "packing",
     "dataset.train-on-input": "train-on-inputs",
+    "dataset-val.data-files": "val",
+    "excess-length-strategy": "long",
+    "keep-last-n-checkpoints": "keep",
     "lora-parameters.dropout": "lora-dropout",
     "lora-parameters.keys": "lora-targets",
     "lora-parameters.rank": "lora",
@@ -48,6 +51,8 @@ RENAMED = {
     "optimizer.eps": "adam-epsilon",
     "optimizer.lr": "lr",
     "optimizer.weight-decay": "weight-decay",
+    "run-val-every-n-steps": "eval-every",
+    "save-every-n-steps": "save-every",
     "steps-per-eval": "eval-every",
     "tokenizer.max-seq-len": "seq-len",
     "torch-dtype": "dtype",
@@ -57,6 +62,7 @@ VALUES: dict[str, dict[str, str | None]] = {
     "chat_template": {"tokenizer_default*": None},
     "dtype": {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float32": "fp32", "torch.float32": "fp32"},
     "log": {"none": None},
+    "long": {"truncate": "cut", "raise": "error"},
     "max_steps": {"-1": None},
     "patience": {"0": None},
     "schedule": {
@@ -150,9 +156,21 @@ def _own(found: Read, item: Item, name: str) -> None:
         or (item.value is False and FIELDS[name].metadata["parse"] is not bool)
     ):
         return
-    if name == "val" and (number(item.value) or 0) >= 1:
-        found.wrong.append(f"{item.key} {shown(item.text)}: --val takes a file, or a share of --data such as 0.02")
-    elif "${" in item.text:
-        found.wrong.append(f"{item.key} {shown(item.text)}: write what it stands for")
+    wrong = _wrong(item, name)
+    if wrong:
+        found.wrong.append(f"{item.key} {shown(item.text)}: {wrong}")
+    elif name == "chat_template" and not (_matches(item.value, "chatml plain *.* */*") or is_file(item.text)):
+        found.said.append(f"ignored  {item.key} {shown(item.text)}: the checkpoint's own chat template is used")
     else:
         found.give(item, name, item.value if glob is None else values[glob])
+
+
+def _wrong(item: Item, name: str) -> str:
+    """What is wrong with a value that an option takes otherwise; "" if nothing."""
+    if name == "val" and (number(item.value) or 0) >= 1:
+        return "--val takes a file, or a share of --data such as 0.02"
+    if name == "log" and not _matches(item.value, "tensorboard wandb trace *,*"):
+        return "--log takes tensorboard, wandb and trace; leave it out"
+    if name == "lora_targets" and re.search(r"[\\()|[\]*+?^$]", item.text):
+        return "it is a regular expression; name the modules, as q_proj,v_proj"
+    return "write what it stands for" if "${" in item.text else ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme.engine.run.names import field_of
@@ -77,3 +79,9 @@ def number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def is_file(name: str) -> bool:
+    with suppress(OSError, ValueError):
+        return Path(name).exists()
+    return False

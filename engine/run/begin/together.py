@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trireme.engine.run.begin.keys import Item, Read, number, text_of_value
+from trireme.engine.run.begin.keys import Item, Read, is_file, number, text_of_value
 from trireme.engine.run.names import field_of
 from trireme.storage.untrusted import parse_json, read_small, shown
 
@@ -55,7 +54,7 @@ def _warmup(found: Read) -> None:
 def _optimizer(found: Read) -> None:
     if (item := found.take("optim", "optimizer")) is None:
         return
-    if re.fullmatch(r"(paged_)?adamw_(bnb_)?8bit|\S+\.(paged)?adamw8bit", item.text.lower()):
+    if re.fullmatch(r"(paged_|ao_)?adamw_(bnb_|torch_)?8bit|\S+\.(paged)?adamw8bit", item.text.lower()):
         found.give(item, "adam_bits", 8)
     else:
         found.left.append(item)
@@ -179,20 +178,14 @@ def _named_data(found: Read) -> None:
     info = Path(folder.text if folder else "data") / "dataset_info.json"
     known = _info(info)
     names = [text_of_value(name) for name in item.value] if isinstance(item.value, list) else [item.text]
-    if "," in item.text and not _is_file(item.text):
+    if "," in item.text and not is_file(item.text):
         names = [name.strip() for name in item.text.split(",")]
     files = [str(info.parent / known[name]) if name in known else name for name in names]
-    missing = [name for name in files if "." not in name and "/" not in name and not _is_file(name)]
+    missing = [name for name in files if "." not in name and "/" not in name and not is_file(name)]
     if missing:
         found.wrong.append(f"{item.key} {shown(','.join(missing))}: not in {info}. Name the files: --data FILE")
     else:
         found.give(item, "data", files)
-
-
-def _is_file(name: str) -> bool:
-    with suppress(OSError, ValueError):
-        return Path(name).exists()
-    return False
 
 
 def _info(path: Path) -> dict[str, str]:
