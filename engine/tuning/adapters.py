@@ -170,6 +170,13 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in cfg.names.each]
     named = [*(parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
     more: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
+    if lora.scales:
+        theirs = {name: cfg.names.module(name) for name, _ in lora.scales}
+        ends = tuple(f".{t}" for t in like_experts)
+        more["alpha_pattern"] = {
+            theirs[name] + ".weight" * f".{theirs[name]}".endswith(ends): scale * lora.rank
+            for name, scale in lora.scales
+        }
     if named:
         more["target_parameters"] = named
     return more | {

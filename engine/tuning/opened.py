@@ -73,10 +73,9 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
         for name, short in zip(shapes.adapter_names(place.module), place.stored, strict=True)
     }
     singles, there = _gathered(folder, cfg, names, there)
-    targets = {place.target for place in there.values() if place.target}
-    largest = max((place.rank, place.alpha) for place in there.values()) if there else (1, 1.0)
+    lora = _lora(there)
     return Adapter(
-        Lora(*largest, tuple(sorted(targets))),
+        lora,
         source,
         said.base,
         names,
@@ -84,9 +83,17 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
         {name: stored[short] for short, name in whole.items()},
         {module: place.rank for module, place in there.items()},
         {module: place.scale for module, place in there.items()},
-        tuple(place.module for place in places if place.target in targets and place.module not in there),
+        tuple(place.module for place in places if place.target in lora.targets and place.module not in there),
         said.dropout,
     )
+
+
+def _lora(there: Mapping[str, Place]) -> Lora:
+    """In the largest rank."""
+    rank, alpha = max((place.rank, place.alpha) for place in there.values()) if there else (1, 1.0)
+    other = [(name, place.scale) for name, place in there.items() if not isclose(place.scale, alpha / rank)]
+    targets = {place.target for place in there.values() if place.target}
+    return Lora(rank, alpha, tuple(sorted(targets)), tuple(other))
 
 
 def _opened(folder: Path) -> Source:
@@ -192,13 +199,11 @@ def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple
 def _check_trainable(folder: Path, there: Mapping[str, Place], whole: Mapping[str, str]) -> None:
     """Raises InputError where the adapter can only be merged."""
     outer = [module for module, place in there.items() if not place.target]
-    held, scales = sorted(whole.values()), sorted(place.scale for place in there.values())
+    held = sorted(whole.values())
     if outer:
         wrong = f"adapters of {' and '.join(outer)}"
     elif held:
         wrong = f"whole weights in an adapter ({held[0]}{f' and {len(held) - 1} more' if len(held) > 1 else ''})"
-    elif not isclose(scales[0], scales[-1]):
-        wrong = f"adapters of several scales (alpha / rank is {scales[0]:g} to {scales[-1]:g})"
     else:
         return
     raise InputError(f"{folder}: {wrong} cannot be trained; `merge` adds them to their model.")
