@@ -26,14 +26,16 @@ def _batch(found: Read) -> None:
     if size is None:
         found.left += [accumulated] if accumulated else []
         return
+    whole = 1
     for item in filter(None, (size, accumulated)):
-        if type(item.value) is not int or not 1 <= item.value < LARGEST:
+        times = number(item.value) or 0
+        if not 1 <= times < LARGEST or times != int(times):
             found.wrong.append(f"{item.key} {shown(item.text)}: expected a whole number of at least 1")
             return
-    whole = size.value * (accumulated.value if accumulated else 1)
+        whole *= int(times)
     found.give(size, "batch_size", whole)
     if accumulated and "batch_size" not in found.typed:
-        product = f"{size.key} {size.value} x {accumulated.key} {accumulated.value}"
+        product = f"{size.key} {size.text} x {accumulated.key} {accumulated.text}"
         found.said.append(f"read     {product} as --batch-size {whole}")
 
 

@@ -97,7 +97,7 @@ READ = [
     ("load_in_4bit: false\nneftune_noise_alpha: 0\nreport_to: none\nwandb_mode: disabled\nfp16:\nfsdp: []\n", {}),
     ("a_key_of_a_later_version: false\nanother:\n", {}),
     ("per_device_train_batch_size: 4\n", dict(batch_size=4)),
-    ("batch_size: 2\ngradient_accumulation_steps: 8\n", dict(batch_size=16)),
+    ("batch_size: '2'\ngradient_accumulation_steps: 8.0\n", dict(batch_size=16)),
     ("micro_batch_size: 2\nbatch_size: 32\n", dict(batch_size=32, micro_batch=2)),
     ("adam_beta2: 0.999\n", dict(betas=(0.9, 0.999))),
     ("adam_beta1: 0.8\nadam_beta2: 0.95\nadam_epsilon: 1.0e-8\n", dict(betas=(0.8, 0.95))),
