@@ -75,6 +75,8 @@ def text_of_value(value: Any) -> str:
 
 
 def number(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -156,6 +156,7 @@ REFUSED = [
     ("shuffle: false", "shuffle false: rows are shuffled by --seed; leave it out."),
     ("val_set_size: 200", "val_set_size 200: --val takes a file, or a share of --data such as 0.02."),
     ("per_device_train_batch_size: auto", "per_device_train_batch_size auto: expected a whole number of at least 1."),
+    ("per_device_train_batch_size: true", "per_device_train_batch_size true: expected a whole number of at least 1."),
     ("gradient_accumulation_steps: 4", "gradient_accumulation_steps 4: --batch-size is the sequences of a whole step"),
     ("plugins: [axolotl.integrations.liger.LigerPlugin, my.Plugin]", "plugins axolotl.integrations.liger.LigerPlugin,"),
     ("finetuning_type: freeze", "finetuning_type freeze: --lora 16 trains adapters, and without it everything is"),
