@@ -15,7 +15,6 @@ from trireme.engine.tuning.adapters import (
     Halves,
     adapter_shapes,
     excluded,
-    parameters,
     peft_names,
     turned,
 )
@@ -23,6 +22,7 @@ from trireme.engine.tuning.chosen import adaptable, adapted
 from trireme.engine.tuning.peft_config import CONFIG, Said, read_said
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
+from trireme.models.sizes.shapes import DOWN, GATE_UP
 from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.headers import read_header
 from trireme.storage.untrusted import shown
@@ -131,13 +131,22 @@ def _places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
     for match in filter(None, map(layered.fullmatch, names)):
         module = match[0].removesuffix(".lora_A.weight")
         stored = {
-            names[name].removeprefix(PREFIX): sizes[name][::-1] if turned(name) else sizes[name]
+            _of_one(said, names[name]): sizes[name][::-1] if turned(name) else sizes[name]
             for name in shapes.adapter_names(module)
         }
         target = cfg.names.experts if shapes.adapts_experts(match[0]) else match[2]
         theirs = cfg.names.module(module)
         parameter = f"{theirs}.weight" if said.adapts(f"{theirs}.weight") else theirs
         yield _place(module, int(match[1]), target, said.sized(parameter), stored)
+
+
+def _of_one(said: Said, name: str) -> str:
+    """A tensor's name without prefix; of experts of whose two matrices the first alone is adapted, the outer one."""
+    name, inner = name.removeprefix(PREFIX), ".experts.base_layer.lora_"
+    layer = name.partition(".experts.")[0]
+    if ".experts." not in name or [said.adapts(f"{layer}.experts.{m}") for m in (GATE_UP, DOWN)] != [True, False]:
+        return name
+    return name.replace(inner, ".experts.lora_") if inner in name else name.replace(".experts.lora_", inner)
 
 
 def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
@@ -173,12 +182,14 @@ def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple
 
     Those of modules_to_save, and embedding and output matrix, which peft keeps with their adapters. Raises InputError.
     """
-    named, whole = set[str](), dict[str, str]()
     outer = {cfg.names.embed, cfg.names.output}
+    named, whole = set[str](), dict[str, str]()
+    there = {end for end in said.saved if any(module.endswith(end) for module in outer)}
     for name, shape in shapes.stored_tensors(cfg).items():
         theirs = cfg.names.module(name)
         module, _, what = theirs.rpartition(".")
         ends = {end for end in said.saved if module.endswith(end)}  # as peft, without a dot
+        there |= ends
         for stored in (theirs, f"{module}.base_layer.{what}") if ends or module in outer else ():
             if stored in found:
                 if found[stored] != shape:
@@ -191,7 +202,7 @@ def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple
             f"{folder / WEIGHTS} changes {cfg.names.embed} or {cfg.names.output}, which are one matrix in this model. "
             "That is not supported: train the adapter without it."
         )
-    for end in sorted(said.saved - named):
+    for end in sorted(there - named):
         raise InputError(f"{folder / CONFIG}: modules_to_save names {shown(end)}, of which {WEIGHTS} has nothing.")
     return whole
 
@@ -239,7 +250,7 @@ def _gathered(
 
 def _is_there(folder: Path, cfg: ModelConfig, said: Said, place: Place, found: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a place is adapted. Raises InputError where the two files disagree, or a shape is another."""
-    key = _left_out(folder, cfg, said, place)
+    key = _left_out(cfg, said, place)
     if key != "" and not place.stored.keys() & found.keys():
         return False
     for name, shape in place.stored.items():
@@ -253,17 +264,12 @@ def _is_there(folder: Path, cfg: ModelConfig, said: Said, place: Place, found: M
     return True
 
 
-def _left_out(folder: Path, cfg: ModelConfig, said: Said, place: Place) -> str | None:
+def _left_out(cfg: ModelConfig, said: Said, place: Place) -> str | None:
     """See Said.left_out."""
-    if place.layer < 0 or place.target != cfg.names.experts or SINGLE.search(place.module):
-        return said.left_out(
-            cfg.names.module(place.module), place.layer, cfg.names.block.split(".{}")[0].rpartition(".")[2]
-        )
-    prefix, both = cfg.names.prefix(place.layer), parameters(cfg)
-    adapts = [said.adapts(f"{prefix}{parameter}") for parameter in both]
-    if any(adapts) and not all(adapts):
-        raise InputError(f"{folder / CONFIG}: target_parameters names one of {' and '.join(both)}; name both.")
-    return "" if all(adapts) else "target_parameters"
+    module = cfg.names.module(place.module)
+    if shapes.adapts_experts(f"{place.module}.lora_A.weight"):
+        return "" if said.adapts(module) else "target_parameters"
+    return said.left_out(module, place.layer, cfg.names.block.split(".{}")[0].rpartition(".")[2])
 
 
 def _unsupported(cfg: ModelConfig, name: str, modules: Container[str]) -> str:

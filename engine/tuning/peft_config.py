@@ -77,10 +77,14 @@ class Said:
             return ""
         if _named(self.excluded, module):
             return "exclude_modules"
+        if any(f".{end}." in f".{module}." for end in self.saved):
+            return "modules_to_save"
         if self.modules is None:  # a regular expression of a stranger may not end
             return None
         if not _named(self.modules, module):
             return "target_modules"
+        if module in self.modules:  # by its full name, whatever the layers are
+            return ""
         if self.layers and layer not in self.layers:
             return "layers_to_transform"
         return "layers_pattern" if self.layers and self.lists and layers not in self.lists else ""

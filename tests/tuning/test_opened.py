@@ -328,7 +328,21 @@ def test_what_has_no_place_is_named(tmp_path, case):
     assert "\x1b" not in str(refused.value)
 
 
-def test_one_of_two_matrices_of_experts_is_refused(tmp_path):
-    folder, cfg = make(tmp_path, "gpt oss", target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
-    with pytest.raises(InputError, match="target_parameters names one of mlp.experts.gate_up_proj and mlp.exp.*both"):
-        read_adapter(folder, cfg)
+@pytest.mark.parametrize("case", ["gpt oss", "mixtral"])
+@pytest.mark.parametrize("parameters", [["experts.gate_up_proj"], ["experts.down_proj", "0.mlp.experts.gate_up_proj"]])
+def test_one_of_two_matrices_of_experts(tmp_path, case, parameters):
+    folder, cfg = make(tmp_path, case, target_modules=[], target_parameters=parameters)
+    other = "down_proj" if "down_proj" not in parameters[0] else "gate_up_proj"
+    assert any(module.endswith(f"1.{cfg.names.experts}.{other}") for module in read_adapter(folder, cfg).absent)
+    assert torch.allclose(merged_logits(tmp_path, cfg), peft_logits(tmp_path), atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", [
+    dict(target_modules=["model.layers.1.self_attn.q_proj", "lm_head", "down_proj"], layers_to_transform=[0]),
+    dict(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head", "down_proj", "score"]),
+    dict(target_modules=["q_proj", "lm_head"], modules_to_save=["lm_head"]),
+])  # fmt: skip
+def test_what_peft_leaves_out_is_not_called_for(tmp_path, asked):
+    """Full names go before layers, whole modules before adapters; a module that the model lacks is no matter."""
+    _, cfg = make(tmp_path, **asked)
+    assert torch.allclose(merged_logits(tmp_path, cfg), peft_logits(tmp_path), atol=1e-4)
