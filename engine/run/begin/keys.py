@@ -1,4 +1,4 @@
-"""A configuration file's keys on their way to options."""
+"""Keys of a configuration file while they are read: what is left, given, ignored and refused."""
 
 from __future__ import annotations
 
