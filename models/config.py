@@ -51,10 +51,19 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...]  # ends of module names, as q_proj
+    scales: tuple[tuple[str, float], ...] = ()  # (module, its scale), where it is another than alpha / rank
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    def scale_of(self, module: str) -> float:
+        return next((scale for name, scale in self.scales if name == module), self.scale)
+
+    def within(self, prefix: str) -> Lora:
+        """As modules behind a prefix have it."""
+        inner = ((name.removeprefix(prefix), scale) for name, scale in self.scales if name.startswith(prefix))
+        return replace(self, scales=tuple(inner)) if self.scales else self
 
     def adapts(self, module: str) -> bool:
         return any(f".{module}".endswith(f".{target}") for target in self.targets)
@@ -198,6 +207,8 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
     found = json.loads(json.dumps(asdict(cfg)))
     for name in ("halves", "media"):
         del found[name]
+    if found["lora"] and not found["lora"]["scales"]:
+        del found["lora"]["scales"]  # as in older records
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
     for name in ("experts.packed", "experts.turned"):

@@ -162,8 +162,7 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
     if g.adapters is not None and w.adapters is not None:
         assert isinstance(x, Tensor)
         add_product_(g.adapters.a, lora.down_gradient(dy, w.adapters), x)
-        down = torch.mm(x, w.adapters.a.T).mul_(w.adapters.scale).split(len(w.adapters.a) // len(w.adapters.b), 1)
-        for b, h, (start, stop) in zip(g.adapters.b, down, w.adapters.columns, strict=True):
+        for b, h, (start, stop) in zip(g.adapters.b, lora.scaled_down(x, w.adapters), w.adapters.columns, strict=True):
             add_product_(b, dy[:, start:stop], h)
 
 

@@ -21,7 +21,7 @@ class Adapters(NamedTuple):
     a: Tensor  # (K R, in): one product
     b: tuple[Tensor, ...]  # K of (features, R)
     columns: tuple[tuple[int, int], ...]  # of the layer's features
-    scale: float
+    scales: tuple[float, ...]
 
 
 def down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
@@ -31,14 +31,28 @@ def down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
 
 def add_(out_: Tensor, x: Tensor, w: Adapters, times: float = 1.0) -> None:
     """out_ += times * scale * (x A^T) B^T."""
-    for h, b, (start, stop) in zip(down(x, w), w.b, w.columns, strict=True):
-        out_[:, start:stop].addmm_(h, b.T, alpha=times * w.scale)
+    for h, b, (start, stop), scale in zip(down(x, w), w.b, w.columns, w.scales, strict=True):
+        out_[:, start:stop].addmm_(h, b.T, alpha=times * scale)
 
 
 def down_gradient(dy: Tensor, w: Adapters) -> Tensor:
     """Gradient of x A^T, (N, K R), given dy (N, out)."""
     parts = [torch.mm(dy[:, start:stop], b) for b, (start, stop) in zip(w.b, w.columns, strict=True)]
-    return torch.cat(parts, 1).mul_(w.scale)
+    return _scale_(torch.cat(parts, 1), w)
+
+
+def scaled_down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
+    """scale * x A^T of each part, (N, R)."""
+    return _scale_(torch.mm(x, w.a.T), w).split(len(w.a) // len(w.b), 1)
+
+
+def _scale_(h_: Tensor, w: Adapters) -> Tensor:
+    """Multiplies each part's columns of h_ (N, K R) by its scale."""
+    if len(set(w.scales)) == 1:
+        return h_.mul_(w.scales[0])
+    for part, scale in zip(h_.split(len(w.a) // len(w.b), 1), w.scales, strict=True):
+        part.mul_(scale)
+    return h_
 
 
 class Stacked(NamedTuple):

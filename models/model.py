@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -88,6 +89,8 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
         return head.head_weights(cfg, views)
     prefix = cfg.names.prefix(layer)
     mine = {name.removeprefix(prefix): view for name, view in views.items()}
+    if cfg.lora and cfg.lora.scales:
+        cfg = replace(cfg, lora=cfg.lora.within(prefix))
     if what == "attention":
         return _attention_weights(cfg, mine)
     if what == "mlp":
@@ -160,7 +163,7 @@ def _stacked(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Stacked |
         return None
     rank = cfg.lora.rank
     by_expert = lambda t: t.view(-1, rank, t.shape[1])
-    return Stacked(by_expert(a), by_expert(b), cfg.lora.scale)
+    return Stacked(by_expert(a), by_expert(b), cfg.lora.scale_of(name))
 
 
 def _shared_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> shared.Weights:
@@ -192,9 +195,10 @@ def _codes(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Codes | Non
 def _adapters(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]) -> Adapters | None:
     features = shapes.features(cfg, names)
     ends = list(accumulate(features))
-    found = [(*adapter_names(name), (end - n, end)) for name, n, end in zip(names, features, ends, strict=True)]
-    found = [(a, b, columns) for a, b, columns in found if a in views]
+    found = [(name, *adapter_names(name), (end - n, end)) for name, n, end in zip(names, features, ends, strict=True)]
+    found = [(name, a, b, columns) for name, a, b, columns in found if a in views]
     if cfg.lora is None or not found:
         return None
-    a = fuse(*(views[a] for a, _, _ in found))
-    return Adapters(a, tuple(views[b] for _, b, _ in found), tuple(columns for *_, columns in found), cfg.lora.scale)
+    a = fuse(*(views[a] for _, a, _, _ in found))
+    b = tuple(views[b] for _, _, b, _ in found)
+    return Adapters(a, b, tuple(columns for *_, columns in found), tuple(cfg.lora.scale_of(name) for name, *_ in found))

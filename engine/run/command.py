@@ -17,6 +17,7 @@ from trireme.engine.run.names import flag_of, resolve
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
+from trireme.storage.files import Say
 
 
 def program() -> str:
@@ -127,9 +128,15 @@ def latest_run(folder: Path) -> Path:
 
 
 def parse(
-    argv: Sequence[str], host: int = 0, hosts: int = 1, of_first: Callable[[str], str] = lambda text: text
+    argv: Sequence[str],
+    host: int = 0,
+    hosts: int = 1,
+    of_first: Callable[[str], str] = lambda text: text,
+    say: Say | None = None,
 ) -> Options:
     """`argv` lacks the program's name. Of several `hosts` this is `host`, and `of_first` gives host 0's text.
+
+    `say` hears how a file of another trainer was read.
 
     Raises InputError; --help exits.
     """
@@ -150,7 +157,7 @@ def parse(
         kept = from_yaml(run / "config.yaml") if begun else _as_other(from_yaml(run / "config.yaml", text), host)
         given = {**kept, **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
-        given = {**from_yaml(Path(given["config"])), **given}
+        given = {**from_yaml(Path(given["config"]), typed=given, say=say), **given}
     return checked(Options(**given))
 
 

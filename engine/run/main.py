@@ -18,6 +18,7 @@ from trireme.engine.hosts.group import Alone, Place, joined, place
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
+from trireme.engine.run.begin.kept import Refused
 from trireme.engine.run.command import parse, parse_merge
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
@@ -60,11 +61,14 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         if at.host:
             screen = Screen(nowhere())
         with joined(at, late) as group:
-            options = parse(argv, group.host, group.hosts, lambda text: group.texts(text)[0])
+            options = parse(argv, group.host, group.hosts, lambda text: group.texts(text)[0], screen.say)
             take_gpus(options, at)
             return run(options, screen, clock, group)
     except (InputError, CheckpointError) as error:
-        return fail(str(error), 2)
+        code = fail(str(error), 2)
+        for line in error.lines if isinstance(error, Refused) else ():
+            screen.urgent(f"  {shown(line, LONGEST)}")
+        return code
     except DoesNotFit as error:
         return fail(str(error), 3)
     except LostHost as error:

@@ -1,10 +1,12 @@
-"""What an option is called: its flag, its names in other trainers, and what to say of theirs without an equal here."""
+"""Option names: the flag of a field, names in other trainers, hints for their options that have no equal here."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import fields
 from fnmatch import fnmatch
+from functools import lru_cache
+from typing import NamedTuple
 
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
@@ -12,65 +14,243 @@ from trireme.models.config import InputError
 FIELDS = {f.name: f for f in fields(Options)}
 _ALIASES = {alias: f.name for f in fields(Options) for alias in f.metadata.get("also", "").split()}
 
-# Answer -> options and patterns of other trainers without an equal here.
-ELSEWHERE = {
-    "--batch-size is the sequences of a whole step; micro-batches are planned": (
-        "per-device-train-batch-size gradient-accumulation-steps"
+MISSPELT = 0.9  # likeness, of 1
+
+
+class Theirs(NamedTuple):
+    """Options of other trainers without an equal here."""
+
+    names: str  # globs
+    answer: str  # what to do
+    # Of a --config file: values (globs) with which they ask for what is done anyway, or change nothing that is trained.
+    # Where it is just "true", false asks for something else; elsewhere false asks for nothing.
+    done: str = ""
+    told: bool = False  # such a value is named in a line of its own
+
+
+# The first that matches counts.
+ELSEWHERE = (
+    # the batch, sequences
+    Theirs(
+        "per-device-train-batch-size gradient-accumulation-steps grad-accumulation-steps",
+        "--batch-size is the sequences of a whole step; micro-batches are planned",
     ),
-    "it is that of training; leave it out": "per-device-eval-batch-size eval-batch-size",
-    "what is kept, swapped or recomputed is planned; leave it out": "gradient-checkpointing*",
-    "every step is logged; leave it out": "logging-*",
-    "--betas 0.9,0.95 sets both": "adam-beta1 adam-beta2",
-    "it is 1e-8; leave it out": "adam-epsilon",
-    "--dtype bf16, which is the default on a GPU": "bf16 pure-bf16 tf32",
-    "fp16 is not supported; --dtype bf16 is the default on a GPU": "fp16",
-    "sequences are packed unless --no-pack is given": (
-        "packing sample-packing eval-sample-packing pad-to-sequence-len group-by-length"
+    Theirs("per-device-eval-batch-size eval-batch-size", "it is that of training; leave it out", "*"),
+    Theirs("packing sample-packing neat-packing", "sequences are packed unless --no-pack is given", "true"),
+    Theirs(
+        "eval-sample-packing eval-packing pad-to-sequence-len group-by-length packing-strategy padding-free "
+        "sample-packing-* multipack-* pad-to-multiple-of",
+        "sequences are packed unless --no-pack is given",
+        "*",
     ),
-    "offloading needs no configuration here; leave it out": "deepspeed*",
-    "--gpus N, or torchrun for several hosts; leave it out": "fsdp* ddp-*",
-    "the optimizer is AdamW; leave it out": "optim optimizer",
-    "an output folder is never overwritten; remove it yourself, or name another --out": "overwrite-output-dir",
-    "it is supervised fine-tuning; leave it out": "stage",
-    "preference training is not supported": "rl dpo-* pref-* kto-*",
-    "adapters have no dropout here; leave it out": "lora-dropout",
-    "DoRA is not supported; --lora alone": "*use-dora",
-    "write an alpha of so much times the root of the rank: --lora-alpha": "*use-rslora",
-    "--train and --freeze take globs over names of tensors": "unfrozen-parameters freeze-*",
-    "--lora 16 trains adapters, and without it everything is trained": "finetuning-type lora-* qlora-* peft-*",
-    "nothing is quantized; leave it out": "load-in-* quantization-*",
-    "the checkpoint's own chat template is used, or a .jinja file of --chat-template": "template",
-    "--data takes paths of files; the format is found from the keys": "datasets dataset-dir",
-    "--val takes a file": "test-datasets eval-dataset",
-    "leave it out": "do-train do-predict dataset-prepared-path overwrite-cache save-only-model",
-    "--val is evaluated if given": "do-eval",
-    "all cores are used; leave it out": "preprocessing-num-workers dataloader-* dataset-processes",
-    "prompts are not trained on, and plain text is as a whole": "train-on-*",
-    "attention is always flash attention; leave it out": "flash-att* xformers-attention sdp-attention",
-    "--save-every and --eval-every take steps, a share of the run, minutes or never": "*-strategy *-per-epoch",
-    "loss.svg is always drawn; leave it out": "plot-loss",
-    "--log wandb, which reads its own settings from the environment": "wandb-*",
-    "no code of a checkpoint is run; leave it out": "trust-remote-code",
-    "the checkpoint's files say it; leave it out": "model-type tokenizer-type special-tokens",
-    "--export best does that": "load-best-model-at-end",
-    "nothing is uploaded; leave it out": "push-to-hub hub-*",
-}
+    # what is trained on
+    Theirs("template", "the checkpoint's own chat template is used, or a .jinja file of --chat-template", "*", True),
+    Theirs("train-on-inputs train-on-input train-on-prompt", "prompts are not trained on; leave it out", "false"),
+    Theirs("*train-on-eos *train-on-eot", "the end of each answer is trained; leave it out", "turn all"),
+    Theirs(
+        "mask-prompt assistant-only-loss completion-only-loss",
+        "of conversations, and of prompts with completions, answers alone are trained on; leave it out",
+        "true",
+    ),
+    Theirs("enable-thinking", "the chat template decides; leave it out", "true"),
+    Theirs("mask-history", "all answers of a conversation are trained on; leave it out"),
+    Theirs("roles-to-train *.roles-to-train", "the assistant's turns are trained on; leave it out", "assistant gpt"),
+    Theirs("dataset-text-field *.field", "--map text=NAME", "text"),
+    Theirs("dataset-split dataset-train-split *.split split", "--data takes files: name that of the split", "train"),
+    Theirs("dataset-test-split *.ds-type", "--data and --val take files; leave it out", "*"),
+    Theirs("*.type", "the format is found from the keys; other columns: --map prompt=question,completion=answer",
+           "alpaca alpaca:* sharegpt sharegpt:* chat_template completion"),
+    Theirs("*.field-messages *.conversation-column", "name the column: --map messages=NAME", "messages conversations"),
+    Theirs("*.message-field-role *.message-property-mappings.role", "rows have role or from", "role from"),
+    Theirs("*.message-field-content *.message-property-mappings.content", "rows have content or value",
+           "content value"),
+    Theirs("*.conversation-style", "the format is found from the keys; leave it out", "*"),
+    Theirs("*.roles.*", "rows say system, user and assistant, or human and gpt; leave it out",
+           "user human assistant gpt system"),
+    Theirs("*.chat-template", "--chat-template FILE, of all data; leave it out", "tokenizer_default*"),
+    Theirs("dataset.-component-", "no loader of torchtune is run: --data FILE"),
+    Theirs("dataset-dir", "--data takes paths of files; leave it out", "*"),
+    Theirs("datasets* hf-dataset* dataset.*", "--data takes paths of files; the format is found from the keys"),
+    Theirs("test-datasets* eval-dataset dataset-val*", "--val takes a file"),
+    Theirs("max-samples max-*-samples", "--data FILE:0.1 takes a tenth of its rows"),
+    Theirs("shuffle shuffle-merged-datasets", "rows are shuffled by --seed; leave it out", "true"),
+    Theirs("disable-shuffling curriculum-sampling", "rows are shuffled by --seed; leave it out"),
+    Theirs("shuffle-dataset streaming dataset-streaming buffer-size dataset-keep-in-memory skip-prepare-dataset "
+           "tokenized-path", "rows are read as a run needs them, and shuffled; leave it out", "*"),
+    Theirs("dataset-config* dataset-kwargs dataset-mixture* dataset-mixer* pretraining-dataset* *.name *.shards",
+           "--data takes files, and --data a.jsonl:0.5 --data b.jsonl mixes them"),
+    Theirs("mix-strategy interleave-probs", "--data a.jsonl:0.5 --data b.jsonl mixes files", "concat"),
+    Theirs("resize-vocab mean-resizing-* fix-untrained-tokens added-tokens* add-tokens",
+           "the vocabulary stays as it is; leave it out"),
+    Theirs("image-* video-* audio-* processor-type freeze-vision-tower freeze-multi-modal-projector",
+           "the text part of a model is trained, and the rest stays as it is; leave it out", "*"),
+    Theirs("rope-scaling*", "--rope-factor X extends the context, by YaRN"),
+    Theirs("*pad-token ignore-pad-token-for-loss", "sequences are not padded; leave it out", "*"),
+    Theirs(
+        "model-type tokenizer-type use-fast-tokenizer tokenizer-use-fast is-*-derived-model "
+        "*trust-remote-code",
+        "the checkpoint's files say it, and no code of a checkpoint is run; leave it out",
+        "*",
+    ),
+    Theirs("special-tokens* eos-token tokens model-revision", "the checkpoint's files say it; leave it out", "main"),
+    # adapters
+    Theirs(
+        "lora-fan-in-fan-out lora-on-cpu lora-*-kernel lora-task-type", "leave it out; it changes nothing here", "*"
+    ),
+    Theirs("lora-dropout", "adapters have no dropout here; leave it out"),
+    Theirs("*use-dora", "DoRA is not supported; --lora alone"),
+    Theirs("*use-rslora", "write an alpha of so much times the root of the rank: --lora-alpha"),
+    Theirs("loraplus-* *pissa-* *init-lora-weights", "adapters begin and learn as peft's by default do; leave it out",
+           "true"),
+    Theirs("*modules-to-save additional-target apply-lora-to-output",
+           "adapters alone are trained; without --lora, --train '*embed*' trains what it names"),
+    Theirs(
+        "num-layers lora-layers *layers-to-transform *layers-pattern",
+        "adapters are in all layers, and without them --train '*.layers.3[01].*' chooses some; leave it out",
+        "-1 all",
+    ),
+    Theirs("*target-parameters", "--lora-targets experts adapts all experts of a mixture"),
+    Theirs("unfrozen-parameters freeze-*", "--train and --freeze take globs over names of tensors"),
+    Theirs("lora-model-dir adapter-name-or-path resume-adapter-file", "--adapter DIR goes on with peft's adapter"),
+    Theirs("rank use-peft finetuning-type fine-tune-type lora-* qlora-* peft-*",
+           "--lora 16 trains adapters, and without it everything is trained"),
+    Theirs("bnb-* *double-quantization", "nothing is quantized; leave it out", "*"),
+    Theirs("load-in-* quantization-* quant-method",
+           "nothing is quantized: weights that do not fit stay in RAM or on the SSD; leave it out"),
+    # the optimizer
+    Theirs(
+        "optim optimizer",
+        "the optimizer is AdamW, and --adam-bits 8 keeps its moments in 8 bits; leave it out",
+        "adamw adamw_torch adamw_torch_fused adamw_torch_xla adamw_hf adamw_apex_fused paged_adamw paged_adamw_32bit "
+        "*.adamw *.pagedadamw *.pagedadamw32bit",
+    ),
+    Theirs("optimizer.fused optimizer-in-bwd", "the optimizer is AdamW; leave it out", "*"),
+    Theirs("adam-beta1 adam-beta2", "--betas 0.9,0.95 sets both"),
+    Theirs("adam-epsilon", "it is 1e-8; leave it out", "1e-8"),
+    Theirs("*bias-correction", "moments are corrected for their bias; leave it out", "true"),
+    Theirs("embedding-lr lr-groups", "all weights have one learning rate; leave it out"),
+    Theirs("use-galore use-badam use-apollo use-adam-mini use-muon use-llama-pro shift-attn s2-attention",
+           "AdamW trains the model as it is; leave it out"),
+    Theirs("neftune-noise-alpha noisy-embedding-alpha", "no noise is added to embeddings; leave it out"),
+    Theirs("*min-lr-rate cosine-min-lr-ratio", "cosine ends at 10 %; leave it out", "0.1"),
+    Theirs("lr-schedule.*", "warm-up begins at 0, cosine ends at 10 %, and --lr is the peak; leave it out"),
+    Theirs("loss loss.-component- loss-type", "the loss is cross-entropy; leave it out",
+           "*crossentropyloss* *cewithchunked* nll"),
+    Theirs("average-tokens-across-devices", "the loss is an average over the step's tokens; leave it out", "true"),
+    # the computation
+    Theirs("bf16 pure-bf16 tf32", "--dtype bf16, which is the default on a GPU", "true auto full"),
+    Theirs("model-init-kwargs", "--dtype bf16, which is the default on a GPU; leave it out"),
+    Theirs("fp16", "fp16 is not supported; --dtype bf16 is the default on a GPU"),
+    Theirs(
+        "gradient-checkpointing* grad-checkpoint use-reentrant-gc disable-gradient-checkpointing enable-activation-* "
+        "activation-offloading* ac-mode ac-option auto-find-batch-size upcast-* embeddings-skip-upcast low-cpu-*",
+        "what is kept, swapped or recomputed is planned; leave it out",
+        "*",
+    ),
+    Theirs("deepspeed*", "offloading needs no configuration here; leave it out", "*"),
+    Theirs(
+        "fsdp* ddp-* local-rank tensor-parallel-* context-parallel-* sequence-parallel-* data-parallel-* use-ray ray-* "
+        "memory-efficient-fsdp-wrap custom-sharded-layers loss-parallel",
+        "--gpus N, or torchrun for several hosts; leave it out",
+        "*",
+    ),
+    Theirs(
+        "flash-att* xformers-attention sdp-attention attn-implementation",
+        "attention is always flash attention; leave it out",
+        "*",
+    ),
+    Theirs("*liger* torch-compile* compile use-unsloth* unsloth-* cut-cross-entropy", "kernels are fused; leave it out",
+           "*"),
+    Theirs("use-cpu no-cuda device-map full-determinism cudnn-* torch-empty-cache-steps clear-cache-threshold",
+           "--device says where to compute; leave it out", "*"),
+    Theirs("plugins", "no code of plugins is run; leave it out", "*liger* *cutcrossentropy*"),
+    Theirs(
+        "preprocessing-num-workers dataloader-* dataset-processes dataset-num-proc",
+        "all cores are used; leave it out",
+        "*",
+    ),
+    # output
+    Theirs("overwrite-output-dir", "an output folder is never overwritten; remove it yourself, or name another --out",
+           "*"),
+    Theirs("metric-logger.-component-", "--log tensorboard or wandb", "*disklogger *stdoutlogger"),
+    Theirs("logging-* log-* steps-per-report include-*-seen include-tokens-* metric-logger.* profile*",
+           "every step is logged; leave it out", "*"),
+    Theirs("save-strategy eval-strategy evaluation-strategy *-per-epoch",
+           "--save-every and --eval-every take steps, a share of the run, minutes or never", "*"),
+    Theirs("plot-loss", "loss.svg is always drawn; leave it out", "*"),
+    Theirs("swanlab-* use-swanlab mlflow-* use-mlflow comet-* use-comet use-tensorboard",
+           "--log takes tensorboard and wandb; leave it out"),
+    Theirs("wandb-* use-wandb", "--log wandb, which reads its own settings from the environment"),
+    Theirs("load-best-model-at-end", "--export best does that"),
+    Theirs("metric-for-best-model", "--export best goes by the loss on --val; leave it out", "eval_loss loss"),
+    Theirs("eval-table-size eval-max-new-tokens predict-with-generate do-predict test",
+           "an evaluation is the loss on --val; leave it out"),
+    Theirs("val-batches test-batches eval-delay eval-on-* eval-accumulation-steps prediction-loss-only batch-size-val",
+           "--eval-tokens N limits an evaluation; leave it out", "*"),
+    Theirs("export-dir export-size export-device export-legacy-format",
+           "a merged model is written by the command merge ADAPTER --out DIR"),
+    Theirs("do-eval", "--val is evaluated if given", "*"),
+    Theirs("push-to-hub hub-*", "nothing is uploaded; leave it out"),
+    Theirs("auto-resume-from-checkpoints", "--resume, on the command line"),
+    Theirs("stage", "it is supervised fine-tuning; leave it out", "sft pt"),
+    Theirs("rl dpo-* pref-* kto-*", "preference training is not supported"),
+    Theirs(
+        "do-train dataset-prepared-path overwrite-cache save-only-model save-safetensors save-adapter-weights-only "
+        "run-name project-name checkpointer.* tokenizer.* data-seed remove-unused-columns loss-watchdog-* "
+        "disable-tqdm save-first-step enable-async-checkpointing",
+        "leave it out",
+        "*",
+    ),
+)  # fmt: skip
 
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def resolve(name: str) -> str:
-    """The field of an option or alias, without dashes. Raises InputError."""
+def field_of(name: str) -> str | None:
+    """The field of an option or alias, without dashes; None without one."""
     key = name.replace("_", "-")
     found = _ALIASES.get(key, key.replace("-", "_"))
-    if found in FIELDS:
+    return found if found in FIELDS else None
+
+
+@lru_cache
+def elsewhere(name: str) -> Theirs | None:
+    """What is said of another trainer's option; None also where it looks like one of ours, misspelt."""
+    key = name.replace("_", "-")
+    found = next((theirs for theirs in ELSEWHERE if any(fnmatch(key, n) for n in theirs.names.split())), None)
+    misspelt = found and key not in found.names.split() and difflib.get_close_matches(key, _known(), 1, MISSPELT)
+    return None if misspelt else found
+
+
+def resolve(name: str) -> str:
+    """The field of an option or alias, without dashes. Raises InputError."""
+    if found := field_of(name):
         return found
-    if answer := next((text for text, names in ELSEWHERE.items() if any(fnmatch(key, n) for n in names.split())), ""):
-        raise InputError(f"--{key} is not an option here: {answer}.")
-    near = difflib.get_close_matches(key, [*_ALIASES, *(n.replace("_", "-") for n in FIELDS)], 1)
+    if theirs := elsewhere(name):
+        raise InputError(f"--{name.replace('_', '-')} is not an option here: {theirs.answer}.")
+    raise InputError(unknown(name))
+
+
+def unknown(name: str) -> str:
+    """What to say of a name that nobody has."""
+    key = name.replace("_", "-")
+    near = next((other for other in difflib.get_close_matches(key, _known()) if _alike(key, other)), "")
     if not near:
-        raise InputError(f"unknown option --{name}. See --help.")
-    same = f" (= {flag_of(_ALIASES[near[0]])})" if near[0] in _ALIASES else ""
-    raise InputError(f"unknown option --{name}. Did you mean --{near[0]}{same}?")
+        return f"unknown option --{name}. See --help."
+    same = f" (= {flag_of(_ALIASES[near])})" if near in _ALIASES else ""
+    return f"unknown option --{name}. Did you mean --{near}{same}?"
+
+
+def _known() -> list[str]:
+    return [*_ALIASES, *(n.replace("_", "-") for n in FIELDS)]
+
+
+def _alike(key: str, other: str) -> bool:
+    """Whether two names may mean the same: each word is near one of the other's."""
+    near = lambda a, b: a.startswith(b) or b.startswith(a) or difflib.SequenceMatcher(None, a, b).ratio() > 0.7
+    mine, theirs = key.split("-"), other.split("-")
+    if len(mine) != len(theirs) and near(key.replace("-", ""), other.replace("-", "")):
+        return True
+    return all(any(near(a, b) for b in theirs) for a in mine) and all(any(near(a, b) for a in mine) for b in theirs)

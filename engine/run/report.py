@@ -181,7 +181,7 @@ def _length_notes(job: Job) -> list[str]:
         )
     if o.max_steps and o.epochs:
         notes.append(f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}")
-    if o.eval_every != Options.eval_every and job.read and not job.data.held_out:
+    if o.eval_every not in (Options.eval_every, Every()) and job.read and not job.data.held_out:
         notes.append(f"note: --eval-every {o.eval_every} evaluates nothing: no held-out data. Give --val")
     warmup = o.warmup_steps(job.total_steps)
     if warmup >= job.total_steps and o.warmup >= 1:

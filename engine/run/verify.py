@@ -24,6 +24,7 @@ from trireme.storage.companions import content_of
 from trireme.storage.files import StoreError, existing, lock, make_folder, partial_of, remove_folders, replace_synced
 from trireme.storage.store import Store
 
+ADAPTER = "adapter_model.safetensors"
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
 # Before the first step. config.yaml marks a killed run's folder: made first, removed last.
 OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
@@ -137,7 +138,8 @@ def check_free(options: Options) -> bool:
         return "config.yaml" in held
     if (out / "config.yaml").is_file():
         if any(name.endswith(".safetensors") for name in held):
-            further = "if it is finished, name another folder; to train its result further, it is the checkpoint"
+            result = f"it is --adapter {out}" if ADAPTER in held else "it is the checkpoint"
+            further = f"if it is finished, name another folder; to train its result further, {result}"
             raise InputError(f"--out {out} holds a run and its checkpoint. Go on with it: --resume {out}; {further}.")
         raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
     entries = "1 entry" if len(held) == 1 else f"{len(held):,} entries"

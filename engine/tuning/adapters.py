@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from trireme.engine.between import Reader
 from trireme.engine.exchange import fetch
@@ -30,38 +31,66 @@ from trireme.storage.layout import sequential
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's
+Halves = tuple[str | None, ...]  # names of an expert's gate and up, or of its down
 
 
 @dataclass(frozen=True)
 class Adapter:
     """What is adapted; tensors by canonical names."""
 
-    lora: Lora
+    lora: Lora  # of the largest rank
     source: Source
     base: str  # the model that it was made for: a folder, or a name on the hub
     names: dict[str, str]  # canonical -> in the file
+    singles: dict[str, list[Halves]]  # canonical -> in the file, of experts one by one
+    whole: dict[str, str]  # weights that take the place of the model's: its name -> in the file
+    ranks: dict[str, int]  # by module
+    scales: dict[str, float]  # by module
     absent: tuple[str, ...]  # modules of targets that have none: theirs is zero, and stays it
     dropout: float
 
     def values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
-        if name not in self.names:
+        """Of a tensor in the rank of `lora`."""
+        module = name.partition(".lora_")[0]
+        if module not in self.ranks:
             yield np.zeros(last - first, np.float32)
-        elif turned(name):
-            yield self.tensor(name).flatten()[first:last].numpy()
-        else:
+        elif name in self.names and not turned(name) and self.ranks[module] == self.lora.rank:
             yield from self.source.values(self.names[name], first, last)
+        else:
+            yield self._padded(name, self.lora.rank - self.ranks[module]).flatten()[first:last].numpy()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, fp32."""
-        t = self.source.tensors[self.names[name]]
-        pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(self.names[name])]
-        found = torch.from_numpy(np.concatenate(pieces)).view(t.shape)
-        if not found.isfinite().all():
-            where = self.source.folder / WEIGHTS
-            raise InputError(f"{where}: {self.names[name]} holds NaN or infinite values; the adapter is damaged.")
+        """A whole tensor, fp32, of its module's rank: A (rank, in), B (out, rank); of experts (E rank, features)."""
+        if name in self.singles:
+            return self._stacked(self.singles[name], name.endswith(".lora_B.weight"))
+        found = self._read(self.names[name])
         if not turned(name):
             return found
-        return found.view(t.shape[0], self.lora.rank, -1).permute(2, 1, 0).reshape(-1, t.shape[0])
+        rank = self.ranks[name.partition(".lora_")[0]]
+        return found.view(len(found), rank, -1).permute(2, 1, 0).reshape(-1, len(found))
+
+    def _padded(self, name: str, more: int) -> torch.Tensor:
+        """With zeros for `more` ranks: they get no gradient."""
+        found = self.tensor(name)
+        if name.endswith(".lora_B.weight") and not turned(name):
+            return pad(found, (0, more))
+        experts = len(found) // self.ranks[name.partition(".lora_")[0]]
+        return pad(found.unflatten(0, (experts, -1)), (0, 0, 0, more)).flatten(0, 1)
+
+    def _stacked(self, experts: list[Halves], b: bool) -> torch.Tensor:
+        """As peft has them in one: of gate and up A one below the other, B (out, rank) side by side, zero elsewhere."""
+        shape = next(self.source.tensors[name].shape for halves in experts for name in halves if name)
+        zero = torch.zeros(shape)
+        found = ([self._read(name) if name else zero for name in halves] for halves in experts)
+        return torch.cat([torch.block_diag(*halves).T if b else torch.cat(halves) for halves in found])
+
+    def _read(self, stored: str) -> torch.Tensor:
+        pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(stored)]
+        found = torch.from_numpy(np.concatenate(pieces)).view(self.source.tensors[stored].shape)
+        if not found.isfinite().all():
+            where = self.source.folder / WEIGHTS
+            raise InputError(f"{where}: {stored} holds NaN or infinite values; the adapter is damaged.")
+        return found
 
 
 def turned(name: str) -> bool:
@@ -141,6 +170,13 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in cfg.names.each]
     named = [*(parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
     more: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
+    if lora.scales:
+        theirs = {name: cfg.names.module(name) for name, _ in lora.scales}
+        ends = tuple(f".{t}" for t in like_experts)
+        more["alpha_pattern"] = {
+            theirs[name] + ".weight" * f".{theirs[name]}".endswith(ends): scale * lora.rank
+            for name, scale in lora.scales
+        }
     if named:
         more["target_parameters"] = named
     return more | {

@@ -82,7 +82,7 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
     """Writes `source` plus the adapter to `out`. Raises StoreError, InputError also where a value is not finite."""
     found = {name: t.shape for name, t in source.tensors.items()}
     base = hf.as_found(replace(cfg, lora=None, frozen=()), found)
-    adapter = read_adapter(folder, base, single=True)
+    adapter = read_adapter(folder, base, merging=True)
     if isinstance(source, Packed) and any(map(shapes.adapts_experts, adapter.names)):
         source = unpacked(source)
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
@@ -93,11 +93,17 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
         if not name:
             return None
         damaged = f"{source.folder}: {stored} holds NaN or infinite values; the checkpoint is damaged."
-        read, pairs = _finite(source.values(stored), damaged), factors(base, adapter, tensor, name)
-        if not pairs:
-            return read
+        module, pairs = factors(base, adapter, tensor, name)
+        if name in adapter.whole:
+            read = adapter.source.values(adapter.whole[name])
+            damaged = f"{folder}: {adapter.whole[name]} holds NaN or infinite values; the adapter is damaged."
+        else:
+            read = source.values(stored)
+            if not pairs:
+                return _finite(read, damaged)
         beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
-        added = merged(read, pairs, adapter.lora.scale)
+        read = _finite(read, damaged)
+        added = merged(read, pairs, adapter.scales[module]) if pairs else read
         return _finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond)
 
     export(source, out, values, progress)
@@ -111,22 +117,23 @@ def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray
         yield piece
 
 
-def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> Factors:
-    """What a tensor's matrices, one after another, get the products of; none where it is not adapted."""
+def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> tuple[str, Factors]:
+    """(adapted module, what a tensor's matrices, one after another, get the products of); no products without one."""
     module = name.removesuffix(".weight")
-    a, b = shapes.adapter_names(module)
-    if a in adapter.names and not shapes.adapts_experts(a):
-        return [(tensor(a).T, tensor(b).T) if cfg.names.in_out else (tensor(b), tensor(a))]
-    matrix, expert, half = shapes.within_experts(cfg, name)
-    a, b = shapes.adapter_names(matrix)
-    if a not in adapter.names:
-        return []
-    downs, ups = (tensor(part).unflatten(0, (-1, adapter.lora.rank)) for part in (a, b))
+    parts = shapes.adapter_names(module)
+    if module in adapter.ranks and not shapes.adapts_experts(parts[0]):
+        a, b = map(tensor, parts)
+        in_out = module == cfg.names.embed or (cfg.names.in_out and module != cfg.names.output)
+        return module, [(a.T, b.T) if in_out else (b, a)]
+    module, expert, half = shapes.within_experts(cfg, name)
+    if module not in adapter.ranks:
+        return module, []
+    downs, ups = (tensor(part).unflatten(0, (-1, adapter.ranks[module])) for part in shapes.adapter_names(module))
     if expert is None:
         both = zip(downs, ups, strict=True)
-        return [(down.T, up) if cfg.names.experts_in_out else (up.T, down) for down, up in both]
+        return module, [(down.T, up) if cfg.names.experts_in_out else (up.T, down) for down, up in both]
     up = ups[expert].T
-    return [(up if half is None else up.chunk(2)[half], downs[expert])]
+    return module, [(up if half is None else up.chunk(2)[half], downs[expert])]
 
 
 def merged(read: Iterator[np.ndarray], found: Factors, scale: float) -> Iterator[np.ndarray]:

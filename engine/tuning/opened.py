@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
+from math import isclose
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ from trireme.engine.tuning.adapters import (
     PREFIX,
     WEIGHTS,
     Adapter,
+    Halves,
     adapter_shapes,
     excluded,
-    parameters,
     peft_names,
     turned,
 )
@@ -21,10 +22,12 @@ from trireme.engine.tuning.chosen import adaptable, adapted
 from trireme.engine.tuning.peft_config import CONFIG, Said, read_said
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
+from trireme.models.sizes.shapes import DOWN, GATE_UP
 from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.headers import read_header
 from trireme.storage.untrusted import shown
 
+PICKLE = "adapter_model.bin"
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
 
 
@@ -32,47 +35,79 @@ class Place(NamedTuple):
     """A matrix that may be adapted, or that of all experts of a layer."""
 
     module: str
-    layer: int
-    target: str  # of Lora
+    layer: int  # -1: of none
+    target: str  # of Lora; "": can only be merged
+    rank: int
+    alpha: float
     stored: Mapping[str, tuple[int, ...]]  # peft's names of A and B, without prefix -> shapes
 
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
-def read_adapter(folder: Path, cfg: ModelConfig, single: bool = False) -> Adapter:
-    """What of `cfg` is trained does not count; `single`: also adapters of single experts, which cannot be trained.
+
+def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapter:
+    """What of `cfg` is trained does not count; `merging`: also what cannot be trained.
 
     Raises InputError on another format, kind or base.
     """
-    said = read_said(folder, excluded(cfg))
+    said, source = read_said(folder, excluded(cfg)), _opened(folder)
+    stored = {_short(name): name for name in source.tensors}
+    if len(stored) < len(source.tensors):
+        raise InputError(f"{folder / WEIGHTS} has a tensor twice: with {PREFIX} before its name, and without.")
+    found = {short: source.tensors[name].shape for short, name in stored.items()}
+    places = [*_places(cfg, said), *_outer_places(cfg, said)]
+    if cfg.names.each and any(map(SINGLE.search, found)):
+        places += _single_places(cfg, said)
+    whole = _whole(folder, cfg, said, found)
+    for name in sorted(found.keys() - whole.keys() - {name for place in places for name in place.stored}):
+        raise InputError(f"{folder / WEIGHTS}: {_unsupported(cfg, name, {place.module for place in places})}")
+    there = {place.module: place for place in places if _is_there(folder, cfg, said, place, found)}
+    if not (there or whole):
+        raise InputError(f"{folder / WEIGHTS} holds no adapters.")
+    if not merging:
+        _check_trainable(folder, there, whole)
+    names = {
+        name: stored[short]
+        for place in there.values()
+        for name, short in zip(shapes.adapter_names(place.module), place.stored, strict=True)
+    }
+    singles, there = _gathered(folder, cfg, names, there)
+    lora = _lora(there)
+    return Adapter(
+        lora,
+        source,
+        said.base,
+        names,
+        singles,
+        {name: stored[short] for short, name in whole.items()},
+        {module: place.rank for module, place in there.items()},
+        {module: place.scale for module, place in there.items()},
+        tuple(place.module for place in places if place.target in lora.targets and place.module not in there),
+        said.dropout,
+    )
+
+
+def _lora(there: Mapping[str, Place]) -> Lora:
+    """In the largest rank."""
+    rank, alpha = max((place.rank, place.alpha) for place in there.values()) if there else (1, 1.0)
+    other = [(name, place.scale) for name, place in there.items() if not isclose(place.scale, alpha / rank)]
+    targets = {place.target for place in there.values() if place.target}
+    return Lora(rank, alpha, tuple(sorted(targets)), tuple(other))
+
+
+def _opened(folder: Path) -> Source:
+    """Raises InputError."""
+    if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
+        rewrite = "PeftModel.from_pretrained(model, DIR).save_pretrained(OTHER)"
+        raise InputError(f"{folder / PICKLE} is a pickle, which is not read. Write safetensors with peft: {rewrite}.")
     try:
         header = read_header(folder / WEIGHTS)
     except (OSError, ValueError) as error:
         raise InputError(str(error)) from None
-    found = {_short(t.name): t for t in header.layout.tensors}
-    if len(found) < len(header.layout.tensors):
-        raise InputError(f"{folder / WEIGHTS} has a tensor twice: with {PREFIX} before its name, and without.")
-    places = list(_places(cfg, said.rank))
-    if single and any(map(SINGLE.search, found)):
-        places += _single_places(cfg, said.rank)
-    for name in sorted(found.keys() - {name for place in places for name in place.stored}):
-        raise InputError(f"{folder / WEIGHTS}: {_unsupported(cfg, name, {place.module for place in places})}")
-    sizes = {name: t.shape for name, t in found.items()}
-    there = {place.module: place for place in places if _is_there(folder, cfg, said, place, sizes)}
-    if not there:
-        raise InputError(f"{folder / WEIGHTS} holds no adapters.")
-    targets = {place.target for place in there.values()}
-    tensors = {t.name: SourceTensor(t.dtype, t.shape, WEIGHTS, header.data + t.offset) for t in found.values()}
-    return Adapter(
-        Lora(said.rank, said.alpha, tuple(sorted(targets))),
-        Source(folder, (WEIGHTS,), tensors, {}),
-        said.base,
-        {
-            name: found[stored].name
-            for place in there.values()
-            for name, stored in zip(shapes.adapter_names(place.module), place.stored, strict=True)
-        },
-        tuple(place.module for place in places if place.target in targets and place.module not in there),
-        said.dropout,
-    )
+    found = header.layout.tensors
+    tensors = {t.name: SourceTensor(t.dtype, t.shape, WEIGHTS, header.data + t.offset) for t in found}
+    return Source(folder, (WEIGHTS,), tensors, {})
 
 
 def _short(name: str) -> str:
@@ -80,36 +115,142 @@ def _short(name: str) -> str:
     return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
 
 
-def _places(cfg: ModelConfig, rank: int) -> Iterator[Place]:
+def _place(
+    module: str, layer: int, target: str, size: tuple[int, float], stored: Mapping[str, tuple[int, ...]]
+) -> Place:
+    """`stored`: shapes for a rank of 1, of A and of B."""
+    (a, (e, inner)), (b, (outer, _)) = stored.items()
+    return Place(module, layer, target, *size, {a: (e * size[0], inner), b: (outer, e * size[0])})
+
+
+def _places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
     """All that training can adapt."""
-    every = adapted(cfg, Lora(rank, 1.0, adaptable(cfg)))
+    every = adapted(cfg, Lora(1, 1.0, adaptable(cfg)))
     names, sizes = peft_names(every), adapter_shapes(every)
     layered = re.compile(re.escape(cfg.names.block).replace(r"\{\}", r"(\d+)") + r"(.+)\.lora_A\.weight")
     for match in filter(None, map(layered.fullmatch, names)):
         module = match[0].removesuffix(".lora_A.weight")
         stored = {
-            names[name].removeprefix(PREFIX): sizes[name][::-1] if turned(name) else sizes[name]
+            _of_one(said, names[name]): sizes[name][::-1] if turned(name) else sizes[name]
             for name in shapes.adapter_names(module)
         }
         target = cfg.names.experts if shapes.adapts_experts(match[0]) else match[2]
-        yield Place(module, int(match[1]), target, stored)
+        theirs = cfg.names.module(module)
+        parameter = f"{theirs}.weight" if said.adapts(f"{theirs}.weight") else theirs
+        yield _place(module, int(match[1]), target, said.sized(parameter), stored)
 
 
-def _single_places(cfg: ModelConfig, rank: int) -> Iterator[Place]:
+def _of_one(said: Said, name: str) -> str:
+    """A tensor's name without prefix; of experts of whose two matrices the first alone is adapted, the outer one."""
+    name, inner = name.removeprefix(PREFIX), ".experts.base_layer.lora_"
+    layer = name.partition(".experts.")[0]
+    if ".experts." not in name or [said.adapts(f"{layer}.experts.{m}") for m in (GATE_UP, DOWN)] != [True, False]:
+        return name
+    return name.replace(inner, ".experts.lora_") if inner in name else name.replace(".experts.lora_", inner)
+
+
+def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
+    """Embedding and output matrix; not of a tied model, which has one for both."""
+    for module, names in (
+        ()
+        if cfg.tied
+        else (
+            (cfg.names.embed, ("lora_embedding_A", "lora_embedding_B")),
+            (cfg.names.output, ("lora_A.weight", "lora_B.weight")),
+        )
+    ):
+        a, b = (f"{module}.{name}" for name in names)
+        inner, outer = (cfg.vocab, cfg.width)[:: 1 if module == cfg.names.embed else -1]
+        yield _place(module, -1, "", said.sized(module), {a: (1, inner), b: (outer, 1)})
+
+
+def _single_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
     """Each expert's matrices."""
     for u in range(1, cfg.n_units - 1):
         for name, shape in (
             tensor for group in shapes.weight_groups(cfg, u) for tensor in group if len(tensor[1]) == 3
         ):
             for one, (rows, columns) in shapes.on_disk(cfg, name, shape):
-                a, b = shapes.adapter_names(one.removesuffix(".weight"))
-                stored = {a: (rank, columns), b: (rows, rank)}
-                yield Place(one.removesuffix(".weight"), shapes.layer(cfg, u), cfg.names.experts, stored)
+                module = one.removesuffix(".weight")
+                a, b = shapes.adapter_names(module)
+                size, layer = said.sized(module), shapes.layer(cfg, u)
+                yield _place(module, layer, cfg.names.experts, size, {a: (1, columns), b: (rows, 1)})
+
+
+def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Weights that the adapter has instead of the model's: peft's name, without prefix -> that of a checkpoint.
+
+    Those of modules_to_save, and embedding and output matrix, which peft keeps with their adapters. Raises InputError.
+    """
+    outer = {cfg.names.embed, cfg.names.output}
+    named, whole = set[str](), dict[str, str]()
+    there = {end for end in said.saved if any(module.endswith(end) for module in outer)}
+    for name, shape in shapes.stored_tensors(cfg).items():
+        theirs = cfg.names.module(name)
+        module, _, what = theirs.rpartition(".")
+        ends = {end for end in said.saved if module.endswith(end)}  # as peft, without a dot
+        there |= ends
+        for stored in (theirs, f"{module}.base_layer.{what}") if ends or module in outer else ():
+            if stored in found:
+                if found[stored] != shape:
+                    wanted = f"for this model it would be {list(shape)}"
+                    raise InputError(f"{folder / WEIGHTS}: {stored} is {list(found[stored])}, {wanted}.")
+                whole[stored] = name
+                named |= ends
+    if cfg.tied and any(name.startswith((f"{cfg.names.embed}.", f"{cfg.names.output}.")) for name in found):
+        raise InputError(
+            f"{folder / WEIGHTS} changes {cfg.names.embed} or {cfg.names.output}, which are one matrix in this model. "
+            "That is not supported: train the adapter without it."
+        )
+    for end in sorted(there - named):
+        raise InputError(f"{folder / CONFIG}: modules_to_save names {shown(end)}, of which {WEIGHTS} has nothing.")
+    return whole
+
+
+def _check_trainable(folder: Path, there: Mapping[str, Place], whole: Mapping[str, str]) -> None:
+    """Raises InputError where the adapter can only be merged."""
+    outer = [module for module, place in there.items() if not place.target]
+    held = sorted(whole.values())
+    if outer:
+        wrong = f"adapters of {' and '.join(outer)}"
+    elif held:
+        wrong = f"whole weights in an adapter ({held[0]}{f' and {len(held) - 1} more' if len(held) > 1 else ''})"
+    else:
+        return
+    raise InputError(f"{folder}: {wrong} cannot be trained; `merge` adds them to their model.")
+
+
+def _gathered(
+    folder: Path, cfg: ModelConfig, names: dict[str, str], there: Mapping[str, Place]
+) -> tuple[dict[str, list[Halves]], dict[str, Place]]:
+    """(Adapter.singles, `there` with a layer's experts as one place); takes names of single experts out of `names`.
+
+    Raises InputError.
+    """
+    gathered = {module: place for module, place in there.items() if not SINGLE.search(module)}
+    singles: dict[str, list[Halves]] = {}
+    for module, place in there.items():
+        if module in gathered or cfg.experts is None:
+            continue
+        matrix, expert, half = shapes.within_experts(cfg, f"{module}.weight")
+        assert expert is not None
+        halves = 1 if half is None else 2
+        one = Place(matrix, place.layer, place.target, halves * place.rank, halves * place.alpha, {})
+        if gathered.setdefault(matrix, one) != one:
+            raise InputError(
+                f"{folder}: adapters of the experts of {matrix} have several ranks or scales, or are there twice."
+            )
+        for mine, theirs in zip(shapes.adapter_names(matrix), shapes.adapter_names(module), strict=True):
+            every = singles.setdefault(mine, [(None,) * halves] * cfg.experts.count)
+            found = list(every[expert])
+            found[half or 0] = names.pop(theirs)
+            every[expert] = tuple(found)
+    return singles, gathered
 
 
 def _is_there(folder: Path, cfg: ModelConfig, said: Said, place: Place, found: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a place is adapted. Raises InputError where the two files disagree, or a shape is another."""
-    key = _left_out(folder, cfg, said, place)
+    key = _left_out(cfg, said, place)
     if key != "" and not place.stored.keys() & found.keys():
         return False
     for name, shape in place.stored.items():
@@ -123,17 +264,12 @@ def _is_there(folder: Path, cfg: ModelConfig, said: Said, place: Place, found: M
     return True
 
 
-def _left_out(folder: Path, cfg: ModelConfig, said: Said, place: Place) -> str | None:
+def _left_out(cfg: ModelConfig, said: Said, place: Place) -> str | None:
     """See Said.left_out."""
-    if place.target != cfg.names.experts or SINGLE.search(place.module):
-        return said.left_out(
-            cfg.names.module(place.module), place.layer, cfg.names.block.split(".{}")[0].rpartition(".")[2]
-        )
-    prefix, both = cfg.names.prefix(place.layer), parameters(cfg)
-    adapts = [said.adapts(f"{prefix}{parameter}") for parameter in both]
-    if any(adapts) and not all(adapts):
-        raise InputError(f"{folder / CONFIG}: target_parameters names one of {' and '.join(both)}; name both.")
-    return "" if all(adapts) else "target_parameters"
+    module = cfg.names.module(place.module)
+    if shapes.adapts_experts(f"{place.module}.lora_A.weight"):
+        return "" if said.adapts(module) else "target_parameters"
+    return said.left_out(module, place.layer, cfg.names.block.split(".{}")[0].rpartition(".")[2])
 
 
 def _unsupported(cfg: ModelConfig, name: str, modules: Container[str]) -> str:
@@ -141,7 +277,5 @@ def _unsupported(cfg: ModelConfig, name: str, modules: Container[str]) -> str:
     module = name.partition(".lora_")[0].partition(".base_layer")[0].removesuffix(".weight")
     if module in modules:
         return f"{shown(name)} is not of a plain LoRA adapter, which has lora_A.weight and lora_B.weight of a layer."
-    if SINGLE.search(name):
-        return f"adapters of single experts ({shown(module)}) cannot be trained; `merge` adds them to their model."
     can = ", ".join(adaptable(cfg))
     return f"adapters of {shown(module)} are not supported. Those of {can} in the {cfg.n_layers:,} layers are."

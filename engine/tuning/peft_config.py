@@ -6,6 +6,7 @@ Checked against LoraConfig of peft 0.21.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,20 @@ ONLY: dict[str, tuple[object, ...]] = {
 NUMBERS = ("lora_alpha", "r")
 # Other keys that are read -> the forms of their values, as `complaint` has them.
 READ: dict[str, tuple[Any, ...]] = {
+    "alpha_pattern": ({str: {int, float}},),
     "exclude_modules": (str, [str]),
     "layers_pattern": (str, [str]),
     "layers_to_transform": (int, [int]),
     "lora_dropout": ({int, float},),
+    "modules_to_save": (str, [str]),
+    "rank_pattern": ({str: int},),
     "target_modules": (str, [str]),
     "target_parameters": ([str],),
     "use_rslora": (bool,),
 }
 KNOWN = UNUSED | READ.keys() | set(NUMBERS)
+QUANTIFIERS = 2  # of a pattern, at most: with more, or repeated groups, a stranger's may take hours
+Patterns = tuple[tuple[re.Pattern[str], float], ...]
 CONVERTED = ("pissa", "olora", "corda", "lora_ga")  # initial values that peft takes out of the base
 
 
@@ -49,7 +55,7 @@ class Said:
     """What an adapter_config.json says of a plain LoRA."""
 
     rank: int
-    alpha: float  # without rank stabilisation
+    alpha: float
     dropout: float
     base: str  # the model that it was made for: a folder, or a name on the hub; "": not said
     modules: frozenset[str] | None  # ends of their names; None: peft's own choice, or a regular expression
@@ -57,6 +63,10 @@ class Said:
     parameters: frozenset[str]
     layers: frozenset[int]  # none: all
     lists: frozenset[str]  # of layers; none: any
+    saved: frozenset[str]  # ends of names of modules that are stored whole
+    ranks: Patterns
+    alphas: Patterns
+    stable: bool  # alpha is to be divided by the root of the rank
 
     def left_out(self, module: str, layer: int, layers: str) -> str | None:
         """The key by which peft gives a linear layer no adapter, "" if it gives one; None where it cannot be known.
@@ -67,13 +77,23 @@ class Said:
             return ""
         if _named(self.excluded, module):
             return "exclude_modules"
+        if any(f".{end}." in f".{module}." for end in self.saved):
+            return "modules_to_save"
         if self.modules is None:  # a regular expression of a stranger may not end
             return None
         if not _named(self.modules, module):
             return "target_modules"
+        if module in self.modules:  # by its full name, whatever the layers are
+            return ""
         if self.layers and layer not in self.layers:
             return "layers_to_transform"
         return "layers_pattern" if self.layers and self.lists and layers not in self.lists else ""
+
+    def sized(self, name: str) -> tuple[int, float]:
+        """(rank, alpha without rank stabilisation) of a module or parameter."""
+        rank = int(_first(self.ranks, name, self.rank))
+        alpha = float(_first(self.alphas, name, self.alpha))
+        return rank, alpha * math.sqrt(rank) if self.stable else alpha
 
     def adapts(self, parameter: str) -> bool:
         """Whether peft gives a parameter an adapter."""
@@ -107,7 +127,33 @@ def read_said(folder: Path, excluded: str = "") -> Said:
         parameters,
         _listed(config.get("layers_to_transform")),
         _listed(config.get("layers_pattern") or None),
+        _listed(config.get("modules_to_save")),
+        _patterns(where, "rank_pattern", config.get("rank_pattern") or {}, 1),
+        _patterns(where, "alpha_pattern", config.get("alpha_pattern") or {}, -MOST),
+        bool(config.get("use_rslora")),
     )
+
+
+def _first(patterns: Patterns, name: str, otherwise: float) -> float:
+    """The value of the first pattern that a name matches, as peft matches it."""
+    return next((value for pattern, value in patterns if pattern.match(name)), otherwise)
+
+
+def _patterns(where: Path, key: str, given: dict[str, float], least: int) -> Patterns:
+    """Raises InputError on a pattern that might not end, and on a value beyond `least` and `MOST`."""
+    found = []
+    for text, value in given.items():
+        if not least <= value <= MOST:
+            raise InputError(f"{where}: {key} has {_show(value)} for {_show(text)}, expected a number up to {MOST:,}.")
+        quantifiers, groups = len(re.findall(r"[*+?{]", text)), text.count("(")
+        try:
+            if quantifiers > QUANTIFIERS or groups > QUANTIFIERS or re.search(r"\)[*+?{]|\(\?|\\[1-9]", text):
+                raise re.error("too involved")
+            found.append((re.compile(rf"(.*\.)?({text})$"), value))
+        except (re.error, RecursionError, OverflowError):
+            wrong = f"{where}: {key} has the regular expression {_show(text)}"
+            raise InputError(f"{wrong}, which is not read. Name the modules instead.") from None
+    return tuple(found)
 
 
 def _listed(value: Any) -> frozenset[Any]:
@@ -132,6 +178,10 @@ def base_of(config: dict[str, Any]) -> str:
 
 def _check(where: Path, config: dict[str, Any], excluded: str) -> None:
     """See read_said."""
+    if "peft_type" not in config and "fine_tune_type" in config:
+        raise InputError(
+            f"{where} is of mlx-lm, not of peft. Fuse the adapter there (mlx_lm.fuse), and train the result."
+        )
     if config.get("peft_type") != "LORA":
         raise InputError(f"{where}: peft_type is {_show(config.get('peft_type'))}; LORA is supported.")
     for key, value in sorted(config.items()):
@@ -145,13 +195,13 @@ def _check(where: Path, config: dict[str, Any], excluded: str) -> None:
 
 
 def _numbers(where: Path, config: dict[str, Any]) -> tuple[int, float]:
-    """Rank, and alpha without rank stabilisation. Raises InputError."""
+    """Rank and alpha. Raises InputError."""
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
     if type(rank) is int and 1 <= rank <= MOST and type(alpha) in (int, float) and abs(alpha) <= MOST:
         plain = alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
         if abs(plain) <= MOST:
-            return rank, plain
+            return rank, alpha
     raise InputError(f"{where}: r is {_show(rank)}, lora_alpha is {_show(alpha)}; expected numbers up to {MOST:,}.")
 
 

@@ -161,7 +161,9 @@ def test_lengths_that_contradict_each_other_are_noted(here, capsys):
     said = capsys.readouterr().out
     assert "note: --max-steps 2 decides, not --epochs 2" in said
     assert "note: --warmup 1,000 takes the whole run; its last step has lr 2.0e-06" in said
-    assert finetune.main([*TRAIN, "--dry-run"]) == 0
+    assert finetune.main([*TRAIN, "--eval-every", "5", "--dry-run"]) == 0
+    assert "note: --eval-every 5 evaluates nothing: no held-out data. Give --val" in capsys.readouterr().out
+    assert finetune.main([*TRAIN, "--eval-every", "never", "--dry-run"]) == 0
     assert "note: --" not in capsys.readouterr().out
 
 

@@ -160,6 +160,14 @@ def _config(**change):
 BAD = {
     "no config": (lambda folder: (folder / CONFIG).unlink(), "has no adapter_config.json"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot be read"),
+    "a pickle": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"),
+        "is a pickle, which is not read",
+    ),
+    "mlx-lm's": (
+        lambda folder: (folder / CONFIG).write_text('{"fine_tune_type": "lora", "num_layers": 16}'),
+        "adapter_config.json is of mlx-lm, not of peft. Fuse the adapter there",
+    ),
     "another kind": (_config(peft_type="IA3"), "peft_type is 'IA3'"),
     "DoRA": (_config(use_dora=True), "use_dora is True"),
     "whole modules": (_config(modules_to_save=["lm_head"]), "modules_to_save"),

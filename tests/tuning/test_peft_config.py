@@ -23,6 +23,7 @@ peft = pytest.importorskip("peft")
 FIELDS = {f.name: f for f in dataclasses.fields(peft.LoraConfig)}
 # Keys that may be other than by default, and such values.
 ACCEPTED = {
+    "alpha_pattern": [{"q_proj": 3, "down_proj": 1.5}, {r"layers\.1\..*_proj": 1}, {"layers.[01].mlp.*": 2}],
     "auto_mapping": [{"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}],
     "base_model_name_or_path": ["someone/model"],
     "corda_config": [{"corda_method": "kpm"}],
@@ -47,7 +48,7 @@ ACCEPTED = {
     "task_type": [None],
     "use_rslora": [True],
 }
-ELSEWHERE = {"layers_pattern", "peft_type", "r"}  # tested below: other values fit nothing
+ELSEWHERE = {"layers_pattern", "modules_to_save", "peft_type", "r", "rank_pattern"}  # below, and test_opened.py
 ANY = (True, 7, 0.5, "x", ["x"], [1], {"x": 1})
 
 
@@ -174,6 +175,16 @@ def test_an_adapter_made_by_pissa_is_right_once_converted(made, tmp_path):
     (dict(layers_to_transform=1), "layers_to_transform leaves out model.layers.0."),
     (dict(layers_to_transform=[0]), "layers_to_transform leaves out model.layers.1."),
     (dict(layers_to_transform=[0, 1], layers_pattern="h"), "layers_pattern leaves out model.layers.0."),
+    (dict(rank_pattern={"q_proj": 3}), r"q_proj.lora_A.weight is \[2, 40\], for this model it would be \[3, 40\]"),
+    (dict(rank_pattern={"q_proj": 0}), "rank_pattern has 0 for 'q_proj', expected a number up to 1,000,000"),
+    (dict(rank_pattern={"q_proj": 1.5}), "rank_pattern.q_proj is 1.5, expected a whole number"),
+    (dict(alpha_pattern={"q_proj": 1e9}), "alpha_pattern has 1000000000.0 for 'q_proj', expected a number up to"),
+    (dict(alpha_pattern=["q_proj"]), "alpha_pattern is a list, expected an object"),
+    (dict(alpha_pattern={"(a+)+$": 3}), r"alpha_pattern has the regular expression '\(a\+\)\+\$', which is not"),
+    (dict(alpha_pattern={"(a|b)(a|b)(a|b)x": 3}), "alpha_pattern has the regular expression"),
+    (dict(alpha_pattern={"*": 3}), "alpha_pattern has the regular expression"),
+    (dict(modules_to_save=["norm"]), "modules_to_save names norm, of which adapter_model.safetensors has nothing"),
+    (dict(modules_to_save=[1]), r"modules_to_save\[0\] is 1, expected a string"),
     (dict(kasa_config={"x": "\x1b[31m" + "y" * 500}), r"kasa_config is {'x': '\\x1b\[31m.*more characters"),
 ])  # fmt: skip
 def test_values_that_cannot_be_meant(made, keys, words, tmp_path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from typing import Any
 import yaml
 
 from trireme.engine.amounts import size
-from trireme.engine.run.names import FIELDS, flag_of, resolve
+from trireme.engine.run.begin.foreign import read_keys
+from trireme.engine.run.begin.keys import Read
+from trireme.engine.run.names import FIELDS, flag_of
 from trireme.engine.run.options import Every, Options, store_folders
 from trireme.models.config import InputError
+from trireme.storage.files import Say
 from trireme.storage.untrusted import shown
 
 # Raised by PyYAML's constructors where a value belies its tag or is too deep.
@@ -26,27 +29,53 @@ _NOT_KEPT = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  #
 _OWN = ("model", "tokenizer", "chat_template", "data", "val", "adapter", "store", "plan", "gpu_memory", "ram", "log")
 
 
-def from_yaml(path: Path, text: str | None = None) -> dict[str, Any]:
-    """`text`: its content, if it is not here. Raises InputError."""
-    given, wrong = {}, []
-    for key, value in _read_yaml(path, text_of(path) if text is None else text):
-        try:
-            name = resolve(key)
-        except InputError as error:
-            wrong.append(str(error))
+class Refused(InputError):
+    """Of a file with several keys that cannot be taken: a line for each."""
+
+    def __init__(self, message: str, lines: Sequence[str]):
+        super().__init__(message)
+        self.lines = lines
+
+
+def from_yaml(
+    path: Path, text: str | None = None, typed: Container[str] = (), say: Say | None = None
+) -> dict[str, Any]:
+    """`text`: its content, if it is not here. `typed`: options that win. `say` hears how keys of others were read.
+
+    Raises InputError.
+    """
+    given, keys = taken(path, _read_yaml(path, text_of(path) if text is None else text), typed)
+    ignored = [f"ignored  {path}: {', '.join(shown(key) for key in keys.ignored)}"] if keys.ignored else []
+    if say:
+        for line in (*keys.said, *ignored):
+            say(line)
+    return given
+
+
+def taken(path: Path, pairs: Iterable[tuple[str, Any]], typed: Container[str]) -> tuple[dict[str, Any], Read]:
+    """Options of a file's keys and values, and how they were read. Raises InputError."""
+    given, keys = dict[str, Any](), read_keys(pairs, typed)
+    wrong = keys.wrong
+    for key, name, value in keys.given:
+        if name in ("resume", "config"):
+            wrong.append(f"{key} belongs on the command line. Leave it out here")
             continue
-        if name in ("resume", "config") and value is not None:
-            raise InputError(f"{path}: {key} belongs on the command line. Leave it out here.")
         for part in value if isinstance(value, list) else [value]:
             if "\0" in _written(part, f"{path}: {key}"):
                 raise InputError(f"{path}: {key} holds a NUL character.")
-        if value is not None and name in given:
-            raise InputError(f"{path}: {key} is {flag_of(name)}, which is given already. Leave one out.")
-        if value is not None:
-            given[name] = _convert(FIELDS[name], value, f"{path}: {key}")
+        if name in given:
+            wrong.append(f"{key} is {flag_of(name)}, which is given already. Leave one out")
+            continue
+        try:
+            given[name] = _convert(FIELDS[name], value, key)
+        except ValueError as error:
+            wrong.append(str(error))
+    wrong = [text if text.endswith(("?", ".")) else f"{text}." for text in wrong]
+    if len(wrong) == 1:
+        raise InputError(f"{path}: {wrong[0]}")
     if wrong:
-        raise InputError(f"{path}: {' '.join(wrong)}")
-    return given
+        raise Refused(f"{path}: {len(wrong)} keys cannot be taken. Change them, or leave them out:", wrong)
+    return given, keys
 
 
 def text_of(path: Path) -> str:
@@ -85,10 +114,11 @@ def _written(value: Any, where: str) -> str:
 
 
 def _convert(f: Field[Any], value: Any, where: str) -> Any:
+    """Raises ValueError."""
     parse = f.metadata["parse"]
     if parse is bool or isinstance(value, bool):
         if not (parse is bool and isinstance(value, bool)):
-            raise InputError(f"{where}: {value!r} is not {'true or false' if parse is bool else 'a plain value'}.")
+            raise ValueError(f"{where}: {value!r} is not {'true or false' if parse is bool else 'a plain value'}")
         return value
     try:
         if f.default == ():
@@ -96,7 +126,7 @@ def _convert(f: Field[Any], value: Any, where: str) -> Any:
             return parse(",".join(values)) if values and not f.metadata.get("repeat") else values
         return parse(",".join(map(str, value)) if isinstance(value, list) else str(value))
     except ValueError as error:
-        raise InputError(f"{where}: {error}.") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def stores_of(run: Path) -> list[Path]:

@@ -61,6 +61,13 @@ def about_adapter(options: Options, cfg: ModelConfig) -> list[str]:
         lines.append(f"was made for {adapter.base or 'a model without a name'}, not for {options.model}")
     if adapter.dropout:
         lines.append(f"was trained with lora_dropout {adapter.dropout:g}; here it is trained without dropout")
+    least, most = min(adapter.ranks.values()), adapter.lora.rank
+    if least < most:
+        lines.append(
+            f"has adapters of ranks from {least} to {most}: they are written in rank {most}, with zeros behind"
+        )
+    if adapter.singles:
+        lines.append("has an adapter for each expert: gate and up are trained as one of twice the rank, as peft does")
     if adapter.absent:
         names = folded(cfg, adapter.absent)
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""

@@ -18,7 +18,7 @@ from trireme.engine.run.begin.owned import check_not_taken, check_own, owned, ow
 from trireme.engine.run.begin.pinned import check_snapshot
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import OURS, has_begun, tidy
+from trireme.engine.run.verify import ADAPTER, OURS, has_begun, tidy
 from trireme.models.config import InputError
 from trireme.storage import folders
 from trireme.storage.files import NoSnapshot, StoreError, remove_folders
@@ -95,9 +95,9 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Begun:
     begun, folder = (Path(options.out) / "config.yaml").is_file(), run_folder(Path(options.out), group.host)
     if group.first(is_finished(options, run)):
         _clean(options, run, group.host)
+        result = f"say --adapter {folder}" if (folder / ADAPTER).exists() else "name the folder as the checkpoint"
         raise InputError(
-            f"--resume {folder}: that run is finished. To train its result further, name the folder as the "
-            "checkpoint, and another --out."
+            f"--resume {folder}: that run is finished. To train its result further, {result}, and another --out."
         )
     store, _ = open_snapshot(options, screen, run)
     try:

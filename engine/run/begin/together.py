@@ -1,0 +1,204 @@
+"""Keys of other trainers' files that say one thing together, as a batch's size and how often it is accumulated."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from trireme.engine.run.begin.keys import Item, Read, is_file, number, text_of_value
+from trireme.engine.run.names import field_of
+from trireme.storage.untrusted import parse_json, read_small, shown
+
+LARGEST = 1 << 40  # of a batch and of steps
+KINDS_OF_ADAPTERS = ("lora", "qlora", "dora", "full")
+OF_ADAPTERS = "lora|(lora|qlora|peft)-.*"
+KINDS = ("json", "csv", "parquet", "text")  # paths of data sets whose files are named beside
+
+
+def _batch(found: Read) -> None:
+    """The sequences of a step, on one GPU."""
+    accumulated = found.take("gradient-accumulation-steps", "grad-accumulation-steps")
+    size = found.take("per-device-train-batch-size")
+    if size is None and (accumulated or found.value("base-model")):
+        size = found.take("micro-batch-size") or (found.take("batch-size") if accumulated else None)
+    if size is None:
+        found.left += [accumulated] if accumulated else []
+        return
+    whole = 1
+    for item in filter(None, (size, accumulated)):
+        times = number(item.value) or 0
+        if not 1 <= times < LARGEST or times != int(times):
+            found.wrong.append(f"{item.key} {shown(item.text)}: expected a whole number of at least 1")
+            return
+        whole *= int(times)
+    found.give(size, "batch_size", whole)
+    if accumulated and "batch_size" not in found.typed:
+        product = f"{size.key} {size.text} x {accumulated.key} {accumulated.text}"
+        found.said.append(f"read     {product} as --batch-size {whole}")
+
+
+def _betas(found: Read) -> None:
+    first, second = found.take("adam-beta1"), found.take("adam-beta2")
+    if item := first or second:
+        found.give(item, "betas", [first.value if first else 0.9, second.value if second else 0.999])
+
+
+def _warmup(found: Read) -> None:
+    """Of a share and a number of steps the latter counts, unless it is 0."""
+    if found.value("warmup-steps") is None or found.value("warmup-ratio") is None:
+        return
+    unused = found.take("warmup-steps" if number(found.value("warmup-steps")) == 0 else "warmup-ratio")
+    found.ignored += [unused.key] if unused else []
+
+
+def _optimizer(found: Read) -> None:
+    if (item := found.take("optim", "optimizer")) is None:
+        return
+    if re.fullmatch(r"(paged_|ao_)?adamw_(bnb_|torch_)?8bit|\S+\.(paged)?adamw8bit", item.text.lower()):
+        found.give(item, "adam_bits", 8)
+    else:
+        found.left.append(item)
+
+
+def _packing(found: Read) -> None:
+    if (item := found.take("packing", "sample-packing")) is None:
+        return
+    if item.value is False:
+        found.give(item, "no_pack", True)
+    else:
+        found.left.append(item)
+
+
+def _torchtune(found: Read) -> None:
+    made = found.take("model.-component-")
+    if made and "qlora" in made.text:
+        found.wrong.append(f"{made.key} {shown(made.text)}: nothing is quantized; write lora")
+    elif made:
+        found.ignored.append(made.key)
+    modules, mlp = found.take("model.lora-attn-modules"), found.take("model.apply-lora-to-mlp")
+    named = modules.value if modules and isinstance(modules.value, list) else []
+    targets = [text_of_value(name).replace("output_proj", "o_proj") for name in named]
+    if mlp and mlp.value is True:
+        targets += ["gate_proj", "up_proj", "down_proj"]
+    if item := modules or mlp:
+        found.give(item, "lora_targets", targets)
+
+
+def _adapters(found: Read) -> None:
+    """Whether adapters are trained, and how."""
+    kind = found.take("finetuning-type", "fine-tune-type", "use-peft")
+    if kind is None and found.value("adapter") in KINDS_OF_ADAPTERS:
+        kind = found.take("adapter")
+    word = kind.text.lower() if kind else ""
+    if model := found.take("lora-model-dir", "adapter-name-or-path"):
+        found.give(model, "adapter", model.value)
+    if model or "adapter" in found.typed or word in ("full", "false"):
+        found.ignored += [item.key for item in (*filter(None, [kind]), *found.take_all(OF_ADAPTERS))]
+        return
+    rank = found.value("lora")
+    if kind and word in ("true", *KINDS_OF_ADAPTERS):
+        if rank is None:
+            rank = 16 if kind.name == "use-peft" else 8  # theirs without one
+            found.give(kind, "lora", rank)
+        if word in ("qlora", "dora"):
+            what = "nothing is quantized" if word == "qlora" else "DoRA is not supported"
+            found.wrong.append(f"{kind.key} {word}: {what}; write lora")
+        else:
+            found.ignored.append(kind.key)
+    elif kind:
+        found.left.append(kind)
+    _alpha(found, kind, rank)
+    if (linear := found.take("lora-target-linear")) and linear.value is True:
+        found.give(linear, "lora_targets", ["all-linear"])
+
+
+def _alpha(found: Read, kind: Item | None, rank: Any) -> None:
+    """mlx-lm's scale, and rank stabilisation, as an alpha."""
+    scale = found.take("lora-parameters.scale")
+    if scale is None and kind and kind.name == "fine-tune-type":
+        scale = Item(kind.key, kind.name, 20.0)
+    if scale:
+        found.give(scale, "lora_alpha", (number(scale.value) or 0.0) * (number(rank) or 0.0))
+    stable = found.take("use-rslora", "peft-use-rslora")
+    if stable is None or stable.value is False:
+        return
+    alpha = found.take("lora-alpha")
+    if alpha and number(alpha.value) and number(rank):
+        found.give(alpha, "lora_alpha", float(alpha.value) * math.sqrt(float(rank)))
+    else:
+        found.left += [item for item in (alpha, stable) if item]
+
+
+def _steps(found: Read) -> None:
+    if per_epoch := found.take("max-steps-per-epoch"):
+        epochs = found.take(*(item.name for item in found.left if field_of(item.name) == "epochs"))
+        steps = (number(per_epoch.value) or 0) * (number(epochs.value) or 0 if epochs else 1)
+        found.give(per_epoch, "max_steps", int(steps) if steps < LARGEST and steps == int(steps) else steps)
+    if (best := found.take("load-best-model-at-end")) and best.value is True:
+        found.give(best, "export", "best")
+
+
+def _datasets(found: Read) -> None:
+    """axolotl's lists, and the column of text."""
+    if "data" in found.typed:
+        found.ignored += [item.key for item in found.take_all(r"datasets?(\..*)?|dataset-(dir|text-field)")]
+    for kind, name in (("datasets", "data"), ("test-datasets", "val")):
+        paths = found.take_all(rf"{kind}\.\d+\.path")
+        files: list[Any] = []
+        for item in paths:
+            beside = found.take(item.name.replace("path", "data-files"))
+            value = beside.value if beside and item.value in KINDS else item.value
+            files += value if isinstance(value, list) else [value]
+        if len(files) > 1 and name == "val":
+            found.wrong.append(f"{paths[1].key} {shown(paths[1].text)}: --val takes one file")
+        elif files:
+            found.give(paths[0], name, files if name == "data" else files[0])
+    columns = {item.text: item for item in found.take_all(r"dataset-text-field|datasets\.\d+\.field")}
+    for column, item in columns.items():
+        if column == "text":
+            found.ignored.append(item.key)
+        else:
+            found.give(item, "map", f"text={column}")
+    source = found.take("dataset.source")
+    if source and not (source.value in KINDS and found.value("data")):
+        found.give(source, "data", source.value)
+    if (loader := found.take("dataset.-component-")) and (source or found.value("data")):
+        found.ignored.append(loader.key)
+    elif loader:
+        found.left.append(loader)
+
+
+def _named_data(found: Read) -> None:
+    """LLaMA-Factory's data sets, by the names that its dataset_info.json gives them."""
+    folder, item = found.take("dataset-dir"), None
+    if isinstance(found.value("dataset"), (str, list)):
+        item = found.take("dataset")
+    if item is None:
+        return
+    info = Path(folder.text if folder else "data") / "dataset_info.json"
+    known = _info(info)
+    names = [text_of_value(name) for name in item.value] if isinstance(item.value, list) else [item.text]
+    if "," in item.text and not is_file(item.text):
+        names = [name.strip() for name in item.text.split(",")]
+    files = [str(info.parent / known[name]) if name in known else name for name in names]
+    missing = [name for name in files if "." not in name and "/" not in name and not is_file(name)]
+    if missing:
+        found.wrong.append(f"{item.key} {shown(','.join(missing))}: not in {info}. Name the files: --data FILE")
+    else:
+        found.give(item, "data", files)
+
+
+def _info(path: Path) -> dict[str, str]:
+    """Name -> file, of data sets whose columns have the usual names; {} where there is no such file."""
+    try:
+        sets = parse_json(read_small(path, links=True), str(path))
+    except (OSError, ValueError):
+        return {}
+    plain = {n: s for n, s in sets.items() if isinstance(s, dict) and set(s) <= {"file_name", "formatting"}}
+    return {name: said["file_name"] for name, said in plain.items() if isinstance(said.get("file_name"), str)}
+
+
+# In this order: some need what others have given.
+STEPS = (_batch, _betas, _warmup, _optimizer, _packing, _torchtune, _adapters, _steps, _datasets, _named_data)
