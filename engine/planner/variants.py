@@ -238,6 +238,8 @@ def walked(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram: int
     A move is counted for each unit of its kind, evenly spread. The first `in_ram` save in RAM, the others on the SSD.
     """
     last = geo.cfg.n_layers - keep
+    to_ram: Tier = "host"
+    to_drive: Tier = "ssd"
     saved: dict[int, dict[str, Tier]] = {}
     for u in range(1, geo.head):
         on_gpu = shapes.layer(geo.cfg, u) >= last
@@ -247,7 +249,7 @@ def walked(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram: int
         done, ram = min(n, len(units)), min(in_ram, n, len(units))
         n, in_ram, near = n - done, in_ram - ram, spread(done, ram)
         for i, place in enumerate(sorted(spread(len(units), done))):
-            u, tier = units[place], "host" if i in near else "ssd"
+            u, tier = units[place], to_ram if i in near else to_drive
             if shapes.layer(geo.cfg, u) < last:
                 saved[u] = {name: saved[u].get(name, tier) for name in move.names}
     for names in dict.fromkeys(tuple(names.items()) for names in saved.values()):
