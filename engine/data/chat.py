@@ -11,15 +11,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 
-from trireme.engine.data.rows import BadRow, Fields
+from trireme.engine.data.files.rows import BadRow, Fields
 from trireme.engine.data.template import (
     PROBE,
     PROBE_TOOLS,
+    THOUGHTS,
     Habits,
     Rendering,
     Span,
@@ -31,6 +34,7 @@ from trireme.engine.data.template import (
 from trireme.engine.data.tokens import Tokenizer
 from trireme.models.config import InputError
 from trireme.storage.companions import TEMPLATES
+from trireme.storage.untrusted import NAME, parse_json
 
 # For models without a template; the tokenizer's end token follows every message.
 PLAIN = """\
@@ -79,6 +83,9 @@ CHATML = """\
 """
 _LINES = re.compile(r"</?think>|\n")
 BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
+_LINKS = ("role", "content", "tool_calls", "tool_call_id")  # checked elsewhere, or order says the same
+_TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
+_SETS = 64  # of variables
 
 
 class Marked(NamedTuple):
@@ -86,52 +93,118 @@ class Marked(NamedTuple):
     spans: list[Span]  # to train on
     said: int  # characters of messages to learn
     unwritten: int  # of these, not in `text`: earlier thoughts, for instance
+    unread: tuple[str, ...] = ()  # keys that say something which the template does not read
 
 
 class ChatTemplate:
     """The default template, and one for tools, if any."""
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], date: str | None = None):
-        """`sources`: templates by name, with "default". `date`: as of Template. Raises as Template."""
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        variables: Mapping[str, str],
+        date: str | None = None,
+        stops: Sequence[str] = (),
+        eos: str | None = None,
+    ):
+        """`sources`: templates by name, with "default". `date`: as of Template. `stops`: tokens at which the model's
+        generation stops, `eos` among them. Raises as Template."""
         self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
         self._habits: dict[bool, Habits] = {}
+        self._given: dict[str, ChatTemplate] = {}
+        self._stops, self._eos = tuple(stops), eos or ""
         self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
-        parts = [sources, variables, *([self.date] if self.date else [])]
-        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        self._parts: list[Any] = [sources, variables, *([self.date] if self.date else [])]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that decides its texts."""
+        stops = [[*self._stops, self._eos]] if self._stopped_by_next(None) else []
+        return hashlib.sha256(json.dumps([*self._parts, *stops], sort_keys=True).encode()).hexdigest()
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False) -> str:
         """As Template.text."""
         return self._template(tools).text(messages, tools, prompt)
 
-    def mark(self, messages: list[Fields], tools: list[Fields] | None) -> Marked:
+    def given(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The same with more variables. Raises BadRow where they are not the template's to have."""
+        if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
+            raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, which the row's own columns are for")
+        key = json.dumps(variables, sort_keys=True)
+        if key not in self._given:
+            if len(self._given) >= _SETS:
+                self._given.clear()
+            other = copy(self)
+            other._templates = {name: template.given(variables) for name, template in self._templates.items()}
+            other._habits = {}
+            self._given[key] = other
+        return self._given[key]
+
+    def mark(
+        self, messages: list[Fields], tools: list[Fields] | None, variables: Mapping[str, Any] | None = None
+    ) -> Marked:
         """Learns no message with "train": False. Raises BadRow where the characters to learn are unclear."""
+        if variables:
+            marked = self.given(variables).mark(messages, tools)
+            source = self._template(tools).source
+            unread = [f"chat_template_kwargs.{name}" for name in variables if not re.search(rf"\b{name}\b", source)]
+            return marked._replace(unread=(*marked.unread, *unread))
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
-        form = self._of(tools).arguments
-        messages = [_with_calls({k: v for k, v in m.items() if k != "train"}, form) for m in messages]
-        template = self._template(tools)
-        rendering = template.render(messages, tools)
+        usual, template = self._of(tools), self._template(tools)
+        written = [_with_calls({k: v for k, v in m.items() if k != "train"}, usual.arguments) for m in messages]
+        rendering = template.render([_with_parts(m, usual.parts) for m in written], tools)
+        messages = [_with_parts(m, False) for m in written]
         _check_tools(tools, rendering.text)
         _check_written(messages, rendering)
         if template.tags:
             spans = _tagged(rendering, wanted)
+            _check_tagged_calls(messages, wanted, rendering)
         else:
             self._check_answers(messages, tools)
             spans = [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
+        text = rendering.text
+        if self._stopped_by_next(tools) and wanted[-1:] == [True] and spans[-1][1] == len(text):
+            text += self._eos  # no next turn: the model stops there, too
+            spans[-1] = (spans[-1][0], len(text))
         counts = [_unwritten(i, message, rendering) for i, message in enumerate(messages) if wanted[i]]
-        return Marked(rendering.text, spans, sum(said for said, _ in counts), sum(lost for _, lost in counts))
+        said, lost = sum(said for said, _ in counts), sum(lost for _, lost in counts)
+        return Marked(text, spans, said, lost, _unread(messages, rendering))
 
     def notes(self) -> list[str]:
         """Warnings for the user."""
         found, template = [], self._template(None)
         if self.date:
             found.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
-        if not template.tags and not self._of(None).end.strip():
+        if template.tags:
+            if (left := self._left_out()) is not None:
+                found.append(
+                    f"the chat template's {{% generation %}} tags leave out the end of the turn{left}, "
+                    "so stopping is not learned"
+                )
+        elif not self._of(None).end.strip() and not self._stopped_by_next(None):
             found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
         talk = [("system", PROBE), ("user", "?"), ("assistant", "!")]
         with suppress(BadRow):  # system messages refused: not silent
             if PROBE not in template.text([{"role": role, "content": said} for role, said in talk], None):
                 found.append("the chat template leaves system messages out of conversations that are answered")
         return found
+
+    def _left_out(self) -> str | None:
+        """What follows a {% generation %} block that ends with the words, " (…)"; None where blocks go on."""
+        with suppress(BadRow):
+            talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+            found = self._template(None).render(talk, None)
+            for start, stop in found.generated:
+                if not found.text[start:stop].rpartition(PROBE)[2].strip():
+                    left = found.text[stop:].strip().partition("\n")[0][:NAME]
+                    return f" ({left})" if left else ""
+        return None
+
+    def _stopped_by_next(self, tools: list[Fields] | None) -> bool:
+        """Whether the next turn's opening is what ends the assistant's turns, as in GLM."""
+        if not self._stops or self._template(tools).tags or self._of(tools).end.strip():
+            return False
+        return self._of(tools).follows.startswith(self._stops)
 
     def _template(self, tools: list[Fields] | None) -> Template:
         return self._templates["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
@@ -161,11 +234,10 @@ class ChatTemplate:
             )
         start, stop = found[0]
         written = rendering.text[start:stop]
-        if any(_function(call)["name"] not in written for call in messages[i].get("tool_calls", [])):
-            raise BadRow(
-                f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
-            )
+        _check_calls(i, messages[i], written)
         end = start + len(written.rstrip() if self._of(tools).end.strip() else written)
+        if self._stopped_by_next(tools):
+            end += next((len(stop) for stop in self._stops if rendering.text.startswith(stop, end)), 0)
         return start + self._opening(i, messages, tools, written), end
 
     def _opening(self, i: int, messages: list[Fields], tools: list[Fields] | None, written: str) -> int:
@@ -195,6 +267,32 @@ def _tagged(rendering: Rendering, wanted: list[bool]) -> list[Span]:
     return [(a, b) for a, b in rendering.generated if not any(start <= a and b <= stop for start, stop in unwanted)]
 
 
+def _check_calls(i: int, message: Fields, written: str) -> None:
+    if any(_function(call)["name"] not in written for call in message.get("tool_calls", [])):
+        raise BadRow(
+            f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
+        )
+
+
+def _check_tagged_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering) -> None:
+    """Raises BadRow where a call is not written, or is to be learned and not in {% generation %}."""
+    for i, message in enumerate(messages):
+        turns = [span for turn, span in rendering.turns if turn == i] or [(0, len(rendering.text))]
+        if wanted[i]:
+            turns = [g for g in rendering.generated if any(a <= g[0] and g[1] <= b for a, b in turns)]
+        _check_calls(i, message, "".join(rendering.text[a:b] for a, b in turns))
+
+
+def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
+    """Keys of messages that the template does not look at, as messages[].KEY."""
+    found: dict[str, None] = {}
+    for message, read in zip(messages, rendering.read, strict=True):
+        keys = [key for key, value in message.items() if key not in read and value not in (None, "", [], {})]
+        thought = any(name in read for name in THOUGHTS)
+        found |= dict.fromkeys(key for key in keys if key not in _LINKS and not (thought and key in THOUGHTS))
+    return tuple(f"messages[].{key}" for key in found)
+
+
 def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]:
     """(characters of message i, those missing in its turn), by line."""
     turn = "".join(rendering.text[a:b] for j, (a, b) in rendering.turns if j == i) or rendering.text
@@ -204,22 +302,27 @@ def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]
 
 
 def _with_calls(message: Fields, form: type | None) -> Fields:
-    """Arguments of tool calls as `form`, dict or str; None: as given."""
+    """Arguments of tool calls as `form`, dict or str; None: as given. They are JSON: see calls.py."""
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         function = dict(_function(call))
-        arguments = function.get("arguments", {})
-        try:
-            if isinstance(arguments, str) and form is dict:
-                function["arguments"] = json.loads(arguments)
-            elif not isinstance(arguments, str) and form is str:
-                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        except (ValueError, RecursionError) as error:
-            raise BadRow(f"the arguments of a call of {function['name']!r} are not JSON ({error})") from None
+        arguments = function["arguments"]
+        if isinstance(arguments, str) and form is dict:
+            function["arguments"] = json.loads(arguments)
+        elif not isinstance(arguments, str) and form is str:
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
+
+
+def _with_parts(message: Fields, parts: bool) -> Fields:
+    """Texts of a list as parts, or as servers join them."""
+    texts = message.get("content")
+    if not isinstance(texts, list):
+        return message
+    return {**message, "content": [{"type": "text", "text": t} for t in texts] if parts else "\n".join(texts)}
 
 
 def _check_tools(tools: list[Fields] | None, text: str) -> None:
@@ -250,6 +353,8 @@ def _function(call: Fields) -> Fields:
 
 def read_choice(choice: str) -> tuple[str, str]:
     """--chat-template, a file or name of BUILT_IN, as (name, template). Raises InputError."""
+    if choice not in BUILT_IN and not Path(choice).exists():
+        raise InputError(f"--chat-template {choice}: no such file, and none of {', '.join(sorted(BUILT_IN))}.")
     return choice, BUILT_IN.get(choice) or _read(Path(choice), "--chat-template ")
 
 
@@ -272,7 +377,7 @@ def load_template(
             f"{where} has chat templates {', '.join(sources)}, but no default. Name a file: --chat-template FILE."
         )
     try:
-        return ChatTemplate(sources, variables, date)
+        return ChatTemplate(sources, variables, date, tokenizer.stops, tokenizer.eos_token)
     except jinja2.TemplateSyntaxError as error:
         what = f"line {error.lineno}: {error.message}"
     except MemoryError:
@@ -303,6 +408,12 @@ def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
         return {"default": _read(path), **{p.stem: _read(p) for p in more}}, str(path)
     where = str(tokenizer.folder / "tokenizer_config.json")
     written = tokenizer.config.get("chat_template")
+    if not written and (older := tokenizer.folder / "chat_template.json").is_file():  # of processors
+        where = str(older)
+        try:
+            written = parse_json(_read(older).encode(), older.name).get("chat_template")
+        except ValueError as error:
+            raise InputError(f"{where}: {error}. Download it again.") from None
     if isinstance(written, str):
         written = {"default": written}
     elif isinstance(written, list):

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from trireme.engine.data.chat import PLAIN, ChatTemplate, load_template, read_choice
 from trireme.engine.data.encode import Encoded, encode, overlap
-from trireme.engine.data.examples import Chat, Completion, Text
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.examples import Chat, Completion, Text
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 
@@ -482,7 +482,7 @@ def test_where_a_template_is_found(folder, tmp_path):
     (tmp_path / "mine.jinja").write_text("M{% if %}")
     with pytest.raises(InputError, match="mine.jinja: the chat template does not compile, line 1"):
         load_template(load_tokenizer(tmp_path), read_choice(str(tmp_path / "mine.jinja")))
-    with pytest.raises(InputError, match="No such file"):
+    with pytest.raises(InputError, match="no such file, and none of chatml, plain"):
         read_choice(str(tmp_path / "absent.jinja"))
 
 

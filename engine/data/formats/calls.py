@@ -1,0 +1,99 @@
+"""Tools, and calls of them, in the spellings of the popular trainers and servers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trireme.engine.data.files.rows import BadRow, Fields, kind_of
+
+
+def read_tools(row: Fields) -> list[Fields] | None:
+    """`tools`, or OpenAI's older `functions`: JSON schemas, bare functions, or either as a string of JSON."""
+    given = [key for key in ("tools", "functions") if row.get(key) not in (None, "", [], {})]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise BadRow("has 'tools' and 'functions': leave one out, --map unused=functions")
+    tools = row[given[0]]
+    if isinstance(tools, str):
+        if not tools.strip():
+            return None
+        tools = _parsed(tools, f"{given[0]!r} is a string that is not JSON")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function", {}), dict) for tool in tools
+    ):
+        raise BadRow(f"{given[0]!r} is not a list of objects, each with an object as its 'function'")
+    return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
+
+
+def read_calls(message: Fields, where: str) -> list[Fields]:
+    """`tool_calls` and the older `function_call` of a message, with arguments that are JSON. Raises BadRow."""
+    calls, single = message.get("tool_calls") or [], message.get("function_call") or None
+    if isinstance(calls, str):
+        calls = _parsed(calls, f"{where}: 'tool_calls' is a string that is not JSON")
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise BadRow(f"{where}: 'tool_calls' is not a list of {{function: {{name, arguments}}}}")
+    if isinstance(single, str):
+        single = _parsed(single, f"{where}: 'function_call' is a string that is not JSON")
+    if single is not None and not _is_call(single):
+        raise BadRow(f"{where}: 'function_call' is not {{name, arguments}}")
+    return [_with_arguments(call, where) for call in [*calls, *([new_call(single)] if single else [])]]
+
+
+def told_calls(value: Any, where: str) -> list[Fields]:
+    """Calls that are a turn of their own, `{name, arguments}` or a list, as objects or JSON. Raises BadRow."""
+    calls = _parsed(value, f"{where}: the function call is not JSON") if isinstance(value, str) else value
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(_is_call(call) for call in calls):
+        raise BadRow(f"{where}: a function call has no 'name'")
+    return [_with_arguments(new_call(call.get("function", call)), where) for call in calls]
+
+
+def new_call(function: Fields) -> Fields:
+    """For number_calls."""
+    return {"id": "", "type": "function", "function": function}
+
+
+def number_calls(messages: list[Fields]) -> None:
+    """Gives new calls an id, and each answer without one that of the call it answers, in their order."""
+    waiting: list[str] = []
+    for i, message in enumerate(messages):
+        for k, call in enumerate(message.get("tool_calls", [])):
+            if call.get("id") == "":
+                call["id"] = f"call{i % 1000:03d}{k % 100:02d}"  # Mistral's templates insist on nine characters
+            waiting.append(call.get("id") or "")
+        if message["role"] == "tool":
+            answered = message.get("tool_call_id")
+            if answered in waiting:
+                waiting.remove(answered)
+            elif answered is None and waiting and (first := waiting.pop(0)):
+                message["tool_call_id"] = first
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
+
+
+def _with_arguments(call: Fields, where: str) -> Fields:
+    """The call with `arguments`: as they are where they are JSON, {} where there are none. Llama says `parameters`."""
+    function = dict(call.get("function", call))
+    key = next((key for key in ("arguments", "parameters", "args") if function.get(key) is not None), "arguments")
+    given = function.pop(key, None)
+    given = {} if given is None or (isinstance(given, str) and not given.strip()) else given
+    of = f"{where}: the arguments of a call of {function['name']!r}"
+    held = _parsed(given, f"{of} are not JSON") if isinstance(given, str) else given
+    if not isinstance(held, dict):
+        raise BadRow(f"{of} are {kind_of(held)}, expected an object")
+    function["arguments"] = given if held else {}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{what} ({error})") from None

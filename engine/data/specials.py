@@ -1,0 +1,76 @@
+"""Special tokens of a checkpoint's tokenizer: those that its configuration adds to tokenizer.json.
+
+They are added as transformers 5 does on loading, so that a text becomes the tokens that its servers send.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokenizers
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def named(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any]:
+    """Every `*_token`: a text or an object. `older`: special_tokens_map.json, which wins where `config`,
+    tokenizer_config.json, lists no added tokens, and else is not read."""
+    given = config if "added_tokens_decoder" in config else config | older
+    extra = given.get("extra_special_tokens")
+    more = extra if isinstance(extra, dict) else {}
+    return {name: value for name, value in given.items() if name.endswith("_token")} | more
+
+
+def added(
+    config: dict[str, Any], older: dict[str, Any], older_ids: dict[str, Any], listed: list[dict[str, Any]]
+) -> list[tokenizers.AddedToken]:
+    """Tokens to add, in order. `older_ids`: added_tokens.json; `listed`: those of tokenizer.json."""
+    names, extra = named(config, older), _extra(config, older)
+    ordered = [names.get(name) for name in (*NAMES, *(n for n in names if n not in NAMES))]
+    special = {text(value) for value in (*ordered, *extra) if value}
+    by_id: dict[int, tokenizers.AddedToken] = {}
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        by_id = {int(i): _token(value) for i, value in decoder.items() if _is_id(i) and text(value)}
+    else:
+        for content, i in older_ids.items():
+            if type(i) is int and content:
+                known = content in special
+                by_id[i] = tokenizers.AddedToken(content, normalized=not known, special=known)
+        by_id |= {token["id"]: _token(token) for token in listed if type(token.get("id")) is int and text(token)}
+    by_content = {token.content: token for token in by_id.values()}
+    found = {token.content: token for _, token in sorted(by_id.items())}
+    for value in (*ordered, *extra):
+        if content := text(value):
+            token = by_content.get(content) or _token(value, special=True)
+            if value in ordered:
+                token.special = True
+            found.setdefault(content, token)
+    return list(found.values())
+
+
+def _is_id(key: str) -> bool:
+    return key.isdecimal() and len(key) < 12
+
+
+def _extra(config: dict[str, Any], older: dict[str, Any]) -> list[Any]:
+    found = []
+    for given in (config,) if "added_tokens_decoder" in config else (config, older):
+        for name in ("extra_special_tokens", "additional_special_tokens"):
+            value = given.get(name)
+            found += value if isinstance(value, list) else []
+    return found
+
+
+def text(value: Any) -> str:
+    """The characters of a token, "" where `value` is none that the library takes."""
+    content = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(content, str) or any("\ud800" <= c <= "\udfff" for c in content):
+        return ""
+    return content
+
+
+def _token(value: Any, special: bool = False) -> tokenizers.AddedToken:
+    flags = {name: value[name] for name in _FLAGS if type(value.get(name)) is bool} if isinstance(value, dict) else {}
+    return tokenizers.AddedToken(text(value), **(flags or {"special": special}))
