@@ -23,7 +23,7 @@ ROLES = {
 SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # beside `content`
 _TRAINED = ("train", "training", "loss", "loss_mask", "step_loss_mask", "weight")  # true or 1: learned
 _MASKED = ("mask", "masked")  # true: not learned
-_MEDIA = ("image", "video", "audio", "pixel_values", "input_features")
+_MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an s
 _TEXTS, _THOUGHTS = ("text", "input_text", "output_text"), ("thinking", "reasoning")
 
 
