@@ -13,7 +13,7 @@ from trireme.engine.data.files.rows import ROW, TOO_LARGE, BadRow, Bytes, Fields
 from trireme.models.config import InputError
 
 _CHUNK = 1 << 20  # characters of a .json read at once
-_BOM = b"\xef\xbb\xbf"
+_BOM, _SPACE = b"\xef\xbb\xbf", b" \t\r\n"
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> Fields:
@@ -40,8 +40,8 @@ LINES = (".jsonl", ".ndjson")
 
 def holds_lines(file: Bytes, kind: str) -> bool:
     """Whether JSON is an object a line, whatever its name."""
-    first = next((line for line in iter(lambda: file.readline(ROW), b"") if line.strip(_BOM + b" \t\r\n")), b"")
-    first = first.lstrip(_BOM + b" \t")
+    first = next((line for line in iter(lambda: file.readline(ROW), b"") if line.strip(_BOM + _SPACE)), b"")
+    first = first.lstrip(_BOM + _SPACE)
     if first[:1] != b"{":
         return first[:1] != b"[" and kind in LINES
     try:
@@ -60,7 +60,7 @@ def json_lines(file: Bytes) -> Iterator[Row]:
                 pass
             yield Row(number, BadRow(TOO_LARGE))
             continue
-        line = line.strip().removeprefix(_BOM).strip()  # files with one may have been joined
+        line = line.rstrip().lstrip(_BOM + _SPACE)  # files with a mark may have been joined
         if line:
             yield Row(number, _json_line(line))
 
