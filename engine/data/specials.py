@@ -5,6 +5,10 @@ They are added as transformers 5 does on loading, so that a text becomes the tok
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import tokenizers
@@ -74,3 +78,21 @@ def text(value: Any) -> str:
 def _token(value: Any, special: bool = False) -> tokenizers.AddedToken:
     flags = {name: value[name] for name in _FLAGS if type(value.get(name)) is bool} if isinstance(value, dict) else {}
     return tokenizers.AddedToken(text(value), **(flags or {"special": special}))
+
+
+_LOOKS = r"<\|[\w.-]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>"  # like a special token, whatever the tokenizer has
+
+
+def cut_up(pieces: Sequence[str], names: Sequence[str], looks: bool = True) -> list[tuple[str, int, int]]:
+    """(special token, first, stop) of those that are written with several tokens, of which `pieces` are the texts.
+
+    Those of `names`, and, if `looks`, all that look like one.
+    """
+    starts = [0, *accumulate(map(len, pieces))]
+    known = [*sorted((re.escape(name) for name in names if name), key=len, reverse=True), *([_LOOKS] if looks else [])]
+    found = []
+    for match in re.finditer("|".join(known), "".join(pieces)) if known else ():
+        first, stop = bisect_right(starts, match.start()) - 1, bisect_left(starts, match.end())
+        if stop - first > 1:
+            found.append((match[0], first, stop))
+    return found

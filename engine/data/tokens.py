@@ -121,6 +121,11 @@ class Tokenizer:
         tail = (self.eos,) if end and self.eos is not None and (not len(ids) or ids[-1] != self.eos) else ()
         return np.concatenate([np.array(lead, np.int32), ids, np.array(tail, np.int32)]), len(lead)
 
+    def cut_up(self, ids: Sequence[int] | np.ndarray, looks: bool = True) -> list[tuple[str, int, int]]:
+        """As specials.cut_up, of ids[first:stop]. Raises BadRow."""
+        names = [token.content for token in self.core.get_added_tokens_decoder().values()]
+        return specials.cut_up([self.decode([i]) for i in ids], [*names, *self.specials.values()], looks)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, special tokens included. Raises BadRow."""
         try:

@@ -15,6 +15,7 @@ from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.encode import encode
 from trireme.engine.data.files import text
 from trireme.engine.data.formats.examples import Chat, Text
+from trireme.engine.data.specials import cut_up
 from trireme.engine.data.tokens import load_tokenizer
 
 TREE = [{"role": "user", "content": "Name a tall tree."}, {"role": "assistant", "content": "A redwood."}]
@@ -294,3 +295,36 @@ def test_built_in_templates_read_what_they_are_given(tmp_path):
         assert not template.notes()
         (made,) = encode([Chat([{**TREE[0], "name": "Eve"}, TREE[1]])], tokenizer, template)
         assert made.unread == ("messages[].name",)
+
+
+# ---------------------------------------------------------------- the example shows where tokens are
+
+
+@pytest.mark.parametrize(
+    ("pieces", "cuts"),
+    [
+        (["a", "<|im_end|>", "b"], []),
+        (["a<|", "im", "_end|", ">b"], [("<|im_end|>", 0, 4)]),
+        (["<", "s", ">", "<s>", "<p>"], [("<s>", 0, 3)]),
+        (["<|x|", ">", "<|y|>"], [("<|x|>", 0, 2)]),
+        ([], []),
+    ],
+)
+def test_special_tokens_that_are_cut_up_are_found(pieces, cuts):
+    assert cut_up(pieces, ["<s>", "</s>"]) == cuts
+
+
+def test_the_example_marks_where_a_special_token_is_cut(tmp_path):
+    """One that the tokenizer does not have: the text looks the same, and its end is never one token."""
+    source = CHATML.replace("<|im_end|>", "<|eom|>")
+    tokenizer = make_tokenizer(tmp_path, bos="", chat_template=source)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}))
+    data = load_dataset([str(tmp_path / "a.jsonl")], load_codec(tokenizer.folder), DataOptions(seq_len=64))
+    cut = "<·|·e·o·m·|·>"
+    assert data.example() == f"<|im_start|>user⏎a b{cut}⏎<|im_start|>assistant⏎[c d{cut}]⏎"
+    (note,) = data.report.notes
+    assert "cuts <|eom|> into 7 (by · below)" in note
+    tokenizer = make_tokenizer(tmp_path, bos="", chat_template=CHATML)
+    data = load_dataset([str(tmp_path / "a.jsonl")], load_codec(tokenizer.folder), DataOptions(seq_len=64))
+    assert "·" not in data.example()
+    assert not data.report.notes
