@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.engine.data.chat import CHATML, PLAIN, ChatTemplate, load_template, read_choice, standalone
+from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.encode import TEMPLATE, TOKENIZER, Encoded, encode
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.examples import Example
 from trireme.engine.data.sandbox import Begin, Died, Sandbox
+from trireme.engine.data.templates import CHATML, PLAIN, load_template, read_choice, standalone
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from trireme.engine.data.chat import PLAIN, ChatTemplate, load_template, read_choice
+from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.encode import Encoded, encode, overlap
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.examples import Chat, Completion, Text
+from trireme.engine.data.templates import PLAIN, load_template, read_choice
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 

@@ -6,12 +6,13 @@ import math
 import pytest
 from chats import bracketed, encoded, example_of, make_tokenizer, unused_of
 
-from trireme.engine.data.chat import CHATML, ChatTemplate, load_template
+from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.examples import Chat, Ids
 from trireme.engine.data.formats.formats import parse_map, read_row
+from trireme.engine.data.templates import CHATML, load_template
 from trireme.models.config import InputError
 
 user = lambda text, **more: {"role": "user", "content": text, **more}

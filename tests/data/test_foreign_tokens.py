@@ -9,13 +9,14 @@ from chats import CHATML, TALK, bracketed, encoded, make_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trireme.engine.data import tokens
-from trireme.engine.data.chat import BUILT_IN, ChatTemplate, load_template
+from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.encode import encode
 from trireme.engine.data.files import text
 from trireme.engine.data.formats.examples import Chat, Text
 from trireme.engine.data.specials import cut_up
+from trireme.engine.data.templates import BUILT_IN, load_template
 from trireme.engine.data.tokens import load_tokenizer
 
 TREE = [{"role": "user", "content": "Name a tall tree."}, {"role": "assistant", "content": "A redwood."}]
