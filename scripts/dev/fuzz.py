@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+    sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / name) for name in ("helpers", "fuzz")]
     from mutations import attack
     from targets import TARGETS
 

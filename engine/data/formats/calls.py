@@ -29,7 +29,7 @@ def read_tools(row: Fields) -> list[Fields] | None:
     return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
 
 
-def read_calls(message: Fields, where: str) -> list[Fields]:
+def read_calls(message: Fields, where: str, unused: dict[str, None]) -> list[Fields]:
     """`tool_calls` and the older `function_call` of a message, with arguments that are JSON. Raises BadRow."""
     calls, single = message.get("tool_calls") or [], message.get("function_call") or None
     if isinstance(calls, str):
@@ -40,16 +40,16 @@ def read_calls(message: Fields, where: str) -> list[Fields]:
         single = _parsed(single, f"{where}: 'function_call' is a string that is not JSON")
     if single is not None and not _is_call(single):
         raise BadRow(f"{where}: 'function_call' is not {{name, arguments}}")
-    return [_with_arguments(call, where) for call in [*calls, *([new_call(single)] if single else [])]]
+    return [_call(call, where, unused) for call in [*calls, *([new_call(single)] if single else [])]]
 
 
-def told_calls(value: Any, where: str) -> list[Fields]:
+def told_calls(value: Any, where: str, unused: dict[str, None]) -> list[Fields]:
     """Calls that are a turn of their own, `{name, arguments}` or a list, as objects or JSON. Raises BadRow."""
     calls = _parsed(value, f"{where}: the function call is not JSON") if isinstance(value, str) else value
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(_is_call(call) for call in calls):
         raise BadRow(f"{where}: a function call has no 'name'")
-    return [_with_arguments(new_call(call.get("function", call)), where) for call in calls]
+    return [_call({**new_call({}), **call} if "function" in call else new_call(call), where, unused) for call in calls]
 
 
 def new_call(function: Fields) -> Fields:
@@ -65,6 +65,8 @@ def number_calls(messages: list[Fields]) -> None:
             if call.get("id") == "":
                 call["id"] = f"call{i % 1000:03d}{k % 100:02d}"  # Mistral's templates insist on nine characters
             waiting.append(call.get("id") or "")
+        if not isinstance(message.get("tool_call_id", ""), (str, int)):
+            raise BadRow(f"the 'tool_call_id' of message {i} is {kind_of(message['tool_call_id'])}, expected a string")
         if message["role"] == "tool":
             answered = message.get("tool_call_id")
             if answered in waiting:
@@ -78,7 +80,10 @@ def _is_call(call: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
-def _with_arguments(call: Fields, where: str) -> Fields:
+_PARTS = ("id", "type", "index", "function")  # of a call; an index says its order
+
+
+def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
     """The call with `arguments`: as they are where they are JSON, {} where there are none. Llama says `parameters`."""
     function = dict(call.get("function", call))
     key = next((key for key in ("arguments", "parameters", "args") if function.get(key) is not None), "arguments")
@@ -88,8 +93,18 @@ def _with_arguments(call: Fields, where: str) -> Fields:
     held = _parsed(given, f"{of} are not JSON") if isinstance(given, str) else given
     if not isinstance(held, dict):
         raise BadRow(f"{of} are {kind_of(held)}, expected an object")
-    function["arguments"] = given if held else {}
-    return {**call, "function": function} if "function" in call else function
+    bare = "function" not in call
+    if not isinstance(call.get("id", ""), (str, int)):
+        raise BadRow(f"{where}: the 'id' of a call is {kind_of(call['id'])}, expected a string")
+    parts = (*(_PARTS if bare else ()), "name")
+    told = [key for key in function if key not in parts and function[key] not in (None, "", [], {})]
+    unused |= dict.fromkeys(f"messages[].tool_calls[].function.{key}" for key in told)
+    function = {key: value for key, value in function.items() if key in parts} | {"arguments": given if held else {}}
+    if bare:
+        return function
+    told = [key for key, value in call.items() if key not in _PARTS and value not in (None, "", [], {})]
+    unused |= dict.fromkeys(f"messages[].tool_calls[].{key}" for key in told)
+    return {key: value for key, value in call.items() if key in _PARTS} | {"function": function}
 
 
 def _parsed(text: str, what: str) -> Any:

@@ -52,11 +52,11 @@ def _turns(turns: list[Any], column: str, unused: dict[str, None], before: list[
     for i, turn in enumerate(turns):
         message = read_message(turn, f"{column}[{i}]", unused)
         if message["role"] == CALL:
-            message["tool_calls"] = told_calls(message.pop("content", None), f"{column}[{i}]")
+            message["tool_calls"] = told_calls(message.pop("content", None), f"{column}[{i}]", unused)
             last = messages[-1] if messages else {}
-            if last.get("role") == "assistant" and last.get("train", True) == message.get("train", True):
+            rest = [key for key in ("train", *message) if key not in ("role", "tool_calls")]
+            if last.get("role") == "assistant" and all(last.get(key) == message.get(key) for key in rest):
                 last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
-                last |= {key: value for key, value in message.items() if key not in ("role", "tool_calls")}
                 continue
             message |= {"role": "assistant", "content": ""}
         messages.append(message)

@@ -51,9 +51,11 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
         raise BadRow(f"{where} has no 'role'; its keys are {', '.join(map(repr, message)) or 'none'}")
     message["role"] = ROLES.get(message["role"].lower(), message["role"])
     refuse_media(message, f"{where}: ")
+    if message["role"] == CALL and (message.get("tool_calls") or message.get("function_call")):
+        raise BadRow(f"{where} is a call, and has calls beside it")
     if message["role"] != CALL:
         _read_content(message, where, unused)
-        calls = read_calls(message, where)
+        calls = read_calls(message, where, unused)
         for key in ("tool_calls", "function_call"):
             message.pop(key, None)
         if calls:
