@@ -96,10 +96,10 @@ class ChatTemplate:
         _check_written(messages, rendering)
         if template.tags:
             spans = _tagged(rendering, wanted)
-            _check_tagged_calls(messages, wanted, rendering)
         else:
             self._check_answers(messages, tools)
             spans = [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
+        _check_calls(messages, wanted, rendering, template.tags)
         text = rendering.text
         if self._stopped_by_next(tools) and wanted[-1:] == [True] and spans[-1][1] == len(text):
             text += self._eos  # no next turn: the model stops there, too
@@ -172,7 +172,6 @@ class ChatTemplate:
             )
         start, stop = found[0]
         written = rendering.text[start:stop]
-        _check_calls(i, messages[i], written)
         end = start + len(written.rstrip() if self._of(tools).end.strip() else written)
         if self._stopped_by_next(tools):
             end += next((len(stop) for stop in self._stops if rendering.text.startswith(stop, end)), 0)
@@ -205,20 +204,17 @@ def _tagged(rendering: Rendering, wanted: list[bool]) -> list[Span]:
     return [(a, b) for a, b in rendering.generated if not any(start <= a and b <= stop for start, stop in unwanted)]
 
 
-def _check_calls(i: int, message: Fields, written: str) -> None:
-    if any(_function(call)["name"] not in written for call in message.get("tool_calls", [])):
-        raise BadRow(
-            f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
-        )
-
-
-def _check_tagged_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering) -> None:
+def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering, tags: bool) -> None:
     """Raises BadRow where a call is not written, or is to be learned and not in {% generation %}."""
     for i, message in enumerate(messages):
         turns = [span for turn, span in rendering.turns if turn == i] or [(0, len(rendering.text))]
-        if wanted[i]:
+        if wanted[i] and tags:
             turns = [g for g in rendering.generated if any(a <= g[0] and g[1] <= b for a, b in turns)]
-        _check_calls(i, message, "".join(rendering.text[a:b] for a, b in turns))
+        written = "".join(rendering.text[a:b] for a, b in turns)
+        if any(_function(call)["name"] not in written for call in message.get("tool_calls", [])):
+            raise BadRow(
+                f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
+            )
 
 
 def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,8 +113,8 @@ class Report:
         )
 
 
-def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
-    """Warnings about the files, the tokenizer and the template."""
+def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str]) -> list[str]:
+    """Warnings about the files, the tokenizer and the template. `renames`: those of --map."""
     if codec is None:
         return []
     facts, total = codec.facts, lambda name: sum(file.meta[name] for file in files)
@@ -132,9 +132,11 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
         notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
     joined = [file for file in files if file.meta["format"] == "prompt,completion" and not file.meta["chats"]]
     if facts.template and joined:
+        theirs = {ours: name for name, ours in renames.items()}
+        as_chat = [f"{o}={theirs.get(t, t)}" for o, t in (("instruction", "prompt"), ("output", "completion"))]
         notes.append(
             "prompt and completion are joined as they are, without the chat template; "
-            "as question and answer, with it: --map instruction=prompt,output=completion"
+            f"as question and answer, with it: --map {','.join(as_chat)}"
         )
     texts = [file for file in files if not (facts.template and file.meta["chats"])]
     if facts.eos is None and any(file.meta["format"] != "input_ids" for file in texts):

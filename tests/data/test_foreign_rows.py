@@ -309,6 +309,11 @@ def test_masks_beside_ids(mask, tmp_path):
     assert encoded(both, None).trained.tolist() == [False, False, True]
     assert read_row({"input_ids": [1, 5], mask: [0, 1]})[2] == []
     assert "has 1 entries, 'input_ids' 2" in refused({"input_ids": [1, 2], mask: [1]})
+    other = {"input_ids": [1, 5, 6, 7, 2], "my_mask": [0, 0, 0, 1, 1]}
+    hint = refused(other).rpartition("--map ")[2].partition(",")[0]
+    assert read_row(other, renames=parse_map(hint))[1] == Ids([1, 5, 6, 7, 2], made.trained.tolist())
+    assert refused({"tokens": [1, 5]}).endswith("Perhaps --map input_ids=tokens.")
+    assert read_row({"input_ids": [1, 5], "special_tokens_mask": [1, 0]})[2] == ["special_tokens_mask"]
     assert "neither 0 nor 1" in refused({"input_ids": [1, 2], mask: [1, 0.5]})
 
 
@@ -429,8 +434,9 @@ def test_prompt_and_completion_as_messages_are_no_joined_text(tmp_path):
     codec, path = load_codec(tokenizer.folder), tmp_path / "a.jsonl"
     path.write_text(json.dumps(row))
     assert not load_dataset([str(path)], codec, DataOptions(seq_len=64)).report.notes
-    path.write_text(json.dumps({"prompt": "Hi?", "completion": "Hello."}))
-    (note,) = load_dataset([str(path)], codec, DataOptions(seq_len=64)).report.notes
-    hint = note.rpartition("--map ")[2]
-    data = load_dataset([str(path)], codec, DataOptions(seq_len=64, map=hint))
-    assert data.example().endswith("assistant⏎[Hello.<|im_end|>]⏎")
+    for keys, given in ((("prompt", "completion"), None), (("ask", "reply"), "prompt=ask,completion=reply")):
+        path.write_text(json.dumps(dict(zip(keys, ("Hi?", "Hello."), strict=True))))
+        (note,) = load_dataset([str(path)], codec, DataOptions(seq_len=64, map=given)).report.notes
+        hint = note.rpartition("--map ")[2]
+        data = load_dataset([str(path)], codec, DataOptions(seq_len=64, map=hint))
+        assert data.example().endswith("assistant⏎[Hello.<|im_end|>]⏎")

@@ -94,7 +94,8 @@ def _learned(row: dict[str, Any]) -> set[str]:
     told: set[str] = set()
     for column in ("messages", "conversations", "completion"):
         turns = row.get(column)
-        turns = json.loads(turns) if isinstance(turns, str) and turns.startswith("[{") else turns
+        with suppress(ValueError):
+            turns = json.loads(turns) if isinstance(turns, str) and turns.startswith("[{") else turns
         for turn in [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else ():
             off = [turn.get(key) in (0, False) for key in ("train", "training", "loss", "loss_mask", "weight")]
             off += [turn.get(key) is True for key in ("mask", "masked")]

@@ -94,6 +94,8 @@ def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
     if not isinstance(held, dict):
         raise BadRow(f"{of} are {kind_of(held)}, expected an object")
     bare = "function" not in call
+    if not bare and call.get("type") not in (None, "", "function"):
+        raise BadRow(f"{where}: the type of a call is {call['type']!r}, expected 'function'")
     if not isinstance(call.get("id", ""), (str, int)):
         raise BadRow(f"{where}: the 'id' of a call is {kind_of(call['id'])}, expected a string")
     parts = (*(_PARTS if bare else ()), "name")

@@ -61,7 +61,7 @@ def filled_list(row: Mapping[str, Any], key: str, of: str) -> list[Any]:
     """A list, not empty, `of` such things. Raises BadRow."""
     value = row[key]
     if not isinstance(value, list):
-        python = isinstance(value, str) and value.strip()[:2] in ("[{", "[", "[1") and "'" in value
+        python = isinstance(value, str) and value.lstrip().startswith("[") and "'" in value
         hint = " (it looks like Python's; write it with json.dumps)" if python else ""
         raise BadRow(f"{key!r} is {kind_of(value)}, expected a list of {of}{hint}")
     if not value:

@@ -44,7 +44,7 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
         return form
     given = row if given is None else given
     keys = set(given)
-    likely = [(ours, theirs) for ours, theirs in _LIKELY if set(theirs) <= keys] + _talks(given)
+    likely = [(ours, theirs) for ours, theirs in _LIKELY if set(theirs) <= keys] + _by_value(given)
     for ours, theirs in likely[:1]:
         hint += f" Perhaps --map {','.join(f'{o}={t}' for o, t in zip(ours, theirs, strict=True))}."
     found = ", ".join(repr(shown(key, KEY)) for key in list(given)[:8]) or "none"
@@ -76,9 +76,11 @@ def _fitting(row: Mapping[str, Any]) -> Format | None:
     return next((form for form in FORMATS if all(key in row for key in form.keys)), None)
 
 
-def _talks(row: Mapping[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Columns that hold a conversation, whatever they are called."""
+def _by_value(row: Mapping[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Columns that hold a conversation or tokens, whatever they are called."""
     for key, value in row.items():
+        if isinstance(value, list) and value and all(type(token) is int for token in value):
+            return [(("input_ids",), (key,))]
         if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
             if all({"role", "content"} <= turn.keys() for turn in value):
                 return [(("messages",), (key,))]

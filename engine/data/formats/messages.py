@@ -58,6 +58,8 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
         calls = read_calls(message, where, unused)
         for key in ("tool_calls", "function_call"):
             message.pop(key, None)
+        if calls and message["role"] != "assistant":
+            raise BadRow(f"{where} has calls, and the role {message['role']!r}; only an assistant calls")
         if calls:
             message["tool_calls"] = calls
     trained = _trained(message, where, unused)

@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
@@ -177,6 +178,7 @@ def full(path: str | Path) -> str:
 
 
 def _absolute(data: str) -> str:
-    """FILE or FILE:WEIGHT made absolute; a share (0.02), `-` and `plain` as given."""
+    """A file, folder or pattern, with :WEIGHT or not, made absolute; a share (0.02), `-` and `plain` as given."""
     word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
-    return full(data) if Path(re.sub(r":[\d.]+$", "", data)).exists() and not word else data
+    path = re.sub(r":[\d.]+$", "", data)
+    return full(data) if (Path(path).exists() or glob.has_magic(path)) and not word else data
