@@ -92,6 +92,7 @@ PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *(RO
 USERS_PAGES = [
     "README.md",
     "docs/coming-from.md",
+    "docs/data.md",
     "docs/troubleshooting.md",
     "docs/how-it-works.md",
     "docs/transcripts.md",
