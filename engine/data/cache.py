@@ -207,7 +207,9 @@ def _used(place: Path) -> tuple[float, int, Path]:
 
 
 _META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)
-_COUNTS = dict(unused=list, characters=int, unknown=int, said=int, unwritten=int, chats=int)  # in later versions
+_COUNTS = dict(
+    unused=list, characters=int, unknown=int, said=int, unwritten=int, chats=int, early=int
+)  # in later versions
 
 
 def open_tokens(folder: Path) -> TokenFile | None:

@@ -90,8 +90,8 @@ class ChatTemplate:
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
         usual, template = self._of(tools), self._template(tools)
         written = [_with_calls({k: v for k, v in m.items() if k != "train"}, usual.arguments) for m in messages]
-        rendering = template.render([_with_parts(m, usual.parts) for m in written], tools)
         messages = [_with_parts(m, False) for m in written]
+        rendering = _rendered(template, [_with_parts(m, usual.parts) for m in written], messages, tools)
         _check_tools(tools, rendering.text)
         _check_written(messages, rendering)
         if template.tags:
@@ -249,6 +249,14 @@ def _with_calls(message: Fields, form: type | None) -> Fields:
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
+
+
+def _rendered(template: Template, parts: list[Fields], joined: list[Fields], tools: list[Fields] | None) -> Rendering:
+    """Of messages with lists of parts where the template takes them in all roles, else of joined ones."""
+    if parts != joined:
+        with suppress(BadRow):
+            return template.render(parts, tools)
+    return template.render(joined, tools)
 
 
 def _with_parts(message: Fields, parts: bool) -> Fields:

@@ -265,7 +265,9 @@ def _lay_out(
     fitted = documents.fit(weighed, files, options.seq_len, options.long)
     pieces = fitted.pieces
     if not len(pieces):
-        raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}, or answer only after it.")
+        texts = all(file.meta["format"] == "text" for file in files)
+        why = "" if texts else ", or answer only after it"
+        raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}{why}.")
     lengths = pieces["length"]
     order, packed = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
     pieces, bounds = documents.with_labels(pieces[order], packed)

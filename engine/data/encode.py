@@ -23,6 +23,7 @@ class Encoded(NamedTuple):
     said: int = 0  # as Marked
     unwritten: int = 0
     unread: tuple[str, ...] = ()
+    early: bool = False  # ends within what is learned
 
 
 TEMPLATE, TOKENIZER = "the chat template", "the tokenizer"
@@ -57,7 +58,10 @@ def encode(
                 results[i] = found
             else:
                 made = _counted(_learned(example, *found, whole, tokenizer), whole.text, tokenizer)
-                results[i] = made._replace(said=whole.said, unwritten=whole.unwritten, unread=whole.unread)
+                ends = int(np.isin(made.ids[made.trained], tokenizer.stop_ids).sum())
+                results[i] = made._replace(
+                    said=whole.said, unwritten=whole.unwritten, unread=whole.unread, early=ends > len(whole.spans)
+                )
     return [results[i] for i in range(len(examples))]
 
 

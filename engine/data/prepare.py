@@ -66,6 +66,7 @@ class _Tally:
     said: int = 0  # characters, as Marked
     unwritten: int = 0
     chats: int = 0  # rows for a chat template
+    early: int = 0  # rows, as Encoded
 
     def reject(self, number: int, error: BadRow) -> None:
         self.bad += 1
@@ -143,7 +144,7 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         unused = [shown(key) if key.strip() else "a column without a name" for key in list(tally.unused)[:_NAMED]]
         meta |= {"first_bad": tally.first_bad, "unused": unused}
         meta |= {"characters": tally.encoded, "unknown": tally.unknown}
-        meta |= {"said": tally.said, "unwritten": tally.unwritten, "chats": tally.chats}
+        meta |= {"said": tally.said, "unwritten": tally.unwritten, "chats": tally.chats, "early": tally.early}
         return writer.finish(meta)
     except BaseException as error:
         writer.abandon()
@@ -219,6 +220,7 @@ def _put(
             tally.said += result.said
             tally.unwritten += result.unwritten
             tally.unused |= dict.fromkeys(result.unread)
+            tally.early += result.early
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:

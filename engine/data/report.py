@@ -123,6 +123,9 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[s
     if lost := total("unwritten"):
         share = f"{100 * lost / total('said'):.2g} %"
         notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained")
+    if early := total("early"):
+        ends = "an end token among the words that are trained, which teaches to stop there"
+        notes.append(f"{count(early, 'row')} with {ends}")
     if unknown := total("unknown"):
         share = f"{100 * unknown / sum(int(file.offsets[-1]) for file in files):.2g} %"
         notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")

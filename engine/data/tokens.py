@@ -44,6 +44,10 @@ class Tokenizer:
     stops: tuple[str, ...] = ()  # tokens at which generation stops
 
     @cached_property
+    def stop_ids(self) -> list[int]:
+        return [i for stop in self.stops if (i := self.core.token_to_id(stop)) is not None]
+
+    @cached_property
     def greedy(self) -> dict[int, str]:
         """Added tokens that take the spaces beside them."""
         added = self.core.get_added_tokens_decoder()

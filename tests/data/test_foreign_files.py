@@ -293,6 +293,23 @@ def test_progress_is_told_within_one_line(tmp_path, codec, monkeypatch):
     assert len(batch.ids) == len(whole) + 2
 
 
+def test_a_tokenizer_that_the_model_was_not_grown_for(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "".join(map(chr, range(32, 1000)))}))
+    with pytest.raises(InputError, match=r"has 60 tokens that the model was not given.*resize_token_embeddings\(260\)"):
+        load(load_codec(tokenizer.folder), tmp_path / "a.jsonl", vocab_size=200)
+    with pytest.raises(InputError, match="does not belong to this model"):
+        load(load_codec(tokenizer.folder), tmp_path / "a.jsonl", vocab_size=100)
+
+
+def test_without_a_tokenizer_json_it_is_said_how_to_make_one(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}')
+    assert load_codec(tmp_path) is None
+    with pytest.raises(InputError, match=r"AutoTokenizer.from_pretrained\(DIR\).save_pretrained\(FOLDER\)"):
+        load(None, tmp_path / "a.jsonl")
+
+
 def test_a_row_that_is_too_long_says_a_way_out(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.engine.data.files.json_rows.ROW", 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 200}))

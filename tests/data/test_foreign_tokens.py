@@ -271,6 +271,14 @@ def test_parts_are_joined_as_servers_join_them(tmp_path):
     made = encoded({"messages": talk}, tokenizer, load_template(tokenizer))
     assert made.ids.tolist() == peer(tmp_path).apply_chat_template(talk, return_dict=False)
     assert "First: a.Second: b." in tokenizer.decode(made.ids)
+    both = [talk[0], {"role": "assistant", "content": parts}]  # a template that takes lists of users alone
+    alone = lists.replace("m.content is string", "m.role == 'assistant'").replace(
+        "{{ m.content }}", "{{ m.content + '' }}"
+    )
+    tokenizer = make_tokenizer(tmp_path, bos="", chat_template=alone)
+    assert "First: a.\nSecond: b." in tokenizer.decode(
+        encoded({"messages": both}, tokenizer, load_template(tokenizer)).ids
+    )
 
 
 def test_the_template_of_a_processor_is_found(tmp_path):
@@ -287,6 +295,21 @@ def test_what_a_template_writes_and_is_not_there_is_named():
     source = "{% for m in messages %}{{ m.name | tojson }}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="it writes 'name', which is not there"):
         ChatTemplate({"default": source}, {}).mark(TALK, None)
+
+
+def test_an_end_token_among_the_words_is_noted(tmp_path):
+    """Its tokens are those of transformers, and the model learns to stop there."""
+    codec = load_codec(make_tokenizer(tmp_path, bos="", chat_template=CHATML.replace("<|im_end|>", "</s>")).folder)
+    path = tmp_path / "a.jsonl"
+    for said, notes in (("a </s> b", 1), ("a b", 0), ("a b</s>", 1)):
+        row = {"messages": [{"role": "user", "content": "x </s> y"}, {"role": "assistant", "content": said}]}
+        path.write_text(json.dumps(row))
+        found = load_dataset([str(path)], codec, DataOptions(seq_len=64)).report.notes
+        assert ["1 row with an end token among the words" in note for note in found] == [True] * notes
+    path.write_text(json.dumps({"prompt": "a </s>", "completion": "b </s> c"}))
+    assert "1 row with an end token" in load_dataset([str(path)], codec, DataOptions(seq_len=64)).report.notes[0]
+    path.write_text(json.dumps({"prompt": "a </s>", "completion": "b </s>"}))
+    assert "end token" not in load_dataset([str(path)], codec, DataOptions(seq_len=64)).report.notes[0]
 
 
 def test_built_in_templates_read_what_they_are_given(tmp_path):

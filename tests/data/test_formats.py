@@ -68,7 +68,8 @@ def test_parquet(tmp_path):
     assert values(path) == [{"messages": TALK}] * 2
     times = pyarrow.array([1234567890123456789], pyarrow.timestamp("ns"))  # of which Python has none
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x"], "when": times}), path)
-    assert values(path) == [{"text": "x"}]
+    assert values(path) == [{"text": "x", "when": 0.5}]
+    assert read_row(values(path)[0])[2] == ["when"]
     nested = pyarrow.StructArray.from_arrays([times], ["when"])
     twice = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["text", "text"])
     for table, what in (pyarrow.table({"text": nested}), "can be read: Nanosecond"), (twice, "names a column twice"):

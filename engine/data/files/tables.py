@@ -13,6 +13,7 @@ from trireme.engine.data.files.rows import ROW, TOO_LARGE, BadRow, Bytes, Row
 from trireme.models.config import InputError
 
 _BATCH = 256  # rows made at once
+_TIME = 0.5  # stands for a time, which is named as not used
 
 
 class _Lines:
@@ -70,10 +71,11 @@ def read_columns(path: Path, file: Bytes) -> Iterator[Row]:
         raise InputError(f"{path}: {path.suffix} needs pyarrow. Install it: pip install pyarrow.") from None
     number, batches = 0, _parquet if path.suffix.lower() != ".arrow" else _arrow
     try:
-        for batch in batches(pyarrow, path, file):
+        for batch, timed in batches(pyarrow, path, file):
+            times = dict.fromkeys(timed, _TIME)
             for value in batch.to_pylist():
                 number += 1
-                yield Row(number, {key: _without_nulls(inside) for key, inside in value.items()})
+                yield Row(number, {k: _without_nulls(v) for k, v in value.items()} | times)
     except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:
         if getattr(error, "errno", None) or isinstance(error, InputError):  # a failing disk; pyarrow's own have none
             raise
@@ -82,12 +84,13 @@ def read_columns(path: Path, file: Bytes) -> Iterator[Row]:
         raise InputError(f"{path} is not {kind} that can be read: {what}.") from None
 
 
-def _parquet(pyarrow: Any, path: Path, file: Bytes) -> Iterator[Any]:
+def _parquet(pyarrow: Any, path: Path, file: Bytes) -> Iterator[tuple[Any, list[str]]]:
     made = pyarrow.parquet.ParquetFile(file)
-    yield from made.iter_batches(_BATCH, columns=_columns(pyarrow, path, made.schema_arrow))
+    names, timed = _columns(pyarrow, path, made.schema_arrow)
+    yield from ((batch, timed) for batch in made.iter_batches(_BATCH, columns=names))
 
 
-def _arrow(pyarrow: Any, path: Path, file: Bytes) -> Iterator[Any]:
+def _arrow(pyarrow: Any, path: Path, file: Bytes) -> Iterator[tuple[Any, list[str]]]:
     """Of a stream, as the datasets library writes it, or of a file of Arrow's."""
     if file.read(6) == b"ARROW1":
         made = pyarrow.ipc.open_file(file)
@@ -95,17 +98,18 @@ def _arrow(pyarrow: Any, path: Path, file: Bytes) -> Iterator[Any]:
     else:
         file.seek(0)
         batches = made = pyarrow.ipc.open_stream(file)
-    names = _columns(pyarrow, path, made.schema)
+    names, timed = _columns(pyarrow, path, made.schema)
     for batch in batches:
         kept = batch.select(names)
-        yield from (kept.slice(at, _BATCH) for at in range(0, kept.num_rows, _BATCH))
+        yield from ((kept.slice(at, _BATCH), timed) for at in range(0, kept.num_rows, _BATCH))
 
 
-def _columns(pyarrow: Any, path: Path, schema: Any) -> list[str]:
-    """All but times: no format uses them, and Python has no nanoseconds. Raises InputError."""
+def _columns(pyarrow: Any, path: Path, schema: Any) -> tuple[list[str], list[str]]:
+    """(columns to read, those of times, which no format uses, and Python has no nanoseconds). Raises InputError."""
     if len(set(schema.names)) != len(schema.names):
         raise InputError(f"{path} names a column twice: {', '.join(schema.names)}.")
-    return [field.name for field in schema if not pyarrow.types.is_temporal(field.type)]
+    timed = [field.name for field in schema if pyarrow.types.is_temporal(field.type)]
+    return [name for name in schema.names if name not in timed], timed
 
 
 def _without_nulls(value: Any) -> Any:

@@ -5,7 +5,6 @@ No torch.
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
@@ -181,4 +180,4 @@ def _absolute(data: str) -> str:
     """A file, folder or pattern, with :WEIGHT or not, made absolute; a share (0.02), `-` and `plain` as given."""
     word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
     path = re.sub(r":[\d.]+$", "", data)
-    return full(data) if (Path(path).exists() or glob.has_magic(path)) and not word else data
+    return full(data) if (Path(path).exists() or set("*?") & set(path)) and not word else data
