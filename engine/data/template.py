@@ -61,6 +61,10 @@ class _Message(dict[str, Any]):
         self.read.update(self)
         return super().values()
 
+    def __repr__(self) -> str:
+        self.read.update(self)
+        return super().__repr__()
+
     def __iter__(self) -> Any:  # so that a copy reads by key
         return super().__iter__()
 

@@ -118,6 +118,13 @@ def test_byte_order_marks_wherever_files_were_joined(tmp_path):
     assert values(tmp_path / "a.jsonl") == ROWS
 
 
+def test_a_header_within_a_joined_table_is_no_row(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext,n\nx,1\n\xef\xbb\xbftext,n\ny,2\n")
+    first, fault, second = values(tmp_path / "a.csv")
+    assert (first["text"], second["text"]) == ("x", "y")
+    assert "is the header again" in str(fault)
+
+
 # ---------------------------------------------------------------- Arrow
 
 

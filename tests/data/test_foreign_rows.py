@@ -220,7 +220,7 @@ def test_keys_that_no_template_reads_are_named(tmp_path):
     reads = TAGLESS.replace("(m.content or '')", "(m.content or '') + (m.name or '') + (m['mood'] or '')")
     template = ChatTemplate({"default": reads}, {})
     assert unused_of({"messages": talk}, tokenizer, template) == []
-    for form in ("{{ m | tojson }}", "{{ m.items() | list }}", "{% for k in m %}{{ m[k] }}{% endfor %}"):
+    for form in ("{{ m | tojson }}", "{{ m.items() | list }}", "{% for k in m %}{{ m[k] }}{% endfor %}", "{{ m }}"):
         template = ChatTemplate({"default": "{% for m in messages %}@" + form + "${% endfor %}"}, {})
         assert template.mark([user("a", mood="glad")], None).unread == ()
     thoughts = said("Hello.", reasoning_content="Hm.")
@@ -291,7 +291,7 @@ def test_rows_of_more_than_text_are_refused(row, says):
 
 
 def test_an_empty_column_of_images_is_none():
-    for value in (None, [], ""):
+    for value in (None, [], "", "[]"):
         assert example_of({"messages": TALK, "images": value}).messages == TALK
 
 
@@ -363,6 +363,7 @@ ASK, GOOD, BAD = [user("?")], [said("good")], [said("bad")]
         *({"prompt": "?", "completion": "good", "label": tag} for tag in (True, "True", "true", 1, "1", 1.0)),
         {"messages": ASK + GOOD, "kto_tag": "True"},
         {"instruction": "?", "output": "good", "label": "desirable"},
+        {"chosen": json.dumps(ASK + GOOD), "rejected": json.dumps(ASK + BAD)},  # of a CSV
     ],
 )
 def test_preferences_are_refused_and_the_hint_works_when_followed(row):

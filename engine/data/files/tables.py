@@ -53,7 +53,9 @@ def read_csv(path: Path, file: Bytes) -> Iterator[Row]:
             lines.taken, number, begins = 0, begins, reader.line_num + 1
             if not cells:
                 continue
-            if len(cells) != len(header):
+            if cells == header or [cell.removeprefix("\ufeff") for cell in cells] == header:
+                yield Row(number, BadRow("is the header again. Were files joined? Give each with its own --data"))
+            elif len(cells) != len(header):
                 yield Row(number, BadRow(f"has {len(cells)} cells, the header {len(header)}"))
             else:
                 yield Row(number, dict(zip(header, cells, strict=True)))

@@ -93,7 +93,7 @@ def check_row(row: Mapping[str, Any], renames: Mapping[str, str] | None = None) 
     """Raises BadRow where it holds preferences, or more than text. `renames`: those of --map."""
 
     def format_of(more: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
-        renamed = rename(dict(row), more)
+        renamed = parsed(rename(dict(row), more))
         form = _fitting(renamed)
         try:
             if form:

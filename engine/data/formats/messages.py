@@ -31,7 +31,7 @@ def refuse_media(keys: Mapping[str, Any], where: str, unless: str = "") -> None:
     """Raises BadRow where a key holds images, videos or audio. `unless`: when its column may be left out."""
     for key, value in keys.items():
         stem = key.lower().removesuffix("s").removesuffix("_url").removesuffix("_path")
-        if stem in _MEDIA and value not in (None, "", [], {}):
+        if stem in _MEDIA and value not in (None, "", [], {}, "[]", "{}", "null"):
             way_out = f". {unless.capitalize()}, leave the column out: --map unused={key}" if unless else ""
             raise BadRow(f"{where}{key!r} holds what is no text; only text can be trained on{way_out}")
 
