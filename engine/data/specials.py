@@ -27,44 +27,56 @@ def named(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any]:
 
 
 def added(
-    config: dict[str, Any], older: dict[str, Any], older_ids: dict[str, Any], listed: list[dict[str, Any]]
+    config: dict[str, Any], older: dict[str, Any], older_ids: dict[str, Any], spec: dict[str, Any]
 ) -> list[tokenizers.AddedToken]:
-    """Tokens to add, in order. `older_ids`: added_tokens.json; `listed`: those of tokenizer.json."""
+    """Tokens to add, in order; of one text the last counts. `older_ids`: added_tokens.json; `spec`: tokenizer.json."""
     names, extra = named(config, older), _extra(config, older)
+    padding = spec.get("padding")
+    if isinstance(padding, dict):
+        names = {"pad_token": padding.get("pad_token")} | names
     ordered = [names.get(name) for name in (*NAMES, *(n for n in names if n not in NAMES))]
-    special = {text(value) for value in (*ordered, *extra) if value}
+    own = {text(value) for value in ordered}
     by_id: dict[int, tokenizers.AddedToken] = {}
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         by_id = {int(i): _token(value) for i, value in decoder.items() if _is_id(i) and text(value)}
     else:
+        special = own | {text(value) for value in extra}
         for content, i in older_ids.items():
             if type(i) is int and content:
-                known = content in special
-                by_id[i] = tokenizers.AddedToken(content, normalized=not known, special=known)
-        by_id |= {token["id"]: _token(token) for token in listed if type(token.get("id")) is int and text(token)}
-    by_content = {token.content: token for token in by_id.values()}
-    found = {token.content: token for _, token in sorted(by_id.items())}
-    for value in (*ordered, *extra):
-        if content := text(value):
-            token = by_content.get(content) or _token(value, special=True)
-            if value in ordered:
-                token.special = True
-            found.setdefault(content, token)
-    return list(found.values())
+                by_id[i] = tokenizers.AddedToken(content, normalized=content not in special, special=content in special)
+        by_id |= {token["id"]: _token(token) for token in listed(spec) if type(token.get("id")) is int and text(token)}
+    found = [token for _, token in sorted(by_id.items())]
+    known = {token.content for token in found} | {text(token) for token in listed(spec)}
+    values = [*ordered, *extra]
+    for i, value in enumerate(values):
+        if (content := text(value)) and content not in known and value not in values[:i]:
+            found.append(_token(value, special=True))
+            found[-1].special |= content in own
+    return found
+
+
+def listed(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The added tokens of tokenizer.json."""
+    given = spec.get("added_tokens")
+    return [token for token in given if isinstance(token, dict)] if isinstance(given, list) else []
+
+
+def _extra(config: dict[str, Any], older: dict[str, Any]) -> list[Any]:
+    """Further special tokens, by either name; of the older file only those of the newer name beside others."""
+    older = {} if "added_tokens_decoder" in config else older
+    found = [
+        given.get(name) for given in (config, older) for name in ("extra_special_tokens", "additional_special_tokens")
+    ]
+    new, additional, more, last = (value if isinstance(value, list) else None for value in found)
+    ours = new or additional if additional is not None else new
+    if more is not None:
+        return [*(ours or []), *more]
+    return ours if ours is not None else last or []
 
 
 def _is_id(key: str) -> bool:
     return key.isdecimal() and len(key) < 12
-
-
-def _extra(config: dict[str, Any], older: dict[str, Any]) -> list[Any]:
-    found = []
-    for given in (config,) if "added_tokens_decoder" in config else (config, older):
-        for name in ("extra_special_tokens", "additional_special_tokens"):
-            value = given.get(name)
-            found += value if isinstance(value, list) else []
-    return found
 
 
 def text(value: Any) -> str:

@@ -158,11 +158,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     if not path.is_file():
         return None
     content = _read(path)
-    spec, notes = _without_chance(_parse(content, path))
+    whole = _parse(content, path)
+    spec, notes = _without_chance(whole)
     config, older = _optional(folder / "tokenizer_config.json"), _optional(folder / "special_tokens_map.json")
-    listed = spec["added_tokens"] if isinstance(spec.get("added_tokens"), list) else []
-    listed = [token for token in listed if isinstance(token, dict)]
-    more = specials.added(config, older, _optional(folder / "added_tokens.json"), listed)
+    more = specials.added(config, older, _optional(folder / "added_tokens.json"), whole)
     try:
         core = tokenizers.Tokenizer.from_str(json.dumps(spec))
         core.add_tokens(more)
@@ -173,7 +172,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         core.add_tokens(more)
     except BaseException as error:
         raise InputError(f"{path} is not a tokenizer that can be read: {_reason(error)}. Download it again.") from None
-    known = {token["content"] for token in listed if isinstance(token.get("content"), str)}
+    known = {specials.text(token) for token in specials.listed(whole)}
     new = [repr(token) for token in more if token.content not in known]
     names = _specials(folder, specials.named(config, older))
     lead, tail = _around(*around)

@@ -1,6 +1,7 @@
 """Tokenizers and templates of strangers: the tokens that transformers makes, what is trained, where a turn stops."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -78,6 +79,52 @@ def test_the_older_files_of_special_tokens(tmp_path):
     config = {"eos_token": "</s>", "added_tokens_decoder": {}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))  # then the older file is not read
     assert load_tokenizer(tmp_path).eos == 1
+
+
+TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<new>", "abc", "[X]"]
+
+
+def random_config(dice):
+    """(tokenizer_config.json, special_tokens_map.json): tokens by any key, as texts or with flags, some twice."""
+    flags = lambda: {key: dice.random() < 0.4 for key in ("lstrip", "rstrip", "normalized", "single_word")}
+    plain = lambda: {"content": dice.choice(TOKENS), **flags()}
+    typed = lambda: (
+        plain() | {"__type": "AddedToken"} | ({"special": dice.random() < 0.5} if dice.random() < 0.5 else {})
+    )
+    token = lambda: dice.choice(TOKENS) if dice.random() < 0.5 else typed()
+    some = lambda *names: [name for name in names if dice.random() < 0.4]
+    config = {name: token() for name in some("bos_token", "eos_token", "pad_token", "unk_token", "foo_token")}
+    for name in some("additional_special_tokens", "extra_special_tokens")[:1]:
+        config[name] = [token() for _ in range(dice.randrange(3))]
+    if dice.random() < 0.3:
+        ids = dice.sample(range(8), dice.randrange(4))
+        config["added_tokens_decoder"] = {str(i): plain() | {"special": dice.random() < 0.5} for i in ids}
+    older = {name: dice.choice([dice.choice(TOKENS), plain()]) for name in some("bos_token", "eos_token")}
+    return config, older | {name: [dice.choice(TOKENS)] for name in some("additional_special_tokens")}
+
+
+@pytest.mark.full
+def test_special_tokens_of_any_configuration_are_those_of_transformers(tmp_path):
+    said, compared = "x <s> y  </s>  <|im_start|> abc <|im_end|><new> [X] [x] zabcz ", 0
+    make_tokenizer(tmp_path, bos="")
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    for seed in range(150):
+        dice = random.Random(seed)
+        config, older = random_config(dice)
+        kept = [token for token in whole["added_tokens"] if dice.random() < 0.5]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(whole | {"added_tokens": kept}))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+        try:
+            theirs = peer(tmp_path)
+        except Exception:  # an unknown token that it cannot have
+            continue
+        ours = load_tokenizer(tmp_path)
+        assert ours.encode([said])[0][0].tolist() == theirs.encode(said, add_special_tokens=False), seed
+        if "eos_token" in config | older and theirs.eos_token_id is not None:
+            assert ours.eos == theirs.eos_token_id, seed
+        compared += 1
+    assert compared > 100
 
 
 def test_added_tokens_are_part_of_what_makes_tokens(tmp_path):
