@@ -96,10 +96,11 @@ class _Programs:
             raise InputError("the tokenizer or its chat template was changed while data was read. Begin again.")
         return encode(examples, self._tokenizer, self._template, self._begin)
 
-    def parts(self, ids: np.ndarray, stops: Sequence[int]) -> list[str]:
-        """What ids[:stop] adds to the text before, for ascending stops; CUT where a special token is cut up."""
+    def parts(self, ids: np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
+        """What ids[:stop] adds to the text before, for ascending stops; with `marks`, CUT in special tokens cut up."""
         self._begin(TOKENIZER, len(ids))
-        cuts = {at for _, first, stop in self._tokenizer.cut_up(ids, self._looks) for at in range(first + 1, stop)}
+        found = self._tokenizer.cut_up(ids, self._looks) if marks else []
+        cuts = {at for _, first, stop in found for at in range(first + 1, stop)}
         parts, shown, part = [], 0, ""
         for stop in sorted({*stops, *cuts}):  # from the beginning: decoders strip the first space
             text = self._tokenizer.decode(ids[:stop])[:SHOWN]
@@ -135,13 +136,16 @@ class Codec:
         return Sandbox(_Programs, *self._made_of)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text, special tokens included; fails as `parts`."""
-        return "".join(self.parts(ids, [len(ids)]))
+        """The text, special tokens included. For show: a failure gives its reason in brackets."""
+        return "".join(self._parts(ids, [len(ids)], False))
 
     def parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[str]:
-        """The text, parted at token counts `stops`. For show: a failure gives its reason in brackets."""
+        """The text, parted at token counts `stops`, with CUT in special tokens that are several. Fails as `decode`."""
+        return self._parts(ids, stops, True)
+
+    def _parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
         try:
-            return self.sandbox.call(_Programs.parts, np.asarray(ids), list(stops))
+            return self.sandbox.call(_Programs.parts, np.asarray(ids), list(stops), marks)
         except (InputError, BadRow, Died, MemoryError, OSError) as error:
             return [f"({error})"]
 

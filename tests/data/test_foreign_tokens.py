@@ -391,6 +391,8 @@ def test_the_example_marks_where_a_special_token_is_cut(tmp_path):
     tokenizer = make_tokenizer(tmp_path, bos="", chat_template=source)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}))
     data = load_dataset([str(tmp_path / "a.jsonl")], load_codec(tokenizer.folder), DataOptions(seq_len=64))
+    (batch,) = data.batches(1)
+    assert "<|eom|>" in data.codec.decode(batch.ids)  # as in samples of a run
     cut = "<·|·e·o·m·|·>"
     assert data.example() == f"<|im_start|>user⏎a b{cut}⏎<|im_start|>assistant⏎[c d{cut}]⏎"
     (note,) = data.report.notes
