@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 
 import numpy as np
 import pytest
@@ -168,6 +169,30 @@ def test_nulls_that_arrow_put_in_are_no_arguments(tmp_path, arrow, name):
     assert "that can be read" in fails(path)
 
 
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda pa: {"text": pa.array(["x", "y"]).dictionary_encode()}, None),
+        (lambda pa: {"text": pa.array(["x", "y"], pa.large_string()), "id": pa.array([1, 2])}, None),
+        (lambda pa: {"text": pa.array([b"x", b"y"])}, "'text' is bytes, expected a string"),
+        (lambda pa: {"prompt": pa.array([None, None], pa.string()), "completion": ["x", "y"]}, "'prompt' is null"),
+        (lambda pa: {"input_ids": pa.array([[1.0, 2.0]] * 2)}, "'input_ids' holds something that is not a whole"),
+        (lambda pa: {"messages": pa.array([[("role", "user")]] * 2, pa.map_(pa.string(), pa.string()))},
+         "messages[0] is tuple, expected {role, content}"),
+        (lambda pa: {"text": pa.array([], pa.string())}, "holds no rows"),
+    ],
+)  # fmt: skip
+def test_types_of_parquet_are_read_or_refused(tmp_path, arrow, codec, make, says):
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(arrow.table(make(arrow)), tmp_path / "a.parquet")
+    if says is None:
+        assert load(codec, tmp_path / "a.parquet").report.counts.rows == 2
+    else:
+        with pytest.raises(InputError, match=re.escape(says)):
+            load(codec, tmp_path / "a.parquet")
+
+
 def saved(arrow, folder, rows, shards=1, **state):
     """As save_to_disk writes it."""
     folder.mkdir(parents=True)
@@ -303,7 +328,7 @@ def test_progress_is_told_within_one_line(tmp_path, codec, monkeypatch):
 def test_a_tokenizer_that_the_model_was_not_grown_for(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "".join(map(chr, range(32, 1000)))}))
-    with pytest.raises(InputError, match=r"has 60 tokens that the model was not given.*resize_token_embeddings\(260\)"):
+    with pytest.raises(InputError, match=r"has 61 tokens that the model was not given.*resize_token_embeddings\(261\)"):
         load(load_codec(tokenizer.folder), tmp_path / "a.jsonl", vocab_size=200)
     with pytest.raises(InputError, match="does not belong to this model"):
         load(load_codec(tokenizer.folder), tmp_path / "a.jsonl", vocab_size=100)

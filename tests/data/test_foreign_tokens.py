@@ -401,3 +401,13 @@ def test_the_example_marks_where_a_special_token_is_cut(tmp_path):
     data = load_dataset([str(tmp_path / "a.jsonl")], load_codec(tokenizer.folder), DataOptions(seq_len=64))
     assert "·" not in data.example()
     assert not data.report.notes
+
+
+def test_marks_that_a_text_has_already_are_not_doubled(tmp_path):
+    """Rows that were rendered elsewhere, as text and as prompt and completion."""
+    tokenizer = make_tokenizer(tmp_path)
+    rows = ({"text": "<s>a b</s>"}, *({"prompt": "<s>a ", "completion": said} for said in ("b", "b</s>")))
+    for row in rows:
+        assert tokenizer.decode(encoded(row, tokenizer).ids) == "<s>a b</s>"
+    rendered = "<|im_start|>assistant\nb<|im_end|>\n"
+    assert tokenizer.decode(encoded({"text": rendered}, tokenizer).ids) == f"<s>{rendered}</s>"
