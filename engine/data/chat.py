@@ -24,6 +24,7 @@ _LINES = re.compile(r"</?think>|\n")
 _LINKS = ("role", "content", "tool_calls", "tool_call_id")  # checked elsewhere, or order says the same
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 _SETS = 64  # of variables
+_NAMED = 3  # tokens
 
 
 class Marked(NamedTuple):
@@ -113,30 +114,32 @@ class ChatTemplate:
         found, template = [], self._template(None)
         if self.date:
             found.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
-        if template.tags:
-            if (left := self._left_out()) is not None:
-                found.append(
-                    f"the chat template's {{% generation %}} tags leave out the end of the turn{left}, "
-                    "so stopping is not learned"
-                )
-        elif not self._of(None).end.strip() and not self._stopped_by_next(None):
+        end, left = self._end()
+        if not end and template.tags:
+            what = f"leave out the end of the turn{f' ({left})' if left else ''}"
+            found.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
+        elif not end and not self._stopped_by_next(None):
             found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
+        elif end and self._stops and not end.startswith(self._stops):
+            stops = ", ".join(self._stops[:_NAMED])
+            found.append(f"answers end in {end}, at which the model's generation does not stop ({stops}): stop there")
         talk = [("system", PROBE), ("user", "?"), ("assistant", "!")]
         with suppress(BadRow):  # system messages refused: not silent
             if PROBE not in template.text([{"role": role, "content": said} for role, said in talk], None):
                 found.append("the chat template leaves system messages out of conversations that are answered")
         return found
 
-    def _left_out(self) -> str | None:
-        """What follows a {% generation %} block that ends with the words, " (…)"; None where blocks go on."""
+    def _end(self) -> tuple[str, str]:
+        """What is trained behind the words of a turn, and what follows in the same line."""
+        if not self._template(None).tags:
+            return self._of(None).end.strip().partition("\n")[0][:NAME], ""
         with suppress(BadRow):
             talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
             found = self._template(None).render(talk, None)
             for start, stop in found.generated:
-                if not found.text[start:stop].rpartition(PROBE)[2].strip():
-                    left = found.text[stop:].strip().partition("\n")[0][:NAME]
-                    return f" ({left})" if left else ""
-        return None
+                end = found.text[start:stop].rpartition(PROBE)[2].strip()
+                return end[:NAME], found.text[stop:].strip().partition("\n")[0][:NAME]
+        return "?", ""
 
     def _stopped_by_next(self, tools: list[Fields] | None) -> bool:
         """Whether the next turn's opening is what ends the assistant's turns, as in GLM."""

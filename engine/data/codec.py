@@ -17,7 +17,7 @@ from trireme.engine.data.encode import TEMPLATE, TOKENIZER, Encoded, encode
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.examples import Example
 from trireme.engine.data.sandbox import Begin, Died, Sandbox
-from trireme.engine.data.templates import CHATML, PLAIN, load_template, read_choice, standalone
+from trireme.engine.data.templates import PLAIN, load_template, read_choice, standalone
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 
@@ -61,8 +61,6 @@ class _Programs:
         self._looks = chat_template != ("plain", PLAIN)  # whose marks are words
         notes = (*self._template.notes(), *self._cut_marks(self._template)) if self._template else ()
         chosen = standalone(t, chat_template) if chat_template else None
-        if chat_template == ("chatml", CHATML) and t.eos_token != "<|im_end|>":
-            notes += (f"answers end in <|im_end|>, which is not the tokenizer's end token ({t.eos_token}): stop there",)
         unknown = None if t.unknown is None else t.core.id_to_token(t.unknown)
         self._facts = Facts(
             t.core.get_vocab_size(),

@@ -467,7 +467,8 @@ def test_chatml_template(folder):
     text, spans, *_ = template.mark(CALLS["call"], TOOLS)
     assert [text[a:b] for a, b in spans][0].endswith("</tool_call><|im_end|>")
     assert template.text([user("?")], prompt=True).endswith("?<|im_end|>\n<|im_start|>assistant\n")
-    assert not template.notes()
+    (note,) = template.notes()
+    assert note.startswith("answers end in <|im_end|>, at which the model's generation does not stop (</s>)")
 
 
 def test_where_a_template_is_found(folder, tmp_path):

@@ -32,7 +32,9 @@ from trireme.storage.untrusted import seal, unseal
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("model"), chat_template=CHATML)
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
+    return make_tokenizer(folder, chat_template=CHATML)
 
 
 def write(path, rows):
@@ -645,7 +647,7 @@ def test_ids_beyond_the_vocabulary(tokenizer, tmp_path):
         path = write(tmp_path / "b.jsonl", [{"input_ids": [1, bad]}])
         assert "holds a number that is no token id" in error_of(path, tokenizer)
     path = write(tmp_path / "c.jsonl", [{"input_ids": [1, 70_000]}, {"input_ids": [1, 2]}])
-    assert "line 1: token id 70000 is in no vocabulary of 260. 1 of 2 rows" in error_of(path, tokenizer)
+    assert "line 1: token id 70000 is in no vocabulary of 261. 1 of 2 rows" in error_of(path, tokenizer)
     assert "token id 70000, the model's vocabulary is 260" in error_of(path, None, vocab_size=260)
 
 

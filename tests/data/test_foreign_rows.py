@@ -429,7 +429,7 @@ def test_a_share_of_a_file_is_the_same_in_every_epoch_and_that_is_said(tmp_path)
 
 def test_prompt_and_completion_as_messages_are_no_joined_text(tmp_path):
     """The note that they are joined without a template was wrong; of strings it says the way to one, which works."""
-    tokenizer = make_tokenizer(tmp_path, bos="", chat_template=TAGLESS)
+    tokenizer = make_tokenizer(tmp_path, bos="", eos="<|im_end|>", chat_template=TAGLESS)
     row = {"prompt": TALK[:1], "completion": TALK[1:2]}
     assert bracketed(row, tokenizer, load_template(tokenizer)).endswith("assistant\n[Hello.<|im_end|>]\n")
     codec, path = load_codec(tokenizer.folder), tmp_path / "a.jsonl"

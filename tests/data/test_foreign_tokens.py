@@ -273,7 +273,7 @@ def test_tags_that_leave_out_the_end_are_noted(tmp_path, inside, outside, says):
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
         + inside + "{% endgeneration %}" + outside + "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     )  # fmt: skip
-    tokenizer = make_tokenizer(tmp_path, bos="", chat_template=source)
+    tokenizer = make_tokenizer(tmp_path, bos="", eos="<|im_end|>", chat_template=source)
     template, theirs = load_template(tokenizer), peer(tmp_path)
     notes = template.notes()
     assert [says in note for note in notes] == [True] if says else not notes
@@ -281,6 +281,16 @@ def test_tags_that_leave_out_the_end_are_noted(tmp_path, inside, outside, says):
     expected = theirs.apply_chat_template(TREE, return_dict=True, return_assistant_tokens_mask=True)
     assert made.ids.tolist() == expected["input_ids"]
     assert made.trained.astype(int).tolist() == expected["assistant_masks"]
+
+
+@pytest.mark.parametrize("source", [CHATML, BUILT_IN["chatml"]])
+@pytest.mark.parametrize(("eos", "stops", "noted"), [("</s>", [], 1), ("</s>", [1, 3], 0), ("<|im_end|>", [], 0)])
+def test_an_end_at_which_nothing_stops_is_noted(tmp_path, source, eos, stops, noted):
+    tokenizer = make_tokenizer(tmp_path, bos="", eos=eos, chat_template=source)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops} if stops else {}))
+    notes = load_template(load_tokenizer(tokenizer.folder)).notes()
+    says = "answers end in <|im_end|>, at which the model's generation does not stop (</s>): stop there"
+    assert notes == [says] * noted
 
 
 # ---------------------------------------------------------------- templates
@@ -395,9 +405,9 @@ def test_the_example_marks_where_a_special_token_is_cut(tmp_path):
     assert "<|eom|>" in data.codec.decode(batch.ids)  # as in samples of a run
     cut = "<·|·e·o·m·|·>"
     assert data.example() == f"<|im_start|>user⏎a b{cut}⏎<|im_start|>assistant⏎[c d{cut}]⏎"
-    (note,) = data.report.notes
+    note = data.report.notes[-1]
     assert "cuts <|eom|> into 7 (by · below)" in note
-    tokenizer = make_tokenizer(tmp_path, bos="", chat_template=CHATML)
+    tokenizer = make_tokenizer(tmp_path, bos="", eos="<|im_end|>", chat_template=CHATML)
     data = load_dataset([str(tmp_path / "a.jsonl")], load_codec(tokenizer.folder), DataOptions(seq_len=64))
     assert "·" not in data.example()
     assert not data.report.notes
