@@ -69,7 +69,10 @@ class ChatTemplate:
         """The same with more variables. Raises BadRow where they are not the template's to have."""
         if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
             raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, which the row's own columns are for")
-        key = json.dumps(variables, sort_keys=True)
+        try:
+            key = json.dumps(variables, sort_keys=True)
+        except RecursionError:
+            raise BadRow("'chat_template_kwargs' is nested too deeply") from None
         if key not in self._given:
             if len(self._given) >= _SETS:
                 self._given.clear()

@@ -159,6 +159,24 @@ def test_arguments_that_are_no_object_are_refused(arguments, says):
     assert "'function_call' is not {name, arguments}" in refused({"messages": [said("", function_call={"a": 1})]})
 
 
+def test_nulls_of_arrow_that_were_written_as_json():
+    """Of a call, those that its tool does not know; of a schema, all but a default."""
+    schema = {"type": "object", "properties": {"town": {"type": "string", "default": None, "enum": None}, "b": None}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": None}}]
+    for given, kept in (({"town": "Oslo", "b": None}, {"town": "Oslo"}), ({"town": None, "c": None}, {"town": None})):
+        call = {"function": {"name": "f", "arguments": given}}
+        made = example_of({"messages": [user("?"), said("", tool_calls=[call])], "tools": tools})
+        properties = {"town": {"type": "string", "default": None, "enum": None}}
+        assert made.messages[1]["tool_calls"][0]["function"]["arguments"] == kept
+        function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+        assert made.tools == [{"type": "function", "function": function}]
+    deep = json.loads("[" * 800 + "]" * 800)
+    assert "nested too deeply" in refused({"messages": TALK, "tools": [{"name": "f", "x": deep}]})
+    call = {"function": {"name": "f", "arguments": {"limit": None}}}
+    made = example_of({"messages": [user("?"), said("", tool_calls=[call])]})  # a null that nothing speaks against
+    assert made.messages[1]["tool_calls"] == [call]
+
+
 # ---------------------------------------------------------------- keys of messages and rows
 
 

@@ -43,7 +43,7 @@ TURNS = [
 ]
 ASSISTANTS = {"assistant", "gpt", "chatgpt", "chatbot", "bot", "model", "ai", "function_call", "tool_call"}
 ROWS = {
-    "messages": [{"messages": TALK, "tools": TOOLS, "id": "w11w"}, {"messages": json.dumps(TALK[1:])}],
+    "messages": [{"messages": TALK, "tools": TOOLS, "id": "w11w", "chat_template_kwargs": {"x": "w19w"}}, {"messages": json.dumps(TALK[1:])}],
     "sharegpt": [
         {"conversations": TURNS, "system": "w2w", "tools": "[]"},
         {"conversations": TALK[1:], "system": "w2w"},

@@ -26,7 +26,38 @@ def read_tools(row: Fields) -> list[Fields] | None:
         isinstance(tool, dict) and isinstance(tool.get("function", {}), dict) for tool in tools
     ):
         raise BadRow(f"{given[0]!r} is not a list of objects, each with an object as its 'function'")
+    try:
+        tools = [_without_nulls(tool) for tool in tools]
+    except RecursionError:
+        raise BadRow(f"{given[0]!r} is nested too deeply") from None
     return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
+
+
+def _without_nulls(schema: Any) -> Any:
+    """No schema is null: what Arrow made of absent keys, and others wrote as JSON. A value may be."""
+    if isinstance(schema, list):
+        return [_without_nulls(inside) for inside in schema]
+    if not isinstance(schema, dict):
+        return schema
+    values = ("default", "const", "enum", "examples")
+    kept = {key: inside for key, inside in schema.items() if inside is not None or key in values}
+    return {key: inside if key in values else _without_nulls(inside) for key, inside in kept.items()}
+
+
+def drop_strange_nulls(messages: list[Fields], tools: list[Fields] | None) -> None:
+    """Drops null arguments that the called tool does not have: Arrow gives each call the arguments of all tools."""
+    known = {}
+    for tool in tools or []:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if isinstance(function.get("name"), str) and isinstance(properties, dict):
+            known[function["name"]] = properties
+    for call in (call for message in messages for call in message.get("tool_calls", [])):
+        function = call.get("function", call)
+        given, has = function["arguments"], known.get(function["name"])
+        if has is not None and isinstance(given, dict):
+            function["arguments"] = {key: value for key, value in given.items() if value is not None or key in has}
 
 
 def read_calls(message: Fields, where: str, unused: dict[str, None]) -> list[Fields]:

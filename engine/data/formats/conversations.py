@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
-from trireme.engine.data.formats.calls import number_calls, read_tools, told_calls
+from trireme.engine.data.formats.calls import drop_strange_nulls, number_calls, read_tools, told_calls
 from trireme.engine.data.formats.examples import Chat, Completion, filled_list, string
 from trireme.engine.data.formats.messages import CALL, ROLES, SAID, read_message
 
@@ -77,7 +77,9 @@ def _finished(row: Fields, messages: list[Fields], unused: dict[str, None]) -> C
     if not any(_says(m.get("content")) or any(m.get(key) for key in SAID) for m in answers):
         raise BadRow("every assistant message is empty")
     number_calls(messages)
-    return Chat(messages, read_tools(row), None, _variables(row), tuple(unused))
+    tools = read_tools(row)
+    drop_strange_nulls(messages, tools)
+    return Chat(messages, tools, None, _variables(row), tuple(unused))
 
 
 def _says(content: Any) -> bool:
