@@ -43,7 +43,10 @@ TURNS = [
 ]
 ASSISTANTS = {"assistant", "gpt", "chatgpt", "chatbot", "bot", "model", "ai", "function_call", "tool_call"}
 ROWS = {
-    "messages": [{"messages": TALK, "tools": TOOLS, "id": "w11w", "chat_template_kwargs": {"x": "w19w"}}, {"messages": json.dumps(TALK[1:])}],
+    "messages": [
+        {"messages": TALK, "tools": TOOLS, "id": "w11w", "chat_template_kwargs": {"x": "w19w"}},
+        {"messages": json.dumps(TALK[1:])},
+    ],
     "sharegpt": [
         {"conversations": TURNS, "system": "w2w", "tools": "[]"},
         {"conversations": TALK[1:], "system": "w2w"},
@@ -86,6 +89,7 @@ def _words(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[
 def _named(path: tuple[Any, ...], unused: set[str]) -> bool:
     """Whether a key of the path is named: as the column, or after messages[]."""
     inside = [key for key in path[1:] if isinstance(key, str)]
+    inside += ["reasoning_content"] if "content" in inside else []  # a part of type thinking
     return path[0] in unused or any(re.search(rf"\.{re.escape(key)}( |$)", name) for name in unused for key in inside)
 
 
