@@ -142,6 +142,7 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         form = tally.format.name if tally.format else ""  # _judge has seen a good row
         meta = {"key": key, "name": source.path.name, "format": form, "rows": tally.rows, "bad": tally.bad}
         unused = [shown(key) if key.strip() else "a column without a name" for key in list(tally.unused)[:_NAMED]]
+        unused += [f"{len(tally.unused) - _NAMED:,} more"] if len(tally.unused) > _NAMED else []
         meta |= {"first_bad": tally.first_bad, "unused": unused}
         meta |= {"characters": tally.encoded, "unknown": tally.unknown}
         meta |= {"said": tally.said, "unwritten": tally.unwritten, "chats": tally.chats, "early": tally.early}

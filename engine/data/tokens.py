@@ -170,6 +170,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         # A post-processor adds tokens and may trim offsets.
         core = tokenizers.Tokenizer.from_str(json.dumps(spec | {"post_processor": None}))
         core.add_tokens(more)
+        core.encode_special_tokens = config.get("split_special_tokens") is True
     except BaseException as error:
         raise InputError(f"{path} is not a tokenizer that can be read: {_reason(error)}. Download it again.") from None
     known = {specials.text(token) for token in specials.listed(whole)}
@@ -178,7 +179,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     lead, tail = _around(*around)
     eos = _eos(core, folder, names, tail)
     bos = _bos(core, config, names, lead)
-    parts = [hashlib.sha256(content.encode()).hexdigest(), names, bos, eos, *([new] if new else [])]
+    split = ["split"] if core.encode_special_tokens else []
+    parts = [hashlib.sha256(content.encode()).hexdigest(), names, bos, eos, *([new] if new else []), *split]
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return Tokenizer(
         core, folder, names, bos, eos, config, fingerprint, notes, _unknown(core, spec), _stops(core, folder, eos)

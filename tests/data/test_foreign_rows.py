@@ -257,6 +257,8 @@ def test_not_used_is_in_the_report(tmp_path):
     first, second, *_ = data.report.lines()
     assert first.endswith("not used: id, messages[].mood")
     assert second.endswith("not used: a column without a name")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "x"} | {f"k{i}": i for i in range(1, 31)}))
+    assert load_dataset([str(tmp_path / "c.jsonl")], codec, DataOptions()).report.lines()[0].endswith("k20, 10 more")
 
 
 @pytest.mark.parametrize(
