@@ -174,7 +174,9 @@ class Options:
         DATA, "a folder with another tokenizer", metavar="DIR", also="tokenizer-name-or-path"
     )
     chat_template: str | None = _option(DATA, "another chat template: a .jinja file, chatml or plain", metavar="FILE")
-    system: str | None = _option(DATA, "system message of chats that have none", metavar="TEXT", also="default-system")
+    system: str | None = _option(
+        DATA, "system message of chats that have none", metavar="TEXT", also="default-system default-system-message"
+    )
 
     out: str = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir")
     store: tuple[str, ...] = _option(
