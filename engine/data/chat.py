@@ -88,8 +88,8 @@ class ChatTemplate:
         """Learns no message with "train": False. Raises BadRow where the characters to learn are unclear."""
         if variables:
             marked = self.given(variables).mark(messages, tools)
-            source = self._template(tools).source
-            unread = [f"chat_template_kwargs.{name}" for name in variables if not re.search(rf"\b{name}\b", source)]
+            reads = self._template(tools).reads
+            unread = [f"chat_template_kwargs.{name}" for name in variables if name not in reads]
             return marked._replace(unread=(*marked.unread, *unread))
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
         usual, template = self._of(tools), self._template(tools)

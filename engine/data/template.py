@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
@@ -157,6 +158,7 @@ class Template:
         environment = _environment(_MarkedGeneration, date)
         environment.globals.update(__begin_turn=_begin_turn, __end_turn=_end_turn)
         tree = environment.parse(source)
+        self.reads = jinja2.meta.find_undeclared_variables(tree)
         _mark_loops(tree)
         self._marked = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
 

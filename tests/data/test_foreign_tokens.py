@@ -310,6 +310,8 @@ def test_variables_of_a_row_reach_the_template(tmp_path):
         assert encoded(row, tokenizer, template).ids.tolist() == made.ids.tolist()
     made = encoded({"messages": TREE, "chat_template_kwargs": {"other": 1}}, tokenizer, template)
     assert made.unread == ("chat_template_kwargs.other",)
+    made = encoded({"messages": TREE, "chat_template_kwargs": {"role": 1}}, tokenizer, template)
+    assert made.unread == ("chat_template_kwargs.role",)  # a word of the template, and no variable
     with pytest.raises(ValueError, match="sets 'messages'"):
         encoded({"messages": TREE, "chat_template_kwargs": {"messages": []}}, tokenizer, template)
 
