@@ -23,6 +23,8 @@ ALL = BELOW | {
     "models/families",
     "engine",
     "engine/data",
+    "engine/data/files",
+    "engine/data/formats",
     "engine/hosts",
     "engine/lanes",
     "engine/tuning",
@@ -40,7 +42,9 @@ MAY_IMPORT = {  # beside files of the same room
     "models/sizes": {"models", "models/families"},
     "storage": set(),
     "engine": BELOW | {"engine/lanes"},
-    "engine/data": {"engine", "models", "storage"},
+    "engine/data": {"engine", "engine/data/files", "engine/data/formats", "models", "storage"},
+    "engine/data/files": {"models", "storage"},
+    "engine/data/formats": {"engine/data/files", "models", "storage"},
     "engine/hosts": BELOW | {"engine"},
     "engine/lanes": set(),
     "engine/planner": BELOW | {"engine", "engine/lanes"},
@@ -88,6 +92,7 @@ PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *(RO
 USERS_PAGES = [
     "README.md",
     "docs/coming-from.md",
+    "docs/data.md",
     "docs/troubleshooting.md",
     "docs/how-it-works.md",
     "docs/transcripts.md",
@@ -104,7 +109,11 @@ def module(path: Path) -> str:
 
 MODULES = {module(path): path for room in ROOMS for path in sources(room)}
 TORCH_FREE = [f"trireme.{name.replace('/', '.')}" for name in TORCH_FREE]
-TORCH_FREE += [name for name, path in MODULES.items() if path.parent.name in ("storage", "data", "families", "sizes")]
+TORCH_FREE += [
+    name
+    for name, path in MODULES.items()
+    if path.parent.name in ("storage", "data", "files", "formats", "families", "sizes")
+]
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:

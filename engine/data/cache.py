@@ -167,7 +167,7 @@ class Shelf:
     def under(cls, folder: Path) -> Shelf:
         """Raises OSError."""
         value = hashlib.sha256(f"{tokenizers.__version__} {jinja2.__version__}".encode())
-        for path in sorted(Path(__file__).parent.glob("*.py")):
+        for path in sorted(Path(__file__).parent.rglob("*.py")):
             value.update(path.read_bytes())
         (folder / value.hexdigest()[:12]).mkdir(parents=True, exist_ok=True)
         return cls(folder / value.hexdigest()[:12])
@@ -207,7 +207,9 @@ def _used(place: Path) -> tuple[float, int, Path]:
 
 
 _META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)
-_COUNTS = dict(unused=list, characters=int, unknown=int, said=int, unwritten=int)  # in later versions
+_COUNTS = dict(
+    unused=list, characters=int, unknown=int, said=int, unwritten=int, chats=int, early=int
+)  # in later versions
 
 
 def open_tokens(folder: Path) -> TokenFile | None:

@@ -11,74 +11,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
+from copy import copy
+from functools import cached_property
+from typing import Any, NamedTuple
 
-import jinja2
+from trireme.engine.data.files.rows import BadRow, Fields
+from trireme.engine.data.habits import PROBE, PROBE_TOOLS, Habits, habits, prompts
+from trireme.engine.data.template import THOUGHTS, Rendering, Span, Template, thoughts_of
+from trireme.storage.untrusted import NAME
 
-from trireme.engine.data.rows import BadRow, Fields
-from trireme.engine.data.template import (
-    PROBE,
-    PROBE_TOOLS,
-    Habits,
-    Rendering,
-    Span,
-    Template,
-    habits,
-    prompts,
-    thoughts_of,
-)
-from trireme.engine.data.tokens import Tokenizer
-from trireme.models.config import InputError
-from trireme.storage.companions import TEMPLATES
-
-# For models without a template; the tokenizer's end token follows every message.
-PLAIN = """\
-{{- bos_token }}
-{%- if tools %}{{ '<|tools|>\\n' + tools | tojson + eos_token + '\\n' }}{% endif %}
-{%- for message in messages %}
-    {{- '<|' + message.role + '|>\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}
-            {{- message.content or '' }}
-            {%- for call in message.tool_calls or [] %}
-                {{- '<tool_call>' + (call.function or call) | tojson + '</tool_call>' }}
-            {%- endfor %}
-            {{- eos_token }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- message.content + eos_token }}
-    {%- endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
-"""
-
-# Each message ends with <|im_end|>; the assistant's is learned.
-CHATML = """\
-{{- bos_token }}
-{%- if tools %}
-    {{- '<|im_start|>tools\\n' + tools | tojson + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}
-            {{- message.content or '' }}
-            {%- for call in message.tool_calls or [] %}
-                {{- '<tool_call>' + (call.function or call) | tojson + '</tool_call>' }}
-            {%- endfor %}
-            {{- '<|im_end|>' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
 _LINES = re.compile(r"</?think>|\n")
-BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
+_LINKS = ("role", "content", "tool_calls", "tool_call_id")  # checked elsewhere, or order says the same
+_TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
+_SETS = 64  # of variables
+_NAMED = 3  # tokens
 
 
 class Marked(NamedTuple):
@@ -86,30 +32,70 @@ class Marked(NamedTuple):
     spans: list[Span]  # to train on
     said: int  # characters of messages to learn
     unwritten: int  # of these, not in `text`: earlier thoughts, for instance
+    unread: tuple[str, ...] = ()  # keys that say something which the template does not read
 
 
 class ChatTemplate:
     """The default template, and one for tools, if any."""
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], date: str | None = None):
-        """`sources`: templates by name, with "default". `date`: as of Template. Raises as Template."""
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        variables: Mapping[str, str],
+        date: str | None = None,
+        stops: Sequence[str] = (),
+        eos: str | None = None,
+    ):
+        """`sources`: templates by name, with "default". `date`: as of Template. `stops`: tokens at which the model's
+        generation stops, `eos` among them. Raises as Template."""
         self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
         self._habits: dict[bool, Habits] = {}
+        self._given: dict[str, ChatTemplate] = {}
+        self._stops, self._eos = tuple(stops), eos or ""
         self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
-        parts = [sources, variables, *([self.date] if self.date else [])]
-        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        self._parts: list[Any] = [sources, variables, *([self.date] if self.date else [])]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that decides its texts."""
+        stops = [[*self._stops, self._eos]] if self._stopped_by_next(None) else []
+        return hashlib.sha256(json.dumps([*self._parts, *stops], sort_keys=True).encode()).hexdigest()
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False) -> str:
         """As Template.text."""
         return self._template(tools).text(messages, tools, prompt)
 
-    def mark(self, messages: list[Fields], tools: list[Fields] | None) -> Marked:
+    def given(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The same with more variables. Raises BadRow where they are not the template's to have."""
+        if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
+            raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, which the row's own columns are for")
+        try:
+            key = json.dumps(variables, sort_keys=True)
+        except RecursionError:
+            raise BadRow("'chat_template_kwargs' is nested too deeply") from None
+        if key not in self._given:
+            if len(self._given) >= _SETS:
+                self._given.clear()
+            other = copy(self)
+            other._templates = {name: template.given(variables) for name, template in self._templates.items()}
+            other._habits = {}
+            self._given[key] = other
+        return self._given[key]
+
+    def mark(
+        self, messages: list[Fields], tools: list[Fields] | None, variables: Mapping[str, Any] | None = None
+    ) -> Marked:
         """Learns no message with "train": False. Raises BadRow where the characters to learn are unclear."""
+        if variables:
+            marked = self.given(variables).mark(messages, tools)
+            reads = self._template(tools).reads
+            unread = [f"chat_template_kwargs.{name}" for name in variables if name not in reads]
+            return marked._replace(unread=(*marked.unread, *unread))
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
-        form = self._of(tools).arguments
-        messages = [_with_calls({k: v for k, v in m.items() if k != "train"}, form) for m in messages]
-        template = self._template(tools)
-        rendering = template.render(messages, tools)
+        usual, template = self._of(tools), self._template(tools)
+        written = [_with_calls({k: v for k, v in m.items() if k != "train"}, usual.arguments) for m in messages]
+        messages = [_with_parts(m, False) for m in written]
+        rendering = _rendered(template, [_with_parts(m, usual.parts) for m in written], messages, tools)
         _check_tools(tools, rendering.text)
         _check_written(messages, rendering)
         if template.tags:
@@ -117,21 +103,52 @@ class ChatTemplate:
         else:
             self._check_answers(messages, tools)
             spans = [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
+        _check_calls(messages, wanted, rendering, template.tags)
+        text = rendering.text
+        if self._stopped_by_next(tools) and wanted[-1:] == [True] and spans[-1][1] == len(text):
+            text += self._eos  # no next turn: the model stops there, too
+            spans[-1] = (spans[-1][0], len(text))
         counts = [_unwritten(i, message, rendering) for i, message in enumerate(messages) if wanted[i]]
-        return Marked(rendering.text, spans, sum(said for said, _ in counts), sum(lost for _, lost in counts))
+        said, lost = sum(said for said, _ in counts), sum(lost for _, lost in counts)
+        return Marked(text, spans, said, lost, _unread(messages, rendering))
 
     def notes(self) -> list[str]:
         """Warnings for the user."""
         found, template = [], self._template(None)
         if self.date:
             found.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
-        if not template.tags and not self._of(None).end.strip():
+        end, left = self._end()
+        if not end and template.tags:
+            what = f"leave out the end of the turn{f' ({left})' if left else ''}"
+            found.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
+        elif not end and not self._stopped_by_next(None):
             found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
+        elif end and self._stops and not end.startswith(self._stops):
+            stops = ", ".join(self._stops[:_NAMED])
+            found.append(f"answers end in {end}, at which the model's generation does not stop ({stops}): stop there")
         talk = [("system", PROBE), ("user", "?"), ("assistant", "!")]
         with suppress(BadRow):  # system messages refused: not silent
             if PROBE not in template.text([{"role": role, "content": said} for role, said in talk], None):
                 found.append("the chat template leaves system messages out of conversations that are answered")
         return found
+
+    def _end(self) -> tuple[str, str]:
+        """What is trained behind the words of a turn, and what follows in the same line."""
+        if not self._template(None).tags:
+            return self._of(None).end.strip().partition("\n")[0][:NAME], ""
+        with suppress(BadRow):
+            talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+            found = self._template(None).render(talk, None)
+            for start, stop in found.generated:
+                end = found.text[start:stop].rpartition(PROBE)[2].strip()
+                return end[:NAME], found.text[stop:].strip().partition("\n")[0][:NAME]
+        return "?", ""
+
+    def _stopped_by_next(self, tools: list[Fields] | None) -> bool:
+        """Whether the next turn's opening is what ends the assistant's turns, as in GLM."""
+        if not self._stops or self._template(tools).tags or self._of(tools).end.strip():
+            return False
+        return self._of(tools).follows.startswith(self._stops)
 
     def _template(self, tools: list[Fields] | None) -> Template:
         return self._templates["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
@@ -161,11 +178,9 @@ class ChatTemplate:
             )
         start, stop = found[0]
         written = rendering.text[start:stop]
-        if any(_function(call)["name"] not in written for call in messages[i].get("tool_calls", [])):
-            raise BadRow(
-                f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
-            )
         end = start + len(written.rstrip() if self._of(tools).end.strip() else written)
+        if self._stopped_by_next(tools):
+            end += next((len(stop) for stop in self._stops if rendering.text.startswith(stop, end)), 0)
         return start + self._opening(i, messages, tools, written), end
 
     def _opening(self, i: int, messages: list[Fields], tools: list[Fields] | None, written: str) -> int:
@@ -195,6 +210,29 @@ def _tagged(rendering: Rendering, wanted: list[bool]) -> list[Span]:
     return [(a, b) for a, b in rendering.generated if not any(start <= a and b <= stop for start, stop in unwanted)]
 
 
+def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering, tags: bool) -> None:
+    """Raises BadRow where a call is not written, or is to be learned and not in {% generation %}."""
+    for i, message in enumerate(messages):
+        turns = [span for turn, span in rendering.turns if turn == i] or [(0, len(rendering.text))]
+        if wanted[i] and tags:
+            turns = [g for g in rendering.generated if any(a <= g[0] and g[1] <= b for a, b in turns)]
+        written = "".join(rendering.text[a:b] for a, b in turns)
+        if any(_function(call)["name"] not in written for call in message.get("tool_calls", [])):
+            raise BadRow(
+                f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
+            )
+
+
+def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
+    """Keys of messages that the template does not look at, as messages[].KEY."""
+    found: dict[str, None] = {}
+    for message, read in zip(messages, rendering.read, strict=True):
+        keys = [key for key, value in message.items() if key not in read and value not in (None, "", [], {})]
+        thought = any(name in read for name in THOUGHTS)
+        found |= dict.fromkeys(key for key in keys if key not in _LINKS and not (thought and key in THOUGHTS))
+    return tuple(f"messages[].{key}" for key in found)
+
+
 def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]:
     """(characters of message i, those missing in its turn), by line."""
     turn = "".join(rendering.text[a:b] for j, (a, b) in rendering.turns if j == i) or rendering.text
@@ -204,22 +242,35 @@ def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]
 
 
 def _with_calls(message: Fields, form: type | None) -> Fields:
-    """Arguments of tool calls as `form`, dict or str; None: as given."""
+    """Arguments of tool calls as `form`, dict or str; None: as given. They are JSON: see calls.py."""
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         function = dict(_function(call))
-        arguments = function.get("arguments", {})
-        try:
-            if isinstance(arguments, str) and form is dict:
-                function["arguments"] = json.loads(arguments)
-            elif not isinstance(arguments, str) and form is str:
-                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        except (ValueError, RecursionError) as error:
-            raise BadRow(f"the arguments of a call of {function['name']!r} are not JSON ({error})") from None
+        arguments = function["arguments"]
+        if isinstance(arguments, str) and form is dict:
+            function["arguments"] = json.loads(arguments)
+        elif not isinstance(arguments, str) and form is str:
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
+
+
+def _rendered(template: Template, parts: list[Fields], joined: list[Fields], tools: list[Fields] | None) -> Rendering:
+    """Of messages with lists of parts where the template takes them in all roles, else of joined ones."""
+    if parts != joined:
+        with suppress(BadRow):
+            return template.render(parts, tools)
+    return template.render(joined, tools)
+
+
+def _with_parts(message: Fields, parts: bool) -> Fields:
+    """Texts of a list as parts, or as servers join them."""
+    texts = message.get("content")
+    if not isinstance(texts, list):
+        return message
+    return {**message, "content": [{"type": "text", "text": t} for t in texts] if parts else "\n".join(texts)}
 
 
 def _check_tools(tools: list[Fields] | None, text: str) -> None:
@@ -246,77 +297,3 @@ def _check_written(messages: list[Fields], rendering: Rendering) -> None:
 def _function(call: Fields) -> Fields:
     """A tool call's name and arguments."""
     return call.get("function", call)
-
-
-def read_choice(choice: str) -> tuple[str, str]:
-    """--chat-template, a file or name of BUILT_IN, as (name, template). Raises InputError."""
-    return choice, BUILT_IN.get(choice) or _read(Path(choice), "--chat-template ")
-
-
-def load_template(
-    tokenizer: Tokenizer, choice: tuple[str, str] | None = None, date: str | None = None
-) -> ChatTemplate | None:
-    """`choice`, of read_choice, or the checkpoint's template, if any. Raises InputError, MemoryError."""
-    variables = tokenizer.specials
-    if choice:
-        where, source = choice
-        sources = {"default": source}
-        if where in BUILT_IN:
-            variables = variables | _ends(tokenizer)
-    else:
-        sources, where = _own_templates(tokenizer)
-    if not sources:
-        return None
-    if "default" not in sources:
-        raise InputError(
-            f"{where} has chat templates {', '.join(sources)}, but no default. Name a file: --chat-template FILE."
-        )
-    try:
-        return ChatTemplate(sources, variables, date)
-    except jinja2.TemplateSyntaxError as error:
-        what = f"line {error.lineno}: {error.message}"
-    except MemoryError:
-        raise
-    except Exception as error:  # compiling runs constant code
-        what = f"{type(error).__name__}: {error}"
-    raise InputError(f"{where}: the chat template does not compile, {what}.")
-
-
-def standalone(tokenizer: Tokenizer, choice: tuple[str, str]) -> str:
-    """The template for other programs: a built-in one sets its tokens."""
-    where, source = choice
-    ends = _ends(tokenizer) if where in BUILT_IN else {}
-    return "".join(f"{{%- set {name} = {json.dumps(token)} %}}\n" for name, token in ends.items()) + source
-
-
-def _ends(tokenizer: Tokenizer) -> dict[str, str]:
-    """Built-in templates' variables: tokens that the tokenizer puts around texts."""
-    bos = "".join(tokenizer.core.id_to_token(i) or "" for i in tokenizer.bos)
-    return {"bos_token": bos, "eos_token": tokenizer.eos_token or ""}
-
-
-def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
-    """(templates by name, their file)."""
-    path = tokenizer.folder / "chat_template.jinja"
-    if path.is_file():
-        more = sorted(p for p in (tokenizer.folder / TEMPLATES).glob("*.jinja") if p.is_file())
-        return {"default": _read(path), **{p.stem: _read(p) for p in more}}, str(path)
-    where = str(tokenizer.folder / "tokenizer_config.json")
-    written = tokenizer.config.get("chat_template")
-    if isinstance(written, str):
-        written = {"default": written}
-    elif isinstance(written, list):
-        named = [(t.get("name"), t.get("template")) for t in written if isinstance(t, dict)]
-        written = dict(named) if all(isinstance(name, str) for name, _ in named) else named
-    written = written or {}
-    if not isinstance(written, dict) or not all(isinstance(source, str) for source in written.values()):
-        raise InputError(f"{where}: 'chat_template' is neither a string nor a list of named templates.")
-    return written, where
-
-
-def _read(path: Path, what: str = "") -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise InputError(f"{what}{path}: {reason}.") from None

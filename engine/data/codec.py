@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
-from trireme.engine.data.chat import CHATML, load_template, read_choice, standalone
+from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.encode import TEMPLATE, TOKENIZER, Encoded, encode
-from trireme.engine.data.examples import Example
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.examples import Example
 from trireme.engine.data.sandbox import Begin, Died, Sandbox
+from trireme.engine.data.templates import PLAIN, load_template, read_choice, standalone
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 
 LOADING = 60.0  # seconds of processor time to load a tokenizer
 PATIENCE, PER_CHARACTER = 10.0, 2e-5  # for a text, and each of its characters: at least ten times the usual
 SHOWN = 1 << 20  # characters
+SHOWN_TOKENS, MARKS = 1000, 3  # looked at, and named
+CUT = "·"  # between the tokens of what looks like one
 
 
 class Facts(NamedTuple):
@@ -54,10 +58,9 @@ class _Programs:
         self._begin(TEMPLATE, 0)
         self._template = load_template(t, chat_template, date)
         template = self._template.fingerprint if self._template else None
-        notes = tuple(self._template.notes()) if self._template else ()
+        self._looks = chat_template != ("plain", PLAIN)  # whose marks are words
+        notes = (*self._template.notes(), *self._cut_marks(self._template)) if self._template else ()
         chosen = standalone(t, chat_template) if chat_template else None
-        if chat_template == ("chatml", CHATML) and t.eos_token != "<|im_end|>":
-            notes += (f"answers end in <|im_end|>, which is not the tokenizer's end token ({t.eos_token}): stop there",)
         unknown = None if t.unknown is None else t.core.id_to_token(t.unknown)
         self._facts = Facts(
             t.core.get_vocab_size(),
@@ -72,6 +75,17 @@ class _Programs:
             self._template.date if self._template else None,
         )
 
+    def _cut_marks(self, template: ChatTemplate) -> list[str]:
+        """A note on marks of the template that the tokenizer cuts up."""
+        with suppress(BadRow):
+            text = template.text([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+            found = self._tokenizer.encode([text])[0]
+            cut = [] if isinstance(found, BadRow) else self._tokenizer.cut_up(found[0][:SHOWN_TOKENS], self._looks)
+            if marks := {mark: stop - first for mark, first, stop in cut}:
+                what = ", ".join(f"{mark} into {n}" for mark, n in list(marks.items())[:MARKS])
+                return [f"the tokenizer has no tokens for marks of the chat template, and cuts {what} (by {CUT} below)"]
+        return []
+
     def facts(self) -> Facts:
         return self._facts
 
@@ -80,14 +94,20 @@ class _Programs:
             raise InputError("the tokenizer or its chat template was changed while data was read. Begin again.")
         return encode(examples, self._tokenizer, self._template, self._begin)
 
-    def parts(self, ids: np.ndarray, stops: Sequence[int]) -> list[str]:
-        """What ids[:stop] adds to the text before, for ascending stops."""
+    def parts(self, ids: np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
+        """What ids[:stop] adds to the text before, for ascending stops; with `marks`, CUT in special tokens cut up."""
         self._begin(TOKENIZER, len(ids))
-        parts, shown = [], 0
-        for stop in stops:  # from the beginning: decoders strip the first space
+        found = self._tokenizer.cut_up(ids, self._looks) if marks else []
+        cuts = {at for _, first, stop in found for at in range(first + 1, stop)}
+        parts, shown, part = [], 0, ""
+        for stop in sorted({*stops, *cuts}):  # from the beginning: decoders strip the first space
             text = self._tokenizer.decode(ids[:stop])[:SHOWN]
-            parts.append(text[shown:])
+            part += text[shown:]
             shown = len(text)
+            if stop in stops:
+                parts.append(part)
+                part = ""
+            part += CUT if stop in cuts else ""
         return parts
 
 
@@ -114,13 +134,16 @@ class Codec:
         return Sandbox(_Programs, *self._made_of)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text, special tokens included; fails as `parts`."""
-        return "".join(self.parts(ids, [len(ids)]))
+        """The text, special tokens included. For show: a failure gives its reason in brackets."""
+        return "".join(self._parts(ids, [len(ids)], False))
 
     def parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[str]:
-        """The text, parted at token counts `stops`. For show: a failure gives its reason in brackets."""
+        """The text, parted at token counts `stops`, with CUT in special tokens that are several. Fails as `decode`."""
+        return self._parts(ids, stops, True)
+
+    def _parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
         try:
-            return self.sandbox.call(_Programs.parts, np.asarray(ids), list(stops))
+            return self.sandbox.call(_Programs.parts, np.asarray(ids), list(stops), marks)
         except (InputError, BadRow, Died, MemoryError, OSError) as error:
             return [f"({error})"]
 

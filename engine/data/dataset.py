@@ -22,10 +22,11 @@ from trireme.engine.amounts import compact, count
 from trireme.engine.data import documents, pack
 from trireme.engine.data.cache import Shelf, TokenFile, decode
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.formats import parse_map
+from trireme.engine.data.files.folders import Found, find_data
+from trireme.engine.data.files.sources import DataFile, spool
+from trireme.engine.data.formats.formats import parse_map
 from trireme.engine.data.prepare import Progress, Reading, tokenize
 from trireme.engine.data.report import Counts, FileReport, Report, example_text, notes_on
-from trireme.engine.data.sources import DataFile, parse_data_file, spool
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
 
@@ -60,6 +61,7 @@ class DataOptions:
     media: tuple[tuple[int, str], ...] = ()  # tokens of images and the like, which are refused, and their names
     cache: Path | None = None  # None: temporary
     shelf: Shelf | None = None  # comes first
+    system: str | None = None  # system message of conversations that have none
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ def load_dataset(
 ) -> Dataset:
     """Reads, tokenizes (or finds in the cache), holds out, cuts and packs.
 
-    sources: `path`, `path:weight`, or `-`. Raises InputError; OSError where the cache cannot be written.
+    sources: `path`, `path:weight`, or `-`; a path is a file, a folder or a pattern.
+    Raises InputError; OSError where the cache cannot be written.
     """
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     reading = Reading(
@@ -191,9 +194,16 @@ def load_dataset(
         scratch.path if scratch else Path(options.cache or ""),
         options.shelf,
         options.media,
+        options.system,
     )
-    given = [spool(sys.stdin.buffer, reading.folder) if text == "-" else parse_data_file(text) for text in sources]
+    found = [_named(text, reading.folder) for text in sources]
+    given = [file for each in found for file in each.files]
+    notes = [note for each in found for note in each.notes]
     share, val_given = _parse_val(options.val)
+    if own := [file for each in found for file in each.held]:
+        names = ", ".join(dict.fromkeys(map(str, own)))
+        notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
+        val_given = val_given if options.val else own
     files = tuple(tokenize(source, reading, progress) for source in given)
     rows = documents.all_documents(files)
     held_out, apart = None, ""
@@ -204,23 +214,30 @@ def load_dataset(
         is_text = all(file.meta["format"] == "text" for file in files)
         before = len(rows)
         rows, kept = documents.hold_out(rows, share, options.seed, is_text)
-        held_out = _lay_out([DataFile(s.path) for s in given], files, kept, codec, options)
+        held_out = _lay_out([replace(source, weight=1.0) for source in given], files, kept, codec, options)
         parted = len(rows) == before  # the end of the longest
         apart = f"its last {compact(int(kept['length'].sum()))} tokens" if parted else count(len(kept), "row")
     train = _lay_out(given, files, rows, codec, options)
     lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and apart else []
-    report = replace(train.report, held_out=apart, notes=(*lost, *notes_on(files, codec)))
+    if options.system and not all(file.meta["chats"] for file in files):
+        notes.append("--system is for conversations, and not used in other rows")
+    report = replace(train.report, held_out=apart, notes=(*notes, *lost, *notes_on(files, codec, reading.renames)))
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 
+def _named(text: str, folder: Path) -> Found:
+    return Found([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find_data(text)
+
+
 def _parse_val(val: str | None) -> tuple[float, list[DataFile]]:
-    """--val as (share, files), one empty."""
+    """--val as (share, files), one empty. Of a folder, the files that are named as validation data, if any."""
     if not val:
         return 0.0, []
     try:
         share = float(val)
     except ValueError:
-        return 0.0, [parse_data_file(val)]
+        found = find_data(val)
+        return 0.0, found.held or found.files
     if not 0 <= share < 1:
         raise InputError(f"--val {val}: expected a share of the rows below 1, such as 0.02, or a file.")
     return share, []
@@ -244,11 +261,13 @@ def _lay_out(
     weighed = documents.weigh(rows, [source.weight for source in given], options.seed)
     if unused := set(rows["file"]) - set(weighed["file"]):
         source = given[min(unused)]
-        raise InputError(f"{source.path}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
+        raise InputError(f"{source}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
     fitted = documents.fit(weighed, files, options.seq_len, options.long)
     pieces = fitted.pieces
     if not len(pieces):
-        raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}, or answer only after it.")
+        texts = all(file.meta["format"] == "text" for file in files)
+        why = "" if texts else ", or answer only after it"
+        raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}{why}.")
     lengths = pieces["length"]
     order, packed = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
     pieces, bounds = documents.with_labels(pieces[order], packed)
@@ -263,8 +282,6 @@ def _lay_out(
 def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:
     meta = [file.meta for file in files]
     return tuple(
-        FileReport(
-            str(source.path), m["rows"], m["bad"], m["first_bad"], m["format"], source.weight, tuple(m["unused"])
-        )
+        FileReport(str(source), m["rows"], m["bad"], m["first_bad"], m["format"], source.weight, tuple(m["unused"]))
         for source, m in zip(given, meta, strict=True)
     )

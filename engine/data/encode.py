@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trireme.engine.data.chat import ChatTemplate, Marked
-from trireme.engine.data.examples import Chat, Completion, Example, Ids, Text
-from trireme.engine.data.rows import ROW, BadRow
+from trireme.engine.data.files.rows import ROW, BadRow
+from trireme.engine.data.formats.examples import Chat, Completion, Example, Ids, Text
 from trireme.engine.data.template import Span
-from trireme.engine.data.tokens import Tokenizer
+from trireme.engine.data.tokens import Tokenizer, Tokens
 
 
 class Encoded(NamedTuple):
@@ -22,6 +22,8 @@ class Encoded(NamedTuple):
     unknown: int = 0  # tokens
     said: int = 0  # as Marked
     unwritten: int = 0
+    unread: tuple[str, ...] = ()
+    early: bool = False  # ends within what is learned
 
 
 TEMPLATE, TOKENIZER = "the chat template", "the tokenizer"
@@ -41,7 +43,9 @@ def encode(
     assert tokenizer or not (plain or marked)
     if plain and tokenizer:
         begin(TOKENIZER, sum(len(text.text) for _, text in plain))
-        for (i, text), found in zip(plain, tokenizer.encode([text.text for _, text in plain]), strict=True):
+        whole_ones = iter(tokenizer.encode([text.text for _, text in plain if not (text.before or text.after)]))
+        for i, text in plain:
+            found = _piece(text, tokenizer) if text.before or text.after else next(whole_ones)
             if isinstance(found, BadRow):
                 results[i] = found
             else:
@@ -53,8 +57,11 @@ def encode(
             if isinstance(found, BadRow):
                 results[i] = found
             else:
-                made = _counted(_learned(example, *found, whole.spans, tokenizer), whole.text, tokenizer)
-                results[i] = made._replace(said=whole.said, unwritten=whole.unwritten)
+                made = _counted(_learned(example, *found, whole, tokenizer), whole.text, tokenizer)
+                ends = int(np.isin(made.ids[made.trained], tokenizer.stop_ids).sum())
+                results[i] = made._replace(
+                    said=whole.said, unwritten=whole.unwritten, unread=whole.unread, early=ends > len(whole.spans)
+                )
     return [results[i] for i in range(len(examples))]
 
 
@@ -103,7 +110,7 @@ def _marked(example: Chat | Completion, template: ChatTemplate | None) -> Marked
     """Raises BadRow where the characters to train on are unclear."""
     if isinstance(example, Chat):
         assert template, "prepare.py has turned chats into completions where there is none"
-        return template.mark(example.messages, example.tools)
+        return template.mark(example.messages, example.tools, example.variables)
     text = example.prompt + example.completion
     return Marked(text, [(len(example.prompt), len(text))], 0, 0)
 
@@ -116,6 +123,25 @@ def _check(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair, which is no character") from None
+
+
+def _piece(example: Text, tokenizer: Tokenizer) -> Tokens | BadRow:
+    start = len(example.before)
+    text = example.before + example.text + example.after
+    return tokenizer.part(text, start, start + len(example.text))
+
+
+def within(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, str]) -> np.ndarray:
+    """The offsets, (n, 2), of `greedy` tokens without the spaces that they take."""
+    if not greedy:
+        return offsets
+    offsets = offsets.copy()
+    for at in np.flatnonzero(np.isin(ids, list(greedy))).tolist():
+        start, stop = offsets[at].tolist()
+        content = greedy[int(ids[at])]
+        if stop - start > len(content) and (found := text[start:stop].find(content)) >= 0:
+            offsets[at] = start + found, start + found + len(content)
+    return offsets
 
 
 def overlap(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
@@ -159,14 +185,10 @@ def _text(example: Text, ids: np.ndarray, tokenizer: Tokenizer) -> Encoded:
 
 
 def _learned(
-    example: Chat | Completion,
-    ids: np.ndarray,
-    offsets: np.ndarray | None,
-    spans: list[Span],
-    tokenizer: Tokenizer,
+    example: Chat | Completion, ids: np.ndarray, offsets: np.ndarray | None, whole: Marked, tokenizer: Tokenizer
 ) -> Encoded:
     assert offsets is not None
-    trained = overlap(offsets, spans)
+    trained = overlap(within(ids, offsets, whole.text, tokenizer.greedy), whole.spans)
     return _completion(ids, trained, tokenizer) if isinstance(example, Completion) else _first(ids, trained)
 
 

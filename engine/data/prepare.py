@@ -10,10 +10,11 @@ from pathlib import Path
 from trireme.engine.data.cache import Shelf, TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
 from trireme.engine.data.encode import size
-from trireme.engine.data.examples import Chat, Example, Ids, Text
-from trireme.engine.data.formats import Format, find_format, not_there, rename
-from trireme.engine.data.rows import BadRow, Row
-from trireme.engine.data.sources import DataFile, Reader
+from trireme.engine.data.files.rows import BadRow, Row
+from trireme.engine.data.files.sources import DataFile, Reader
+from trireme.engine.data.formats.conversations import with_system
+from trireme.engine.data.formats.examples import Chat, Example, Ids, Text
+from trireme.engine.data.formats.formats import Format, read_row
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
 from trireme.storage.untrusted import shown
@@ -21,6 +22,7 @@ from trireme.storage.untrusted import shown
 Progress = Callable[[str, int, int], None]  # (file name, bytes read, size)
 _BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21
 _NAMED = 20  # unused keys reported
+_GROWN = 100  # tokens that may have been added to a tokenizer
 _SHARE = 1 << 22  # bytes of a file that are worth a process
 
 
@@ -35,12 +37,15 @@ class Reading:
     folder: Path  # of the caches
     shelf: Shelf | None = None
     media: tuple[tuple[int, str], ...] = ()  # as DataOptions
+    system: str | None = None  # as DataOptions
 
     def key(self, source: DataFile) -> str:
         """Of the content and all that decides its tokens."""
         tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
-        refused = (self.media,) if self.media else ()
-        return cache_key(digest(source.path), source.kind, tokenizer, template, self.renames, self.skip_bad, *refused)
+        more = [*([self.media] if self.media else []), *([{"system": self.system}] if self.system else [])]
+        sums = [digest(path) for path in source.files]
+        content = sums if source.parts else sums[0]
+        return cache_key(content, source.kind, tokenizer, template, self.renames, self.skip_bad, *more)
 
 
 @dataclass
@@ -60,6 +65,8 @@ class _Tally:
     unknown: int = 0  # tokens
     said: int = 0  # characters, as Marked
     unwritten: int = 0
+    chats: int = 0  # rows for a chat template
+    early: int = 0  # rows, as Encoded
 
     def reject(self, number: int, error: BadRow) -> None:
         self.bad += 1
@@ -82,11 +89,20 @@ def tokenize(source: DataFile, reading: Reading, progress: Progress | None = Non
     made = open_tokens(reading.folder / f"tokens-{key}") or _shelved(source, reading, key, progress)
     made = made or _build(source, reading, key, progress)
     if reading.vocab_size is not None and made.meta["max_id"] >= reading.vocab_size:
-        raise InputError(
-            f"{source.path} has token id {made.meta['max_id']}, the model's vocabulary is {reading.vocab_size}: "
-            "the tokenizer does not belong to this model. Name the right one: --tokenizer FOLDER."
-        )
+        raise InputError(_beyond(source, made.meta["max_id"], reading))
     return made
+
+
+def _beyond(source: DataFile, token: int, reading: Reading) -> str:
+    size = reading.vocab_size or 0
+    said = f"{source} has token id {token}, the model's vocabulary is {size}: "
+    tokens = reading.codec.facts.vocab_size if reading.codec else 0
+    if size < tokens <= size + _GROWN:
+        return (
+            f"{said}the tokenizer has {tokens - size} tokens that the model was not given. Give it embeddings for them "
+            f"with transformers, model.resize_token_embeddings({tokens}), or name another: --tokenizer FOLDER."
+        )
+    return f"{said}the tokenizer does not belong to this model. Name the right one: --tokenizer FOLDER."
 
 
 def _shelved(source: DataFile, reading: Reading, key: str, progress: Progress | None) -> TokenFile | None:
@@ -95,7 +111,7 @@ def _shelved(source: DataFile, reading: Reading, key: str, progress: Progress | 
         return None
     if made := reading.shelf.find(key):
         return made
-    if not reading.shelf.has_room(source.path.stat().st_size):  # a token takes about as many bytes as its text
+    if not reading.shelf.has_room(source.size):  # a token takes about as many bytes as its text
         return None
     with Temporary(".making-", reading.shelf.folder) as folder:
         made = _build(source, replace(reading, folder=folder), key, progress)
@@ -125,14 +141,16 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         _judge(source, tally)
         form = tally.format.name if tally.format else ""  # _judge has seen a good row
         meta = {"key": key, "name": source.path.name, "format": form, "rows": tally.rows, "bad": tally.bad}
-        meta |= {"first_bad": tally.first_bad, "unused": [shown(key) for key in list(tally.unused)[:_NAMED]]}
+        unused = [shown(key) if key.strip() else "a column without a name" for key in list(tally.unused)[:_NAMED]]
+        unused += [f"{len(tally.unused) - _NAMED:,} more"] if len(tally.unused) > _NAMED else []
+        meta |= {"first_bad": tally.first_bad, "unused": unused}
         meta |= {"characters": tally.encoded, "unknown": tally.unknown}
-        meta |= {"said": tally.said, "unwritten": tally.unwritten}
+        meta |= {"said": tally.said, "unwritten": tally.unwritten, "chats": tally.chats, "early": tally.early}
         return writer.finish(meta)
     except BaseException as error:
         writer.abandon()
         if isinstance(error, RowDied):
-            raise InputError(f"{source.path} {reader.unit} {error.row}: {error}. Leave that row out.") from None
+            raise InputError(f"{source} {reader.unit} {error.row}: {error}. Leave that row out.") from None
         raise
     finally:
         encoders.close()
@@ -144,24 +162,18 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
     try:
         if isinstance(value, BadRow):
             raise value
-        hint = not_there(value, reading.renames)
-        given, value = value, rename(value, reading.renames)
-        tally.format = tally.format or find_format(value, hint, given)
-        absent = [repr(k) for k in tally.format.keys if k not in value]
-        if absent:
-            other = ", ".join(map(repr, list(value)[:8]))
-            raise BadRow(
-                f"has no {' and no '.join(absent)} (its keys: {other}); the file's format is {tally.format.name!r}"
-                f"{hint and '.' + hint}"
-            )
-        example = _without_template(tally.format.read(value), reading)
+        tally.format, example, unused = read_row(value, tally.format, reading.renames)
+        if isinstance(example, Chat) and reading.system:
+            example = with_system(example, reading.system)
+        example = _without_template(example, reading)
         if isinstance(example, Text):
-            example = Text(example.text, row.starts, row.ends)
+            example = Text(example.text, row.starts, row.ends, row.before, row.after)
     except BadRow as error:
         tally.reject(row.number, error)
         return
     if not tally.hopeless:
-        tally.unused |= dict.fromkeys(tally.format.unused(value))
+        tally.unused |= dict.fromkeys(unused)
+        tally.chats += isinstance(example, Chat)
         tally.batch.append((row.number, example))
         tally.characters += size(example)
 
@@ -172,8 +184,9 @@ def _without_template(example: Example, reading: Reading) -> Example:
         return example
     if reading.codec is None:
         raise InputError(
-            "the checkpoint has no tokenizer.json, which this data needs. "
-            "Give --tokenizer FOLDER, or train on rows of input_ids and labels."
+            "the checkpoint has no tokenizer.json, which this data needs. Give --tokenizer FOLDER. Of tokenizer.model, "
+            "or vocab.json and merges.txt, transformers makes one: AutoTokenizer.from_pretrained(DIR)"
+            ".save_pretrained(FOLDER). Or train on rows of input_ids and labels."
         )
     if isinstance(example, Chat) and reading.codec.facts.template is None:
         if example.plain is None:
@@ -207,14 +220,16 @@ def _put(
             tally.unknown += result.unknown
             tally.said += result.said
             tally.unwritten += result.unwritten
+            tally.unused |= dict.fromkeys(result.unread)
+            tally.early += result.early
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:
     """Raises InputError where rows are bad or none is good."""
     rows = f"{tally.rows:,} rows" if tally.rows != 1 else "1 row"
     if tally.rows == 0:
-        raise InputError(f"{source.path} holds no rows. Name another file with --data.")
-    first = f"{source.path} {tally.first_bad.rstrip('.')}"
+        raise InputError(f"{source} holds no rows. Name another file with --data.")
+    first = f"{source} {tally.first_bad.rstrip('.')}"
     if tally.bad == tally.rows:
         raise InputError(f"{first}. " + ("It is the only row." if tally.rows == 1 else f"All {rows} are bad."))
     if tally.hopeless:

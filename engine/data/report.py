@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ from trireme.engine.amounts import compact, count
 from trireme.engine.data.cache import TokenFile
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import Fitted
-from trireme.engine.data.formats import CHATS
 
 SHOWN = 2000  # characters, and tokens, of an example
+LISTED = 12  # files
 DROPPED = 20  # characters a token; beyond, a tokenizer drops text
 
 
@@ -29,7 +29,8 @@ class FileReport:
     unused: tuple[str, ...] = ()  # keys
 
     def __str__(self) -> str:
-        weight = "" if self.weight == 1 else f", weight {self.weight:g}"
+        same = " (the same rows in every epoch)" if self.weight % 1 else ""
+        weight = "" if self.weight == 1 else f", weight {self.weight:g}{same}"
         bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
         unused = f"; not used: {', '.join(self.unused)}" if self.unused else ""
         return f'{self.name}: {count(self.rows, "row")}, format "{self.format}"{weight}{bad}{unused}'
@@ -71,7 +72,7 @@ class Report:
         """The lines to print."""
         c = self.counts
         held = f"{self.held_out} held out; " if self.held_out else ""
-        lines = [str(file) for file in self.files]
+        lines = self._files()
         lines.append(
             f"{held}{compact(c.tokens)} tokens, {compact(c.trained)} trained "
             f"({100 * c.trained / max(c.tokens, 1):.0f} %); "
@@ -87,6 +88,13 @@ class Report:
             f"{100 * (1 - self.used):.1f} % of the positions are empty and are not computed"
         )
         return [*lines, *(f"note: {note}" for note in self.notes)]
+
+    def _files(self) -> list[str]:
+        """A line each; of many that are alike, the first."""
+        alike = [file for file in self.files if not (file.bad or file.unused)][LISTED:]
+        lines = [str(file) for file in self.files if file not in alike]
+        more = f"{len(alike):,} more files: {count(sum(file.rows for file in alike), 'row')}"
+        return [*lines, more] if alike else lines
 
     def losses(self) -> list[str]:
         """Rows cut, split or dropped."""
@@ -105,16 +113,19 @@ class Report:
         )
 
 
-def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
-    """Warnings about the files, the tokenizer and the template."""
+def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str]) -> list[str]:
+    """Warnings about the files, the tokenizer and the template. `renames`: those of --map."""
     if codec is None:
         return []
     facts, total = codec.facts, lambda name: sum(file.meta[name] for file in files)
-    talks = [file.meta["format"] for file in files if facts.template and file.meta["format"] in CHATS]
+    talks = facts.template and total("chats")
     notes = [*facts.notes, *(facts.template_notes if talks else ())]
     if lost := total("unwritten"):
         share = f"{100 * lost / total('said'):.2g} %"
         notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained")
+    if early := total("early"):
+        ends = "an end token among the words that are trained, which teaches to stop there"
+        notes.append(f"{count(early, 'row')} with {ends}")
     if unknown := total("unknown"):
         share = f"{100 * unknown / sum(int(file.offsets[-1]) for file in files):.2g} %"
         notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")
@@ -122,9 +133,16 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None) -> list[str]:
     if characters > DROPPED * tokens:
         made = f"{compact(characters)} characters become {count(tokens, 'token')}"
         notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
-    if facts.template and any(file.meta["format"] == "prompt,completion" for file in files):
-        notes.append("prompt and completion are joined as they are: the chat template is for conversations")
-    if facts.eos is None and any(file.meta["format"] not in (*talks, "input_ids") for file in files):
+    joined = [file for file in files if file.meta["format"] == "prompt,completion" and not file.meta["chats"]]
+    if facts.template and joined:
+        theirs = {ours: name for name, ours in renames.items()}
+        as_chat = [f"{o}={theirs.get(t, t)}" for o, t in (("instruction", "prompt"), ("output", "completion"))]
+        notes.append(
+            "prompt and completion are joined as they are, without the chat template; "
+            f"as question and answer, with it: --map {','.join(as_chat)}"
+        )
+    texts = [file for file in files if not (facts.template and file.meta["chats"])]
+    if facts.eos is None and any(file.meta["format"] != "input_ids" for file in texts):
         notes.append("the tokenizer has no end token, so where a text ends is not learned")
     return notes
 

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.files.rows import BadRow
 from trireme.models.config import InputError
 
 MEMORY = 4 << 30  # bytes of address space beside those at the start

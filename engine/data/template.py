@@ -10,18 +10,18 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from copy import copy
 from datetime import datetime
-from os.path import commonprefix
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
-from trireme.engine.data.rows import BadRow, Fields
+from trireme.engine.data.files.rows import BadRow, Fields
 from trireme.storage.untrusted import shown
 
 Span = tuple[int, int]  # characters [start, stop)
@@ -35,13 +35,39 @@ class Rendering(NamedTuple):
     text: str
     turns: list[tuple[int, Span]]  # (message, what its turn of the loop wrote), none empty
     generated: list[Span]  # inside {% generation %}
+    read: tuple[set[str], ...] = ()  # keys of each message that were looked at
 
 
 class _Message(dict[str, Any]):
-    """Known to loops through any filter."""
+    """Known to loops through any filter; notes which keys are read."""
 
-    __slots__ = ("turn",)
-    turn: int
+    __slots__ = ("read", "turn")
+
+    def __init__(self, message: Fields, turn: int, read: set[str]):
+        super().__init__(message)
+        self.turn, self.read = turn, read
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def items(self) -> Any:
+        self.read.update(self)
+        return super().items()
+
+    def values(self) -> Any:
+        self.read.update(self)
+        return super().values()
+
+    def __repr__(self) -> str:
+        self.read.update(self)
+        return super().__repr__()
+
+    def __iter__(self) -> Any:  # so that a copy reads by key
+        return super().__iter__()
 
 
 class _Generation(jinja2.ext.Extension):
@@ -77,7 +103,15 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_no_json
+    )
+
+
+def _no_json(value: Any) -> NoReturn:
+    if isinstance(value, jinja2.Undefined):
+        raise jinja2.exceptions.TemplateError(f"it writes {value._undefined_name!r}, which is not there")
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _environment(generation: type[_Generation], date: str | None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
@@ -117,15 +151,22 @@ class Template:
 
     def __init__(self, source: str, variables: Mapping[str, str], date: str | None = None):
         """`variables`: bos_token, eos_token, ...; `date`: that of strftime_now, as 2026-03-31, by default today's."""
-        self.source, self._variables = source, dict(variables)
+        self.source, self._variables = source, dict[str, Any](variables)
         self._random = "random" in source or "lipsum" in source
         self.tags = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._plain = _environment(_Generation, date).from_string(source)
         environment = _environment(_MarkedGeneration, date)
         environment.globals.update(__begin_turn=_begin_turn, __end_turn=_end_turn)
         tree = environment.parse(source)
+        self.reads = jinja2.meta.find_undeclared_variables(tree)
         _mark_loops(tree)
         self._marked = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
+
+    def given(self, variables: Mapping[str, Any]) -> Template:
+        """The same with more variables."""
+        other = copy(self)
+        other._variables = self._variables | dict(variables)
+        return other
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> str:
         """`prompt` adds the opening of the next message. Raises BadRow where refused."""
@@ -136,14 +177,11 @@ class Template:
         text = self.text(messages, tools, prompt)
         if any(mark in text for mark in (_TURN, _OF, _END, _GENERATION, _DONE)):
             raise BadRow("holds one of the characters U+FDD0 to U+FDD4, which no text may use")
-        marked: list[_Message] = []
-        for i, message in enumerate(messages):
-            marked.append(_Message(message))
-            marked[-1].turn = i
+        marked = [_Message(message, i, set()) for i, message in enumerate(messages)]
         rendering = _read_marks(self._run(self._marked, marked, tools, prompt))
         if rendering.text != text:
             raise BadRow("the chat template works on its own output, so it cannot be told who wrote what")
-        return rendering
+        return rendering._replace(read=tuple(message.read for message in marked))
 
     def _run(
         self, template: jinja2.Template, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool
@@ -166,10 +204,12 @@ class Template:
             raise BadRow(f"the chat template fails on it: {_one_line(error)}") from None
 
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
 def thoughts_of(message: Fields) -> Any:
     """Thoughts, apart from content, or None."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    return next((message[name] for name in names if message.get(name) is not None), None)
+    return next((dict.get(message, name) for name in THOUGHTS if dict.get(message, name) is not None), None)
 
 
 def _with_reasoning(message: Fields) -> Fields:
@@ -177,12 +217,8 @@ def _with_reasoning(message: Fields) -> Fields:
     thoughts = thoughts_of(message)
     if thoughts is None:
         return message
-    named = {"thinking": thoughts, **message, "reasoning_content": thoughts}
-    if not isinstance(message, _Message):
-        return named
-    copy = _Message(named)
-    copy.turn = message.turn
-    return copy
+    named = {"thinking": thoughts} | dict(dict.items(message)) | {"reasoning_content": thoughts}
+    return _Message(named, message.turn, message.read) if isinstance(message, _Message) else named
 
 
 def _read_marks(marked: str) -> Rendering:
@@ -207,97 +243,6 @@ def _read_marks(marked: str) -> Rendering:
     parts.append(marked[done:])
     # left in open_turns: ended by {% continue %}, of unknown extent
     return Rendering("".join(parts), [turn for turn in sorted(turns) if turn[1][0] < turn[1][1]], sorted(generated))
-
-
-# ---------------------------------------------------------------- probing templates
-
-
-PROBE = "Qz7"  # in no template
-PROBE_TOOLS: list[Fields] = [
-    {
-        "type": "function",
-        "function": {
-            "name": PROBE,
-            "description": PROBE,
-            "parameters": {
-                "type": "object",
-                "properties": {PROBE: {"type": "string", "description": PROBE}},
-                "required": [PROBE],
-            },
-        },
-    }
-]
-
-
-class Habits(NamedTuple):
-    """How a template writes the assistant's turns."""
-
-    prompt: str | None  # opening after a user's message, or ""; None: refused
-    lead: str | None  # beginning of turns; None: none could be written
-    end: str  # after the words
-    arguments: type | None  # that a tool call writes as JSON: dict, str; None: either
-    answers: bool  # of tools stand in the assistant's turns
-
-
-def habits(template: Template, tools: list[Fields] | None) -> Habits:
-    asked: list[Fields] = [{"role": "user", "content": "?"}]
-    before, end = [], ""
-    for content in (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}"):
-        # twice: many templates write the last turn, with its thoughts, differently
-        talk = [*asked, {"role": "assistant", "content": content}] * 2
-        with suppress(BadRow):
-            rendering = template.render(talk, tools)
-            for turn, (start, stop) in rendering.turns:
-                written = rendering.text[start:stop]
-                if turn % 2 and PROBE in written:
-                    before.append(written[: written.index(PROBE)])
-                    end = written[written.rindex(PROBE) + len(PROBE) :]
-    found = prompts(template, asked, tools)
-    begun = [prompt for prompt in found if before and all(lead.startswith(prompt) for lead in before)]
-    prompt = next(iter([*begun, *found]), None)
-    lead = commonprefix([*before, prompt] if prompt else before) if before else None
-    lead = lead and re.sub(r"</?[^<>]*$", "", lead)  # of <think> and </think> they share a part of a token
-    return Habits(prompt, lead, end, _arguments(template, asked, tools), _has_answers(template, asked, tools))
-
-
-def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] | None) -> list[str]:
-    """Possible openings of the next message: what the prompt adds; all after the last turn. Empty where refused.
-
-    Some templates always write after the last turn, others change what is there.
-    """
-    try:
-        asking = template.render(messages, tools, prompt=True)
-        without = template.text(messages, tools)
-    except BadRow:
-        return []
-    last = max((stop for _, (_, stop) in asking.turns), default=len(asking.text))
-    found = [asking.text[last:]]
-    if asking.text.startswith(without) and last < len(without) < len(asking.text):
-        found.insert(0, asking.text[len(without) :])
-    return found
-
-
-def _has_answers(template: Template, asked: list[Fields], tools: list[Fields] | None) -> bool:
-    """Whether a turn of the assistant holds the answer of the tool that it called."""
-    for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
-        call = {"id": "abc123XYZ", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        called: Fields = {"role": "assistant", "content": "", "tool_calls": [call]}
-        answer: Fields = {"role": "tool", "name": "f", "tool_call_id": "abc123XYZ", "content": f"{PROBE}a"}
-        with suppress(BadRow):
-            found = template.render([*asked, called, answer, {"role": "assistant", "content": "!"}], tools)
-            return any(f"{PROBE}a" in found.text[a:b] for turn, (a, b) in found.turns if turn in (1, 3))
-    return False
-
-
-def _arguments(template: Template, asked: list[Fields], tools: list[Fields] | None) -> type | None:
-    works = {}
-    for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
-        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        text = ""
-        with suppress(BadRow):
-            text = template.text([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], tools)
-        works[type(arguments)] = f'"{PROBE}": 1' in text
-    return None if works[dict] == works[str] else dict if works[dict] else str
 
 
 def _one_line(error: Exception) -> str:

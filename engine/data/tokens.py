@@ -6,17 +6,20 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data import specials
+from trireme.engine.data.files.rows import BadRow
 from trireme.models.config import InputError
 
 WINDOW = 1 << 20  # characters at once: the library takes about 170 bytes each
-OVERLAP = 1 << 12  # of windows
+OVERLAP = 1 << 12  # on each side of a window
+PROBES = ("a", "A", "0", ".", "的")  # of which every tokenizer knows one
 
 Tokens = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32; offsets (n, 2) int32, in characters, or None
 
@@ -38,6 +41,17 @@ class Tokenizer:
     fingerprint: str  # of all that decides ids
     notes: tuple[str, ...] = ()  # for the user
     unknown: int | None = None  # id of the unknown token
+    stops: tuple[str, ...] = ()  # tokens at which generation stops
+
+    @cached_property
+    def stop_ids(self) -> list[int]:
+        return [i for stop in self.stops if (i := self.core.token_to_id(stop)) is not None]
+
+    @cached_property
+    def greedy(self) -> dict[int, str]:
+        """Added tokens that take the spaces beside them."""
+        added = self.core.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if token.lstrip or token.rstrip}
 
     @property
     def eos_token(self) -> str | None:
@@ -60,31 +74,42 @@ class Tokenizer:
         return [BadRow(f"the tokenizer fails on it: {reason}")]
 
     def _long(self, text: str, offsets: bool) -> Tokens | BadRow:
-        """Takes the memory of a window. Windows overlap, and part where a token begins in both.
-
-        The tokens are those of the whole text unless a word is longer than OVERLAP.
-        """
-        parts: list[tuple[np.ndarray, np.ndarray]] = []  # ids, offsets
-        for start in range(0, len(text) - OVERLAP, WINDOW - OVERLAP):
-            made = self._window(text, start, start + WINDOW)
-            if isinstance(made, BadRow):
-                return made
-            seam = 0
-            if parts:
-                (ids, spans), middle = parts.pop(), start + OVERLAP // 2
-                common = _nearest(np.intersect1d(spans[:, 0], made[1][:, 0]), middle)
-                if common is not None:
-                    seam = common
-                else:  # tokens differ from the middle of a longer word: part it
-                    seam = _nearest(spans[spans[:, 0] >= start, 0], middle) or middle
-                    made = self._window(text, seam, start + WINDOW)
-                    if isinstance(made, BadRow):
-                        return made
-                before = np.searchsorted(spans[:, 0], seam)
-                parts.append((ids[:before], spans[:before]))
-            after = np.searchsorted(made[1][:, 0], seam) if parts else 0
-            parts.append((made[0][after:], made[1][after:]))
+        """Takes the memory of a window."""
+        parts = []
+        for start in range(0, len(text), WINDOW):
+            part = self.part(text, start, min(start + WINDOW, len(text)))
+            if isinstance(part, BadRow):
+                return part
+            parts.append(part)
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]) if offsets else None
+
+    def part(self, text: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | BadRow:
+        """(ids (n,) int32, offsets (n, 2) int32) of the tokens of `text` that begin in [start, stop).
+
+        Computed with OVERLAP characters on each side. Where these do not settle the tokens at a border, it is a border
+        of tokens: parts are joined to the text's tokens unless a word is about as long as OVERLAP.
+        """
+        low = start - min(OVERLAP, start) if self._settled(text, start) else start
+        high = min(stop + OVERLAP, len(text)) if self._settled(text, stop) else stop
+        made = self._window(text, low, high)
+        if isinstance(made, BadRow):
+            return made
+        ids, offsets = made
+        mine = offsets[:, 0] >= start
+        if high > stop:
+            mine &= offsets[:, 0] < stop
+        return ids[mine], offsets[mine]
+
+    def _settled(self, text: str, border: int) -> bool:
+        """Whether the tokens beside `border` are the same in a narrow and in a wide window."""
+        found = []
+        for reach in (OVERLAP // 2 + 1, OVERLAP) if 0 < border < len(text) else ():
+            made = self._window(text, max(0, border - reach), min(len(text), border + reach))
+            if isinstance(made, BadRow):
+                return False
+            near = np.abs(made[1][:, 0] - border) < OVERLAP // 4
+            found.append((made[0][near].tolist(), made[1][near, 0].tolist()))
+        return bool(found) and found[0] == found[1]
 
     def _window(self, text: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | BadRow:
         made = self._batch([text[start:stop]], offsets=True)[0]
@@ -100,6 +125,11 @@ class Tokenizer:
         tail = (self.eos,) if end and self.eos is not None and (not len(ids) or ids[-1] != self.eos) else ()
         return np.concatenate([np.array(lead, np.int32), ids, np.array(tail, np.int32)]), len(lead)
 
+    def cut_up(self, ids: Sequence[int] | np.ndarray, looks: bool = True) -> list[tuple[str, int, int]]:
+        """As specials.cut_up, of ids[first:stop]. Raises BadRow."""
+        names = [token.content for token in self.core.get_added_tokens_decoder().values()]
+        return specials.cut_up([self.decode([i]) for i in ids], [*names, *self.specials.values()], looks)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, special tokens included. Raises BadRow."""
         try:
@@ -111,10 +141,6 @@ class Tokenizer:
 def _tokens(encoding: tokenizers.Encoding, offsets: bool) -> Tokens:
     spans = np.array(encoding.offsets, np.int32).reshape(-1, 2) if offsets else None
     return np.array(encoding.ids, np.int32), spans
-
-
-def _nearest(places: np.ndarray, middle: int) -> int | None:
-    return int(places[np.abs(places - middle).argmin()]) if len(places) else None
 
 
 def _reason(error: BaseException) -> str:
@@ -131,22 +157,34 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    text = _read(path)
-    spec, notes = _without_chance(_parse(text, path))
-    config = _optional(folder / "tokenizer_config.json")
+    content = _read(path)
+    whole = _parse(content, path)
+    spec, notes = _without_chance(whole)
+    config, older = _optional(folder / "tokenizer_config.json"), _optional(folder / "special_tokens_map.json")
+    more = specials.added(config, older, _optional(folder / "added_tokens.json"), whole)
     try:
         core = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        surround = core.encode("", add_special_tokens=True).ids
+        core.add_tokens(more)
+        probe = next((text for text in PROBES if core.encode(text, add_special_tokens=False).ids), "")
+        around = [core.encode(probe, add_special_tokens=wanted).ids for wanted in (False, True)]
         # A post-processor adds tokens and may trim offsets.
         core = tokenizers.Tokenizer.from_str(json.dumps(spec | {"post_processor": None}))
+        core.add_tokens(more)
+        core.encode_special_tokens = config.get("split_special_tokens") is True
     except BaseException as error:
         raise InputError(f"{path} is not a tokenizer that can be read: {_reason(error)}. Download it again.") from None
-    specials = _specials(folder, config)
-    eos = _eos(core, folder, specials)
-    bos = _bos(core, config, specials, surround, eos)
-    state = json.dumps([hashlib.sha256(text.encode()).hexdigest(), specials, bos, eos], sort_keys=True)
-    fingerprint = hashlib.sha256(state.encode()).hexdigest()
-    return Tokenizer(core, folder, specials, bos, eos, config, fingerprint, notes, _unknown(core, spec))
+    known = {specials.text(token) for token in specials.listed(whole)}
+    new = [repr(token) for token in more if token.content not in known]
+    names = _specials(folder, specials.named(config, older))
+    lead, tail = _around(*around)
+    eos = _eos(core, folder, names, tail)
+    bos = _bos(core, config, names, lead)
+    split = ["split"] if core.encode_special_tokens else []
+    parts = [hashlib.sha256(content.encode()).hexdigest(), names, bos, eos, *([new] if new else []), *split]
+    fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return Tokenizer(
+        core, folder, names, bos, eos, config, fingerprint, notes, _unknown(core, spec), _stops(core, folder, eos)
+    )
 
 
 def _without_chance(spec: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -180,28 +218,48 @@ def _optional(path: Path) -> dict[str, Any]:
     return _parse(_read(path), path) if path.is_file() else {}
 
 
-def _specials(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Every `*_token`; tokenizer_config.json wins over the older special_tokens_map.json."""
+def _specials(folder: Path, given: dict[str, Any]) -> dict[str, str]:
+    """The text of every `*_token`."""
     found = {}
-    for name, given in (_optional(folder / "special_tokens_map.json") | config).items():
-        value = given.get("content") if isinstance(given, dict) else given
-        if name.endswith("_token") and isinstance(value, str):
+    for name, entry in given.items():
+        value = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(value, str):
             if any("\ud800" <= c <= "\udfff" for c in name + value):
                 raise InputError(f"{folder}: {name} {value!r} holds half of a surrogate pair, which is no character.")
             found[name] = value
     return found
 
 
-def _eos(core: tokenizers.Tokenizer, folder: Path, specials: dict[str, str]) -> int | None:
-    """eos_token, else the model's first eos_token_id."""
-    if "eos_token" in specials:
-        return core.token_to_id(specials["eos_token"])
+def _around(plain: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before a text and behind it."""
+    for at in range(len(whole) - len(plain) + 1) if plain else ():
+        if whole[at : at + len(plain)] == plain:
+            return whole[:at], whole[at + len(plain) :]
+    return [], []
+
+
+def _eos(core: tokenizers.Tokenizer, folder: Path, names: dict[str, str], tail: list[int]) -> int | None:
+    """eos_token, else what the post-processor puts last, else the model's first eos_token_id."""
+    if "eos_token" in names:
+        return core.token_to_id(names["eos_token"])
+    return next(iter([*tail[-1:], *_model_ends(core, folder)]), core.token_to_id("<|endoftext|>"))
+
+
+def _model_ends(core: tokenizers.Tokenizer, folder: Path) -> list[int]:
+    """eos_token_id of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         value = _optional(folder / name).get("eos_token_id")
-        value = value[0] if isinstance(value, list) and value else value
-        if type(value) is int and 0 <= value < 1 << 31 and core.id_to_token(value) is not None:
-            return value
-    return core.token_to_id("<|endoftext|>")
+        value = value if isinstance(value, list) else [value]
+        found = [i for i in value if type(i) is int and 0 <= i < 1 << 31 and core.id_to_token(i) is not None]
+        if found:
+            return found
+    return []
+
+
+def _stops(core: tokenizers.Tokenizer, folder: Path, eos: int | None) -> tuple[str, ...]:
+    """Tokens at which the model's generation stops."""
+    ids = dict.fromkeys([*_model_ends(core, folder), *([] if eos is None else [eos])])
+    return tuple(token for i in ids if (token := core.id_to_token(i)))
 
 
 def _unknown(core: tokenizers.Tokenizer, spec: dict[str, Any]) -> int | None:
@@ -211,12 +269,10 @@ def _unknown(core: tokenizers.Tokenizer, spec: dict[str, Any]) -> int | None:
     return core.token_to_id(name) if isinstance(name, str) else number if type(number) is int else None
 
 
-def _bos(
-    core: tokenizers.Tokenizer, config: dict[str, Any], specials: dict[str, str], surround: list[int], eos: int | None
-) -> tuple[int, ...]:
+def _bos(core: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str], lead: list[int]) -> tuple[int, ...]:
     """As add_bos_token says, else as the post-processor does."""
     asked = config.get("add_bos_token")
     if asked is None:
-        return tuple(surround[:-1] if surround and surround[-1] == eos else surround)
-    bos = core.token_to_id(specials.get("bos_token", ""))
+        return tuple(lead)
+    bos = core.token_to_id(names.get("bos_token", ""))
     return (bos,) if asked and bos is not None else ()

@@ -114,7 +114,10 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
         if word.startswith("-"):
             raise InputError(f"unknown option {word}. See --help.")
         if "model" in given:
-            raise InputError(f"{word}: the checkpoint is {given['model']} already. Data goes behind --data.")
+            what = f"{word}: the checkpoint is {given['model']} already"
+            if given.get("data") and Path(word).suffix:
+                raise InputError(f"{what}. Is it a pattern's file? Quote the pattern, so that --data gets it whole.")
+            raise InputError(f"{what}. Data goes behind --data.")
         given["model"] = word
     return given
 

@@ -174,7 +174,7 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
 
 def check_paths(options: Options) -> None:
     """Looks at the paths that a new run is given, before torch is imported. Raises InputError."""
-    from trireme.engine.data.sources import parse_data_file  # late: --help needs none of it
+    from trireme.engine.data.files.folders import find_data  # late: --help needs none of it
     from trireme.engine.run.verify import check_checkpoint, check_free
     from trireme.models.config import read_config
 
@@ -185,7 +185,7 @@ def check_paths(options: Options) -> None:
         read_config(options.model, options.rope_factor)
     for text in options.data:
         if text != "-":
-            parse_data_file(text)
+            find_data(text)
 
 
 def merge(argv: Sequence[str], screen: Screen) -> int:

@@ -141,7 +141,12 @@ class Options:
 
     model: str = _option(DATA, "Hugging Face checkpoint", "", metavar="DIR", also="model-name-or-path base-model")
     data: tuple[str, ...] = _option(
-        DATA, "what to train on; repeat it to mix files", (), metavar="FILE[:WEIGHT]", also="dataset", repeat=True
+        DATA,
+        "files, folders or quoted patterns to train on; repeat it to mix them",
+        (),
+        metavar="FILE[:WEIGHT]",
+        also="dataset",
+        repeat=True,
     )
     val: str | None = _option(
         DATA, "held-out data: a file, or a share of --data such as 0.02", metavar="FILE", also="val-size val-set-size"
@@ -169,6 +174,9 @@ class Options:
         DATA, "a folder with another tokenizer", metavar="DIR", also="tokenizer-name-or-path"
     )
     chat_template: str | None = _option(DATA, "another chat template: a .jinja file, chatml or plain", metavar="FILE")
+    system: str | None = _option(
+        DATA, "system message of chats that have none", metavar="TEXT", also="default-system default-system-message"
+    )
 
     out: str = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir")
     store: tuple[str, ...] = _option(

@@ -17,6 +17,8 @@ ROOMS = {
     "storage": "files on the SSD; imports no torch and nothing of the project",
     "engine": "the parts of a training step",
     "engine/data": "from rows to micro-batches; no torch",
+    "engine/data/files": "from files to rows",
+    "engine/data/formats": "from rows to examples: the text, and what is trained on",
     "engine/hosts": "several hosts: membership, agreement, transfers between them",
     "engine/lanes": "queues that execute the tasks of a step, and their trace",
     "engine/tuning": "which weights are trained: some tensors, or adapters",

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from trireme.engine.data.chat import PLAIN, ChatTemplate, load_template, read_choice
+from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.encode import Encoded, encode, overlap
-from trireme.engine.data.examples import Chat, Completion, Text
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.examples import Chat, Completion, Text
+from trireme.engine.data.templates import PLAIN, load_template, read_choice
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
 
@@ -466,7 +467,8 @@ def test_chatml_template(folder):
     text, spans, *_ = template.mark(CALLS["call"], TOOLS)
     assert [text[a:b] for a, b in spans][0].endswith("</tool_call><|im_end|>")
     assert template.text([user("?")], prompt=True).endswith("?<|im_end|>\n<|im_start|>assistant\n")
-    assert not template.notes()
+    (note,) = template.notes()
+    assert note.startswith("answers end in <|im_end|>, at which the model's generation does not stop (</s>)")
 
 
 def test_where_a_template_is_found(folder, tmp_path):
@@ -482,7 +484,7 @@ def test_where_a_template_is_found(folder, tmp_path):
     (tmp_path / "mine.jinja").write_text("M{% if %}")
     with pytest.raises(InputError, match="mine.jinja: the chat template does not compile, line 1"):
         load_template(load_tokenizer(tmp_path), read_choice(str(tmp_path / "mine.jinja")))
-    with pytest.raises(InputError, match="No such file"):
+    with pytest.raises(InputError, match="no such file, and none of chatml, plain"):
         read_choice(str(tmp_path / "absent.jinja"))
 
 

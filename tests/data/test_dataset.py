@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from trireme.engine.data import prepare
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
-from trireme.engine.data.examples import Chat, Completion, Text
+from trireme.engine.data.formats.examples import Chat, Completion, Text
 from trireme.engine.data.prepare import Reading
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.models.config import InputError
@@ -32,7 +32,9 @@ from trireme.storage.untrusted import seal, unseal
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("model"), chat_template=CHATML)
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
+    return make_tokenizer(folder, chat_template=CHATML)
 
 
 def write(path, rows):
@@ -151,7 +153,7 @@ def test_pieces_of_a_long_text_are_one_document(tokenizer, tmp_path, monkeypatch
     text = "".join(f"line {i}\n" for i in range(300)).strip()
     (tmp_path / "a.txt").write_text(text)
     whole = load(str(tmp_path / "a.txt"), tokenizer, seq_len=4096, pack=False)
-    monkeypatch.setattr("trireme.engine.data.rows._PIECE", 100)
+    monkeypatch.setattr("trireme.engine.data.files.text._PIECE", 100)
     pieces = load(str(tmp_path / "a.txt"), tokenizer, seq_len=4096, pack=False)
     assert whole.files[0].n_documents == pieces.files[0].n_documents == 1
     assert list(documents(whole.batches(1))) == list(documents(pieces.batches(1)))
@@ -645,7 +647,7 @@ def test_ids_beyond_the_vocabulary(tokenizer, tmp_path):
         path = write(tmp_path / "b.jsonl", [{"input_ids": [1, bad]}])
         assert "holds a number that is no token id" in error_of(path, tokenizer)
     path = write(tmp_path / "c.jsonl", [{"input_ids": [1, 70_000]}, {"input_ids": [1, 2]}])
-    assert "line 1: token id 70000 is in no vocabulary of 260. 1 of 2 rows" in error_of(path, tokenizer)
+    assert "line 1: token id 70000 is in no vocabulary of 261. 1 of 2 rows" in error_of(path, tokenizer)
     assert "token id 70000, the model's vocabulary is 260" in error_of(path, None, vocab_size=260)
 
 
@@ -753,10 +755,10 @@ def test_a_checkpoint_without_tokenizer_trains_on_tokens(real, tmp_path):
 
 def test_reading_is_keyed_by_content(tmp_path):
     """The key must not change from one process to the next: sets and hashes of objects have no place in it."""
-    from trireme.engine.data.sources import parse_data_file
+    from trireme.engine.data.files.folders import find_data
 
-    path = parse_data_file(write(tmp_path / "a.jsonl", [{"text": "x"}]))
-    assert Reading(None, {}, False, None, tmp_path).key(path) == KEY
+    (file,) = find_data(write(tmp_path / "a.jsonl", [{"text": "x"}])).files
+    assert Reading(None, {}, False, None, tmp_path).key(file) == KEY
 
 
 KEY = "5a0189ea0fac1dbe02372319"

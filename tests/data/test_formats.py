@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.data import sources
-from trireme.engine.data.examples import Chat, Completion, Ids, Text
-from trireme.engine.data.formats import _LIKELY, find_format, parse_map, rename
-from trireme.engine.data.rows import BadRow
-from trireme.engine.data.sources import DataFile, Reader, parse_data_file, spool
+from trireme.engine.data.files import sources
+from trireme.engine.data.files.folders import find_data
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.files.sources import DataFile, Reader, spool
+from trireme.engine.data.formats.examples import Chat, Completion, Ids, Text
+from trireme.engine.data.formats.formats import _LIKELY, find_format, parse_map, parsed, read_row, rename
 from trireme.models.config import InputError
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def rows(path, **more):
-    return list(Reader(parse_data_file(str(path)), **more).rows())
+    return [row for file in find_data(str(path)).files for row in Reader(file, **more).rows()]
 
 
 def values(path, **more):
@@ -30,7 +31,7 @@ def values(path, **more):
 
 
 def example(row):
-    return find_format(row).read(row)
+    return read_row(row)[1]
 
 
 # ---------------------------------------------------------------- files
@@ -67,7 +68,8 @@ def test_parquet(tmp_path):
     assert values(path) == [{"messages": TALK}] * 2
     times = pyarrow.array([1234567890123456789], pyarrow.timestamp("ns"))  # of which Python has none
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x"], "when": times}), path)
-    assert values(path) == [{"text": "x"}]
+    assert values(path) == [{"text": "x", "when": 0.5}]
+    assert read_row(values(path)[0])[2] == ["when"]
     nested = pyarrow.StructArray.from_arrays([times], ["when"])
     twice = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["text", "text"])
     for table, what in (pyarrow.table({"text": nested}), "can be read: Nanosecond"), (twice, "names a column twice"):
@@ -105,7 +107,7 @@ def test_text_is_parted_by_separator_lines(tmp_path):
 
 
 def test_a_long_text_comes_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.engine.data.rows._PIECE", 10)
+    monkeypatch.setattr("trireme.engine.data.files.text._PIECE", 10)
     pieces = text_rows(tmp_path / "a.txt", b"0123456789\n 01234\nabc\n\nde\n<|endoftext|>\nx\n")
     assert pieces == [("0123456789\n 01234\n", True, False), ("abc\n\nde", False, True), ("x", True, True)]
 
@@ -117,7 +119,7 @@ def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, data, chunk):
 
     path = tmp_path_factory.mktemp("json") / "a.json"
     path.write_text(json.dumps(data, ensure_ascii=False, indent=1), encoding="utf-8", newline="")
-    with mock.patch("trireme.engine.data.rows._CHUNK", chunk):
+    with mock.patch("trireme.engine.data.files.json_rows._CHUNK", chunk):
         assert values(path) == data
 
 
@@ -178,31 +180,30 @@ def test_files_that_cannot_be_read(tmp_path, name, content, what):
 def test_paths_and_weights(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}')
-    assert parse_data_file(f"{path}:0.5") == DataFile(path, 0.5)
+    assert find_data(f"{path}:0.5").files == [DataFile(path, 0.5)]
     os.mkfifo(tmp_path / "pipe.jsonl")
     for text, what in [
         (str(tmp_path / "pipe.jsonl"), "is not a regular file. Pipe it into standard input: --data -"),
         (f"{path}:0", "the weight is 0"),
         (f"{path}:1001", "the weight is more than 1,000"),
-        (str(tmp_path), f"is a folder. Name files, such as {path}"),
         (str(tmp_path / "b.jsonl"), "No such file"),
         (f"{path}:x", "No such file|unknown kind"),
     ]:
         with pytest.raises(InputError, match=what):
-            parse_data_file(text)
+            find_data(text)
 
 
 def test_csv_cells(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('messages,n\n"[{""role"": ""user""}]",1\n"a\nb",2\nx\n', newline="")
     found = rows(path)
-    assert found[0].value == {"messages": [{"role": "user"}], "n": "1"}
+    assert parsed(found[0].value) == {"messages": [{"role": "user"}], "n": "1"}
     assert found[1].value == {"messages": "a\nb", "n": "2"}
     assert str(found[2].value) == "has 1 cells, the header 2"
     assert found[2].number == 5
     deep = "[" * 100_000
     path.write_text(f"messages\n{deep}\n")
-    assert rows(path)[0].value == {"messages": deep}
+    assert parsed(rows(path)[0].value) == {"messages": deep}
 
 
 @contextmanager
@@ -309,8 +310,8 @@ def test_messages_of_openai():
             ]
         }
     )
-    assert made.messages[0] == {"role": "user", "content": "ab"}
-    assert made.messages[1] == {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    assert made.messages[0] == {"role": "user", "content": ["a", "b"]}
+    assert made.messages[1] == {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     assert made.messages[2] == {"role": "assistant", "content": "c", "train": False}
 
 
@@ -330,7 +331,7 @@ def test_messages_of_openai():
         ({"messages": [{**TALK[1], "train": "false"}]}, "'train' is 'false', expected true or false"),
         (
             {"messages": [{**TALK[1], "tool_calls": "f()"}]},
-            "'tool_calls' is not a list of {function: {name, arguments}}",
+            "'tool_calls' is a string that is not JSON",
         ),
         ({"messages": TALK, "tools": "{"}, "'tools' is a string that is not JSON"),
         ({"messages": TALK, "tools": {"a": 1}}, "'tools' is not a list of objects"),
@@ -405,14 +406,14 @@ def test_columns_may_be_swapped_and_mapped_to_themselves():
 def test_data_that_is_elsewhere_is_answered_with_how_to_get_it(tmp_path, monkeypatch, name, says):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError) as error:
-        parse_data_file(name)
+        find_data(name)
     assert says in str(error.value)
 
 
 def hinted(row):
     """The row as the --map of its refusal makes it."""
     with pytest.raises(BadRow) as refusal:
-        find_format(row)
+        read_row(row)
     text = str(refusal.value).rstrip(".").rpartition("--map ")[2]
     return rename(row, parse_map(text))
 
@@ -436,14 +437,14 @@ ASK = [{"role": "user", "content": "?"}]
 )
 def test_preference_data_is_refused_with_a_way_that_trains_on_the_good_answers(row):
     made = hinted(row)
-    read = repr(find_format(made).read(made))
+    read = repr(example(made))
     assert "good" in read
     assert "bad" not in read
 
 
 def test_a_number_as_label_is_no_preference():
-    assert find_format({"text": "x", "label": 3}).name == "text"
-    assert find_format({"text": "x", "label": 3}).unused({"text": "x", "label": 3, "a": None, "b": ""}) == ["label"]
+    form, _, unused = read_row({"text": "x", "label": 3, "a": None, "b": ""})
+    assert (form.name, unused) == ("text", ["label"])
 
 
 def test_map():
@@ -460,8 +461,8 @@ def test_map():
     [
         ({"messages": [{"role": "user", "content": [{"type": "text", "value": "x"}]}]},
          "messages[0] holds a part without 'text'; its keys are 'type', 'value'"),
-        ({"messages": [{"role": "human", "content": "x"}, {"role": "ai", "content": "y"}]},
-         "no message has the role 'assistant', so there is nothing to train on (its roles: 'human', 'ai')"),
+        ({"messages": [{"role": "human", "content": "x"}, {"role": "dog", "content": "y"}]},
+         "no message has the role 'assistant', so there is nothing to train on (its roles: 'user', 'dog')"),
         ({"role": "user", "content": "x"}, 'A conversation is a row: {"messages": [{"role"'),
         ({"word " * 400: "x"}, "more characters)"),
     ],
@@ -480,7 +481,7 @@ def test_a_map_the_wrong_way_round_is_answered_with_the_right_one():
 
 def test_a_map_names_columns_of_a_format():
     """One letter less, and a system prompt would be left out in silence."""
-    with pytest.raises(InputError, match="no format has a column 'sytem'; there are .*prompt, system, text"):
+    with pytest.raises(InputError, match="no format has a column 'sytem'; there are .*prompt, .*system, text"):
         parse_map("instruction=ask,output=reply,sytem=persona")
     assert parse_map("system=persona,unused=a,unused=b") == {"persona": "system", "a": "unused", "b": "unused"}
 

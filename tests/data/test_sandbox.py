@@ -10,7 +10,7 @@ import threading
 import pytest
 from sandboxed import Thing, abort, compute, interrupt_the_parent, pid, raise_it, remember, take, time_left
 
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.sandbox import Died, Sandbox
 from trireme.models.config import InputError
 

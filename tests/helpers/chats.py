@@ -4,6 +4,10 @@ import json
 
 import tokenizers
 
+from trireme.engine.data.encode import encode
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.examples import Chat
+from trireme.engine.data.formats.formats import read_row
 from trireme.engine.data.tokens import load_tokenizer
 
 TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
@@ -33,3 +37,35 @@ def make_tokenizer(folder, bos="<s>", eos="</s>", **config):
     core.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": eos} | config))
     return load_tokenizer(folder)
+
+
+def example_of(row, form=None, renames=None):
+    """What a row says, as read from a file."""
+    return read_row(row, form, renames)[1]
+
+
+def encoded(row, tokenizer, template=None):
+    """A row's tokens. Raises BadRow."""
+    example = example_of(row)
+    if isinstance(example, Chat) and template is None:
+        example = example.plain
+    (made,) = encode([example], tokenizer, template)
+    if isinstance(made, BadRow):
+        raise made
+    return made
+
+
+def bracketed(row, tokenizer, template=None):
+    """The text of a row's tokens, with [..] around what is trained."""
+    made, text, shown, inside = encoded(row, tokenizer, template), "", 0, False
+    for at in range(len(made.ids) + 1):
+        now = at < len(made.ids) and bool(made.trained[at])
+        if now != inside:
+            text += tokenizer.decode(made.ids[shown:at]) + ("[" if now else "]")
+            shown, inside = at, now
+    return text + tokenizer.decode(made.ids[shown:])
+
+
+def unused_of(row, tokenizer, template=None):
+    """What of a row is named as not used."""
+    return [*read_row(row)[2], *encoded(row, tokenizer, template).unread]

@@ -7,7 +7,7 @@ import weakref
 from multiprocessing.connection import Pipe
 from typing import NoReturn
 
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.sandbox import ALONE, Died, Sandbox, _end, serve
 from trireme.models.config import InputError
 

@@ -23,13 +23,14 @@ from hypothesis import strategies as st
 from script_files import ROOT
 
 from trireme.engine.data import encode as encoding
-from trireme.engine.data import prepare, rows, tokens
+from trireme.engine.data import prepare, tokens
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
-from trireme.engine.data.examples import Chat, Text
-from trireme.engine.data.rows import BadRow
-from trireme.engine.data.sources import Reader, parse_data_file
+from trireme.engine.data.files import json_rows, tables, text
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.files.sources import DataFile, Reader
+from trireme.engine.data.formats.examples import Chat, Text
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.engine.run.screen import one_line
 from trireme.models.config import InputError
@@ -473,45 +474,48 @@ def test_many_keys_of_which_one_occurs_twice(tmp_path):
             return str.__eq__(self, other)
 
     with pytest.raises(BadRow, match="the key 'k59999' occurs twice"):
-        rows._no_duplicates([(Key(key), value) for key, value in pairs])
+        json_rows._no_duplicates([(Key(key), value) for key, value in pairs])
     assert compared < 200_000
 
 
 def read(path: Path) -> list:
-    return [row.value for row in Reader(parse_data_file(str(path))).rows()]
+    return [row.value for row in Reader(DataFile(path)).rows()]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_that_are_too_long(tmp_path, monkeypatch, packed):
     """One row of a .gz may be as long as it likes. No more is held than a row may have."""
-    monkeypatch.setattr(rows, "ROW", 5000)
-    monkeypatch.setattr(rows, "_CHUNK", 100)
-    monkeypatch.setattr(rows, "_PIECE", 2000)
+    monkeypatch.setattr(json_rows, "ROW", 5000)
+    monkeypatch.setattr(tables, "ROW", 5000)
+    monkeypatch.setattr(json_rows, "_CHUNK", 100)
+    monkeypatch.setattr(text, "_PIECE", 2000)
+    monkeypatch.setattr(text, "_LINE", 2000)
 
-    def file(name: str, text: str) -> Path:
+    def file(name: str, content: str) -> Path:
         path = tmp_path / (name + ".gz" * packed)
-        path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+        path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
         return path
 
     long = "x" * 20_000
     first, second, third = read(file("a.jsonl", f'{{"text": "a"}}\n{{"text": "{long}"}}\n{{"text": "b"}}\n'))
     assert (first, third) == ({"text": "a"}, {"text": "b"})
     assert "is longer than" in str(second)
-    for name, text in (
+    for name, content in (
         ("a.json", f'[{{"text": "a"}}, {{"text": "{long}"}}]'),
         ("a.json", '[{"a": [' + '"x", ' * 5000 + '"x"]}]'),
         ("a.csv", f"text\na\n{long}\n"),
         ("a.csv", "text\na\n" + '"' + "line\n" * 5000 + '"\n'),
         ("a.csv", "a,b\n" + ("," + '"' + "x\n" * 1000 + '"') * 20),
-        ("a.txt", "a\n" + long),
-        ("a.txt", "a\n" + " b\n" * 5000),
     ):
         with pytest.raises(InputError, match="longer than|larger than"):
-            read(file(name, text))
+            read(file(name, content))
     assert read(file("b.jsonl", '{"text": "%s"}\n' % ("x" * 4000))) == [{"text": "x" * 4000}]
     assert read(file("b.json", '[{"text": "%s"}]' % ("x" * 4000))) == [{"text": "x" * 4000}]
     assert read(file("b.csv", "text\n" + ("x" * 900 + "\n") * 20)) == [{"text": "x" * 900}] * 20
-    assert "".join(row["text"] for row in read(file("b.txt", "line\n" * 5000))) == ("line\n" * 5000).rstrip("\n")
+    for content in ("line\n" * 5000, "a\n" + long, "a\n" + " b\n" * 5000):  # running text has no limit
+        pieces = [row["text"] for row in read(file("b.txt", content))]
+        assert "".join(pieces) == content.rstrip("\n")
+        assert max(map(len, pieces)) <= 6000
 
 
 def test_batches_are_bounded_by_all_that_a_row_says():

@@ -235,6 +235,7 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         media=cfg.media,
         cache=None if options.dry_run or not options.out else Path(options.out) / "tokens",
         shelf=shelf(),
+        system=options.system,
     )
 
 

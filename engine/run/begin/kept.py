@@ -177,6 +177,7 @@ def full(path: str | Path) -> str:
 
 
 def _absolute(data: str) -> str:
-    """FILE or FILE:WEIGHT made absolute; a share (0.02), `-` and `plain` as given."""
+    """A file, folder or pattern, with :WEIGHT or not, made absolute; a share (0.02), `-` and `plain` as given."""
     word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
-    return full(data) if Path(re.sub(r":[\d.]+$", "", data)).exists() and not word else data
+    path = re.sub(r":[\d.]+$", "", data)
+    return full(data) if (Path(path).exists() or set("*?") & set(path)) and not word else data

@@ -15,6 +15,7 @@ from typing import Any
 
 from mutations import Target, as_json, as_lines, as_text
 from targets_data import DATA
+from targets_rows import ROW_TARGETS
 
 from trireme.engine import exports
 from trireme.engine.data import dataset as data
@@ -354,7 +355,7 @@ def plan(folder: Path) -> Target:
     return Target([json.loads(path.read_text())], as_json, read, (InputError, DoesNotFit))
 
 
-TARGETS = DATA | {
+TARGETS = DATA | ROW_TARGETS | {
     made.__name__: made
     for made in (header, index, config, adapter, manifest, store_id, snapshot, hosts, best, tokens_meta, log,
                  config_yaml, plan)

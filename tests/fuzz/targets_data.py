@@ -15,9 +15,9 @@ from typing import Any
 from mutations import Target, as_json, as_lines, as_text
 
 from trireme.engine.data import dataset as data
-from trireme.engine.data.chat import load_template
 from trireme.engine.data.codec import load_codec
-from trireme.engine.data.rows import BadRow
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.templates import load_template
 from trireme.engine.data.tokens import load_tokenizer
 from trireme.engine.run import demo
 from trireme.models.config import InputError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from trireme.engine.data.rows import BadRow, Fields, kind_of
+from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 
 
 class Text(NamedTuple):
@@ -14,6 +14,8 @@ class Text(NamedTuple):
     text: str
     starts: bool = True
     ends: bool = True
+    before: str = ""  # of a piece: the text beside it
+    after: str = ""
 
 
 class Completion(NamedTuple):
@@ -24,11 +26,13 @@ class Completion(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A message with "train": False is context."""
+    """A message with "train": False is context. Its content is a string, or a list of the texts of its parts."""
 
     messages: list[Fields]
     tools: list[Fields] | None = None
     plain: Completion | None = None  # for no chat template
+    variables: dict[str, Any] | None = None  # for the chat template
+    unused: tuple[str, ...] = ()  # keys inside the row that are not read
 
 
 class Ids(NamedTuple):
@@ -57,7 +61,9 @@ def filled_list(row: Mapping[str, Any], key: str, of: str) -> list[Any]:
     """A list, not empty, `of` such things. Raises BadRow."""
     value = row[key]
     if not isinstance(value, list):
-        raise BadRow(f"{key!r} is {kind_of(value)}, expected a list of {of}")
+        python = isinstance(value, str) and value.lstrip().startswith("[") and "'" in value
+        hint = " (it looks like Python's; write it with json.dumps)" if python else ""
+        raise BadRow(f"{key!r} is {kind_of(value)}, expected a list of {of}{hint}")
     if not value:
         raise BadRow(f"{key!r} is empty")
     return value

@@ -1,0 +1,161 @@
+"""What --data names: a file, a folder of files, a pattern, a data set saved by the datasets library."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile, check_file, weighed
+from trireme.models.config import InputError
+from trireme.storage.untrusted import parse_json, read_small
+
+MOST_FILES = 500  # each is held open
+_NAMED = 4  # files named in a line
+_WHAT = {"train": "train", "training": "train", "test": "test"}
+_WHAT |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid")
+_ABOUT = {"dataset_info", "dataset_infos", "dataset_dict", "state", "data_config", "metadata"}  # .json beside data
+
+
+class Found(NamedTuple):
+    files: list[DataFile]
+    held: list[DataFile]  # that are named as validation data
+    notes: list[str]
+
+
+def find_data(text: str) -> Found:
+    """`path` or `path:weight`; the path is a file, a folder or a pattern. Raises InputError where there is no data."""
+    if not text:
+        raise InputError("--data is empty. Name a file.")
+    name, weight = weighed(text)
+    path = Path(name)
+    if path.is_dir():
+        return _folder(path, weight)
+    if "://" in name:
+        raise InputError(f"{name} is not a file here. Download it first: curl -LO {name}.")
+    if glob.has_magic(name) and not path.exists():
+        matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207
+        files = [Path(found) for found in matches if Path(found).is_file()]
+        if not files:
+            raise InputError(f"{name} matches no file. Correct --data.")
+        return Found(_sources(files, name, weight), [], [])
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and DataFile(path).kind not in KINDS and not path.parent.exists():
+        raise InputError(
+            f"{name} is no file here. If it is a dataset of the Hugging Face hub, download it, and name its files: "
+            f"hf download {name} --repo-type dataset --local-dir {path.name}"
+        )
+    return Found(_sources([path], name, weight), [], [])
+
+
+def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
+    """Texts are one source, other files one each. Raises InputError."""
+    for path in files:
+        check_file(path)
+    texts = tuple(path for path in files if DataFile(path).kind in TEXTS)
+    others = [path for path in files if DataFile(path).kind not in TEXTS]
+    if len(others) > MOST_FILES:
+        raise InputError(f"{name}: {len(others):,} files, the most is {MOST_FILES}. Join them into fewer.")
+    found = [DataFile(path, weight) for path in others]
+    if len(texts) > 1:
+        found.append(DataFile(Path(name), weight, texts, f"{name} ({len(texts):,} texts)"))
+    return found + [DataFile(path, weight) for path in texts[:1] if len(texts) == 1]
+
+
+# ---------------------------------------------------------------- folders
+
+
+def _folder(folder: Path, weight: float) -> Found:
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return _saved(folder, weight)
+    if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
+        raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
+    inside = sorted(path for path in folder.rglob("*") if path.is_file() and DataFile(path).kind in KINDS)
+    inside = [path for path in inside if path.stat().st_size]
+    inside = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    inside = [path for path in inside if not (path.suffix == ".json" and path.stem in _ABOUT)]
+    tables = [path for path in inside if DataFile(path).kind not in TEXTS]
+    files = tables or inside
+    if not files:
+        raise InputError(f"{folder} is a folder without data. Expected files of {', '.join(KINDS)}.")
+    left = [path for path in inside if path not in files]
+    by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
+    for path in files:
+        by_use[_use(path.relative_to(folder))].append(path)
+    train = by_use["train"] or by_use[""]
+    if not train:
+        raise InputError(f"{folder} holds no training data, only {_list(files)}. Name a file to train on with --data.")
+    _check_twice(train)
+    left += [path for use, paths in by_use.items() if use not in ("valid",) and paths is not train for path in paths]
+    notes = [f"{folder}: not read: {_list(sorted(left), folder)}"] if left else []
+    held = _sources(by_use["valid"], str(folder), 1.0) if by_use["valid"] else []
+    return Found(_sources(train, str(folder), weight), held, notes)
+
+
+def _use(path: Path) -> str:
+    """What a file in a folder is for, by a word of its name, or by the name of its folder: train, valid, test or ""."""
+    stem = re.sub(r"-\d+-of-\d+$", "", path.name.partition(".")[0]).lower()
+    words = re.split(r"[-_ ]", stem)
+    names = [words[0], words[-1], *(part.lower() for part in reversed(path.parts[:-1]))]
+    return next((_WHAT[name] for name in names if name in _WHAT), "")
+
+
+def _check_twice(files: Sequence[Path]) -> None:
+    """Raises InputError where the same data may be there in two formats."""
+    stem = lambda path: path.with_name(path.name.partition(".")[0])
+    for _, group in groupby(sorted(files, key=stem), key=stem):
+        same = list(group)
+        if len({DataFile(path).kind for path in same}) > 1:
+            raise InputError(
+                f"{same[0].parent} holds {_list(same)}: the same rows twice? Name files, each with --data."
+            )
+
+
+def _list(files: Sequence[Path], folder: Path | None = None) -> str:
+    names = [str(path.relative_to(folder)) if folder else path.name for path in files[:_NAMED]]
+    return ", ".join(names) + (f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else "")
+
+
+# ---------------------------------------------------------------- datasets.save_to_disk
+
+
+def _saved(folder: Path, weight: float) -> Found:
+    if not (folder / "dataset_dict.json").is_file():
+        return Found(_shards(folder, weight), [], [])
+    splits = _json(folder / "dataset_dict.json").get("splits")
+    if not isinstance(splits, list) or not all(isinstance(s, str) and Path(s).name == s for s in splits) or not splits:
+        raise InputError(f"{folder / 'dataset_dict.json'} names no splits. Name a folder of {folder} with --data.")
+    uses = {split: _use(Path(split)) for split in splits}
+    train = [split for split in splits if uses[split] == "train"] or [split for split in splits if not uses[split]]
+    if len(train) != 1:
+        raise InputError(f"{folder} holds {', '.join(splits)}. Name one: --data {folder / splits[0]}.")
+    held = [file for split in splits if uses[split] == "valid" for file in _shards(folder / split, 1.0)]
+    left = [split for split in splits if split not in train and uses[split] != "valid"]
+    notes = [f"{folder}: not read: {', '.join(left)}"] if left else []
+    return Found(_shards(folder / train[0], weight), held, notes)
+
+
+def _shards(folder: Path, weight: float) -> list[DataFile]:
+    """The Arrow files of a saved data set. Raises InputError."""
+    state = _json(folder / "state.json")
+    chosen = state.get("_indices_files") or state.get("_indices_data_files")
+    given = state.get("_data_files")
+    files = [file.get("filename") for file in given if isinstance(file, dict)] if isinstance(given, list) else []
+    names = [name for name in files if isinstance(name, str) and Path(name).name == name]
+    if chosen or not names or len(names) != len(files):
+        raise InputError(
+            f"{folder}: a data set saved in a form that is not read. Write it as Parquet: "
+            f"datasets.load_from_disk('{folder}').to_parquet('data.parquet')"
+        )
+    for name in names:
+        check_file(folder / name)
+    return [DataFile(folder / name, weight) for name in names]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return parse_json(read_small(path, links=True), path.name)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}. Save the data set again.") from None

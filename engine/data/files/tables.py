@@ -1,0 +1,121 @@
+"""Rows of tables: CSV, Parquet, Arrow."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from trireme.engine.data.files.rows import ROW, TOO_LARGE, BadRow, Bytes, Row
+from trireme.models.config import InputError
+
+_BATCH = 256  # rows made at once
+_TIME = 0.5  # stands for a time, which is named as not used
+
+
+class _Lines:
+    """Checked lines. `number`: of the last. `taken`: characters of the row so far, reset by its reader."""
+
+    def __init__(self, path: Path, stream: io.TextIOWrapper):
+        self._path, self._stream, self.number, self.taken = path, stream, 0, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(ROW)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        self.taken += len(line)
+        if "\0" in line:
+            raise InputError(f"{self._path} line {self.number} holds NUL bytes: is it text?")
+        if self.taken >= ROW:
+            raise InputError(f"{self._path}: the row that ends with line {self.number} {TOO_LARGE}.")
+        return line
+
+
+def read_csv(path: Path, file: Bytes) -> Iterator[Row]:
+    """Cells end with a comma, a semicolon or a tab, whichever the first line has most of."""
+    csv.field_size_limit(ROW)
+    lines = _Lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+    first = next(lines, "")
+    reader = csv.reader(chain([first] if first else [], lines), delimiter=max(",;\t", key=first.count), strict=True)
+    try:
+        header = next(reader, [])
+        if len(set(header)) != len(header):
+            raise InputError(f"{path}: the header names a column twice: {', '.join(header)}.")
+        begins = reader.line_num + 1
+        for cells in reader:
+            lines.taken, number, begins = 0, begins, reader.line_num + 1
+            if not cells:
+                continue
+            if cells == header or [cell.removeprefix("\ufeff") for cell in cells] == header:
+                yield Row(number, BadRow("is the header again. Were files joined? Give each with its own --data"))
+            elif len(cells) != len(header):
+                yield Row(number, BadRow(f"has {len(cells)} cells, the header {len(header)}"))
+            else:
+                yield Row(number, dict(zip(header, cells, strict=True)))
+    except csv.Error as error:
+        raise InputError(f"{path} line {reader.line_num} is not CSV: {error}. Is a quote amiss?") from None
+
+
+def read_columns(path: Path, file: Bytes) -> Iterator[Row]:
+    """Parquet, or Arrow's files and streams."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"{path}: {path.suffix} needs pyarrow. Install it: pip install pyarrow.") from None
+    number, batches = 0, _parquet if path.suffix.lower() != ".arrow" else _arrow
+    try:
+        for batch, timed in batches(pyarrow, path, file):
+            times = dict.fromkeys(timed, _TIME)
+            for value in batch.to_pylist():
+                number += 1
+                yield Row(number, {k: _without_nulls(v) for k, v in value.items()} | times)
+    except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:
+        if getattr(error, "errno", None) or isinstance(error, InputError):  # a failing disk; pyarrow's own have none
+            raise
+        what = " ".join(str(error).split()).rstrip(".")
+        kind = "Arrow" if batches is _arrow else "Parquet"
+        raise InputError(f"{path} is not {kind} that can be read: {what}.") from None
+
+
+def _parquet(pyarrow: Any, path: Path, file: Bytes) -> Iterator[tuple[Any, list[str]]]:
+    made = pyarrow.parquet.ParquetFile(file)
+    names, timed = _columns(pyarrow, path, made.schema_arrow)
+    yield from ((batch, timed) for batch in made.iter_batches(_BATCH, columns=names))
+
+
+def _arrow(pyarrow: Any, path: Path, file: Bytes) -> Iterator[tuple[Any, list[str]]]:
+    """Of a stream, as the datasets library writes it, or of a file of Arrow's."""
+    if file.read(6) == b"ARROW1":
+        made = pyarrow.ipc.open_file(file)
+        batches = (made.get_batch(i) for i in range(made.num_record_batches))
+    else:
+        file.seek(0)
+        batches = made = pyarrow.ipc.open_stream(file)
+    names, timed = _columns(pyarrow, path, made.schema)
+    for batch in batches:
+        kept = batch.select(names)
+        yield from ((kept.slice(at, _BATCH), timed) for at in range(0, kept.num_rows, _BATCH))
+
+
+def _columns(pyarrow: Any, path: Path, schema: Any) -> tuple[list[str], list[str]]:
+    """(columns to read, those of times, which no format uses, and Python has no nanoseconds). Raises InputError."""
+    if len(set(schema.names)) != len(schema.names):
+        raise InputError(f"{path} names a column twice: {', '.join(schema.names)}.")
+    timed = [field.name for field in schema if pyarrow.types.is_temporal(field.type)]
+    return [name for name in schema.names if name not in timed], timed
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives the objects of a column all keys that any of them has; those of others are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
+    return [_without_nulls(inside) for inside in value] if isinstance(value, list) else value

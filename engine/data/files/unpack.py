@@ -1,0 +1,67 @@
+"""Files as their bytes: packed ones are unpacked while they are read."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from trireme.engine.data.files.rows import Bytes
+from trireme.models.config import InputError
+
+PACKINGS = (".gz", ".bz2", ".xz", ".zst")
+DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, OSError)  # OSError with an errno is none
+_MAGIC = (
+    (b"\x1f\x8b", "gzip", ".gz"),
+    (b"BZh", "bzip2", ".bz2"),
+    (b"\xfd7zXZ", "xz", ".xz"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", ".zst"),
+    (b"PAR1", "Parquet", ".parquet"),
+    (b"ARROW1", "Arrow", ".arrow"),
+)
+_OTHERS = (
+    (b"PK\x03\x04", "a zip archive", "Unpack it: unzip"),
+    (b"\x80\x04\x95", "a pickle of Python", "Write its rows as JSON lines, from"),
+    (b"SQLite format 3", "a SQLite database", "Write its rows as CSV, from"),
+    (b"\x89PNG", "an image", "Name a file of text, not"),
+    (b"%PDF", "a PDF", "Write its text into a .txt file, from"),
+)
+
+
+def unpacked(path: Path, raw: BinaryIO) -> Bytes:
+    """Raises InputError where what it takes is not installed; reading raises DAMAGES."""
+    packing = path.suffix.lower()
+    if packing == ".gz":
+        return cast(BinaryIO, gzip.open(raw))
+    if packing == ".bz2":
+        return cast(BinaryIO, bz2.open(raw))
+    if packing == ".xz":
+        return cast(BinaryIO, lzma.open(raw))
+    if packing != ".zst":
+        return raw
+    try:
+        import pyarrow
+    except ImportError:
+        raise InputError(
+            f"{path}: .zst needs pyarrow. Install it: pip install pyarrow. Or unpack it: zstd -d."
+        ) from None
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), 1 << 16)
+
+
+def misnamed(path: Path, head: bytes) -> str:
+    """What a file of these first bytes is, and what to do, where its name says otherwise; else ""."""
+    for magic, what, suffix in _MAGIC:
+        if head.startswith(magic) and path.suffix.lower() != suffix:
+            name = path.name.removesuffix(path.suffix) if suffix in (".parquet", ".arrow") else path.name
+            return f"is {what} by another name. Rename it: mv {path} {path.with_name(name + suffix)}"
+    for magic, what, advice in _OTHERS:
+        if head.startswith(magic):
+            return f"is {what}. {advice} {path}"
+    page = head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
+    if page and path.suffix.lower() not in (".txt", ".md"):
+        return "is a web page, not data. Download the file itself: its address has /resolve/ in it, not /blob/"
+    return ""

@@ -1,0 +1,147 @@
+"""Tools, and calls of them, in the spellings of the popular trainers and servers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trireme.engine.data.files.rows import BadRow, Fields, kind_of
+
+
+def read_tools(row: Fields) -> list[Fields] | None:
+    """`tools`, or OpenAI's older `functions`: JSON schemas, bare functions, or either as a string of JSON."""
+    given = [key for key in ("tools", "functions") if row.get(key) not in (None, "", [], {})]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise BadRow("has 'tools' and 'functions': leave one out, --map unused=functions")
+    tools = row[given[0]]
+    if isinstance(tools, str):
+        if not tools.strip():
+            return None
+        tools = _parsed(tools, f"{given[0]!r} is a string that is not JSON")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function", {}), dict) for tool in tools
+    ):
+        raise BadRow(f"{given[0]!r} is not a list of objects, each with an object as its 'function'")
+    try:
+        tools = [_without_nulls(tool) for tool in tools]
+    except RecursionError:
+        raise BadRow(f"{given[0]!r} is nested too deeply") from None
+    return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
+
+
+def _without_nulls(schema: Any) -> Any:
+    """No schema is null: what Arrow made of absent keys, and others wrote as JSON. A value may be."""
+    if isinstance(schema, list):
+        return [_without_nulls(inside) for inside in schema]
+    if not isinstance(schema, dict):
+        return schema
+    values = ("default", "const", "enum", "examples")
+    kept = {key: inside for key, inside in schema.items() if inside is not None or key in values}
+    return {key: inside if key in values else _without_nulls(inside) for key, inside in kept.items()}
+
+
+def drop_strange_nulls(messages: list[Fields], tools: list[Fields] | None) -> None:
+    """Drops null arguments that the called tool does not have: Arrow gives each call the arguments of all tools."""
+    known = {}
+    for tool in tools or []:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if isinstance(function.get("name"), str) and isinstance(properties, dict):
+            known[function["name"]] = properties
+    for call in (call for message in messages for call in message.get("tool_calls", [])):
+        function = call.get("function", call)
+        given, has = function["arguments"], known.get(function["name"])
+        if has is not None and isinstance(given, dict):
+            function["arguments"] = {key: value for key, value in given.items() if value is not None or key in has}
+
+
+def read_calls(message: Fields, where: str, unused: dict[str, None]) -> list[Fields]:
+    """`tool_calls` and the older `function_call` of a message, with arguments that are JSON. Raises BadRow."""
+    calls, single = message.get("tool_calls") or [], message.get("function_call") or None
+    if isinstance(calls, str):
+        calls = _parsed(calls, f"{where}: 'tool_calls' is a string that is not JSON")
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise BadRow(f"{where}: 'tool_calls' is not a list of {{function: {{name, arguments}}}}")
+    if isinstance(single, str):
+        single = _parsed(single, f"{where}: 'function_call' is a string that is not JSON")
+    if single is not None and not _is_call(single):
+        raise BadRow(f"{where}: 'function_call' is not {{name, arguments}}")
+    return [_call(call, where, unused) for call in [*calls, *([new_call(single)] if single else [])]]
+
+
+def told_calls(value: Any, where: str, unused: dict[str, None]) -> list[Fields]:
+    """Calls that are a turn of their own, `{name, arguments}` or a list, as objects or JSON. Raises BadRow."""
+    calls = _parsed(value, f"{where}: the function call is not JSON") if isinstance(value, str) else value
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(_is_call(call) for call in calls):
+        raise BadRow(f"{where}: a function call has no 'name'")
+    return [_call({**new_call({}), **call} if "function" in call else new_call(call), where, unused) for call in calls]
+
+
+def new_call(function: Fields) -> Fields:
+    """For number_calls."""
+    return {"id": "", "type": "function", "function": function}
+
+
+def number_calls(messages: list[Fields]) -> None:
+    """Gives new calls an id, and each answer without one that of the call it answers, in their order."""
+    waiting: list[str] = []
+    for i, message in enumerate(messages):
+        for k, call in enumerate(message.get("tool_calls", [])):
+            if call.get("id") == "":
+                call["id"] = f"call{i % 1000:03d}{k % 100:02d}"  # Mistral's templates insist on nine characters
+            waiting.append(call.get("id") or "")
+        if not isinstance(message.get("tool_call_id", ""), (str, int)):
+            raise BadRow(f"the 'tool_call_id' of message {i} is {kind_of(message['tool_call_id'])}, expected a string")
+        if message["role"] == "tool":
+            answered = message.get("tool_call_id")
+            if answered in waiting:
+                waiting.remove(answered)
+            elif answered is None and waiting and (first := waiting.pop(0)):
+                message["tool_call_id"] = first
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
+
+
+_PARTS = ("id", "type", "index", "function")  # of a call; an index says its order
+
+
+def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
+    """The call with `arguments`: as they are where they are JSON, {} where there are none. Llama says `parameters`."""
+    function = dict(call.get("function", call))
+    key = next((key for key in ("arguments", "parameters", "args") if function.get(key) is not None), "arguments")
+    given = function.pop(key, None)
+    given = {} if given is None or (isinstance(given, str) and not given.strip()) else given
+    of = f"{where}: the arguments of a call of {function['name']!r}"
+    held = _parsed(given, f"{of} are not JSON") if isinstance(given, str) else given
+    if not isinstance(held, dict):
+        raise BadRow(f"{of} are {kind_of(held)}, expected an object")
+    bare = "function" not in call
+    if not bare and call.get("type") not in (None, "", "function"):
+        raise BadRow(f"{where}: the type of a call is {call['type']!r}, expected 'function'")
+    if not isinstance(call.get("id", ""), (str, int)):
+        raise BadRow(f"{where}: the 'id' of a call is {kind_of(call['id'])}, expected a string")
+    parts = (*(_PARTS if bare else ()), "name")
+    told = [key for key in function if key not in parts and function[key] not in (None, "", [], {})]
+    unused |= dict.fromkeys(f"messages[].tool_calls[].function.{key}" for key in told)
+    function = {key: value for key, value in function.items() if key in parts} | {"arguments": given if held else {}}
+    if bare:
+        return function
+    told = [key for key, value in call.items() if key not in _PARTS and value not in (None, "", [], {})]
+    unused |= dict.fromkeys(f"messages[].tool_calls[].{key}" for key in told)
+    return {key: value for key, value in call.items() if key in _PARTS} | {"function": function}
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{what} ({error})") from None

@@ -1,0 +1,206 @@
+"""Formats of rows, found from their keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trireme.engine.data.files.rows import BadRow, Fields
+from trireme.engine.data.formats import conversations
+from trireme.engine.data.formats.conversations import read_alpaca, read_messages, read_sharegpt, read_talk
+from trireme.engine.data.formats.examples import Chat, Completion, Example, Text, string
+from trireme.engine.data.formats.ids import SAYS_MORE, read_ids
+from trireme.engine.data.formats.messages import refuse_media
+from trireme.engine.data.formats.preferences import refuse_preferences
+from trireme.models.config import InputError
+from trireme.storage.untrusted import shown
+
+UNUSED = "unused"  # --map unused=THEIRS leaves a column out
+LISTS = ("messages", "conversations", "tools", "functions", "history", "chat_template_kwargs", "input_ids", *SAYS_MORE)
+
+
+@dataclass(frozen=True)
+class Format:
+    """`read` makes an example of `keys`, which name the format, and of `more`, if present."""
+
+    name: str
+    keys: tuple[str, ...]
+    read: Callable[[Fields], Example]
+    more: tuple[str, ...] = ()
+
+    def unused(self, row: Fields, example: Example) -> list[str]:
+        """Keys with values that are not read."""
+        more = () if isinstance(example, Completion) else self.more
+        known = {*self.keys, *more, UNUSED}
+        here = [key for key, value in row.items() if key not in known and value not in (None, "", [], {})]
+        return [*here, *(example.unused if isinstance(example, Chat) else ())]
+
+
+def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any] | None = None) -> Format:
+    """Raises BadRow where none fits, with `hint` or a likelier one. `given`: the row before --map."""
+    if form := _fitting(row):
+        return form
+    given = row if given is None else given
+    keys = set(given)
+    likely = [(ours, theirs) for ours, theirs in _LIKELY if set(theirs) <= keys] + _by_value(given)
+    for ours, theirs in likely[:1]:
+        hint += f" Perhaps --map {','.join(f'{o}={t}' for o, t in zip(ours, theirs, strict=True))}."
+    found = ", ".join(repr(shown(key, KEY)) for key in list(given)[:8]) or "none"
+    if keys == {"role", "content"}:
+        hint = ' A conversation is a row: {"messages": [{"role": …, "content": …}, …]}.'
+    raise BadRow(f"no known format has its keys ({found}); expected {_EXPECTED}.{hint}")
+
+
+def read_row(
+    given: Fields, form: Format | None = None, renames: Mapping[str, str] | None = None
+) -> tuple[Format, Example, list[str]]:
+    """(its format, what it says, keys that are not read). `form`: that of the rows before. `renames`: those of --map.
+
+    Raises BadRow.
+    """
+    renames = renames or {}
+    hint, row = not_there(given, renames), parsed(rename(given, renames))
+    check_row(row, renames)
+    form = form or find_format(row, hint, given)
+    if absent := [repr(key) for key in form.keys if key not in row]:
+        other, more = ", ".join(map(repr, list(row)[:8])), f".{hint}" if hint else ""
+        what = f"has no {' and no '.join(absent)} (its keys: {other}); the file's format is {form.name!r}"
+        raise BadRow(what + more)
+    example = form.read(row)
+    return form, example, form.unused(row, example)
+
+
+def _fitting(row: Mapping[str, Any]) -> Format | None:
+    return next((form for form in FORMATS if all(key in row for key in form.keys)), None)
+
+
+def _by_value(row: Mapping[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Columns that hold a conversation or tokens, whatever they are called."""
+    for key, value in row.items():
+        if isinstance(value, list) and value and all(type(token) is int for token in value):
+            return [(("input_ids",), (key,))]
+        if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
+            if all({"role", "content"} <= turn.keys() for turn in value):
+                return [(("messages",), (key,))]
+            if all({"from", "value"} <= turn.keys() for turn in value):
+                return [(("conversations",), (key,))]
+    return []
+
+
+def check_row(row: Mapping[str, Any], renames: Mapping[str, str] | None = None) -> None:
+    """Raises BadRow where it holds preferences, or more than text. `renames`: those of --map."""
+
+    def format_of(more: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
+        renamed = parsed(rename(dict(row), more))
+        form = _fitting(renamed)
+        try:
+            if form:
+                form.read(renamed)
+        except BadRow:
+            return None
+        return (form.name, form.keys) if form else None
+
+    refuse_preferences(row, renames or {}, format_of)
+    refuse_media({key: value for key, value in row.items() if key != UNUSED}, "", "where its text stands alone")
+
+
+def parsed(row: Fields) -> Fields:
+    """With lists and objects that are written as JSON in a string."""
+    for key in LISTS:
+        value = row.get(key)
+        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            try:
+                row = row | {key: json.loads(value)}
+            except (ValueError, RecursionError):
+                continue
+    return row
+
+
+def parse_map(text: str | None) -> dict[str, str]:
+    """`ours=theirs,...` as {their name: our name}. Raises InputError."""
+    renames = {}
+    for part in (text or "").split(","):
+        ours, equals, theirs = part.partition("=")
+        if part and not (ours.strip() and equals and theirs.strip()):
+            raise InputError(f"--map {text}: expected OURS=YOURS, such as prompt=question,completion=answer.")
+        if part:
+            renames[theirs.strip()] = ours.strip()
+    known = {UNUSED, *(key for form in FORMATS for key in (*form.keys, *form.more))}
+    for ours in renames.values():
+        if ours not in known:
+            turned = ",".join(f"{theirs}={ours}" for theirs, ours in renames.items())
+            way_out = f"perhaps --map {turned}" if renames.keys() <= known else f"there are {', '.join(sorted(known))}"
+            raise InputError(f"--map {text}: no format has a column {shown(ours, KEY)!r}; {way_out}.")
+    return renames
+
+
+def not_there(row: Mapping[str, Any], renames: Mapping[str, str]) -> str:
+    """A hint on columns of --map that `row` lacks."""
+    absent = ", ".join(repr(theirs) for theirs in renames if theirs not in row)
+    return f" --map names {absent}: there is no such column." if absent else ""
+
+
+def rename(row: Fields, renames: Mapping[str, str]) -> Fields:
+    """row under our names. The format complains of absent columns."""
+    if not renames:
+        return row
+    ours = set(renames.values())
+    # A mapped column wins.
+    kept = {key: value for key, value in row.items() if key in renames or key not in ours}
+    return {renames.get(key, key): value for key, value in kept.items()}
+
+
+# ---------------------------------------------------------------- no conversations
+
+
+def _text(row: Fields) -> Text:
+    text = string(row, "text")
+    if not text:
+        raise BadRow("'text' is empty")
+    return Text(text)
+
+
+def _prompt_completion(row: Fields) -> Example:
+    talk = [_talk(row["prompt"]), _talk(row["completion"])]
+    if all(talk):
+        return read_talk(row | {"prompt": talk[0], "completion": talk[1]})
+    completion = string(row, "completion")
+    if not completion:
+        raise BadRow("'completion' is empty")
+    return Completion(string(row, "prompt"), completion)
+
+
+def _talk(value: Any) -> list[Any]:
+    """Messages, also as JSON in a string; empty where it is none."""
+    if isinstance(value, str) and value.lstrip().startswith('[{"'):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return []
+        return value if all(isinstance(turn, dict) and "role" in turn for turn in value) else []
+    return value if isinstance(value, list) else []
+
+
+FORMATS = (
+    Format("messages", ("messages",), read_messages, conversations.SAYS_MORE),
+    Format("sharegpt", ("conversations",), read_sharegpt, conversations.SAYS_MORE),
+    Format("input_ids", ("input_ids",), read_ids, SAYS_MORE),
+    Format("prompt,completion", ("prompt", "completion"), _prompt_completion, conversations.SAYS_MORE),
+    Format("alpaca", ("instruction", "output"), read_alpaca, ("input", "history", *conversations.SAYS_MORE)),
+    Format("text", ("text",), _text),
+)
+KEY = 60  # characters of a key that are named
+
+_EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
+_LIKELY = (
+    (("prompt", "completion"), ("question", "answer")),
+    (("prompt", "completion"), ("prompt", "response")),
+    (("prompt", "completion"), ("prompt", "output")),
+    (("prompt", "completion"), ("input", "output")),
+    (("prompt", "completion"), ("query", "response")),
+    (("instruction", "input", "output"), ("instruction", "context", "response")),
+    (("instruction", "output"), ("instruction", "response")),
+    (("text",), ("content",)),
+)

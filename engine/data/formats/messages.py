@@ -1,0 +1,127 @@
+"""One message of a conversation: its role, what it says, whether it is trained.
+
+A key is used here, or is the chat template's to use (what no template reads is named in the report), or the row is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trireme.engine.data.files.rows import BadRow, Fields, kind_of
+from trireme.engine.data.formats.calls import read_calls
+
+CALL = "call"  # a turn that is a call, in ShareGPT's way
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "chatbot", "model", "bot", "ai"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("function_call", "tool_call"), CALL),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
+}
+SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # beside `content`
+_TRAINED = ("train", "training", "loss", "loss_mask", "step_loss_mask", "weight")  # true or 1: learned
+_MASKED = ("mask", "masked")  # true: not learned
+_MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an s
+_TEXTS, _THOUGHTS = ("text", "input_text", "output_text"), ("thinking", "reasoning")
+
+
+def refuse_media(keys: Mapping[str, Any], where: str, unless: str = "") -> None:
+    """Raises BadRow where a key holds images, videos or audio. `unless`: when its column may be left out."""
+    for key, value in keys.items():
+        stem = key.lower().removesuffix("s").removesuffix("_url").removesuffix("_path")
+        if stem in _MEDIA and value not in (None, "", [], {}, "[]", "{}", "null"):
+            way_out = f". {unless.capitalize()}, leave the column out: --map unused={key}" if unless else ""
+            raise BadRow(f"{where}{key!r} holds what is no text; only text can be trained on{way_out}")
+
+
+def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
+    """`{role, content}`, or ShareGPT's `{from, value}`, as the first. Null values count as absent.
+
+    "train": False marks what is not learned. Raises BadRow.
+    """
+    if not isinstance(turn, dict):
+        raise BadRow(f"{where} is {kind_of(turn)}, expected {{role, content}}")
+    message = {key: value for key, value in turn.items() if value is not None}
+    for ours, theirs in (("role", "from"), ("content", "value")):
+        if ours not in message and theirs in message:
+            message[ours] = message.pop(theirs)
+    if not isinstance(message.get("role"), str):
+        raise BadRow(f"{where} has no 'role'; its keys are {', '.join(map(repr, message)) or 'none'}")
+    message["role"] = ROLES.get(message["role"].lower(), message["role"])
+    refuse_media(message, f"{where}: ")
+    if message["role"] == CALL and (message.get("tool_calls") or message.get("function_call")):
+        raise BadRow(f"{where} is a call, and has calls beside it")
+    if message["role"] != CALL:
+        _read_content(message, where, unused)
+        calls = read_calls(message, where, unused)
+        for key in ("tool_calls", "function_call"):
+            message.pop(key, None)
+        if calls and message["role"] != "assistant":
+            raise BadRow(f"{where} has calls, and the role {message['role']!r}; only an assistant calls")
+        if calls:
+            message["tool_calls"] = calls
+    trained = _trained(message, where, unused)
+    if message["role"] != CALL and "content" not in message and not any(message.get(key) for key in SAID):
+        raise BadRow(f"{where} has no 'content'; its keys are {', '.join(map(repr, turn))}")
+    return message if trained else {**message, "train": False}
+
+
+def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
+    """A list of parts becomes its text, or a list of texts; thoughts among them go beside it."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        if content is not None and not isinstance(content, str):
+            raise BadRow(f"{where}: 'content' is {kind_of(content)}, expected a string")
+        return
+    texts, thoughts = [], []
+    for part in [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]:
+        kind = part.get("type", "text") if isinstance(part, dict) else kind_of(part)
+        if kind in _TEXTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in _TEXTS:
+            raise BadRow(f"{where} holds a part without 'text'; its keys are {', '.join(map(repr, part))}")
+        elif kind in _THOUGHTS and isinstance(part, dict):
+            thoughts.append(_thought(part, where))
+        else:
+            raise BadRow(f"{where} holds a part of type {kind!r}; only text can be trained on")
+        known = ("type", "text", *_THOUGHTS, "closed")
+        told = [key for key, value in part.items() if key not in known and value not in (None, "", [], {})]
+        unused |= dict.fromkeys(f"messages[].content[].{key}" for key in told)
+    message["content"] = texts if len(texts) > 1 else "".join(texts)
+    if thoughts:
+        if any(message.get(key) for key in SAID[1:]):
+            raise BadRow(f"{where} has thoughts in its content and beside it")
+        message["reasoning_content"] = "\n".join(thoughts)
+
+
+def _thought(part: Fields, where: str) -> str:
+    held = next((part[key] for key in (*_THOUGHTS, "text") if part.get(key) is not None), None)
+    texts = held if isinstance(held, list) else [held]
+    texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
+    found = [text for text in texts if isinstance(text, str)]
+    if not found or len(found) < len(texts):
+        raise BadRow(f"{where} holds a part of type {part['type']!r} without text")
+    return "\n".join(found)
+
+
+def _trained(message: Fields, where: str, unused: dict[str, None]) -> bool:
+    """Takes out what says whether the message is learned."""
+    trained = True
+    for key in (*_TRAINED, *_MASKED):
+        if key not in message:
+            continue
+        value = message.pop(key)
+        if key in _MASKED and not isinstance(value, bool):
+            raise BadRow(f"{where}: {key!r} is {value!r}, expected true (not learned) or false")
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            expected = "0 or 1" if key == "weight" else "true or false"
+            raise BadRow(f"{where}: {key!r} is {value!r}, expected {expected}")
+        learn = bool(value) != (key in _MASKED)
+        trained = trained and learn
+        if learn and key != "weight" and message["role"] not in ("assistant", CALL):
+            unused[f"messages[].{key} (role {message['role']})"] = None
+    if message.get("train_detail"):
+        raise BadRow(f"{where}: 'train_detail' marks parts of a message; only whole ones can be left out")
+    return trained

@@ -1,0 +1,349 @@
+"""Files and folders of strangers: read, or refused in words that name the cause and a way that works."""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+
+import numpy as np
+import pytest
+from chats import make_tokenizer
+
+from trireme.engine.data.codec import load_codec
+from trireme.engine.data.dataset import DataOptions, load_dataset
+from trireme.engine.data.files import text
+from trireme.engine.data.files.folders import MOST_FILES, find_data
+from trireme.engine.data.files.sources import Reader
+from trireme.models.config import InputError
+
+ROWS = [{"text": f"row {i}"} for i in range(3)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def put(folder, **files):
+    """Files of a folder, with __ for each /; a name's last _ is the dot."""
+    for name, content in files.items():
+        path = folder / ".".join(name.replace("__", "/").rsplit("_", 1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return str(folder)
+
+
+def values(name):
+    return [row.value for file in find_data(str(name)).files for row in Reader(file).rows()]
+
+
+def names(found):
+    return [[file.path.name for file in files] for files in (found.files, found.held)]
+
+
+def fails(name):
+    with pytest.raises(InputError) as error:
+        values(name)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    return load_codec(make_tokenizer(tmp_path_factory.mktemp("model")).folder)
+
+
+def load(codec, *sources, **options):
+    return load_dataset([str(source) for source in sources], codec, DataOptions(**{"seq_len": 64} | options))
+
+
+# ---------------------------------------------------------------- kinds
+
+
+def zst(content):
+    pyarrow = pytest.importorskip("pyarrow")
+    half = len(content) // 2  # two frames, as parallel tools write them
+    return b"".join(bytes(pyarrow.compress(part, "zstd", asbytes=True)) for part in (content[:half], content[half:]))
+
+
+PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zst}
+
+
+@pytest.mark.parametrize("suffix", ["", *PACKED])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.csv", "a.txt", "a.md"])
+def test_packed_files_of_every_kind(tmp_path, name, suffix):
+    content = {"a.csv": b"text\nrow 0\nrow 1\nrow 2\n", "a.json": json.dumps(ROWS).encode()}.get(name, LINES)
+    content = b"row 0\n<|endoftext|>\nrow 1\n<|endoftext|>\nrow 2\n" if name[2:] in ("txt", "md") else content
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(PACKED[suffix](content) if suffix else content)
+    assert values(path) == ROWS
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_damaged_packed_files(tmp_path, suffix):
+    whole = PACKED[suffix](LINES * 500)
+    for content in (whole[: len(whole) * 2 // 3], whole[:30] + b"\xff" * 9 + whole[39:]):
+        (tmp_path / f"a.jsonl{suffix}").write_bytes(content)
+        says = fails(tmp_path / f"a.jsonl{suffix}")
+        assert f"is a damaged {suffix} (" in says
+        assert "\n" not in says
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", gzip.compress(LINES), "is gzip by another name. Rename it: mv {0} {0}.gz"),
+        ("a.json", lzma.compress(LINES), "is xz by another name. Rename it: mv {0} {0}.xz"),
+        ("a.txt", bz2.compress(LINES), "is bzip2 by another name"),
+        ("a.jsonl", b"\x28\xb5\x2f\xfd" + LINES, "is Zstandard by another name"),
+        ("a.json", b"PAR1" + LINES, "is Parquet by another name. Rename it: mv {0} {1}/a.parquet"),
+        ("a.csv", b"ARROW1" + LINES, "is Arrow by another name. Rename it: mv {0} {1}/a.arrow"),
+        ("a.jsonl", b"PK\x03\x04" + LINES, "is a zip archive. Unpack it: unzip {0}"),
+        ("a.jsonl", b"<!DOCTYPE html><html>", "is a web page, not data"),
+        ("a.json", b"\x80\x04\x95abc", "is a pickle of Python"),
+        ("a.txt", b"%PDF-1.7", "is a PDF"),
+    ],
+)
+def test_files_by_another_name(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    assert says.format(tmp_path / name, tmp_path) in fails(tmp_path / name)
+
+
+def test_a_web_page_may_be_a_text(tmp_path):
+    (tmp_path / "a.txt").write_text("<html>words</html>")
+    assert values(tmp_path / "a.txt") == [{"text": "<html>words</html>"}]
+
+
+def test_byte_order_marks_wherever_files_were_joined(tmp_path):
+    """`cat` of two files with one: no row may be lost."""
+    bom = b"\xef\xbb\xbf"
+    (tmp_path / "a.jsonl").write_bytes(bom + LINES + bom + LINES)
+    assert values(tmp_path / "a.jsonl") == ROWS * 2
+    (tmp_path / "a.jsonl").write_bytes(bom + bom + LINES)
+    assert values(tmp_path / "a.jsonl") == ROWS
+
+
+def test_a_header_within_a_joined_table_is_no_row(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext,n\nx,1\n\xef\xbb\xbftext,n\ny,2\n")
+    first, fault, second = values(tmp_path / "a.csv")
+    assert (first["text"], second["text"]) == ("x", "y")
+    assert "is the header again" in str(fault)
+
+
+# ---------------------------------------------------------------- Arrow
+
+
+@pytest.fixture
+def arrow():
+    return pytest.importorskip("pyarrow")
+
+
+STRING = {"type": "string"}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {key: STRING}}}}
+    for name, key in (("weather", "town"), ("add", "a"))
+]  # fmt: skip
+CALLS = [
+    {"messages": [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": tool["function"]["name"], "arguments": {key: "Oslo"}}}]},
+    ], "tools": [tool]}
+    for tool, key in zip(TOOLS, ("town", "a"), strict=True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "stream.arrow"])
+def test_nulls_that_arrow_put_in_are_no_arguments(tmp_path, arrow, name):
+    """Its columns have one type: every object gets the keys of all. The rows are as they would be as JSON lines."""
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    table, path = arrow.Table.from_pylist(CALLS), tmp_path / name
+    assert table.to_pylist() != CALLS
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif name == "a.arrow":
+        pyarrow.feather.write_feather(table, str(path))
+    else:
+        with arrow.OSFile(str(path), "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=1)
+    assert values(path) == CALLS
+    path.write_bytes(path.read_bytes()[:-40])
+    assert "that can be read" in fails(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda pa: {"text": pa.array(["x", "y"]).dictionary_encode()}, None),
+        (lambda pa: {"text": pa.array(["x", "y"], pa.large_string()), "id": pa.array([1, 2])}, None),
+        (lambda pa: {"text": pa.array([b"x", b"y"])}, "'text' is bytes, expected a string"),
+        (lambda pa: {"prompt": pa.array([None, None], pa.string()), "completion": ["x", "y"]}, "'prompt' is null"),
+        (lambda pa: {"input_ids": pa.array([[1.0, 2.0]] * 2)}, "'input_ids' holds something that is not a whole"),
+        (lambda pa: {"messages": pa.array([[("role", "user")]] * 2, pa.map_(pa.string(), pa.string()))},
+         "messages[0] is tuple, expected {role, content}"),
+        (lambda pa: {"text": pa.array([], pa.string())}, "holds no rows"),
+    ],
+)  # fmt: skip
+def test_types_of_parquet_are_read_or_refused(tmp_path, arrow, codec, make, says):
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(arrow.table(make(arrow)), tmp_path / "a.parquet")
+    if says is None:
+        assert load(codec, tmp_path / "a.parquet").report.counts.rows == 2
+    else:
+        with pytest.raises(InputError, match=re.escape(says)):
+            load(codec, tmp_path / "a.parquet")
+
+
+def saved(arrow, folder, rows, shards=1, **state):
+    """As save_to_disk writes it."""
+    folder.mkdir(parents=True)
+    table, files = arrow.Table.from_pylist(rows), []
+    for i in range(shards):
+        files.append({"filename": f"data-{i:05d}-of-{shards:05d}.arrow"})
+        part = table.slice(i * len(rows) // shards, len(rows) // shards)
+        path = str(folder / files[-1]["filename"])
+        with arrow.OSFile(path, "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(part)
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": None} | state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_saved_data_set(tmp_path, arrow, codec):
+    saved(arrow, tmp_path / "one", ROWS, 3)
+    assert values(tmp_path / "one") == ROWS
+    for split in ("train", "validation", "test"):
+        saved(arrow, tmp_path / "all" / split, ROWS[: 1 + (split == "train")])
+    (tmp_path / "all" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "validation", "test"]}))
+    data = load(codec, tmp_path / "all")
+    assert (data.report.counts.rows, data.held_out.report.counts.rows) == (2, 1)
+    assert any("not read: test" in line for line in data.report.lines())
+    saved(arrow, tmp_path / "chosen", ROWS, _indices_files=[{"filename": "indices.arrow"}])
+    assert "load_from_disk('" in fails(tmp_path / "chosen")
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["a", "b"]}')
+    assert f"holds a, b. Name one: --data {tmp_path / 'all' / 'a'}" in fails(tmp_path / "all")
+
+
+# ---------------------------------------------------------------- folders and patterns
+
+
+def test_a_folder_with_files_for_training_and_for_validation(tmp_path, codec):
+    """As mlx-lm wants it; nothing of it is trained on that is not for training."""
+    put(tmp_path, train_jsonl=LINES, valid_jsonl=b'{"text": "held"}\n', test_jsonl=b'{"text": "test"}\n')
+    assert names(find_data(str(tmp_path))) == [["train.jsonl"], ["valid.jsonl"]]
+    data = load(codec, tmp_path)
+    assert data.report.counts.rows == 3
+    assert data.held_out.report.counts.rows == 1
+    said = data.report.lines()
+    assert any("held out, by its name" in line and "valid.jsonl" in line for line in said)
+    assert any("not read: test.jsonl" in line for line in said)
+    put(tmp_path / "other", mine_jsonl=LINES)
+    data = load(codec, tmp_path, val=str(tmp_path / "other" / "mine.jsonl"))
+    assert data.held_out.report.counts.rows == 3
+    assert any("valid.jsonl: not read, as --val is given" in line for line in data.report.lines())
+    data = load(codec, tmp_path / "other", val=str(tmp_path))  # of a folder, the part that is for validation
+    assert data.held_out.report.counts.rows == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "held"),
+    [
+        ({"data__train-00000-of-00002_parquet": b"x", "data__train-00001-of-00002_parquet": b"x",
+          "data__test-00000-of-00001_parquet": b"x", "README_md": b"x"}, 2, 0),
+        ({"gsm8k_train_jsonl": b"x", "gsm8k_test_jsonl": b"x"}, 1, 0),
+        ({"train__a_jsonl": b"x", "train__b_jsonl": b"x", "dev__a_jsonl": b"x"}, 2, 1),
+        ({"a_jsonl": b"x", "b_json": b"x", "sub__c_csv": b"x", "dataset_info_json": b"{}", "LICENSE_txt": b"x"}, 3, 0),
+        ({"a_txt": b"x", "b_md": b"x", ".cache__c_txt": b"x", "empty_txt": b""}, 1, 0),  # texts are one source
+        ({"a_jsonl": b"x", "validation_jsonl": b"x"}, 1, 1),
+    ],
+)  # fmt: skip
+def test_which_files_of_a_folder_are_trained_on(tmp_path, files, train, held):
+    found = find_data(put(tmp_path, **files))
+    assert [len(part) for part in names(found)] == [train, held]
+
+
+def test_folders_without_data_say_why(tmp_path):
+    assert "is a folder without data. Expected files of .jsonl" in fails(put(tmp_path / "a", image_png=b"x"))
+    assert "holds no training data, only test.jsonl" in fails(put(tmp_path / "b", test_jsonl=LINES))
+    both = put(tmp_path / "c", train_jsonl=LINES, train_csv=b"text\nx\n")
+    assert "train.csv, train.jsonl: the same rows twice?" in fails(both)
+    assert "is a checkpoint, not data" in fails(put(tmp_path / "d", tokenizer_json=b"{}", config_json=b"{}"))
+    many = put(tmp_path / "e", **{f"f{i}_csv": b"text\nx\n" for i in range(MOST_FILES + 1)})
+    assert "501 files, the most is 500" in fails(many)
+
+
+def test_texts_of_a_folder_are_a_document_each(tmp_path, codec):
+    """In order, in one set of tokens; a change of any file is another set."""
+    folder = put(tmp_path / "t", b_txt=b"two\n<|endoftext|>\nthree", a_md=b"one\n", c__d_txt=b"four")
+    data = load(codec, folder, cache=tmp_path / "cache")
+    (file,) = data.files
+    assert [data.example(k).strip("[]") for k in range(4)] == [
+        f"<s>[{word}</s>" for word in ("one", "two", "three", "four")
+    ]
+    assert data.report.lines()[0] == f'{folder} (3 texts): 4 rows, format "text"'
+    (tmp_path / "t" / "b.txt").write_bytes(b"2\n<|endoftext|>\nthree")
+    assert load(codec, folder, cache=tmp_path / "cache").files[0].meta["key"] != file.meta["key"]
+    (tmp_path / "t" / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(InputError, match=r"b.txt is not UTF-8"):
+        load(codec, folder)
+
+
+def test_several_formats_in_one_folder(tmp_path, codec):
+    """Each file has its own; of many that are alike the report lists a few."""
+    rows = {"p_jsonl": b'{"prompt": "a", "completion": "b"}', "q_csv": b"text\nx\n", "r_jsonl": LINES}
+    data = load(codec, put(tmp_path, **rows))
+    assert [file.format for file in data.report.files] == ["prompt,completion", "text", "text"]
+    put(tmp_path, **{f"s{i:02}_jsonl": LINES for i in range(20)})
+    said = load(codec, tmp_path).report.lines()
+    assert said[12] == "11 more files: 33 rows"
+
+
+def test_a_quoted_pattern(tmp_path):
+    put(tmp_path, **{f"shards__{i}_jsonl": LINES for i in range(3)}, shards__deep__4_jsonl=LINES)
+    assert values(tmp_path / "shards" / "*.jsonl") == ROWS * 3
+    assert values(f"{tmp_path}/shards/**/*.jsonl") == ROWS * 4
+    assert [file.weight for file in find_data(f"{tmp_path}/shards/[01].jsonl:2").files] == [2, 2]
+    assert "matches no file" in fails(tmp_path / "shards" / "*.csv")
+
+
+# ---------------------------------------------------------------- long texts
+
+
+def test_progress_is_told_within_one_line(tmp_path, codec, monkeypatch):
+    """A text of one line, as text8 is: it comes in pieces of bounded size."""
+    monkeypatch.setattr(text, "_PIECE", 1 << 12)
+    monkeypatch.setattr(text, "_LINE", 1 << 12)
+    monkeypatch.setattr("trireme.engine.data.prepare._BATCH_CHARACTERS", 1 << 13)
+    said = " ".join(["once upon a time"] * 5000)
+    (tmp_path / "a.txt").write_text(said)
+    told = []
+    data = load_dataset(
+        [str(tmp_path / "a.txt")], codec, DataOptions(seq_len=1 << 17), lambda name, at, size: told.append(at / size)
+    )
+    assert len(told) > 5
+    assert told == sorted(told)
+    (batch,) = data.batches(1)
+    whole = np.frombuffer(said.encode(), np.uint8)
+    assert len(batch.ids) == len(whole) + 2
+
+
+def test_a_tokenizer_that_the_model_was_not_grown_for(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "".join(map(chr, range(32, 1000)))}))
+    with pytest.raises(InputError, match=r"has 61 tokens that the model was not given.*resize_token_embeddings\(261\)"):
+        load(load_codec(tokenizer.folder), tmp_path / "a.jsonl", vocab_size=200)
+    with pytest.raises(InputError, match="does not belong to this model"):
+        load(load_codec(tokenizer.folder), tmp_path / "a.jsonl", vocab_size=100)
+
+
+def test_without_a_tokenizer_json_it_is_said_how_to_make_one(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}')
+    assert load_codec(tmp_path) is None
+    with pytest.raises(InputError, match=r"AutoTokenizer.from_pretrained\(DIR\).save_pretrained\(FOLDER\)"):
+        load(None, tmp_path / "a.jsonl")
+
+
+def test_a_row_that_is_too_long_says_a_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.engine.data.files.json_rows.ROW", 100)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 200}))
+    (fault,) = values(tmp_path / "a.jsonl")
+    assert "Part it into several rows, or give running text as a .txt file" in str(fault)
