@@ -199,7 +199,7 @@ def load_dataset(
     found = [_named(text, reading.folder) for text in sources]
     given = [file for each in found for file in each.files]
     notes = [note for each in found for note in each.notes]
-    share, val_given = _parse_val(options.val)
+    share, val_given = parse_val(options.val)
     if own := [file for each in found for file in each.held]:
         names = ", ".join(dict.fromkeys(map(str, own)))
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
@@ -229,7 +229,7 @@ def _named(text: str, folder: Path) -> Found:
     return Found([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find_data(text)
 
 
-def _parse_val(val: str | None) -> tuple[float, list[DataFile]]:
+def parse_val(val: str | None) -> tuple[float, list[DataFile]]:
     """--val as (share, files), one empty. Of a folder, the files that are named as validation data, if any."""
     if not val:
         return 0.0, []

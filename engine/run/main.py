@@ -174,7 +174,8 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
 
 def check_paths(options: Options) -> None:
     """Looks at the paths that a new run is given, before torch is imported. Raises InputError."""
-    from trireme.engine.data.files.folders import find_data  # late: --help needs none of it
+    from trireme.engine.data.dataset import parse_val  # late: --help needs none of it
+    from trireme.engine.data.files.folders import find_data
     from trireme.engine.run.verify import check_checkpoint, check_free
     from trireme.models.config import read_config
 
@@ -186,6 +187,7 @@ def check_paths(options: Options) -> None:
     for text in options.data:
         if text != "-":
             find_data(text)
+    parse_val(options.val)
 
 
 def merge(argv: Sequence[str], screen: Screen) -> int:

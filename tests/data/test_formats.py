@@ -400,7 +400,7 @@ def test_columns_may_be_swapped_and_mapped_to_themselves():
     [
         ("tatsu-lab/alpaca", "hf download tatsu-lab/alpaca --repo-type dataset --local-dir alpaca"),
         ("https://example.org/a.jsonl", "Download it first: curl -LO https://example.org/a.jsonl"),
-        ("data/a.jsonl", "No such file or directory. Correct --data."),
+        ("data/a.jsonl", "No such file or directory. Correct the path."),
     ],
 )
 def test_data_that_is_elsewhere_is_answered_with_how_to_get_it(tmp_path, monkeypatch, name, says):

@@ -254,7 +254,7 @@ BEFORE_TORCH = """
 import sys
 from trireme.engine.run.main import main
 for line in ("nowhere --data x", "model --data x.jsonl", "model --data stories.txt --out .",
-             "model --data stories.txt --lr fast", "--demo --lr 0"):
+             "model --data stories.txt --lr fast", "--demo --lr 0", "model --data stories.txt --val none.jsonl"):
     assert main(argv := line.split()) == 2
     assert "torch" not in sys.modules, argv
 """
@@ -263,7 +263,7 @@ for line in ("nowhere --data x", "model --data x.jsonl", "model --data stories.t
 def test_a_wrong_path_or_option_is_answered_before_torch_is_imported(here):
     done = subprocess.run([sys.executable, "-c", BEFORE_TORCH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("error: ") == 5
+    assert done.stderr.count("error: ") == 6
 
 
 def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys):

@@ -40,7 +40,7 @@ def find_data(text: str) -> Found:
         matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207
         files = [Path(found) for found in matches if Path(found).is_file()]
         if not files:
-            raise InputError(f"{name} matches no file. Correct --data.")
+            raise InputError(f"{name} matches no file. Correct the path.")
         return Found(_sources(files, name, weight), [], [])
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and DataFile(path).kind not in KINDS and not path.parent.exists():
         raise InputError(

@@ -70,7 +70,7 @@ def check_file(path: Path) -> None:
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}. Correct --data.") from None
+        raise InputError(f"{path}: {error.strerror}. Correct the path.") from None
     if not head:
         raise InputError(f"{path} is empty. Name another file with --data.")
     if head.startswith(b"version https://git-lfs"):
