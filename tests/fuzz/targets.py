@@ -148,7 +148,7 @@ def adapter(folder: Path) -> Target:
         (folder / "adapter_config.json").write_bytes(said)
         weights = len(text).to_bytes(8, "little") + text + bytes(layout.nbytes)
         (folder / "adapter_model.safetensors").write_bytes(weights)
-        read_adapter(folder, cfg, single=len(content) % 2 == 0)
+        read_adapter(folder, cfg, merging=len(content) % 2 == 0)
 
     write = lambda files: b"\x1e".join(map(as_json, files)) if isinstance(files, list) else as_json(files)
     return Target([[ADAPTER, header], [ADAPTER | {"target_modules": "all-linear"}, header]], write, read, (InputError,))
