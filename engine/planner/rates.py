@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from trireme.engine.amounts import gib, positive, size, whole
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
-from trireme.engine.planner.gpus import GPUS, Gpu, find_gpu
+from trireme.engine.planner.gpus import GPUS, Gpu, bus_of, find_gpu
 from trireme.models.config import InputError
 
 GB, TB = 10**9, 10**12
@@ -89,6 +89,7 @@ ENDURANCE = 600  # warranted writes over capacity of a consumer drive (1,200 TB 
 SHARED = 1.05  # dram over what AdamW alone takes of it, in measured steps bound by it
 HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
+CORE_ADAM = 0.6e9  # parameters/s of a core's AdamW: 0.62 on Xeons, 0.55 to 0.75 on Zen 4
 CODE = 700 << 20  # RAM for code loaded and compiled on a GPU: in first steps, samples, exports
 GPU_OVERHEAD = 5 << 28  # of an assumed GPU: the driver's context and late kernels
 RAM_SHARE = 0.85  # usable, of available RAM
@@ -137,10 +138,17 @@ class Machine:
 
 
 def machine(
-    gpu: Gpu, ram: int, drive: Drive | None = None, drives: int = 1, dram: float = CONSUMER_DRAM, name: str = ""
+    gpu: Gpu,
+    ram: int,
+    drive: Drive | None = None,
+    drives: int = 1,
+    dram: float = CONSUMER_DRAM,
+    name: str = "",
+    cores: float = math.inf,
 ) -> Machine:
-    """A machine from its parts. `dram`: bytes/s of RAM."""
-    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, dram / ADAM_BYTES, dram, host=HOST, fp8=gpu.fp8)
+    """A machine from its parts. `dram`: bytes/s of RAM. AdamW takes all of it, with cores enough."""
+    adam = min(dram / ADAM_BYTES, cores * CORE_ADAM)
+    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam, dram, host=HOST, fp8=gpu.fp8)
     made = Machine(name or gpu.name, gpu.memory, ram, rates)
     if drive is None:
         return made
@@ -153,24 +161,53 @@ def machine(
     )
 
 
+PARTS = ("gpu", "ram", "ssd", "dram", "bus", "tflops", "cores")  # that --assume names
+
+
 def assume(text: str) -> Machine:
-    """The machine of `gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,dram=70`; dram in GB/s. Raises InputError.
+    """The machine of `gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,dram=70,bus=x8,tflops=150,cores=16`. Raises InputError.
 
     `gpu=2xrtx4090`: two; `gpu=24GiB`: an RTX 4090 of that memory. `ssd` without @READ/WRITE (GB/s a drive):
-    DRIVES["gen4"].
+    DRIVES["gen4"]. `dram` (GB/s) and `bus` (lanes, or GB/s) are each of the whole machine and of each GPU. `tflops`:
+    of a bf16 matrix multiplication. `cores` that update on the CPU.
     """
-    given = dict(part.split("=", 1) for part in text.replace(" ", "").split(",") if "=" in part)
-    unknown = given.keys() - {"gpu", "ram", "ssd", "dram"}
-    if unknown or not {"gpu", "ram"} <= given.keys() or len(given) != len(text.split(",")):
-        raise InputError(f"--assume {text}: write it like gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5 (gpu and ram at least).")
+    words = [part.split("=", 1) for part in text.replace(" ", "").split(",")]
+    given = {word[0]: word[-1] for word in words if len(word) == 2}
+    like = "write it like gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5 (gpu and ram at least"
+    if unknown := [name for name in given if name not in PARTS]:
+        raise InputError(f"--assume {text}: there is no {unknown[0]}=; {like}; {'=, '.join(PARTS[3:])}= if need be).")
+    if not {"gpu", "ram"} <= given.keys() or len(given) != len(words):
+        raise InputError(f"--assume {text}: {like}).")
     try:
-        drive, drives = _drives(given["ssd"]) if "ssd" in given else (None, 0)
-        dram = positive(given.get("dram", str(CONSUMER_DRAM / GB))) * GB
-        several = re.fullmatch(r"(\d+)x(.+)", given["gpu"])
-        gpus, gpu = (whole(several[1]), several[2]) if several else (1, given["gpu"])
-        return replace(machine(find_gpu(gpu), size(given["ram"]), drive, drives, dram), gpus=gpus)
+        return _assumed(given)
     except ValueError as error:
         raise InputError(f"--assume {text}: {error}.") from None
+
+
+def _assumed(given: Mapping[str, str]) -> Machine:
+    """Raises ValueError."""
+    several = re.fullmatch(r"(\d{1,2})x(.+)", given["gpu"])
+    gpus, name = (whole(several[1]), several[2]) if several else (1, given["gpu"])
+    gpu, ram = find_gpu(name, _number(given, "tflops") if "tflops" in given else 0.0), size(given["ram"])
+    if "bus" in given:
+        gpu = replace(gpu, bus=bus_of(gpu, given["bus"]))
+    dram = CONSUMER_DRAM
+    if gpu.unified:
+        if ram >= gpu.memory:
+            raise ValueError(f"the {gpu.name} has one memory of {gib(gpu.memory, 0)}; ram= is the CPU's part of it")
+        gpu, dram = replace(gpu, memory=gpu.memory - ram), gpu.copy
+    dram = _number(given, "dram") * GB if "dram" in given else dram
+    cores = _number(given, "cores") if "cores" in given else math.inf
+    drive, drives = _drives(given["ssd"]) if "ssd" in given else (None, 0)
+    return replace(machine(gpu, ram, drive, drives, dram, cores=cores), gpus=gpus)
+
+
+def _number(given: Mapping[str, str], name: str) -> float:
+    """A part that is a number above 0. Raises ValueError."""
+    try:
+        return positive(given[name])
+    except ValueError as error:
+        raise ValueError(f"{name}={given[name]}: {error}") from None
 
 
 def _drives(text: str) -> tuple[Drive, int]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import Any
 
 from trireme.models.config import InputError, ModelConfig, Rope, parse_config
 
 
-def llama(width: int, layers: int, heads: int, ffn: int, vocab: int = 32000, kv: int | None = None) -> ModelConfig:
-    return ModelConfig("llama", vocab, width, layers, heads, kv or heads, width // heads, ffn, 1 << 17, 1e-5, False,
+def llama(
+    width: int, layers: int, heads: int, ffn: int, vocab: int = 32000, kv: int | None = None, tied: bool = False
+) -> ModelConfig:
+    return ModelConfig("llama", vocab, width, layers, heads, kv or heads, width // heads, ffn, 1 << 17, 1e-5, tied,
                        rope=Rope(1e4))  # fmt: skip
 
 
@@ -18,12 +21,26 @@ def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
                        qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
 
 
-def mixture(model_type: str, width: int, layers: int, heads: int, kv: int, vocab: int, **keys: Any) -> ModelConfig:
+def config(model_type: str, width: int, layers: int, heads: int, kv: int, vocab: int, **keys: Any) -> ModelConfig:
     """Of its config.json, with these keys beside the usual."""
     return parse_config(dict(
         model_type=model_type, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv, vocab_size=vocab, **keys,
     ))  # fmt: skip
+
+
+def qwen3(width: int, ffn: int, layers: int, heads: int, tied: bool = False) -> ModelConfig:
+    return config("qwen3", width, layers, heads, 8, 151936, intermediate_size=ffn, head_dim=128, rope_theta=1e6,
+                  tie_word_embeddings=tied)  # fmt: skip
+
+
+def qwen2(width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int = 152064) -> ModelConfig:
+    return config("qwen2", width, layers, heads, kv, vocab, intermediate_size=ffn, rope_theta=1e6)
+
+
+def gemma3(width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int = 262208, head: int = 256) -> ModelConfig:
+    return config("gemma3_text", width, layers, heads, kv, vocab, intermediate_size=ffn, head_dim=head,
+                  sliding_window=512 if layers == 26 else 1024)  # fmt: skip
 
 
 _YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
@@ -41,32 +58,70 @@ MODELS = {
     "llama-33b": llama(6656, 60, 52, 17920),
     "llama-70b": llama(8192, 80, 64, 28672, kv=8),
     "llama-405b": llama(16384, 126, 128, 53248, vocab=128256, kv=8),
+    "llama-3.2-1b": llama(2048, 16, 32, 8192, vocab=128256, kv=8, tied=True),
+    "llama-3.2-3b": llama(3072, 28, 24, 8192, vocab=128256, kv=8, tied=True),
+    "llama-3.3-70b": llama(8192, 80, 64, 28672, vocab=128256, kv=8),
+    "mistral-7b": llama(4096, 32, 32, 14336, vocab=32768, kv=8),
+    "mistral-small-24b": config("mistral", 5120, 40, 32, 8, 131072, intermediate_size=32768, head_dim=128,
+                                sliding_window=None, rope_theta=1e8),
+    "phi-4": config("phi3", 5120, 40, 40, 10, 100352, intermediate_size=17920, pad_token_id=None,
+                    max_position_embeddings=16384, original_max_position_embeddings=16384),
+    "qwen2.5-7b": qwen2(3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": qwen2(5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": qwen2(5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": qwen2(8192, 29568, 80, 64, 8),
+    "qwen3-0.6b": qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": qwen3(4096, 12288, 36, 32),
+    "qwen3-14b": qwen3(5120, 17408, 40, 40),
+    "qwen3-32b": qwen3(5120, 25600, 64, 64),
+    "gemma-3-1b": gemma3(1152, 6912, 26, 4, 1, vocab=262144),
+    "gemma-3-4b": gemma3(2560, 10240, 34, 8, 4),
+    "gemma-3-12b": gemma3(3840, 15360, 48, 16, 8),
+    "gemma-3-27b": gemma3(5376, 21504, 62, 32, 16, head=128),
     "gpt3-13b": gpt3(5120, 40, 40),
     "gpt3-175b": gpt3(12288, 96, 96),
-    "qwen3-30b": mixture("qwen3_moe", 2048, 48, 32, 4, 151936, intermediate_size=6144, head_dim=128, rope_theta=1e6,
+    "qwen3-30b": config("qwen3_moe", 2048, 48, 32, 4, 151936, intermediate_size=6144, head_dim=128, rope_theta=1e6,
                          norm_topk_prob=True),
-    "qwen3-235b": mixture("qwen3_moe", 4096, 94, 64, 4, 151936, intermediate_size=12288, head_dim=128, rope_theta=1e6,
+    "qwen3-235b": config("qwen3_moe", 4096, 94, 64, 4, 151936, intermediate_size=12288, head_dim=128, rope_theta=1e6,
                           moe_intermediate_size=1536, norm_topk_prob=True),
-    "mixtral-8x7b": mixture("mixtral", 4096, 32, 32, 8, 32000, intermediate_size=14336),
-    "gpt-oss-20b": mixture("gpt_oss", layers=24, num_local_experts=32, **_OSS),
-    "gpt-oss-120b": mixture("gpt_oss", layers=36, num_local_experts=128, **_OSS),
-    "glm-air": mixture("glm4_moe", 4096, 46, 96, 8, 151552, intermediate_size=10944, head_dim=128, rope_theta=1e6,
+    "qwen3-coder-480b-a35b": config("qwen3_moe", 6144, 62, 96, 8, 151936, intermediate_size=8192, head_dim=128,
+                                    rope_theta=1e7, num_experts=160, moe_intermediate_size=2560, norm_topk_prob=True),
+    "mixtral-8x7b": config("mixtral", 4096, 32, 32, 8, 32000, intermediate_size=14336),
+    "mixtral-8x22b": config("mixtral", 6144, 56, 48, 8, 32768, intermediate_size=16384),
+    "gpt-oss-20b": config("gpt_oss", layers=24, num_local_experts=32, **_OSS),
+    "gpt-oss-120b": config("gpt_oss", layers=36, num_local_experts=128, **_OSS),
+    "glm-air": config("glm4_moe", 4096, 46, 96, 8, 151552, intermediate_size=10944, head_dim=128, rope_theta=1e6,
                        attention_bias=True),
-    "solar-100b": mixture("solar_open", 4096, 48, 64, 8, 196608, head_dim=128),
-    "dots1-142b": mixture("dots1", 4096, 62, 32, 32, 152064, intermediate_size=10944, n_routed_experts=128,
+    "solar-100b": config("solar_open", 4096, 48, 64, 8, 196608, head_dim=128),
+    "dots1-142b": config("dots1", 4096, 62, 32, 32, 152064, intermediate_size=10944, n_routed_experts=128,
                           n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1),
-    "minimax-m2": mixture("minimax_m2", 3072, 62, 48, 8, 200064, intermediate_size=1536, rotary_dim=64),
-    "k-exaone-236b": mixture("exaone_moe", 6144, 48, 64, 8, 153600, intermediate_size=18432, head_dim=128,
+    "minimax-m2": config("minimax_m2", 3072, 62, 48, 8, 200064, intermediate_size=1536, rotary_dim=64),
+    "k-exaone-236b": config("exaone_moe", 6144, 48, 64, 8, 153600, intermediate_size=18432, head_dim=128,
                              num_experts=128, moe_intermediate_size=2048, sliding_window=128),
-    "hy3-295b": mixture("hy_v3", 4096, 80, 64, 8, 120832, intermediate_size=13312),
+    "hy3-295b": config("hy_v3", 4096, 80, 64, 8, 120832, intermediate_size=13312),
 }  # fmt: skip
 
 
+_ALSO = {
+    "llama-2-7b": "llama-7b", "llama-2-13b": "llama-13b", "llama-2-70b": "llama-70b", "llama-3-8b": "llama-8b",
+    "llama-3.1-8b": "llama-8b", "llama-3-70b": "llama-3.3-70b", "llama-3.1-70b": "llama-3.3-70b",
+    "llama-3.1-405b": "llama-405b", "deepseek-r1-distill-llama-8b": "llama-8b",
+    "deepseek-r1-distill-llama-70b": "llama-3.3-70b", "qwen3-30b-a3b": "qwen3-30b", "qwen3-coder-30b-a3b": "qwen3-30b",
+    "qwen3-235b-a22b": "qwen3-235b", "glm-4.5-air": "glm-air", "minimax-m2.1": "minimax-m2",
+    "mistral-small-3": "mistral-small-24b", "meta-llama-3-8b": "llama-8b", "meta-llama-3.1-8b": "llama-8b",
+}  # fmt: skip
+# Of a published name: its organisation, and what does not change the shape.
+_UNSHAPED = re.compile(r"^.*/|-(instruct|it|pt|base|chat|hf|thinking|v\d\.\d|\d{4})(?=-|$)")
+
+
 def find_model(name: str) -> ModelConfig:
-    """The shape of that name, in any case. Raises InputError, which lists the names."""
-    if found := MODELS.get(name.lower()):
+    """The shape of that name, as it is published or here, in any case. Raises InputError, which lists the names."""
+    plain = _UNSHAPED.sub("", name.lower().replace("_", "-"))
+    if found := MODELS.get(_ALSO.get(plain, plain)):
         return found
-    near = get_close_matches(name.lower(), MODELS, 1)
+    near = get_close_matches(plain, [*MODELS, *_ALSO], 1, 0.8)
     perhaps = f"Did you mean {near[0]}? " if near else ""
     raise InputError(
         f"--shape {name} is not known. {perhaps}There are {', '.join(MODELS)}; for any other model, name a folder "

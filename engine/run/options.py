@@ -348,10 +348,10 @@ class Options:
         INSTEAD, "report and plan, then stop; config.json alone will do, and no --data", False, parse=bool
     )
     assume: str | None = _option(
-        INSTEAD, "--dry-run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5", metavar="PARTS"
+        INSTEAD, "--dry-run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8", metavar="PARTS"
     )
     shape: str | None = _option(
-        INSTEAD, "--dry-run for a model that is not here: llama-70b (a wrong name lists all)", metavar="NAME"
+        INSTEAD, "--dry-run for a model that is not here: llama-3.3-70b (a wrong name lists all)", metavar="NAME"
     )
     demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
 

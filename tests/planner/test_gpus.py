@@ -13,7 +13,10 @@ NAMES = {
     "RTX A6000": "a6000 A6000 rtx_a6000",
     "RTX 6000 Ada": "6000ada RTX-6000-Ada",
     "A100-80G": "a100 A100-80GB",
-    "H100": "h100 H100-80GB",
+    "H100": "h100 H100-80GB NVIDIA-H100-80GB-HBM3",
+    "RTX 4090 Laptop": "4090laptop rtx-4090-mobile NVIDIA_GeForce_RTX_4090_Laptop_GPU",
+    "RTX Pro 6000": "rtxpro6000 NVIDIA-RTX-PRO-6000-Blackwell-Workstation-Edition",
+    "GB10": "gb10 NVIDIA_GB10 dgx-spark",
     "L40S": "l40s",
 }
 
@@ -30,7 +33,8 @@ def test_forty_gpus_are_known_and_every_name_that_is_told_is_one():
             continue
         assert find_gpu(name) == find_gpu(gpu.name) == gpu
         assert gpu.name.count(" ") <= 4
-        assert 2 << 30 < gpu.memory < 1 << 38
+        assert gpu.unified or gpu.bus == gpu.lanes * 25e9 / 16 or gpu.bus > 25e9, name
+        assert 2 << 30 < gpu.memory < 1 << 39
         assert 1e13 < gpu.matmul < gpu.copy * 3000
 
 
@@ -41,6 +45,21 @@ def test_forty_gpus_are_known_and_every_name_that_is_told_is_one():
         ("gpu=RTX_2080_Ti,ram=64GiB", "'RTX_2080_Ti' has no bf16"),
         ("gpu=v100,ram=64GiB", "'v100' has no bf16"),
         ("gpu=4090x,ram=64GiB", "Perhaps RTX 4090, or write a size like 24GiB."),
+        ("gpu=rtx2080super,ram=64GiB", "has no bf16"),
+        ("gpu=QuadroRTX8000,ram=64GiB", "has no bf16"),
+        ("gpu=mi300x,ram=64GiB", "'mi300x' is not NVIDIA's"),
+        ("gpu=7900xtx,ram=64GiB", "is not NVIDIA's"),
+        ("gpu=arc b580,ram=64GiB", "is not NVIDIA's"),
+        ("gpu=rtx5060super,ram=64GiB", "Perhaps RTX 5060, or"),
+        ("gpu=rtx6000,ram=64GiB", "Perhaps RTX A6000, RTX Pro 6000 or RTX 6000 Ada, or"),
+        ("gpu=h21,ram=64GiB", "Name a GPU like rtx4090, a6000 or l40s"),
+        ("gpu=4060,ram=64GiB,bus=x16", "bus=x16: the RTX 4060 has 8 lanes; leave bus out."),
+        ("gpu=gh200,ram=64GiB,bus=x16", "the GH200 is not on PCIe"),
+        ("gpu=4060,ram=64GiB,bus=fast", "write x4, x8, x16 or GB/s"),
+        ("gpu=gb10,ram=128GiB", "the GB10 has one memory of 119 GiB; ram= is the CPU's part of it."),
+        ("gpu=4090,ram=64GiB,cores=0", "cores=0: it must be greater than 0."),
+        ("gpu=4090,ram=64GiB,tflops=x", "tflops=x: 'x' is not a number"),
+        ("gpu=4090,ram=64GiB,color=blue", "there is no color=; write it like gpu=rtx4090"),
         ("gpu=24,ram=64GiB", "'24' is not a GPU known here, nor a size. Name a GPU like rtx4090, a6000 or l40s"),
     ],
 )
@@ -48,6 +67,33 @@ def test_other_gpus_are_refused_with_what_to_write(text, says):
     with pytest.raises(InputError) as error:
         assume(text)
     assert says in str(error.value)
+
+
+def test_the_rates_are_those_of_sums_in_fp32():
+    """GeForce boards halve them: RTX 3090 and 4090 by their white papers; a laptop at the middle of its clocks."""
+    rates = {"rtx3090": 71, "rtx4090": 165.2, "rtx5090": 209.5, "rtx4090laptop": 4 * 9728 * (1.455 + 2.040) / 2 / 1e3}
+    for name, tflops in rates.items():
+        assert find_gpu(name).matmul == pytest.approx(tflops * 1e12, rel=3e-3), name
+
+
+@pytest.mark.parametrize(
+    ("parts", "rates"),
+    [
+        ("gpu=2xrtx3090,bus=x8", dict(h2d=12.5e9, d2h=12.5e9)),
+        ("gpu=rtx5090,bus=x4", dict(h2d=13.75e9)),
+        ("gpu=rtx4060", dict(h2d=12.5e9)),
+        ("gpu=rtx4090,bus=6.5", dict(h2d=6.5e9, d2h=6.5e9)),
+        ("gpu=rtx4090,tflops=120", dict(matmul=120e12, fp8=240e12, copy=find_gpu("rtx4090").copy)),
+        ("gpu=8GiB,tflops=41.3", dict(matmul=41.3e12, copy=find_gpu("rtx4090").copy / 4)),
+        ("gpu=rtx4090,cores=2", dict(adam=1.2e9, dram=70e9)),
+        ("gpu=rtx4090,cores=64,dram=280", dict(adam=1e10, dram=280e9)),
+        ("gpu=gb10", dict(dram=find_gpu("gb10").copy, h2d=100e9)),
+    ],
+)
+def test_any_machine_can_be_said(parts, rates):
+    made = assume(f"{parts},ram=32GiB")
+    assert {name: getattr(made.rates, name) for name in rates} == pytest.approx(rates)
+    assert made.gpu == (87 << 30 if "gb10" in parts else find_gpu(parts.split(",")[0][4:].removeprefix("2x")).memory)
 
 
 def test_gpus_that_an_error_names_are_known():
