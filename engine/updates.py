@@ -17,6 +17,7 @@ from torch import Tensor
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Geometry, Part
 from trireme.engine.gradients import Elements, Gradients, Landed, Spilled
 from trireme.engine.homes import Homes
+from trireme.engine.lanes.cgroups import update_threads
 from trireme.engine.lanes.names import numbered
 from trireme.engine.lanes.task import Kind, Lanes, Task
 from trireme.engine.memory import NOTHING, Buffer, flat, views
@@ -63,7 +64,7 @@ class Kernels:
         self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(lanes)
         self.on_cuda = lanes.device.type == "cuda"
         self.step, self.lr = 0, 0.0
-        self.workers = None if lanes.simulated else Workers()
+        self.workers = None if lanes.simulated else Workers(update_threads())
 
     def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
         """Updates elements a..b of unit u, or a `part` of them."""

@@ -215,7 +215,9 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
     up, down = lane_seconds(moved.forward, rates), lane_seconds(moved.backward, rates)
     passes = max(forward, *up.values()) + max(compute - forward, down["h2d"], down["d2h"])
     lanes = {lane: up[lane] + down[lane] for lane in up}
-    return {"compute": compute, "ssd": drive_seconds(moved.read, moved.written, rates), "passes": passes, **lanes}
+    ssd = drive_seconds(moved.read, moved.written, rates)
+    copied = plan.gpus * sum(half[way] for half in (moved.forward, moved.backward) for way in ("h2d", "d2h"))
+    return {"compute": compute, "ssd": ssd, "dram": copied / rates.dram, "passes": passes, **lanes}
 
 
 def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:

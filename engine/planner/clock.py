@@ -83,10 +83,11 @@ class Watch:
     since: float | None = None  # the window's begin
     noticed: float | None = None
     before: float = 0.0  # `step_s` until then
+    held: bool = False  # the last step ended a window that was as usual
 
     def differs(self, seconds: float) -> bool:
         """After a step of `seconds`, for the tokens of a usual one. Then `step_s` is the median of the window."""
-        now = self.now()
+        now, self.held = self.now(), False
         self.since = now - seconds if self.since is None else self.since
         self.times.append(seconds)
         if now - self.since < WINDOW or len(self.times) < FEWEST:
@@ -94,6 +95,7 @@ class Watch:
         median = statistics.median(self.times)
         self.times, self.since = [], None
         off = not 1 / DIFFERENT < median / self.step_s < DIFFERENT
+        self.held = not off
         if not off or (self.noticed is not None and now - self.noticed < HOUR):
             return False
         self.before, self.step_s, self.noticed = self.step_s, median, now

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from trireme.engine.amounts import gib
+from trireme.engine.lanes.cgroups import groups
 from trireme.engine.plan import MOST_GPUS, DoesNotFit, Limits
 from trireme.engine.planner.rates import CODE, RAM_SHARE
 from trireme.models.config import InputError
@@ -18,6 +21,7 @@ from trireme.storage.files import existing
 from trireme.storage.layout import round_up
 
 TEMPORARIES = 256 << 20  # RAM of plain torch in a step, and of libraries
+POWER = Path("/sys/class/power_supply")
 GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 
 
@@ -75,10 +79,50 @@ def computed_by(device: torch.device) -> str:
     return ", ".join(parts)
 
 
+# Functions of NVML, which ask for (link, limits), by what they say; the generation is the best of card and slot.
+_ASKED = {
+    "lanes": "nvmlDeviceGetCurrPcieLinkWidth",
+    "generation": "nvmlDeviceGetMaxPcieLinkGeneration",
+    "generation now": "nvmlDeviceGetCurrPcieLinkGeneration",
+    "lanes of the card": "nvmlDeviceGetMaxPcieLinkWidth",
+    "milliwatts": "nvmlDeviceGetEnforcedPowerLimit",
+}
+_LASTING = ("lanes", "generation", "milliwatts")  # an idle link slows down
+
+
+def gpu_now(device: torch.device) -> dict[str, int]:
+    """What NVML says of a GPU's link and power limit, by the names of _ASKED; what it does not say is missing."""
+    try:
+        nvml, handle, value = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_uint()
+        uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)):
+            return {}
+    except (OSError, AttributeError):  # no library, or an old one
+        return {}
+    found = {}
+    for name, function in _ASKED.items():
+        with suppress(AttributeError):
+            if nvml[function](handle, ctypes.byref(value)) == 0:
+                found[name] = value.value
+    return found
+
+
+def gpu_state(device: torch.device) -> dict[str, int | str]:
+    """Which of several GPUs, and what its speed depends on besides: another slot, power limit or mode measures anew."""
+    kept = {name: value for name, value in gpu_now(device).items() if name in _LASTING}
+    return {"uuid": str(torch.cuda.get_device_properties(device).uuid), **kept}
+
+
+def on_battery() -> bool:
+    """Whether a laptop runs on its battery."""
+    mains = [path for path in POWER.glob("*/online") if (path.parent / "type").read_text().strip() != "Battery"]
+    return bool(mains) and all(path.read_text().strip() == "0" for path in mains)
+
+
 def available_ram() -> int:
-    """Bytes that this process may still take within its cgroups."""
+    """Bytes that this process may still take within its cgroups; beyond memory.high it would be throttled."""
     found = [_meminfo("MemAvailable")]
-    for group, limit, used in _memory_groups():
+    for group, limit, used in ((group, *files) for group, v in groups("memory") for files in MEMORY[v]):
         try:
             found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
         except (OSError, ValueError):  # no file, or no limit: "max"
@@ -86,22 +130,11 @@ def available_ram() -> int:
     return max(0, min(found))
 
 
-_CGROUP, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
-def _memory_groups() -> Iterator[tuple[Path, str, str]]:
-    """(folder, file of the limit, file of the use) of this process's memory cgroups, versions 1 and 2.
-
-    In a container outer folders may be invisible; its limit is the root's.
-    """
-    for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ["0::/", "1:memory:/"]:
-        number, controllers, path = line.split(":", 2)
-        own = Path(path.lstrip("/"))
-        for group in (own, *own.parents):
-            if number == "0":
-                yield _CGROUP / group, "memory.max", "memory.current"
-            elif "memory" in controllers.split(","):
-                yield _CGROUP / "memory" / group, "memory.limit_in_bytes", "memory.usage_in_bytes"
+# Files of a cgroup's limits and of its use, by version.
+MEMORY = {
+    1: [("memory.limit_in_bytes", "memory.usage_in_bytes")],
+    2: [("memory.max", "memory.current"), ("memory.high", "memory.current")],
+}
 
 
 def _reclaimable(group: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from trireme.engine.amounts import compact, count, duration, gb, seconds
@@ -19,8 +20,10 @@ BINDS = {
     "cpu": "updates on the CPU",
     "ssd": "the SSD",
     "net": "the network",
+    "dram": "the bandwidth of RAM",
 }
 MEMORIES: dict[Tier, str] = {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
+MEASURED = ("H100", "H200")  # GPUs on which constants of the estimate were fitted
 LONG = 5  # seconds of a start worth a line
 LITTLE, PART = 0.001, 0.01  # of what drives are rated for, of what is written: not worth telling
 
@@ -77,6 +80,19 @@ def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
 def _counted(tiers: Iterable[Tier], names: Mapping[Tier, str]) -> str:
     found = [names[tier] for tier in tiers]
     return ", ".join(f"{found.count(name)} {name}" for name in dict.fromkeys(names.values()) if name in found)
+
+
+def unmeasured_line(f: Forecast, assumed: bool) -> str:
+    """What the estimate takes from other GPUs, "" where it was measured on such a one. `assumed`: nothing was."""
+    if any(re.search(rf"\b{name}\b", f.machine.name) for name in MEASURED):
+        return ""
+    own = ["attention", "the loss", "launches"]
+    own += ["experts"] * (f.cfg.experts is not None) + ["fp8"] * f.cfg.fp8
+    sheets = "rates are those of data sheets; " * assumed
+    return (
+        f"never measured on {f.machine.name}: {sheets}{', '.join(own[:-1])} and {own[-1]} are estimated as on an H200; "
+        "the second step of a run corrects that"
+    )
 
 
 def disk_line(f: Forecast) -> str:

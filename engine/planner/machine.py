@@ -6,7 +6,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +16,9 @@ from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Limits
 from trireme.engine.planner import probe
 from trireme.engine.planner.host import places_of
-from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, rates_of
+from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of
+
+NOTICED = 0.9  # share of a drive's measured rate from which a run's is told
 
 
 def this_machine(
@@ -46,17 +50,39 @@ def doubt(device: torch.device, dtype: str) -> None:
 
 
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:
-    """`machine` with rates of the drives under `folders`, measured before or `anew`, if they can be tried."""
+    """`machine` with rates of the drives under `folders`, measured before or `anew`, if they can be tried.
+
+    No faster than they were for minutes in the last run that told: a probe ends before a fast cache is full.
+    """
     try:
-        tried = [_tried(place, anew) for place in places_of(folders)]
+        places = places_of(folders)
+        tried = [probe.kept(probe.drive(place), partial(_drive_rates, place), anew) for place in places]
     except OSError:
         return machine
     read, write = (sum(found[name] for found, _ in tried) for name in ("ssd_read", "ssd_write"))
     free, mixed = (min(found[name] for found, _ in tried) for name in ("ssd_free", "mixed"))
-    rates = replace(machine.rates, ssd_read=read, ssd_write=write, ssd_free=free, mixed=mixed)
-    each = f"read {read / GB:.1f}, write {write / GB:.1f} GB/s, {rates.mixed:.2f} of it both at once"
-    return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({tried[0][1]})")
+    held = min(_held(place) for place in places)
+    rates = replace(machine.rates, ssd_read=held * read, ssd_write=held * write, ssd_free=free, mixed=mixed)
+    each = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, {mixed:.2f} of it both at once"
+    how = tried[0][1] + f"; a run kept up {held:.0%} of that" * (held < NOTICED)
+    return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({how})")
 
 
-def _tried(place: Path, anew: bool) -> tuple[dict[str, float], str]:
-    return probe.kept(probe.drive(place), lambda: probe.drive_rates(place), anew)
+def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
+    """Remembers `rates` of drives that worked for minutes, as a share of what was measured; for the next run."""
+    found = {place: probe.remembered(probe.drive(place)) for place in places_of(folders)}
+    measured = sum(known["ssd_read"] for known in found.values() if known)
+    for place in found if all(found.values()) else ():
+        probe.remember(_sustained(place), {"share": rates.ssd_read / measured})
+
+
+def _drive_rates(place: Path) -> dict[str, float]:
+    return probe.drive_rates(place)
+
+
+def _held(place: Path) -> float:
+    return min(1.0, (probe.remembered(_sustained(place)) or {"share": 1.0})["share"])
+
+
+def _sustained(place: Path) -> dict[str, Any]:
+    return probe.drive(place) | {"what": "sustained"}

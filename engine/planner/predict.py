@@ -15,7 +15,7 @@ from trireme.engine.lanes.task import Kind, Task
 from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds
+from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds, is_copy
 from trireme.engine.step import Engine, Inputs, train_step
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, shapes, workspace
@@ -40,7 +40,8 @@ STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extra
 class Prediction:
     """A steady state's step. `bound`: the busiest lane.
 
-    `busy`: seconds of compute, h2d, d2h, ssd, cpu, update, with several hosts net; of several GPUs the most.
+    `busy`: seconds of compute, h2d, d2h, ssd, cpu, update, with several hosts net, of several GPUs the most; dram: that
+    copies take of RAM alone.
     """
 
     step_s: float
@@ -159,6 +160,7 @@ def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) 
         name = "net" if lane in NET else lane
         busy[name] = max(busy.get(name, 0.0), at_work)
     busy["ssd"] = drive_seconds(moved["ssd_read"], moved["ssd_write"], lanes.rates)  # spans include waits for the drive
+    busy["dram"] = sum(t.nbytes for t in lanes.tasks if is_copy(t.lane)) / lanes.rates.dram
     bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
 

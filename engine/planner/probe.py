@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
+from trireme.engine.lanes.cgroups import cores, update_threads
 from trireme.engine.lanes.real import RealLanes
 from trireme.engine.lanes.task import Task
 from trireme.engine.memory import DTYPE, Memory
+from trireme.engine.planner.host import gpu_state, on_battery
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
 from trireme.kernels.private import cache_folder
@@ -35,7 +37,7 @@ from trireme.storage.devices import open_device
 from trireme.storage.scratch import Scratch
 from trireme.storage.temporary import HIDDEN, Temporary
 
-VERSION = 7  # of what is measured
+VERSION = 8  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy at most, copies queued
 LOTS, UPDATED = 4, 16  # of parameters in turn, beyond a cache; bytes of one, at most
@@ -129,12 +131,13 @@ def processor(device: torch.device, dtype: str) -> dict[str, Any]:
     found = {
         "cpu": _first("/proc/cpuinfo", "model name"),
         "ram": _first("/proc/meminfo", "MemTotal"),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "torch": torch.__version__,
         "dtype": dtype,
     }
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "driver": _first("/proc/driver/nvidia/version", "NVRM")}
+        found |= {"now": gpu_state(device), "battery": on_battery()}
     return found
 
 
@@ -149,7 +152,7 @@ def _first(path: str, key: str) -> str:
 def processor_rates(device: torch.device, dtype: str, ram: int = 1 << 40) -> dict[str, float]:
     """Rates by name, without matmul and drives, in about five seconds and, on a GPU, half of `ram` bytes."""
     found = {"copy": _copy_rate(device), "task": BOOKS * task_seconds()}
-    with Workers() as workers:
+    with Workers(update_threads()) as workers:
         if device.type == "cuda":
             n, nbytes = trial_sizes(ram)
             found |= _bus(device, _update(workers, dtype, n, LOTS), n, nbytes)

@@ -191,7 +191,7 @@ def _assumed(given: Mapping[str, str]) -> Machine:
     gpu, ram = find_gpu(name, _number(given, "tflops") if "tflops" in given else 0.0), size(given["ram"])
     if "bus" in given:
         gpu = replace(gpu, bus=bus_of(gpu, given["bus"]))
-    dram = CONSUMER_DRAM
+    dram: float = CONSUMER_DRAM
     if gpu.unified:
         if ram >= gpu.memory:
             raise ValueError(f"the {gpu.name} has one memory of {gib(gpu.memory, 0)}; ram= is the CPU's part of it")

@@ -3,7 +3,8 @@
 - **One drive**: lanes of the SSD are queues of one half-duplex device of all drives' rate. A request takes the time
   that earlier ones left free.
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
-  moment by moment a faster lane would slow others.
+  moment by moment a faster lane would slow others. Where buses and drives together are faster than RAM, a copy also
+  takes RAM's time that earlier ones left free.
 - **One wait**: tasks handed over after the step's statistics begin after them.
 - **One interpreter**: a task begins once it is handed over, its kernels once they are started, in program order.
 """
@@ -28,14 +29,19 @@ DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  #
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
-class Noted(Task):
-    """A task, with its seconds alone, and the interpreter's to start its kernels."""
+def is_copy(lane: str) -> bool:
+    """Whether its tasks move bytes of RAM: to and from GPUs and drives."""
+    return plain(lane) in ("h2d", "d2h") or lane in DRIVE
 
-    __slots__ = ("after", "seconds", "issue")
+
+class Noted(Task):
+    """A task, with its seconds alone, the interpreter's to start its kernels, and those of RAM for a copy."""
+
+    __slots__ = ("after", "seconds", "issue", "in_ram")
 
     def __init__(self, lane: str, kind: Kind, of: str, nbytes: float, flops: float, after: Sequence[Task]):
         super().__init__(lane, kind, of, nbytes, flops)
-        self.after, self.seconds, self.issue = after, 0.0, 0.0
+        self.after, self.seconds, self.issue, self.in_ram = after, 0.0, 0.0, 0.0
 
 
 class SimulatedLanes:
@@ -59,7 +65,8 @@ class SimulatedLanes:
         self.tasks: list[Noted] = []  # of a step, in program order
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each lane
         self.free = dict.fromkeys(lanes_of(gpus, hosts), 0.0)
-        self.drive = Intervals()
+        self.drive, self.ram = Intervals(), Intervals()
+        self.crowded = gpus * (rates.h2d + rates.d2h) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # end of the last statistics
         self.handed = 0.0  # the interpreter is done with the last task
 
@@ -80,6 +87,7 @@ class SimulatedLanes:
         task = Noted(lane, kind, of, nbytes, flops, after)
         task.seconds = self.duration(task)
         task.issue = self.issue(task) if self.issue else 0.0
+        task.in_ram = nbytes / self.rates.dram if self.crowded and is_copy(lane) else 0.0
         self.tasks.append(task)
         return task
 
@@ -136,6 +144,7 @@ class SimulatedLanes:
 
     def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
         free, take, each, handed = self.free, self.drive.take, self.rates.task, self.handed
+        through_ram = self.ram.take
         inline = each > 0 and self.rates.host == 0  # on a CPU
         for task in tasks:
             lane = task.lane
@@ -149,6 +158,8 @@ class SimulatedLanes:
                 end = take(start, seconds)
                 if DRIVE[lane] == lane:  # beside two queues of records at most
                     end = min(end, start + 3 * seconds)
+            if task.in_ram:
+                end = max(end, through_ram(start, task.in_ram))
             task.start, task.end = start, end
             free[lane] = end
             handed = end if inline and lane == "compute" else handed + task.issue
@@ -200,7 +211,7 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """The slow-down of buses and the CPU, from a pass's bytes of each lane. On a GPU's bus hops and sums go first."""
-    beside = sum(moved[lane] for lane in moved if plain(lane) in ("h2d", "d2h") or lane in DRIVE)
+    beside = sum(moved[lane] for lane in moved if is_copy(lane))
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
     slow = {"cpu": crowd}
     for gpu in {gpu_of(lane) for lane in moved}:

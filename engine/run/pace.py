@@ -13,7 +13,7 @@ from trireme.engine.planner.clock import DIFFERENT, Watch
 from trireme.engine.planner.correct import batch_of, corrected
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.lines import ready_line
-from trireme.engine.planner.machine import doubt
+from trireme.engine.planner.machine import doubt, note_drives
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.planner.variants import updated_alike
@@ -24,6 +24,7 @@ from trireme.engine.run.report import promise
 from trireme.engine.step import Inputs
 
 WORTH_A_MOVE = 0.9  # of a step's time, at most
+BUSY = 0.5  # share of a step from which a drive's rate is known
 SHORT, SETTLED = 0.5, 5  # seconds of a step on a GPU; that step of a run whose first ones load kernels for as long
 
 
@@ -81,6 +82,8 @@ class Pace:
             return self._changed(spans, micro, seconds)
         else:
             self.differs = self.watch.differs(usual)
+            if self.watch.held:
+                self._note_drives()
         return False
 
     def _warmed_up(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
@@ -113,11 +116,18 @@ class Pace:
                 "probe    measured too low, perhaps because other programs ran: the next run measures again"
             )
 
+    def _note_drives(self) -> None:
+        """What drives that limit steps have kept up for minutes, for the next run's plan."""
+        job, step = self.live.job, self.live.job.forecast.step
+        if step.busy["ssd"] > BUSY * step.step_s:
+            note_drives(job.machine.rates, job.store_dirs)
+
     def _changed(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
         """Drives slow down and recover."""
         live, before = self.live, self.live.job.machine.rates
         assert self.watch is not None
         self._correct(spans, micro, seconds)
+        self._note_drives()
         drives = live.job.machine.rates.ssd_read / before.ssd_read if before.ssd_read else 1.0
         live.screen.say(
             f"speed    {self.watch.step_s:.3g} s a step for minutes, {self.watch.before:.3g} s before"

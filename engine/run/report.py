@@ -8,7 +8,7 @@ from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
-from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, wear_line
+from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, unmeasured_line, wear_line
 from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
 from trireme.engine.run.begin.job import Job, shelf
@@ -32,7 +32,7 @@ def report(job: Job) -> list[str]:
         method_line(job),
         *_labelled("trained", _trained_lines(job)),
         f"machine  {job.machine.describe(on_gpu)}",
-        *_labelled("", _memory_notes(job)),
+        *_labelled("", [*_memory_notes(job), *_unmeasured(job)]),
         steps_line(job),
         *hosts_lines(job, on_gpu),
         *_labelled("", _length_notes(job)),
@@ -147,6 +147,11 @@ def _memory_notes(job: Job) -> list[str]:
     if given > (free := available_ram()):
         notes.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
     return notes
+
+
+def _unmeasured(job: Job) -> list[str]:
+    said = unmeasured_line(job.forecast, bool(job.options.assume)) if job.device.type == "cuda" else ""
+    return [said] if said else []
 
 
 def steps_line(job: Job) -> str:

@@ -316,6 +316,16 @@ def test_the_way_out_leads_out(checkpoint, capsys, tier, given, says):
     assert dry_run(checkpoint, "--assume", *argv) == 0
 
 
+def test_what_was_never_measured_on_a_gpu_is_named(checkpoint, capsys):
+    said = {}
+    for gpu in ("rtx4090", "h100"):
+        assert dry_run(checkpoint, "--assume", f"gpu={gpu},ram=128GiB") == 0
+        said[gpu] = [line for line in capsys.readouterr().out.splitlines() if "never measured on" in line]
+    (line,) = said["rtx4090"]
+    assert "never measured on RTX 4090: rates are those of data sheets; attention, the loss and launches" in line
+    assert said["h100"] == []
+
+
 def test_the_limit_of_an_assumed_machine_is_the_one_that_is_given(checkpoint, capsys):
     assert dry_run(checkpoint, "--assume", "gpu=rtx4090,ram=64GiB,ssd=2TB", "--ram", "32GiB") == 0
     assert re.search(r"\n +limit +22.8 GiB +32.0 GiB\n", capsys.readouterr().out)

@@ -3,15 +3,17 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
+from trireme.engine.lanes import cgroups
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host, probe
-from trireme.engine.planner.machine import this_machine, with_drives
+from trireme.engine.planner.machine import note_drives, this_machine, with_drives
 from trireme.engine.planner.rates import ENDURANCE, Machine, rates_of
 from trireme.models.config import InputError
 
@@ -127,6 +129,20 @@ def test_a_resumed_run_measures_its_drives_anew(tmp_path, monkeypatch):
     assert with_drives(known(), [tmp_path]).rates.ssd_read == 1e9, "and keeps that"
 
 
+def test_a_drive_is_as_fast_as_it_was_for_minutes(tmp_path, monkeypatch):
+    """The next run's plan begins with it; a run in which the drive is faster again is believed too."""
+    monkeypatch.setattr(probe, "drive_rates", lambda place: RATES)
+    note_drives(rates_of(dict(matmul=1e12, adam=1e9, ssd_read=1e9)), [tmp_path])  # nothing was measured
+    assert with_drives(known(), [tmp_path]).rates.ssd_read == 3e9
+    for share, used in ((0.2, 0.2), (0.5, 0.5), (1.3, 1.0)):
+        rates = replace(known().rates, ssd_read=share * 3e9, ssd_write=share * 2e9)
+        note_drives(rates, [tmp_path / "out"])
+        found = with_drives(known(), [tmp_path])
+        assert (found.rates.ssd_read, found.rates.ssd_write) == pytest.approx((used * 3e9, used * 2e9))
+        assert (f"a run kept up {used:.0%} of that" in found.drives) == (used < 1)
+        assert with_drives(known(), [tmp_path], anew=True).rates.ssd_read == pytest.approx(used * 3e9)
+
+
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
     before = sorted(os.listdir(tmp_path))
     found = probe.drive_rates(tmp_path, seconds=0.0, most=2 * probe.CHUNK)
@@ -186,9 +202,72 @@ def test_every_cgroup_above_counts(tmp_path, monkeypatch, own, least):
     group(root / "memory" / "batch", "100", 90, 30, names, key="total_inactive_file")
     if own:
         (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(host, "_CGROUP", root)
-    monkeypatch.setattr(host, "_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(cgroups, "ROOT", root)
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
     assert host.available_ram() == least
+
+
+def test_memory_is_not_planned_beyond_where_a_cgroup_throttles(tmp_path, monkeypatch):
+    group(tmp_path, "6000", 1000, 0)
+    (tmp_path / "memory.high").write_text("1300\n")
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "none")
+    assert host.available_ram() == 300
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000"}, 8),
+        ("0::/\n", {"cpu.max": "400000 100000"}, 4),  # docker --cpus=4
+        ("0::/job/step\n", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}, 2.5),
+        ("0::/\n", {"cpu.max": "6400000 100000"}, 8),
+        ("4:cpu,cpuacct:/job\n", {"cpu/job/cpu.cfs_quota_us": "300000", "cpu/job/cpu.cfs_period_us": "100000"}, 3),
+        ("4:cpu:/job\n", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 8),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 0.5),
+    ],
+)
+def test_cores_are_those_of_affinity_and_quota(tmp_path, monkeypatch, own, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert cgroups.cores() == cores
+    assert cgroups.update_threads() == max(1, int(cores) - 1)
+    assert probe.processor(CPU, "F32")["cores"] == cores
+
+
+@pytest.mark.parametrize(
+    ("supplies", "battery"),
+    [({}, False), ({"BAT0": ("Battery", "1")}, False), ({"AC": ("Mains", "1")}, False), ({"AC": ("Mains", "0")}, True),
+     ({"AC": ("Mains", "0"), "usb": ("USB", "1")}, False)],
+)  # fmt: skip
+def test_a_laptop_may_be_on_its_battery(tmp_path, monkeypatch, supplies, battery):
+    monkeypatch.setattr(host, "POWER", tmp_path)
+    for name, (kind, online) in supplies.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "type").write_text(f"{kind}\n")
+        (tmp_path / name / "online").write_text(f"{online}\n")
+    assert host.on_battery() == battery
+
+
+def test_a_gpu_in_another_slot_or_at_another_power_limit_is_another(monkeypatch):
+    now = {"lanes": 16, "generation": 4, "generation now": 1, "milliwatts": 450_000}
+    monkeypatch.setattr(host, "gpu_now", lambda device: dict(now))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-cd"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 4090")
+    cuda = torch.device("cuda", 0)
+    before = probe.processor(cuda, "BF16")
+    now["generation now"] = 4  # an idle link slows down
+    assert probe.processor(cuda, "BF16") == before
+    for change in ({"lanes": 4}, {"generation": 3}, {"milliwatts": 300_000}):
+        kept, _ = dict(now), now.update(change)
+        assert probe.processor(cuda, "BF16") != before
+        now.update(kept)
 
 
 def test_a_drive_that_cannot_be_tried_stays_a_usual_one(tmp_path, monkeypatch):

@@ -207,6 +207,19 @@ def test_rates_from_what_was_measured():
     assert on_cpu.h2d == on_cpu.d2h == on_cpu.dram / 2  # a copy in RAM reads and writes all that it moves
 
 
+def test_copies_take_no_less_time_than_their_bytes_of_ram():
+    """Of all GPUs and both ways; where RAM is faster than what copies, nothing changes."""
+    p = plan(SMALL, UnitPlan("host", "host", update="gpu"), tokens=512)
+    slow, usual, fast = (predict(SMALL, p, replace(RATES, dram=dram), Batch(512, 256, 2)) for dram in (5e9, 6e10, 6e11))
+    copied = sum(span.nbytes for span in slow.spans if span.lane in ("h2d", "d2h"))
+    assert slow.busy["dram"] == copied / 5e9
+    assert slow.busy["dram"] < slow.step_s < 1.3 * slow.busy["dram"]
+    assert slow.bound == "dram"
+    assert usual.step_s == fast.step_s < 0.5 * slow.step_s
+    eight = predict(SMALL, p.dealt(8, tied=False), replace(RATES, dram=3e10), Batch(512, 256, 2))
+    assert eight.busy["dram"] < eight.step_s
+
+
 def test_a_machine_by_its_parts():
     made = assume("gpu=rtx4090, ram=128GiB, ssd=2x2TB@7/5, dram=60")
     assert made.gpu == 24 << 30

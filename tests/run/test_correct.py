@@ -18,6 +18,7 @@ from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner import probe
 from trireme.engine.planner.choose import Choice
+from trireme.engine.planner.clock import Watch
 from trireme.engine.planner.correct import TIMED_BY, corrected, measured
 from trireme.engine.planner.forecast import Forecast, Work
 from trireme.engine.planner.predict import Batch, predict
@@ -159,6 +160,21 @@ def test_a_step_faster_than_its_machine_has_the_next_run_measure_anew(tmp_path, 
     assert probe.remembered(in_fp8) is None, "measured beside the same programs"
     assert len(said) == 1
     run._question(1.0, 0.8)  # gone already, as another run may have it
+
+
+@pytest.mark.parametrize(("busy", "noted"), [(0.9, 1), (0.2, 0)])
+def test_what_a_drive_keeps_up_for_minutes_is_for_the_next_run(busy, noted, monkeypatch):
+    step, found = SimpleNamespace(step_s=1.0, busy={"ssd": busy}), list[tuple[object, object]]()
+    machine, work = SimpleNamespace(rates="rates"), SimpleNamespace(tokens=8)
+    job = SimpleNamespace(forecast=SimpleNamespace(step=step), machine=machine, store_dirs=["store"], work=work,
+                          device=torch.device("cpu"))  # fmt: skip
+    live = SimpleNamespace(progress=SimpleNamespace(step=9), job=job, group=SimpleNamespace(hosts=1))
+    monkeypatch.setattr(pace, "note_drives", lambda *what: found.append(what))
+    run, time = pace.Pace(live), iter(range(0, 10**6, 10))
+    run.watch, live.progress.step = Watch(1.0, lambda: next(time)), 20
+    for _ in range(20):
+        run.compare([], [SimpleNamespace(tokens=8)], 1.0)
+    assert found == [("rates", ["store"])] * noted
 
 
 @pytest.mark.parametrize(("device", "step_s", "warm"), [("cuda", 0.03, 5), ("cuda", 2.0, 2), ("cpu", 0.03, 2)])

@@ -1,0 +1,46 @@
+"""What the control groups of this process allow: folders of a controller, and the cores that it may use. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+QUOTA = "cpu.cfs_quota_us", "cpu.cfs_period_us"  # of version 1
+
+
+def groups(controller: str) -> Iterator[tuple[Path, int]]:
+    """(folder, version 1 or 2) of the groups above this process that have `controller`, its own first.
+
+    In a container outer folders may be invisible; its limit is the root's.
+    """
+    for line in OWN.read_text().splitlines() if OWN.exists() else ["0::/", f"1:{controller}:/"]:
+        number, controllers, path = line.split(":", 2)
+        own = Path(path.lstrip("/"))
+        for group in (own, *own.parents):
+            if number == "0":
+                yield ROOT / group, 2
+            elif controller in controllers.split(","):
+                yield ROOT / controller / group, 1
+
+
+def cores() -> float:
+    """Cores that this process may keep busy: its affinity or, if less, the quota of a group above it."""
+    found = float(len(os.sched_getaffinity(0)))
+    for group, version in groups("cpu"):
+        try:
+            words = (
+                (group / "cpu.max").read_text().split() if version == 2 else [(group / f).read_text() for f in QUOTA]
+            )
+            quota, period = map(int, words)
+        except (OSError, ValueError):  # no file, or no quota: "max"
+            continue
+        if quota > 0 and period > 0:  # version 1: -1 is none
+            found = min(found, quota / period)
+    return found
+
+
+def update_threads() -> int:
+    """Threads of CPU AdamW: all cores but one, for Python."""
+    return max(1, int(cores()) - 1)
