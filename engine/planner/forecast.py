@@ -15,7 +15,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.predict import Batch, Prediction, predict
-from trireme.engine.planner.rates import RAM_SHARE, TB, Machine
+from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB, Machine
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.planner.variants import LEANS
 from trireme.models.config import ModelConfig
@@ -182,8 +182,9 @@ class Forecast:
 
     @property
     def room(self) -> int:
-        """Bytes of the drives for the run, `held` included; 0 without a drive."""
-        return self.machine.ssd + self.files.held
+        """Bytes of the drives for the run, `held` included; 0 without a drive. State on them leaves a reserve free."""
+        reserve = self.machine.reserve if self.plan.uses("ssd") else 0
+        return max(0, self.machine.ssd - reserve) + self.files.held
 
     # ------------------------------------------------ changes
 
@@ -214,7 +215,12 @@ class Forecast:
             yield f"--batch-size {doubled}", lambda: replace(self.again(n_micro=2 * p.n_micro), work=more)
         yield "twice the RAM", lambda: self.again(replace(limits, host=2 * limits.host))
         if any(u.state == "ssd" for u in p.units):
-            drives = replace(m, ssd=2 * m.ssd, rates=replace(r, ssd_read=2 * r.ssd_read, ssd_write=2 * r.ssd_write))
+            drives = replace(
+                m,
+                ssd=2 * m.ssd,
+                reserve=2 * m.reserve,
+                rates=replace(r, ssd_read=2 * r.ssd_read, ssd_write=2 * r.ssd_write),
+            )
             yield "twice the drives", lambda: replace(self, machine=drives).again()
         yield "a GPU with twice the memory", lambda: self.again(replace(limits, gpu=2 * limits.gpu))
         quick = replace(m, rates=replace(r, matmul=2 * r.matmul, fp8=2 * r.fp8, copy=2 * r.copy))
@@ -232,8 +238,8 @@ class Forecast:
 
 def check_drive(f: Forecast) -> None:
     """Raises DoesNotFit where the plan needs a missing drive, or more than it holds."""
-    plan, room, need = f.plan, f.room, f.disk()
-    if plan.uses("ssd") and not room:
+    plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.held > 0
+    if plan.uses("ssd") and not drive:
         wanted = Wanted.like(plan, f.work.document or f.work.seq_len, f.work.trained)
 
         def enough(ram: int) -> bool:
@@ -243,13 +249,13 @@ def check_drive(f: Forecast) -> None:
         ram = steps[bisect_left(steps, True, key=enough)]
         raise DoesNotFit(
             f"weights and optimizer state need {whole_gib(ram)} of RAM, the limit is {whole_gib(f.limits.host)} and "
-            f"there is no SSD. Add ssd={math.ceil(need / TB)}TB, or raise ram to "
+            f"there is no SSD. Add ssd={math.ceil(need / DRIVE_SHARE / TB)}TB, or raise ram to "
             f"{whole_gib(math.ceil(ram / RAM_SHARE))} (--ram {whole_gib(ram)} of it)."
         )
-    if room and need > room:
+    if drive and need > room:
         raise DoesNotFit(
-            f"the store and the export need {gb(need)}, {gb(need - room)} more than the drives hold. "
-            f"Raise ssd to {math.ceil(need / TB)}TB."
+            f"the store and the export need {gb(need)}, {gb(need - room)} more than the drives take: "
+            f"{1 - DRIVE_SHARE:.0%} of them stays free. Raise ssd to {math.ceil(need / DRIVE_SHARE / TB)}TB."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Limits
 from trireme.engine.planner import probe
 from trireme.engine.planner.host import places_of
-from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of
+from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of, reserved
 
 NOTICED = 0.9  # share of a drive's measured rate from which a run's is told
 
@@ -40,7 +41,8 @@ def this_machine(
     room, worn = sum(disk.free for disk in disks), ENDURANCE * sum(disk.total for disk in disks)
     rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
-    return Machine(name, limits.gpu, limits.host, rates, room, worn, drives, how, limits.gpus)
+    kept = sum(reserved(disk.total) for disk in disks)
+    return Machine(name, limits.gpu, limits.host, rates, room, kept, worn, drives, how, limits.gpus)
 
 
 def doubt(device: torch.device, dtype: str) -> None:
@@ -66,6 +68,17 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     each = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, {mixed:.2f} of it both at once"
     how = tried[0][1] + f"; a run kept up {held:.0%} of that" * (held < NOTICED)
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({how})")
+
+
+def note_pinned(device: torch.device, nbytes: int) -> None:
+    """Remembers what CUDA pinned before it refused more, as on WSL2; for the next run."""
+    probe.remember(probe.processor(device, "") | {"what": "pinned"}, {"bytes": nbytes})
+
+
+def pinnable(device: torch.device) -> float:
+    """Bytes of RAM that CUDA pins, if an earlier run was refused more."""
+    found = probe.remembered(probe.processor(device, "") | {"what": "pinned"})
+    return found["bytes"] if found else math.inf
 
 
 def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:

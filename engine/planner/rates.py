@@ -92,6 +92,7 @@ CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CORE_ADAM = 0.6e9  # parameters/s of a core's AdamW: 0.62 on Xeons, 0.55 to 0.75 on Zen 4
 CODE = 700 << 20  # RAM for code loaded and compiled on a GPU: in first steps, samples, exports
 GPU_OVERHEAD = 5 << 28  # of an assumed GPU: the driver's context and late kernels
+DRIVE_SHARE = 0.95  # of a drive, planned to be full: the rest is for its file system, and for writes to stay fast
 RAM_SHARE = 0.85  # usable, of available RAM
 
 
@@ -113,7 +114,8 @@ class Machine:
     gpu: int  # bytes
     ram: int
     rates: Rates
-    ssd: int = 0  # bytes of all drives
+    ssd: int = 0  # bytes of all drives that are free
+    reserve: int = 0  # of these, to be left free
     endurance: float = 0.0  # bytes of warranted writes
     drives: str = "no SSD"
     how: str = ""  # the rates are known
@@ -157,8 +159,18 @@ def machine(
     )
     rates = replace(rates, ssd_read=drives * drive.read, ssd_write=drives * drive.write)
     return replace(
-        made, rates=rates, ssd=drives * drive.capacity, endurance=drives * drive.endurance, drives=drives_say
+        made,
+        rates=rates,
+        ssd=drives * drive.capacity,
+        reserve=reserved(drives * drive.capacity),
+        endurance=drives * drive.endurance,
+        drives=drives_say,
     )
+
+
+def reserved(nbytes: int) -> int:
+    """Bytes of drives of that size to be left free."""
+    return round((1 - DRIVE_SHARE) * nbytes)
 
 
 PARTS = ("gpu", "ram", "ssd", "dram", "bus", "tflops", "cores")  # that --assume names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -12,6 +12,7 @@ from trireme.engine.buffers import fits, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Tier, UnitPlan
 from trireme.models.config import ModelConfig
+from trireme.storage.layout import ITEMSIZE
 
 UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
 GPU_UPDATES = 0.3  # of RAM-home units: 14 B a parameter over PCIe against 19 B of DRAM
@@ -324,7 +325,17 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
     if list(lacks) == ["host"] and plan.mode != "backward" and plan.gradients == "host":
         out.append("--max-grad-norm 0, which does not store all gradients")
-    return f"even the smallest plan needs {shortage(need, limits)}. {', or '.join(out)}."
+    return f"even the smallest plan needs {shortage(need, limits)}{_experts_at_once(geo, lacks)}. {', or '.join(out)}."
+
+
+def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
+    """Of a mixture that a GPU is too small for: its experts, of which a layer's are on the GPU at once."""
+    own = geo.cfg.experts
+    if own is None or "gpu" not in lacks:
+        return ""
+    nbytes = 3 * own.count * own.width * geo.cfg.width * ITEMSIZE[geo.dtype]
+    decoded = ", decoded from MXFP4" if own.packed else ""
+    return f"; the {own.count} experts of one layer{decoded}, take {rounded_up(nbytes)} of it and are computed together"
 
 
 def with_micro_batches(plan: Plan, n: int) -> Plan:

@@ -118,6 +118,8 @@ def test_ram_that_cuda_does_not_pin_is_counted(monkeypatch):
 
 
 def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
+    noted = list[int]()
+
     def build(*given, **more):
         e = real(*given, **more)
         e.memory.refused = e.memory.used("host") // 2
@@ -127,9 +129,12 @@ def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
     real = filled.build
     monkeypatch.setattr(filled, "build", build)
+    monkeypatch.setattr(filled, "note_pinned", lambda _, nbytes: noted.append(nbytes))
     where = dict(model=str(tmp_path / "model"), data=(str(tmp_path / "stories.txt"),), out=str(tmp_path / "out"))
     limits = dict(gpu_memory=16 * MIB, ram=64 * MIB, device="cpu", seq_len=64, batch_size=4, max_steps=1)
     finetune(Options(**where, **limits))
     assert re.search(
-        r"warning: CUDA pins [\d.]+ MiB of RAM, the plan uses [\d.]+ MiB: .* Lower --ram", capsys.readouterr().out
+        r"warning: CUDA pins [\d.]+ MiB of RAM, the plan uses [\d.]+ MiB: .* The next run plans with [\d.]+ MiB",
+        capsys.readouterr().out,
     )
+    assert len(noted) == 1

@@ -13,8 +13,10 @@ from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.lanes import cgroups
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host, probe
-from trireme.engine.planner.machine import note_drives, this_machine, with_drives
+from trireme.engine.planner.machine import note_drives, note_pinned, this_machine, with_drives
 from trireme.engine.planner.rates import ENDURANCE, Machine, rates_of
+from trireme.engine.run.begin import limits as begin
+from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 
 CPU = torch.device("cpu")
@@ -127,6 +129,20 @@ def test_a_resumed_run_measures_its_drives_anew(tmp_path, monkeypatch):
     assert with_drives(known(), [tmp_path]).rates.ssd_read == 3e9
     assert with_drives(known(), [tmp_path], anew=True).rates.ssd_read == 1e9
     assert with_drives(known(), [tmp_path]).rates.ssd_read == 1e9, "and keeps that"
+
+
+def test_ram_that_cannot_be_pinned_is_not_planned_with(monkeypatch):
+    """As on WSL2; --ram says otherwise."""
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(begin, "choose_device", lambda wanted: cuda)
+    monkeypatch.setattr(begin, "choose_gpus", lambda wanted, device: 1)
+    monkeypatch.setattr(begin, "check_compiler", lambda: None)
+    monkeypatch.setattr(begin, "memory_limits", lambda *given: Limits(8 << 30, given[2] or 20 << 30))
+    monkeypatch.setattr(probe, "processor", lambda device, dtype: {"gpu": "RTX 4090"})
+    assert begin.place(Options())[1].host == 20 << 30
+    note_pinned(cuda, 7 << 30)
+    assert begin.place(Options())[1].host == 7 << 30
+    assert begin.place(Options(ram=18 << 30))[1].host == 18 << 30
 
 
 def test_a_drive_is_as_fast_as_it_was_for_minutes(tmp_path, monkeypatch):

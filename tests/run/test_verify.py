@@ -448,7 +448,7 @@ def test_a_drive_without_room_is_refused_before_the_start(tmp_path, monkeypatch,
         batch_size=4, gpu_memory=14 << 20 if ram < 1 << 30 else 1 << 30, ram=ram, device="cpu",
     ))  # fmt: skip
     assert job.plan.uses("ssd") == (option == "--store")
-    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=20 * free))
     refused = pytest.raises(DoesNotFit, match=f"name another drive with .*{option}") if option else nullcontext()
     with refused:
         jobs.check_room(job)

@@ -19,6 +19,7 @@ from trireme.engine.hosts.held import Whole
 from trireme.engine.lanes.real import RealLanes
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import hold_to
+from trireme.engine.planner.machine import note_pinned
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.run.screen import Screen
@@ -40,9 +41,11 @@ def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen, group:
     wire, files = group.wire if group else None, _base_files(job, store, screen)
     e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store, files=files, wire=wire)
     if e.memory.refused:
+        pinned = e.memory.used("host") - e.memory.refused
+        note_pinned(job.device, pinned)
         screen.warn(
-            f"CUDA pins {gib(e.memory.used('host') - e.memory.refused)} of RAM, the plan uses "
-            f"{gib(e.memory.used('host'))}: copies of the rest are several times slower than predicted. Lower --ram"
+            f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(e.memory.used('host'))}: copies of the rest are "
+            f"several times slower than predicted. The next run plans with {gib(pinned)}, unless --ram is given"
         )
     return e
 

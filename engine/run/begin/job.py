@@ -26,7 +26,7 @@ from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import drive_of, model_of
 from trireme.engine.planner.machine import this_machine
-from trireme.engine.planner.rates import Machine
+from trireme.engine.planner.rates import Machine, reserved
 from trireme.engine.run.begin.limits import check_fp8, check_gpus, check_heads, least, place
 from trireme.engine.run.begin.model import (
     about_adapter,
@@ -293,9 +293,11 @@ def check_room(job: Job) -> None:
         by_drive[drive_of(folder)].append((folder, need, option))
     for here in by_drive.values():
         folders, needs, flags = zip(*here, strict=True)
-        room = shutil.disk_usage(existing(folders[0])).free
-        if sum(needs) > room:
+        disk = shutil.disk_usage(existing(folders[0]))
+        beside, room = (reserved(disk.total), disk.free) if "--store" in flags else (0, disk.free)
+        if sum(needs) > room - beside:
+            kept = f", {gib(beside)} of them to stay free for the file system" if beside else ""
             raise DoesNotFit(
-                f"{folders[-1]}: what the run writes there takes {gib(sum(needs))}, {gib(room)} are free. "
+                f"{folders[-1]}: what the run writes there takes {gib(sum(needs))}, {gib(room)} are free{kept}. "
                 f"Free some space, or name another drive with {' or '.join(dict.fromkeys(flags))}."
             )

@@ -10,6 +10,7 @@ from trireme.engine.amounts import count, gib
 from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.host import choose_device, choose_gpus, memory_limits
+from trireme.engine.planner.machine import pinnable
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.run.options import Options
 from trireme.kernels.launch import WIDEST_HEAD
@@ -26,6 +27,8 @@ def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
     limits = memory_limits(device, options.gpu_memory, options.ram, gpus)
     if device.type == "cuda":
         check_compiler()
+        if options.ram is None:
+            limits = replace(limits, host=int(min(limits.host, pinnable(device))))
     return device, limits, None
 
 

@@ -1,0 +1,55 @@
+"""What ordinary machines train, simulated: six boxes x five jobs as dry runs, the table of docs/machines.md.
+
+python scripts/bench/boxes.py [--only TEXT]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from trireme.engine.amounts import gb, seconds
+from trireme.engine.plan import DoesNotFit
+from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.command import parse
+
+BOXES = {
+    "RTX 4060 laptop, 8 GB; 32 GiB; 1 TB": "gpu=rtx4060laptop,ram=32GiB,ssd=1TB",
+    "RTX 3060, 12 GB; 32 GiB; 1 TB": "gpu=rtx3060,ram=32GiB,ssd=1TB",
+    "RTX 3090, 24 GB; 64 GiB; 2 TB": "gpu=rtx3090,ram=64GiB,ssd=2TB",
+    "2 x RTX 3090 on x8; 128 GiB; 2 TB": "gpu=2xrtx3090,bus=x8,ram=128GiB,ssd=2TB",
+    "RTX 4090, 24 GB; 128 GiB; 2 x 2 TB": "gpu=rtx4090,ram=128GiB,ssd=2x2TB",
+    "RTX 5090, 32 GB; 192 GiB; 2 x 2 TB": "gpu=rtx5090,ram=192GiB,ssd=2x2TB",
+}
+JOBS = {
+    "8B, full": "--shape llama-3.1-8b",
+    "8B, LoRA": "--shape llama-3.1-8b --lora 16",
+    "30B-A3B, LoRA": "--shape qwen3-30b-a3b --lora 16",
+    "70B, LoRA": "--shape llama-3.3-70b --lora 16",
+    "gpt-oss-120b, LoRA": "--shape gpt-oss-120b --lora 16",
+}
+STEP = "--seq-len 2048 --batch-size 16 --dry-run --out OUT"  # 32,768 tokens
+
+
+def dry_run(machine: str, job: str) -> str:
+    """Tokens/s and seconds of a step, and what it writes to drives; or why it does not fit, in a line."""
+    try:
+        f = prepare(parse([*f"{job} {STEP} --assume {machine}".split()])).forecast
+    except DoesNotFit as error:
+        return f"no: {str(error).removeprefix('even the smallest plan ').split('. ')[0]}"
+    written = f", {gb(f.step.ssd_written)} written" if f.step.ssd_written else ""
+    return f"{f.work.tokens / f.step.step_s:,.0f} ({seconds(f.step.step_s)}{written})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="only boxes whose name contains this")
+    given = parser.parse_args()
+    print(f"| tokens/s (a step) | {' | '.join(JOBS)} |")
+    print(f"|---|{'---|' * len(JOBS)}")
+    for box, machine in BOXES.items():
+        if given.only in box:
+            print(f"| {box} | {' | '.join(dry_run(machine, job) for job in JOBS.values())} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
