@@ -22,6 +22,7 @@ BELOW = {"models", "models/sizes", "storage", "kernels"}
 ALL = BELOW | {
     "models/families",
     "engine",
+    "engine/check",
     "engine/data",
     "engine/data/files",
     "engine/data/formats",
@@ -42,6 +43,7 @@ MAY_IMPORT = {  # beside files of the same room
     "models/sizes": {"models", "models/families"},
     "storage": set(),
     "engine": BELOW | {"engine/lanes"},
+    "engine/check": BELOW | {"engine", "engine/data", "engine/lanes", "engine/planner"},
     "engine/data": {"engine", "engine/data/files", "engine/data/formats", "models", "storage"},
     "engine/data/files": {"models", "storage"},
     "engine/data/formats": {"engine/data/files", "models", "storage"},

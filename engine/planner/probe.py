@@ -311,13 +311,14 @@ def settled(rate: Callable[[], float], believed: bool) -> float:
     return now
 
 
-def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30) -> dict[str, float]:
+def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30, patient: bool = False) -> dict[str, float]:
     """ssd_read, ssd_write, ssd_free (bytes/s, alone) and `mixed` of the drive under `folder`, in 3 x `seconds`.
 
-    A virtual drive's rates are measured until they stay. Raises OSError where there is no room or no right to write.
+    A virtual drive's rates, or if `patient` any drive's, are measured until they stay. Raises OSError where there is no
+    room or no right to write.
     """
     nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
-    believed, written = not is_virtual(folder), 0
+    believed, written = not (patient or is_virtual(folder)), 0
     with Temporary(HIDDEN, folder) as own:
         device = open_device(own)  # as the store does
         scratch = Scratch([device], max(nbytes, 2 * CHUNK))

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
         epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). "
-        f"{program()} merge ADAPTER --out DIR adds an adapter to its model.",
+        f"{program()} merge ADAPTER --out DIR adds an adapter to its model; {program()} check looks at this machine.",
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
@@ -239,6 +239,24 @@ def _check_named(options: Options) -> None:
     if options.val or options.epochs:
         flag = "--val" if options.val else "--epochs"
         raise InputError(f"{flag} is about data, and no --data is given. Name it, or leave {flag} out.")
+
+
+def parse_check(argv: Sequence[str]) -> argparse.Namespace:
+    """store and report of `check`. Raises InputError; --help exits."""
+    parser = _Parser(
+        usage=f"{program()} check [--store DIR[,DIR]] [--report FILE]",
+        description="Says what this machine has, how fast it is, and what to change, in two minutes. Writes a report.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--store", metavar="DIR[,DIR]", default=".", help="a folder on each drive to try [this one]")
+    parser.add_argument("--report", metavar="FILE", default="trireme-check.json", help="where the report is written")
+    given, rest = parser.parse_known_args(argv)
+    for word in rest:
+        raise InputError(f"unknown option {word}. See check --help.")
+    given.store = [folder for folder in given.store.split(",") if folder]
+    if not given.store:
+        raise InputError("--store names no folder. Name one on each drive to try.")
+    return given
 
 
 def parse_merge(argv: Sequence[str]) -> argparse.Namespace:

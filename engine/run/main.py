@@ -19,7 +19,7 @@ from trireme.engine.hosts.watch import LostHost
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.run.begin.kept import Refused
-from trireme.engine.run.command import parse, parse_merge
+from trireme.engine.run.command import parse, parse_check, parse_merge
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
 from trireme.engine.run.signals import stop_signals
@@ -57,6 +57,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     try:
         if argv[:1] == ["merge"]:
             return merge(argv[1:], screen)
+        if argv[:1] == ["check"]:
+            return check(argv[1:], screen)
         at = place()
         if at.host:
             screen = Screen(nowhere())
@@ -202,4 +204,19 @@ def merge(argv: Sequence[str], screen: Screen) -> int:
 
         merge_folder(Path(given.adapter), given.model, Path(given.out), screen.warn, screen.working)
     screen.say(f"output   {given.out}/: the model with its adapter, read back")
+    return 0
+
+
+def check(argv: Sequence[str], screen: Screen) -> int:
+    """`trireme check`. Raises InputError, StoreError, OSError."""
+    given = parse_check(argv)
+    os.environ.update(ENVIRONMENT | os.environ)
+
+    def leave(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with stop_signals(leave, lambda: screen.urgent("left at once")):
+        from trireme.engine.check import check as checks  # late, as above
+
+        checks.check(checks.folders_of(given.store), Path(given.report), screen.say)
     return 0

@@ -21,11 +21,12 @@ from typing import NamedTuple
 import block_parts
 import torch
 from block_parts import Turn, in_turn, looped
-from op_cases import BF16, DEVICE, attention_inputs, dense_peers, randn
+from op_cases import DEVICE, dense_peers, randn
 from ops import seconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trireme.engine.check.cases import BF16, attention_inputs
 from trireme.engine.memory import views
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.sizes import llama as llama_shape

@@ -1,4 +1,4 @@
-"""Inputs of benchmarks: random weights, batches, and, for whole runs, random checkpoints and rows of text."""
+"""Inputs of benchmarks: adapters and, for whole runs, random checkpoints and rows of text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from trireme.engine.between import Writer
-from trireme.engine.data.dataset import MicroBatch
-from trireme.engine.homes import Entry, Homes
-from trireme.engine.memory import DTYPE, views
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run import demo
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.kernels.fp8.reference import Quantized, quantize
 from trireme.models.config import Lora, ModelConfig
 from trireme.models.sizes import shapes
-from trireme.models.sizes.narrow import BLOCKS, ROWS, SCALE, SCALES
 
 TILE, WRITERS = 8 << 20, 8  # bytes of a checkpoint's repeated values; threads that write them
 
@@ -30,66 +23,6 @@ TILE, WRITERS = 8 << 20, 8  # bytes of a checkpoint's repeated values; threads t
 def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
     """`cfg`, or with adapters of `rank` on every linear layer."""
     return adapted(cfg, Lora(rank, 2.0 * rank, targets(cfg, ()))) if rank else cfg
-
-
-def random_homes(homes: Homes) -> None:
-    """Stores random weights, and moments of zero."""
-    tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
-    packed = torch.randint(256, (1 << 24,), dtype=torch.uint8)
-    coded = quantize(tile.view(1 << 12, -1))
-    for u in range(homes.geo.n_units):
-        for entry in (Entry("weights", u), Entry("base", u)):
-            if homes.layout(entry).tensors:
-                _fill(homes, entry, tile, packed, coded)
-        for r in range(len(homes.state[u])):
-            with Writer(homes, Entry("state", u, r)) as buffer:
-                buffer.zero_()
-
-
-def _fill(homes: Homes, entry: Entry, tile: torch.Tensor, packed: torch.Tensor, coded: Quantized) -> None:
-    layout, at = homes.layout(entry), 0
-    with Writer(homes, entry) as buffer:
-        for name, tensor in views(layout, buffer).items():
-            if name.endswith(SCALE):
-                tensor.copy_(coded.scale)
-            elif name.endswith(ROWS):
-                assert coded.rows is not None
-                at = _repeat(coded.rows.view(torch.uint8).view(-1), tensor.view(torch.uint8).view(-1), at)
-            elif tensor.dim() == 1:
-                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif name.endswith(SCALES):
-                tensor.fill_(120)  # values of MXFP4 are about 3; times 2^-7 they are as large as the tile's
-            else:
-                at = _repeat(packed if name.endswith(BLOCKS) else tile, tensor.view(-1), at)
-
-
-def _repeat(tile: torch.Tensor, out: torch.Tensor, at: int) -> int:
-    """Fills `out` with the tile again and again, from its element `at` on; returns the element after the last."""
-    while len(out):
-        part = tile[at : at + len(out)]
-        out[: len(part)].copy_(part)
-        out, at = out[len(part) :], (at + len(part)) % len(tile)
-    return at
-
-
-def make_batch(
-    cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, text: bytes | None = None
-) -> list[MicroBatch]:
-    """`tokens` in sequences of `seq`, `micro` a micro-batch: bytes of a text, or random ids."""
-    random = np.random.default_rng(seed)
-    rows = []
-    for _ in range(tokens // seq):
-        if text:
-            at = random.integers(0, len(text) - seq)
-            rows.append(np.frombuffer(text[at : at + seq], np.uint8).astype(np.int32))
-        else:
-            rows.append(random.integers(0, cfg.vocab, seq).astype(np.int32))
-    batch = []
-    for k in range(0, len(rows), micro):
-        part = rows[k : k + micro]
-        labels = [np.append(row[1:], np.int32(-100)) for row in part]
-        batch.append(MicroBatch(np.concatenate(part), np.concatenate(labels), (seq,) * len(part)))
-    return batch
 
 
 # ---------------------------------------------------------------- checkpoints and rows on disk

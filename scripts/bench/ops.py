@@ -27,9 +27,10 @@ import op_peers
 import torch
 import triton
 from block_parts import LONG, ROUNDS, gemm_rate, in_turn
-from op_cases import BF16, DEVICE, GROUPS, PACKED, Case, attention_inputs, randn
+from op_cases import DEVICE, peers_of, randn
 from triton.testing import do_bench
 
+from trireme.engine.check.cases import GROUPS, PACKED, Case, Shapes, attention_inputs, error
 from trireme.kernels import launch, ops
 from trireme.kernels.attention import attention as attention_module
 from trireme.kernels.launcher import Fixed, Kernel
@@ -77,29 +78,6 @@ def copied(flush: str, n: int = 1 << 28) -> float:
     return 2 * n / seconds(lambda: y.copy_(x), flush=flusher(flush, lambda: y2.copy_(x2)))
 
 
-EXACT = (torch.int32, torch.float8_e4m3fn)
-COMPARED = (BF16, torch.float32, *EXACT)  # not a split master's low halves
-
-
-def _flat(results) -> list:
-    """All that an op returns, in one list."""
-    return [t for part in results for t in _flat(part)] if isinstance(results, tuple) else [results]
-
-
-def error(case: Case) -> float:
-    """The largest relative error of results and written arguments."""
-    found = []
-    op = getattr(ops, case.op)
-    for run in (op, op.__wrapped__):
-        copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
-        results = run(*copies, **case.kwargs)
-        tensors = [t for t in (*_flat(results), *copies) if torch.is_tensor(t)]
-        found.append([t.float() if t.dtype in EXACT else t for t in tensors if t.dtype in COMPARED])
-        del copies, results
-    norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))
-    return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))
-
-
 PEERS = ["torch", "liger", "compile"]  # torch's own; Liger; torch.compile and FlexAttention
 
 
@@ -111,7 +89,7 @@ def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]
         print(f"{case.op:22s} {case.label:38s} WRONG: relative error {wrong:.1e}")
         return []
     runs = {"ours": (lambda: getattr(ops, case.op)(*case.args, **case.kwargs), 1.0)}
-    makers = dict(torch=lambda *_: case.peers(), liger=op_peers.liger, compile=op_peers.compiled)
+    makers = dict(torch=lambda *_: peers_of(case), liger=op_peers.liger, compile=op_peers.compiled)
     for kind in peers:
         try:
             runs |= makers[kind](case.op, case.args, case.kwargs)
@@ -267,7 +245,12 @@ def main() -> None:
     print(f"ceilings: matmul {matmul / 1e12:.0f} TFLOP/s, {sustained / 1e12:.0f} under sustained load")
     for flush, copy in copies.items():
         print(f"copy of 256 MiB {copy / 1e12:.2f} TB/s, of 64 MiB {copied(flush, 1 << 26) / 1e12:.2f}, after {flush}")
-    cases = (case for g in args.groups or GROUPS for case in GROUPS[g]() if args.only in f"{case.op} {case.label}")
+    cases = (
+        case
+        for g in args.groups or GROUPS
+        for case in GROUPS[g](Shapes(DEVICE))
+        if args.only in f"{case.op} {case.label}"
+    )
     rows = [row for case in cases for row in report(case, peers, matmul, copies)]
     if args.json:
         with open(args.json, "w") as f:

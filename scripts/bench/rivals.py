@@ -26,10 +26,11 @@ from pathlib import Path
 
 import torch
 from ceilings import forget_peaks
-from model_inputs import make_batch, with_adapters
+from model_inputs import with_adapters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.amounts import size
+from trireme.engine.check.steps import make_batch
 from trireme.engine.planner.host import choose_device, memory_in_use
 from trireme.engine.planner.sizes import MODELS
 from trireme.models.sizes import costs

@@ -12,7 +12,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from ceilings import against, blended, forget_peaks, lower_bounds, measure_rates, sustained_rates
-from model_inputs import make_batch, random_homes, with_adapters
+from model_inputs import with_adapters
 
 from trireme.engine.amounts import size
 from trireme.engine.buffers import usage
-from trireme.engine.build import build, inputs_on
+from trireme.engine.build import inputs_on
+from trireme.engine.check.steps import make_batch, random_engine
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.lanes.trace import Span, busy, perfetto
@@ -42,12 +42,9 @@ from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run.begin.settle import record_size
 from trireme.engine.step import Engine, train_step
-from trireme.engine.updates import AdamW
 from trireme.models.config import ModelConfig
 from trireme.models.rows import Tables, rope_tables
 from trireme.models.sizes import costs, shapes
-from trireme.storage.devices import open_device
-from trireme.storage.store import Store
 
 Arguments = argparse.Namespace
 
@@ -147,30 +144,16 @@ def _step(
 @contextmanager
 def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device: torch.device) -> Iterator[Engine]:
     torch.manual_seed(0)
-    folder = tempfile.TemporaryDirectory(dir=a.store) if a.store else None
-    store = Store.create([open_device(folder.name)]) if folder else None
     lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device, gpus=plan.gpus)
     start = time.perf_counter()
     hold_to(limits, device)
-    adamw = AdamW(max_grad_norm=a.clip)
-    e = build(cfg, plan, limits, lanes, adamw=adamw, store=store, pinned="pinning" not in a.off)
-    for line in e.memory.describe():
-        print(line)
-    if store is not None:
-        for shard in e.homes.shards():
-            if e.homes.tier(shard.entry) == "ssd":
-                store.add(shard.name, shard.layout)
-        e.claim_scratch(store.devices)
-    random_homes(e.homes)
-    print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens")
-    print(f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)
-    yield e
-    lanes.close()
-    e.close()
-    if store is not None:
-        store.close()
-    if folder is not None:
-        folder.cleanup()
+    folder = Path(a.store) if a.store else None
+    with random_engine(cfg, plan, limits, lanes, folder, a.clip, "pinning" not in a.off) as e:
+        for line in e.memory.describe():
+            print(line)
+        print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens")
+        print(f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)
+        yield e
 
 
 def measure(

@@ -16,6 +16,7 @@ ROOMS = {
     "models/sizes": "counted without computing: names, shapes, bytes, FLOPs; no torch",
     "storage": "files on the SSD; imports no torch and nothing of the project",
     "engine": "the parts of a training step",
+    "engine/check": "trireme check: what a machine has and how fast it is",
     "engine/data": "from rows to micro-batches; no torch",
     "engine/data/files": "from files to rows",
     "engine/data/formats": "from rows to examples: the text, and what is trained on",

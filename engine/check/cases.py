@@ -1,0 +1,284 @@
+"""Calls of every kernel at the shapes of common models: LLaMA-3-8B and LLaMA-2-13B blocks, and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.kernels import ops
+
+BF16 = torch.bfloat16
+PACKED = (1890, 57, 423, 1201, 88, 640, 312, 1024, 17, 733, 205, 999, 131, 350, 122)  # 15 documents, 8,192 tokens
+
+
+class Case(NamedTuple):
+    """A call of `op`; `work`: bytes, or FLOPs where `flops`; `bound`: of the relative error."""
+
+    label: str
+    op: str
+    args: tuple[Any, ...]
+    work: float
+    kwargs: Mapping[str, Any] = {}
+    flops: bool = False
+    bound: float = 5e-3
+
+
+class Mixture(NamedTuple):
+    """Experts, chosen ones, width, hidden width of each."""
+
+    E: int
+    k: int
+    D: int
+    I: int
+
+
+MIXTURES = {
+    "Qwen3-30B": Mixture(128, 8, 2048, 768),
+    "gpt-oss-20b": Mixture(32, 4, 2880, 2880),
+    "gpt-oss-120b": Mixture(128, 4, 2880, 2880),
+    "Mixtral": Mixture(8, 2, 4096, 14336),
+}
+# Lengths of documents, heads, heads of keys, their width.
+ATTENTION = (
+    ([8192], 32, 8, 128), ([4096] * 2, 32, 8, 128), ([1024] * 8, 32, 8, 128), (PACKED, 32, 8, 128),
+    ([4096] * 2, 32, 32, 64), ([4096] * 2, 40, 40, 80), ([4096] * 2, 32, 32, 96), ([4096] * 2, 16, 8, 256),
+)  # fmt: skip
+PRODUCTS = ((8192, 8192, 8192), (8192, 4096, 28672), (8192, 14336, 4096), (4096, 8192, 14336))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Those of LLaMA-3-8B and others; smaller ones for small GPUs and for tests."""
+
+    device: str = "cuda"
+    N: int = 8192  # tokens
+    widths: tuple[int, ...] = (4096, 5120)
+    F: int = 14336  # of a gated MLP; of another 20480
+    plain: int = 20480
+    heads: tuple[int, int, int] = (40, 48, 128)  # rotated, all in a row, their width
+    heads_of: tuple[tuple[int, int], ...] = ((4096, 128256), (5120, 32000))  # width and vocabulary
+    chunks: tuple[int, ...] = (8192, 4096, 2048)
+    block: int = 218_112_000  # parameters of a LLaMA-3-8B block
+    attention: tuple[tuple[Any, int, int, int], ...] = ATTENTION
+    products: tuple[tuple[int, int, int], ...] = PRODUCTS
+    quantized: tuple[int, ...] = (4096, 14336, 28672)
+    mixtures: Mapping[str, Mixture] = field(default_factory=lambda: MIXTURES)
+    mixed: int = 32768  # tokens of a mixture
+
+    def randn(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=dtype)
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, device=self.device, dtype=dtype)
+
+
+def norms(s: Shapes) -> Iterator[Case]:
+    N, randn = s.N, s.randn
+    for D in s.widths:
+        x, dy, r, dr = (randn(N, D) for _ in range(4))
+        w, b, shape, size = randn(D), randn(D), f"{N}x{D}", 2 * N * D
+        dw, db = s.zeros(2, D)
+        _, rstd, _ = ops.rmsnorm_fwd(x, w, 1e-5)
+        yield Case(shape, "rmsnorm_fwd", (x, w, 1e-5), 2 * size)
+        yield Case(f"{shape} + residual", "rmsnorm_fwd", (x, w, 1e-5, r), 4 * size)
+        yield Case(shape, "rmsnorm_bwd", (dy, x, w, rstd, dw), 3 * size)
+        yield Case(f"{shape} + residual", "rmsnorm_bwd", (dy, x, w, rstd, dw, dr), 4 * size)
+        _, mean, rstd, _ = ops.layernorm_fwd(x, w, b, 1e-5)
+        yield Case(shape, "layernorm_fwd", (x, w, b, 1e-5), 2 * size)
+        yield Case(f"{shape} + residual", "layernorm_fwd", (x, w, b, 1e-5, r), 4 * size)
+        yield Case(shape, "layernorm_bwd", (dy, x, w, mean, rstd, dw, db), 3 * size)
+        yield Case(f"{shape} + residual", "layernorm_bwd", (dy, x, w, mean, rstd, dw, db, dr), 4 * size)
+    H, of, d = s.heads
+    x, w, dw, dy = randn(N, of * d).view(N, of, d)[:, :H], randn(d), s.zeros(d), randn(N, H, d)
+    _, rstd = ops.head_rmsnorm_fwd(x, w, 1e-6)
+    yield Case(f"{N}x{H}x{d}", "head_rmsnorm_fwd", (x, w, 1e-6), 4 * N * H * d)
+    yield Case(f"{N}x{H}x{d}", "head_rmsnorm_bwd", (dy, x, w, rstd, dw, torch.empty_like(dy)), 6 * N * H * d)
+
+
+def activations(s: Shapes) -> Iterator[Case]:
+    N, F, randn = s.N, s.F, s.randn
+    gate_up, dy, shape, size = randn(N, 2 * F), randn(N, F), f"{N}x{F}", 2 * N * F
+    for name in ("swiglu", "geglu"):
+        yield Case(shape, f"{name}_fwd", (gate_up,), 3 * size)
+        yield Case(shape, f"{name}_bwd", (dy, gate_up), 6 * size)
+    yield Case(shape, "clamped_swiglu_fwd", (gate_up, 7.0), 3 * size)
+    F = s.plain
+    h, dy, b, db, shape, size = randn(N, F), randn(N, F), randn(F), s.zeros(F), f"{N}x{F}", 2 * N * F
+    yield Case(shape, "gelu_bias_fwd", (h, b), 2 * size)
+    yield Case(shape, "gelu_bias_bwd", (dy, h, b, db), 4 * size)
+    yield Case(shape, "bias_bwd_", (db, dy), size)
+    yield Case(shape, "relu2_fwd", (h,), 2 * size)
+    yield Case(shape, "relu2_bwd", (dy, h), 4 * size)
+    H, of, d = s.heads
+    x, docs = randn(N, of * d).view(N, of, d)[:, :H], ops.make_docs([N], s.device)
+    cos, sin = ops.rope_table(1e4 ** (-torch.arange(0, d, 2, device=s.device) / d), N)
+    yield Case(f"{N}x{H}x{d} of {of}", "rope_", (x, cos, sin, docs.positions), 4 * N * H * d)
+
+
+def ends(s: Shapes) -> Iterator[Case]:
+    N, (D, V), randn = s.N, s.heads_of[0], s.randn
+    dy, dw = randn(N, D), s.zeros(V, D, dtype=BF16)
+    ids = (V * torch.rand(N, device=s.device) ** 4).long()
+    rows = len(torch.unique(ids))
+    yield Case(f"{N}x{D}", "embedding_fwd", (ids, dw), 4 * N * D)
+    yield Case(f"{N}x{D}, {rows} tokens", "embedding_bwd_", (dw, dy, ids), 2 * N * D + 4 * rows * D)
+    n = s.block
+    g32, g16, out = randn(n, dtype=torch.float32), randn(n), s.zeros(n, dtype=BF16)
+    yield Case("bf16", "grad_finish", (g16,), 2 * n)
+    yield Case("fp32 to bf16", "grad_finish", (g32, out), 6 * n)
+    m, v, w32 = (*s.zeros(2, n).unbind(), g32.clone())
+    clip = torch.ones(1, device=s.device)
+    options = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, n_decay=n - min(8192, n // 2), step=10)
+    w, lo = ops.split_master(w32)
+    yield Case("split master, bf16 gradient", "adamw_", (w, lo, m, v, g16, clip), 26 * n, options)
+    yield Case("fp32", "adamw_", (w32, None, m, v, g32, clip), 28 * n, options)
+
+
+def loss(s: Shapes) -> Iterator[Case]:
+    N = s.N
+    for D, V in s.heads_of:
+        x, w = s.randn(N, D), s.randn(V, D) * 0.02
+        labels, rows = torch.randint(V, (N,), device=s.device), torch.arange(N, device=s.device)
+        for chunk in s.chunks:
+            for dtype in (BF16, torch.float32):
+                args = (x, w, labels, rows, 1 / N, s.zeros(V, D, dtype=dtype), torch.empty_like(x), chunk)
+                label = f"{N}x{D}x{V} by {chunk}, dw {dtype}".replace("torch.", "")
+                yield Case(label, "linear_cross_entropy", args, 6 * N * D * V, flops=True)
+
+
+def fp8(s: Shapes) -> Iterator[Case]:
+    """Quantization of a block's tensors, which reads them twice; GEMMs."""
+    N, F, randn = s.N, s.F, s.randn
+    for D in s.quantized:
+        x = randn(N, D)
+        for rows, columns in ((True, False), (False, True), (True, True)):
+            written = (rows + columns) * N * D
+            label = f"{N}x{D} {'rows' * rows} {'columns' * columns}"
+            yield Case(label, "quantize", (x, rows, columns), 4 * N * D + written)
+    codes = ops.quantize(randn(N, F)).rows
+    assert codes is not None
+    yield Case(f"{N}x{F}", "turn", (codes, torch.empty(F, N, dtype=codes.dtype, device=s.device)), 2 * N * F)
+    gate_up, dy = randn(N, 2 * F), randn(N, F)
+    for name in ("swiglu", "geglu"):
+        yield Case(f"{N}x{F}", f"{name}_codes_fwd", (gate_up,), 9 * N * F)
+        yield Case(f"{N}x{F}", f"{name}_codes_bwd", (dy, gate_up), 17 * N * F)
+    for M, K, O in s.products:
+        a, b = ops.quantize(randn(M, K)), ops.quantize(randn(O, K))
+        for dtype in (BF16, torch.float32):
+            args = (a.rows, a.scale, b.rows, b.scale, s.zeros(M, O, dtype=dtype))
+            yield Case(f"{M}x{K}x{O} to {dtype}", "product", args, 2 * M * K * O, flops=True)
+
+
+class Attention(NamedTuple):
+    """Inputs and gradients, packed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dout: Tensor
+    docs: ops.Docs
+    scale: float
+
+
+def attention_inputs(lengths: Any, H: int, K: int, d: int, s: Shapes = Shapes()) -> Attention:
+    N = sum(lengths)
+    inputs, gradients = (s.randn(N, (H + 2 * K) * d).view(N, H + 2 * K, d).split([H, K, K], 1) for _ in range(2))
+    (q, k, v), (dq, dk, dv) = inputs, gradients
+    return Attention(q, k, v, dq, dk, dv, s.randn(N, H, d), ops.make_docs(lengths, s.device), d**-0.5)
+
+
+def attention(s: Shapes) -> Iterator[Case]:
+    for lengths, H, K, d in s.attention:
+        a = attention_inputs(lengths, H, K, d, s)
+        flops = 4 * d * H * sum(n * (n + 1) // 2 for n in lengths)  # of attended pairs
+        equal = len(set(lengths)) == 1
+        label = f"d{d} {H}/{K} " + (f"{len(lengths)}x{lengths[0]}" if equal else f"{len(lengths)} documents")
+        out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
+        yield Case(label, "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale), flops, flops=True)
+        args = (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
+        yield Case(label, "attention_bwd", args, 2.5 * flops, flops=True)
+    size, sinks = 2 * a.q.numel(), s.randn(H, dtype=torch.float32)  # of the last
+    yield Case(label, "sinks_fwd_", (out, lse, sinks), 2 * size)
+    yield Case(label, "sinks_bwd_", (s.zeros(H), a.dout, out, lse, sinks), 2 * size)
+
+
+def experts(s: Shapes) -> Iterator[Case]:
+    """Of tokens with random logits of the router."""
+    first = next(iter(s.mixtures))
+    for name, (E, k, D, I) in s.mixtures.items():
+        N, rule = s.mixed, ops.Rule(k)
+        P, logits = N * k, s.randn(N, E)
+        weights, chosen = ops.route_fwd(logits, rule)
+        order = ops.sort_pairs(chosen, E)
+        if name == first:
+            yield from routing(name, logits, weights, chosen, rule)
+            yield from sorted_rows(name, order, weights, D, I, s)
+        x, d_gate_up, act = s.randn(N, D), s.randn(P, 2 * I), s.randn(P, I)
+        up, down = (s.randn(E, 2 * I, D) * D**-0.5).mT, (s.randn(E, D, I) * I**-0.5).mT
+        products = (("up", x, up, k), ("down", act, down, 0), ("d_act", x, down.mT, k), ("d_rows", d_gate_up, up.mT, 0))
+        for label, a, w, by_token in products:
+            flops = 2 * P * w.shape[1] * w.shape[2]
+            yield Case(f"{name} {label}", "grouped_mm", (a, w, order, by_token), flops, flops=True)
+        for label, w, a, b, k_a, k_b in (("up", up, x, d_gate_up, k, 0), ("down", down, act, x, 0, k)):
+            args = (torch.zeros_like(w, dtype=torch.float32), a, b, order, k_a, k_b)
+            flops = 2 * P * w.shape[1] * w.shape[2]
+            yield Case(f"{name} {label}", "grouped_add_", args, flops, flops=True)
+
+
+def routing(name: str, logits: Tensor, weights: Tensor, chosen: Tensor, rule: ops.Rule) -> Iterator[Case]:
+    (N, E), P = logits.shape, chosen.numel()
+    yield Case(name, "route_fwd", (logits, rule), 2 * N * E + 8 * P)
+    yield Case(name, "route_bwd", (torch.randn_like(weights), logits, chosen, rule), 4 * N * E + 8 * P)
+    yield Case(name, "sort_pairs", (chosen, E), 12 * P)
+
+
+def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int, s: Shapes) -> Iterator[Case]:
+    (N, k), P = weights.shape, weights.numel()
+    rows, d_act, gate_up = s.randn(P, D), s.randn(P, I), s.randn(P, 2 * I)
+    yield Case(f"{name} forward", "combine", (rows, order, k, weights, s.randn(N, D)), 2 * D * (P + 2 * N))
+    yield Case(f"{name} backward", "combine", (rows, order, k), 2 * D * (P + N))
+    yield Case(name, "routed_swiglu_bwd", (d_act, gate_up, weights, order), 12 * P * I)
+    E, G = len(order.starts) - 1, D // 32
+    blocks = torch.randint(256, (E, I, G, 16), dtype=torch.uint8, device=s.device)
+    scales = torch.randint(110, 130, (E, I, G), dtype=torch.uint8, device=s.device)
+    out = torch.empty(E, 32 * G, I, dtype=BF16, device=s.device)
+    yield Case(name, "mxfp4_decode", (blocks, scales, out), 2 * out.numel() + blocks.numel() + scales.numel())
+
+
+GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {
+    "norms": norms,
+    "activations": activations,
+    "ends": ends,
+    "loss": loss,
+    "attention": attention,
+    "fp8": fp8,
+    "experts": experts,
+}
+EXACT = (torch.int32, torch.float8_e4m3fn)
+COMPARED = (BF16, torch.float32, *EXACT)  # not a split master's low halves
+
+
+def error(case: Case) -> float:
+    """The largest relative error of results and written arguments, compared with the op's reference implementation."""
+    found = []
+    op = getattr(ops, case.op)
+    for run in (op, op.__wrapped__):
+        copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
+        results = run(*copies, **case.kwargs)
+        tensors = [t for t in (*_flat(results), *copies) if torch.is_tensor(t)]
+        found.append([t.float() if t.dtype in EXACT else t for t in tensors if t.dtype in COMPARED])
+        del copies, results
+    norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))
+    return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))
+
+
+def _flat(results: Any) -> list[Any]:
+    """All that an op returns, in one list."""
+    return [t for part in results for t in _flat(part)] if isinstance(results, tuple) else [results]

@@ -1,0 +1,103 @@
+"""`trireme check`: what this machine has, how fast it is, and what to change. Writes nothing but its report.
+
+In two minutes at most, of which drives take 30 seconds, kernels 40, and pinning 10.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from trireme.engine.check import gpu, host
+from trireme.engine.check.drives import drives
+from trireme.engine.check.row import WIDTHS, Row, changes
+from trireme.engine.check.steps import steps
+from trireme.engine.planner import probe
+from trireme.engine.planner.host import memory_limits
+from trireme.engine.planner.rates import Rates, rates_of
+from trireme.models.config import InputError
+from trireme.storage.temporary import HIDDEN, Temporary
+
+WHOLE = 105.0  # seconds, after which no step begins
+OFF = 0.25  # of a step's estimate, from which it is told
+
+
+def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None]) -> list[Row]:
+    """Says a line for each part, and what to change; writes `report`. `folders`: on drives, by the names given.
+
+    Raises InputError where `report` cannot be written, OSError where a drive fails.
+    """
+    start, rows, new = time.monotonic(), list[Row](), not report.exists()
+    try:
+        report.open("a").close()  # before minutes are spent
+    except OSError as error:
+        raise InputError(f"--report {report}: {error.strerror}. Name another file.") from None
+    try:
+        for row in _rows(folders, start + WHOLE):
+            rows.append(row)
+            say(row.line())
+        took = time.monotonic() - start
+        report.write_text(json.dumps({"seconds": took, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    except BaseException:
+        if new:
+            report.unlink()
+        raise
+    for i, line in enumerate(changes(rows)):
+        say(f"{'change' if i == 0 else '':{2 + WIDTHS[0]}}{line}")
+    say(f"{'report':{2 + WIDTHS[0]}}{report}, in {took:.0f} s; nothing else was written")
+    return rows
+
+
+def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
+    device = host.torch_device()
+    yield from host.software()
+    dtype = "BF16" if device else "F32"
+    where = device or torch.device("cpu")
+    found = {"matmul": probe.matmul_rate(where, torch.bfloat16 if device else torch.float32)}
+    found |= probe.processor_rates(where, dtype, memory_limits(where, None, None).host)
+    yield from host.host(found)
+    if device is None:
+        yield gpu.no_gpu()
+    else:
+        yield from gpu.gpu(device, found)
+        yield gpu.pinned(device)
+    tried = list[dict[str, float]]()
+    for row, rates in drives(folders):
+        yield row
+        tried += [rates] if rates else []
+    if device is not None:
+        fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+        yield from gpu.kernels(gpu.checked(device), gpu.call_seconds, fp8)
+        torch.cuda.empty_cache()
+    first = next((folder for folder in folders.values() if tried), None)
+    yield from _steps(where, rates_of(found | (tried[0] if tried else {})), first, end)
+
+
+def _steps(device: torch.device, rates: Rates, folder: Path | None, end: float) -> Iterator[Row]:
+    """Steps next to their estimates: on a CPU estimates leave out too much to be judged."""
+    for step in steps(device, memory_limits(device, None, None), rates, folder, end):
+        if step.why:
+            yield Row("step", step.name, f"not tried: {step.why}")
+            continue
+        off = step.seconds / step.estimate - 1
+        said = f"{step.seconds:.3f} s, estimated {step.estimate:.3f} s ({off:+.0%})"
+        wrong = "a run corrects its estimate in the second step" if off > OFF and device.type == "cuda" else ""
+        yield Row("step", step.name, said, wrong, {"seconds": step.seconds, "estimate": step.estimate})
+
+
+def folders_of(given: Iterable[str]) -> dict[str, Path]:
+    """The folders by the names that were given. Raises InputError."""
+    for name in given:
+        if not Path(name).is_dir():
+            raise InputError(f"--store {name}: there is no such folder. Name one on the drive to check.")
+        try:
+            with Temporary(HIDDEN, name):
+                pass
+        except OSError as error:
+            raise InputError(f"--store {name} cannot be written to ({error.strerror}). Name another folder.") from None
+    return {name: Path(name) for name in given}

@@ -1,0 +1,57 @@
+"""Drives: free space, O_DIRECT, hard links, rates that last."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from trireme.engine.amounts import gb
+from trireme.engine.check.row import Row
+from trireme.engine.planner import probe
+from trireme.engine.planner.rates import DRIVES, GB, reserved
+from trireme.storage.devices import check_links, is_direct
+from trireme.storage.files import StoreError
+from trireme.storage.temporary import HIDDEN, Temporary
+
+SECONDS = 30  # of all drives: up to 2 x TURNS + 1 turns each
+LEAST = 1 << 30  # bytes free, to be tried
+
+
+def drives(folders: Mapping[str, Path]) -> Iterator[tuple[Row, dict[str, float]]]:
+    """Rows, each with rates where it has them. `folders`: by the name that was given; nothing is left there."""
+    for name, folder in folders.items():
+        disk, model = shutil.disk_usage(folder), probe.drive(folder)["model"] or "a drive without a model's name"
+        left = disk.free - reserved(disk.total)
+        full = "" if left > 0 else f"free {gb(-left)}: nearly full drives write slowly"
+        numbers = {"model": model, "free": disk.free, "bytes": disk.total}
+        yield Row("drive", name, f"{model}, {gb(disk.free)} of {gb(disk.total)} free", full, numbers), {}
+        with Temporary(HIDDEN, folder) as own:
+            yield _links(name, own), {}
+            direct = is_direct(own)
+        how = "" if direct else "put the store on ext4, xfs or btrfs of a drive of this machine"
+        said = "files bypass the page cache" if direct else "no O_DIRECT: slower, through the page cache"
+        yield Row("drive", f"{name}, O_DIRECT", said, how, {"direct": direct}), {}
+        if disk.free < LEAST:
+            yield Row("drive", f"{name}, rates", "not tried: less than 1 GiB is free", "free some space"), {}
+            continue
+        yield _rates(name, folder, SECONDS / len(folders) / (2 * probe.TURNS + 1))
+
+
+def _links(name: str, folder: Path) -> Row:
+    try:
+        check_links(folder)
+    except StoreError as error:
+        said = error.strerror or str(error)
+        return Row("drive", f"{name}, hard links", "none", said, {"links": False})
+    return Row("drive", f"{name}, hard links", "snapshots can be made", numbers={"links": True})
+
+
+def _rates(name: str, folder: Path, seconds: float) -> tuple[Row, dict[str, float]]:
+    found = probe.drive_rates(folder, seconds, patient=True)
+    read, write, usual = found["ssd_read"], found["ssd_write"], DRIVES["gen4"]
+    said = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, {found['mixed']:.0%} of it both at once"
+    slow = "use an NVMe drive in a slot of its own, and look at its temperature" if read < usual.read / 7 else ""
+    if not slow and write < usual.write / 2:
+        slow = "it writes slowly: is it full, hot, or without a fast cache?"
+    return Row("drive", f"{name}, rates", said, slow, dict(found)), found

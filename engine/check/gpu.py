@@ -1,0 +1,184 @@
+"""The GPU: memory, link, rates next to those of its data sheet, memory that can be pinned, kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from trireme.engine.amounts import gib
+from trireme.engine.check.cases import GROUPS, MIXTURES, Case, Shapes, error
+from trireme.engine.check.host import is_wsl
+from trireme.engine.check.row import Row
+from trireme.engine.memory import Memory
+from trireme.engine.planner.gpus import Gpu, find_gpu
+from trireme.engine.planner.host import available_ram, gpu_now
+from trireme.engine.planner.rates import GB
+from trireme.kernels import ops
+from trireme.kernels.launcher import why_none
+
+LITTLE = 0.7  # of a known rate: something is wrong
+PINNED, PIECE, PINNING_S = 16 << 30, 1 << 30, 10.0  # bytes tried at most, of each registration; seconds
+KERNELS_S, TIMES = 40.0, 5  # of all kernels; calls that are timed
+ORDER = ("attention", "loss", "norms", "activations", "ends", "experts", "fp8")
+# The shapes of common models, with 2,048 tokens: references keep whole matrices of attention scores.
+CHECKED = Shapes(
+    N=2048,
+    widths=(4096,),
+    heads_of=((4096, 128256),),
+    chunks=(2048,),
+    block=1 << 26,
+    attention=(([2048], 32, 8, 128), ([900, 57, 1091], 32, 8, 128), ([2048], 32, 32, 64), ([2048], 16, 8, 256)),
+    products=((2048, 4096, 14336),),
+    quantized=(4096,),
+    mixtures={name: MIXTURES[name] for name in ("Qwen3-30B", "gpt-oss-20b")},
+    mixed=2048,
+)
+
+
+def no_gpu() -> Row:
+    """Why there is none that trains."""
+    if not torch.cuda.is_available():
+        why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
+        how = "to train on a GPU, install NVIDIA's driver and a torch with CUDA"
+        return Row("gpu", "GPU", f"torch {torch.__version__} {why}: kernels are not checked", how, {"there": False})
+    if torch.version.hip:
+        return Row("gpu", "GPU", "AMD's: kernels are for NVIDIA's", "use a GPU of NVIDIA's", {"there": False})
+    name = torch.cuda.get_device_name()
+    return Row("gpu", "GPU", f"{name} has no bf16", "use an RTX 30, an A100 or anything newer", {"there": False})
+
+
+def known(name: str) -> Gpu | None:
+    """What its data sheet says, if it is known."""
+    try:
+        return find_gpu(name)
+    except ValueError:
+        return None
+
+
+def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
+    """`rates`: of probe.matmul_rate and probe.processor_rates."""
+    name, sheet = torch.cuda.get_device_name(device), known(torch.cuda.get_device_name(device))
+    free, total = torch.cuda.mem_get_info(device)
+    busy = "close what else uses it" if free < 0.85 * total else ""
+    yield Row("gpu", "GPU", f"{name}, {gib(free, 1)} of {gib(total, 1)} free", busy, {"name": name, "free": free})
+    why = why_none()
+    yield Row("gpu", "Triton's compiler", why or "works", "install gcc and python3-dev" if why else "")
+    yield link(*_links(device))
+    yield from _against(sheet, rates)
+    said = f"{rates['host'] * 1e6:.0f} us of the CPU for each"
+    yield Row("gpu", "starting a kernel", said, numbers={"seconds": rates["host"]})
+
+
+def _links(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """What the driver says of the GPU when it is idle, and while it computes."""
+    idle = gpu_now(device)
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    for _ in range(20):
+        a @ a
+    return idle, gpu_now(device)  # while they run
+
+
+def link(idle: Mapping[str, int], busy: Mapping[str, int]) -> Row:
+    """Of host.gpu_now."""
+    if "lanes" not in busy:
+        return Row("gpu", "PCIe", "the driver does not say")
+    lanes, of, best = busy["lanes"], busy.get("lanes of the card", 0), busy.get("generation", 0)
+    said = f"x{lanes} of x{of}, generation {busy.get('generation now', 0)} under load of {best}"
+    slow = "another slot of the board may have all lanes" if lanes < of else ""
+    if not slow and busy.get("generation now", best) < best:
+        slow = "look at the board's firmware: the link could be faster"
+    watts = busy.get("milliwatts", 0) / 1000
+    said += f"; power limit {watts:.0f} W" if watts else ""
+    return Row("gpu", "PCIe", said, slow, {**{f"idle, {k}": v for k, v in idle.items()}, **busy})
+
+
+def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
+    """Rates next to what is known of such a GPU."""
+    hot = "look at its power limit, temperature and mode, and at other programs"
+    parts = (
+        ("matmul", "bf16 matrix multiplication", 1e12, "TFLOP/s", "matmul", hot),
+        ("copy", "GPU memory", 1e9, "GB/s", "copy", hot),
+        ("h2d", "copies to the GPU", GB, "GB/s", "bus", "is it in the fastest slot, with all lanes?"),
+        ("d2h", "copies from the GPU", GB, "GB/s", "bus", "is it in the fastest slot, with all lanes?"),
+    )
+    for name, what, unit, shown, field, how in parts:
+        rate, usual = rates[name], vars(sheet)[field] if sheet else 0.0
+        share = f", {rate / usual:.0%} of what is usual for it" if usual else ""
+        yield Row("gpu", what, f"{rate / unit:,.0f} {shown}{share}", how if rate < LITTLE * usual else "", {name: rate})
+
+
+def pinned(device: torch.device) -> Row:
+    """RAM that CUDA registers, in pieces until it refuses one."""
+    limit = min(available_ram() // 2, PINNED) if not is_wsl() else available_ram() * 3 // 4
+    memory, start, tried = Memory(device, 1 << 60, 1 << 60), time.monotonic(), 0
+    try:
+        while tried + PIECE <= limit and not memory.refused and time.monotonic() - start < PINNING_S:
+            memory.alloc("host", "check", PIECE, 1)
+            tried += PIECE
+        held = tried - memory.refused
+    finally:
+        memory.close()
+    said = f"{gib(held, 0)}{' and no more' if memory.refused else ', as much as was tried'}"
+    how = f"plan with --ram {held >> 30}GiB: copies of other RAM are several times slower" if memory.refused else ""
+    return Row("gpu", "RAM that can be pinned", said, how, {"bytes": held, "refused": memory.refused > 0})
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def kernels(shapes: Shapes, timed: Callable[[Case], float] | None, fp8: bool) -> Iterator[Row]:
+    """Each kernel's error against its reference and, where `timed` gives seconds of a call, its rate."""
+    end = time.monotonic() + KERNELS_S
+    for name in ORDER:
+        if name == "fp8" and not fp8:
+            yield Row("kernels", name, "this GPU has none")
+        else:
+            yield from _group(name, GROUPS[name](shapes), timed, end)
+
+
+def _group(name: str, cases: Iterator[Case], timed: Callable[[Case], float] | None, end: float) -> Iterator[Row]:
+    """Until `end`."""
+    late = Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
+    try:
+        for case in cases:
+            yield _compared(case, timed)
+            if time.monotonic() > end:
+                yield late
+                return
+    except torch.cuda.OutOfMemoryError:
+        yield Row("kernels", name, "not all tried: too large for this GPU's memory")
+
+
+def _compared(case: Case, timed: Callable[[Case], float] | None) -> Row:
+    what, off = f"{case.op} {case.label}", error(case)
+    if not off <= case.bound:
+        how = "do not train on this GPU; send this report to the project"
+        return Row("kernels", what, f"WRONG: differs by {off:.1e} from its reference", how, {"error": off})
+    said, numbers = f"error {off:.0e}", {"error": off}
+    if timed:
+        rate = case.work / timed(case)
+        said += f", {rate / 1e12:.0f} TFLOP/s" if case.flops else f", {rate / 1e9:,.0f} GB/s"
+        numbers["rate"] = rate
+    return Row("kernels", what, said, numbers=dict(numbers))
+
+
+def call_seconds(case: Case) -> float:
+    """The best of a few calls on the GPU, compiled before."""
+    run = lambda: getattr(ops, case.op)(*case.args, **case.kwargs)
+    run()
+    best = float("inf")
+    for _ in range(TIMES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) * 1e-3)
+    return best
+
+
+def checked(device: torch.device) -> Shapes:
+    return replace(CHECKED, device=str(device))

@@ -1,0 +1,74 @@
+"""Software, cores and RAM, with CPU AdamW's rate."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from trireme.engine.amounts import gib
+from trireme.engine.check.row import Row
+from trireme.engine.lanes.cgroups import cores, update_threads
+from trireme.engine.planner.host import available_ram, on_battery
+from trireme.engine.planner.rates import CORE_ADAM, GB
+from trireme.kernels.host_adamw import why_slow
+
+PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "numpy")
+LITTLE_RAM = 16 << 30
+MANY = 6  # cores, which together ask for all that RAM gives
+
+
+def is_wsl() -> bool:
+    return "microsoft" in platform.release().lower()
+
+
+def software() -> Iterator[Row]:
+    try:
+        own = version("trireme")
+    except PackageNotFoundError:
+        own = "from a clone, not installed"
+    found = {"trireme": own, "python": platform.python_version(), "system": platform.release()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    said = ", ".join(f"{name} {text}" for name, text in found.items())
+    yield Row("software", "versions", said, numbers=dict(found))
+    why = why_slow()
+    how = "install g++: AdamW on the CPU is several times slower without it" if why else ""
+    yield Row("software", "C++ compiler", why or "compiles AdamW for this CPU", how, {"compiles": not why})
+
+
+def host(rates: Mapping[str, float]) -> Iterator[Row]:
+    """`rates`: of probe.processor_rates."""
+    here, may = os.cpu_count() or 1, cores()
+    quota = f"; {update_threads()} update" if may < here else ""
+    few = "raise the container's CPU limit or the affinity, if updates limit steps" if may < here / 2 else ""
+    yield Row("host", "cores", f"{may:g} of {here} may be used{quota}", few, {"cores": may, "all": here})
+    free = available_ram()
+    low = "" if free >= LITTLE_RAM else "free some: what RAM has no room for goes to the SSD"
+    yield Row("host", "RAM that is free", f"{gib(free, 1)} of {gib(_total(), 1)}", low, {"bytes": free})
+    if is_wsl():
+        yield Row("host", "WSL2", "memory of the virtual machine", "raise memory= in .wslconfig, if RAM is short")
+    if on_battery():
+        yield Row("host", "power", "battery", "plug the charger in: rates on a battery are lower")
+    dram, adam = rates["dram"], rates["adam"]
+    slow = "one memory channel in use, or busy programs? Fill all channels" if dram < 20 * GB and may >= MANY else ""
+    yield Row("host", "RAM bandwidth", f"{dram / GB:.0f} GB/s", slow, {"bytes_per_s": dram})
+    low = "close other programs, or look at the CPU's power mode" if adam < 0.4 * CORE_ADAM * update_threads() else ""
+    low = low if adam < dram / 100 else ""  # else RAM limits it
+    yield Row("host", "AdamW on the CPU", f"{adam / 1e9:.2f} G parameters/s", low, {"parameters_per_s": adam})
+
+
+def _total() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def torch_device() -> torch.device | None:
+    """The first GPU, if kernels run on it."""
+    usable = torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability()[0] >= 8
+    return torch.device("cuda", torch.cuda.current_device()) if usable else None

@@ -1,0 +1,27 @@
+"""A line of the check: what was looked at, what was found, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+WIDTHS = 10, 34  # of the first columns
+
+
+@dataclass(frozen=True)
+class Row:
+    part: str
+    what: str
+    found: str
+    change: str = ""  # what to do; "": nothing
+    numbers: dict[str, float | int | str | bool] = field(default_factory=dict)  # for the report
+
+    def line(self) -> str:
+        mark = "!" if self.change else " "
+        return f"{mark} {self.part:{WIDTHS[0]}}{self.what:{WIDTHS[1]}}{self.found}"
+
+
+def changes(rows: Iterable[Row]) -> list[str]:
+    """What to change, each once."""
+    found = [f"{row.what}: {row.change}" for row in rows if row.change]
+    return list(dict.fromkeys(found)) or ["nothing"]

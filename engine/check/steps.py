@@ -1,0 +1,189 @@
+"""Steps of a small model with random weights, compared with their estimates: in GPU memory, from RAM, from the SSD."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from trireme.engine.between import Writer
+from trireme.engine.build import build, inputs_on
+from trireme.engine.data.dataset import MicroBatch
+from trireme.engine.homes import Entry, Homes
+from trireme.engine.lanes.real import InlineLanes, RealLanes
+from trireme.engine.memory import DTYPE, views
+from trireme.engine.plan import DoesNotFit, Limits, Plan
+from trireme.engine.planner.predict import Batch, predict
+from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.rule import Homes as Where
+from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.sizes import find_model
+from trireme.engine.step import Engine, train_step
+from trireme.engine.updates import AdamW
+from trireme.kernels.fp8.reference import Quantized, quantize
+from trireme.models.config import ModelConfig
+from trireme.models.rows import rope_tables
+from trireme.models.sizes.narrow import BLOCKS, ROWS, SCALE, SCALES
+from trireme.storage.devices import open_device
+from trireme.storage.store import Store
+from trireme.storage.temporary import HIDDEN, Temporary
+
+WARM, TIMED = 3, 3  # steps; the first compile and fill
+MODEL = {True: ("llama-0.4b", 16384, 4), False: ("llama-tiny", 128, 2)}  # on a GPU: tokens of a micro-batch, of a step
+PLACES: dict[bool, dict[str, Where]] = {
+    True: {"in GPU memory": "gpu", "from RAM": "host", "from the SSD": "ssd"},
+    False: {"in RAM": "gpu", "from the SSD": "ssd"},
+}
+
+
+class Step(NamedTuple):
+    """Seconds measured and estimated; `why`: it was not tried."""
+
+    name: str
+    seconds: float = 0.0
+    estimate: float = 0.0
+    why: str = ""
+
+
+def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | None, end: float) -> Iterator[Step]:
+    """A small model's step with its state in each memory, begun before `end`, by time.monotonic.
+
+    `folder`: on a drive; nothing is left there.
+    """
+    cuda = device.type == "cuda"
+    name, tokens, n_micro = MODEL[cuda]
+    cfg = find_model(name)
+    for place, homes in PLACES[cuda].items():
+        what = f"{name}, {place}"
+        wanted = Wanted(((tokens, n_micro),), "BF16" if cuda else "F32", record=1 << 22, homes=homes, on_cuda=cuda,
+                        document=tokens // 8)  # fmt: skip
+        if homes == "ssd" and folder is None:
+            yield Step(what, why="no drive was tried")
+            continue
+        if time.monotonic() > end:
+            yield Step(what, why="out of time")
+            continue
+        try:
+            plan = simple_plan(cfg, limits, wanted)
+        except DoesNotFit as error:
+            yield Step(what, why=str(error).split(". ")[0])
+            continue
+        found = predict(cfg, plan, rates, Batch(tokens, wanted.document, n_micro))
+        with random_engine(cfg, plan, limits, RealLanes(device), folder if homes == "ssd" else None) as e:
+            yield Step(what, _timed(e, wanted.document), found.step_s)
+
+
+def _timed(e: Engine, seq: int) -> float:
+    """The median of steps after the first."""
+    places = [(rope_tables(e.cfg, seq, gpu), gpu) for gpu in e.lanes.devices]
+    times = []
+    for step in range(1, WARM + TIMED + 1):
+        batch = make_batch(e.cfg, e.plan.tokens * e.plan.n_micro, seq, e.plan.tokens // seq, step)
+        start = time.perf_counter()
+        train_step(e, [inputs_on(e.cfg, mb, places) for mb in batch], step, 1e-5)
+        times.append(time.perf_counter() - start)
+    e.optimizer.flush()
+    e.lanes.drain()
+    return statistics.median(times[WARM:])
+
+
+@contextmanager
+def random_engine(
+    cfg: ModelConfig,
+    plan: Plan,
+    limits: Limits,
+    lanes: RealLanes | InlineLanes,
+    folder: Path | None,
+    max_grad_norm: float = 1.0,
+    pinned: bool = True,
+) -> Iterator[Engine]:
+    """An engine with random weights, its store in `folder` while it is open. Closes `lanes`."""
+    with ExitStack() as stack:
+        store = None
+        if folder is not None:
+            store = Store.create([open_device(stack.enter_context(Temporary(HIDDEN, folder)), say=lambda _: None)])
+            stack.callback(store.close)
+        e = build(cfg, plan, limits, lanes, adamw=AdamW(max_grad_norm=max_grad_norm), store=store, pinned=pinned)
+        stack.callback(e.close)
+        stack.callback(lanes.close)
+        if store is not None:
+            for shard in e.homes.shards():
+                if e.homes.tier(shard.entry) == "ssd":
+                    store.add(shard.name, shard.layout)
+            e.claim_scratch(store.devices)
+        random_homes(e.homes)
+        yield e
+
+
+def random_homes(homes: Homes) -> None:
+    """Stores random weights, and moments of zero."""
+    tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
+    packed = cache(lambda: torch.randint(256, (1 << 24,), dtype=torch.uint8))
+    coded = cache(lambda: quantize(tile.view(1 << 12, -1)))
+    for u in range(homes.geo.n_units):
+        for entry in (Entry("weights", u), Entry("base", u)):
+            if homes.layout(entry).tensors:
+                _fill(homes, entry, tile, packed, coded)
+        for r in range(len(homes.state[u])):
+            with Writer(homes, Entry("state", u, r)) as buffer:
+                buffer.zero_()
+
+
+def _fill(
+    homes: Homes,
+    entry: Entry,
+    tile: torch.Tensor,
+    packed: Callable[[], torch.Tensor],
+    coded: Callable[[], Quantized],
+) -> None:
+    layout, at = homes.layout(entry), 0
+    with Writer(homes, entry) as buffer:
+        for name, tensor in views(layout, buffer).items():
+            if name.endswith(SCALE):
+                tensor.copy_(coded().scale)
+            elif name.endswith(ROWS):
+                rows = coded().rows
+                assert rows is not None
+                at = _repeat(rows.view(torch.uint8).view(-1), tensor.view(torch.uint8).view(-1), at)
+            elif tensor.dim() == 1:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif name.endswith(SCALES):
+                tensor.fill_(120)  # values of MXFP4 are about 3; times 2^-7 they are as large as the tile's
+            else:
+                at = _repeat(packed() if name.endswith(BLOCKS) else tile, tensor.view(-1), at)
+
+
+def _repeat(tile: torch.Tensor, out: torch.Tensor, at: int) -> int:
+    """Fills `out` with the tile again and again, from its element `at` on; returns the element after the last."""
+    while len(out):
+        part = tile[at : at + len(out)]
+        out[: len(part)].copy_(part)
+        out, at = out[len(part) :], (at + len(part)) % len(tile)
+    return at
+
+
+def make_batch(
+    cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, text: bytes | None = None
+) -> list[MicroBatch]:
+    """`tokens` in sequences of `seq`, `micro` a micro-batch: bytes of a text, or random ids."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(tokens // seq):
+        if text:
+            at = random.integers(0, len(text) - seq)
+            rows.append(np.frombuffer(text[at : at + seq], np.uint8).astype(np.int32))
+        else:
+            rows.append(random.integers(0, cfg.vocab, seq).astype(np.int32))
+    batch = []
+    for k in range(0, len(rows), micro):
+        part = rows[k : k + micro]
+        labels = [np.append(row[1:], np.int32(-100)) for row in part]
+        batch.append(MicroBatch(np.concatenate(part), np.concatenate(labels), (seq,) * len(part)))
+    return batch

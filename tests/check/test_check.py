@@ -1,0 +1,241 @@
+"""`trireme check`: what it looks at, what it says to change, what it leaves behind."""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trireme.engine.check import check, gpu, host
+from trireme.engine.check.cases import GROUPS, Mixture, Shapes, error
+from trireme.engine.check.drives import drives
+from trireme.engine.check.row import Row, changes
+from trireme.engine.check.steps import Step, steps
+from trireme.engine.plan import Limits
+from trireme.engine.planner import probe
+from trireme.engine.planner.gpus import find_gpu
+from trireme.engine.planner.rates import rates_of
+from trireme.engine.run.main import main
+from trireme.kernels import ops
+from trireme.storage import devices
+
+RATES = {"matmul": 6e10, "copy": 6.5e9, "task": 8e-5, "h2d": 3.3e9, "d2h": 3.3e9, "dram": 3e10, "adam": 1e9}
+DRIVE = {"ssd_read": 3e9, "ssd_write": 2e9, "ssd_free": 5e9, "mixed": 0.8}
+SMALL = Shapes(
+    device="cpu", N=64, widths=(32,), F=48, plain=48, heads=(2, 4, 16), heads_of=((32, 96),), chunks=(32,), block=4096,
+    attention=(([64], 4, 2, 16), ([40, 24], 4, 2, 16)), products=((64, 32, 48),), quantized=(32,),
+    mixtures={"small": Mixture(4, 2, 32, 16)}, mixed=64,
+)  # fmt: skip
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """A machine without a GPU whose drive is not measured; the folder that commands run in."""
+    monkeypatch.setattr(probe, "drive_rates", lambda folder, seconds, patient: DRIVE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def by_part(rows: list[Row]) -> dict[str, list[Row]]:
+    return {part: [row for row in rows if row.part == part] for part in {row.part for row in rows}}
+
+
+def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch):
+    monkeypatch.setattr(check, "steps", lambda *_: iter([Step("in RAM", 1.0, 0.5), Step("on SSD", why="no drive")]))
+    (quick / "nvme").mkdir()
+    assert main(["check", "--store", "nvme,."]) == 0
+    said = capsys.readouterr().out
+    report = json.loads((quick / "trireme-check.json").read_text())
+    rows = by_part([Row(**row) for row in report["rows"]])
+    assert rows.keys() == {"software", "host", "gpu", "drive", "step"}
+    assert [row.found for row in rows["gpu"]] == [
+        f"torch {torch.__version__} is built without CUDA: kernels are not checked"
+    ]
+    assert len(rows["drive"]) == 8
+    assert rows["drive"][3].found == "read 3.00, write 2.00 GB/s, 80% of it both at once"
+    assert [row.found for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100%)", "not tried: no drive"]
+    assert all(line in said for line in ("! gpu", "change      ", "report      trireme-check.json"))
+    assert sorted(os.listdir(quick)) == ["nvme", "trireme-check.json"], "nothing else is written"
+    assert os.listdir(quick / "nvme") == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--store", "nowhere"], "--store nowhere: there is no such folder. Name one on the drive to check."),
+        (["--store", "file"], "--store file: there is no such folder."),
+        (["--store", "/proc"], "--store /proc cannot be written to (No such file or directory). Name another folder."),
+        (["--store", ","], "--store names no folder."),
+        (["--report", "no/where.json"], "--report no/where.json: No such file or directory. Name another file."),
+        (["--fast"], "unknown option --fast. See check --help."),
+        (["--store"], "--store: expected one argument."),
+    ],
+)
+def test_wrong_input_is_one_line(quick, capsys, argv, says):
+    (quick / "file").write_text("")
+    assert main(["check", *argv]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+    assert os.listdir(quick) == ["file"]
+
+
+def test_a_check_that_fails_leaves_no_report(quick, monkeypatch, capsys):
+    def gone(*_, **__):
+        raise OSError(5, "Input/output error", "nvme")
+
+    monkeypatch.setattr(probe, "drive_rates", gone)
+    assert main(["check"]) == 4
+    assert "nvme: Input/output error" in capsys.readouterr().err
+    assert os.listdir(quick) == []
+
+
+def test_what_a_drive_lacks_is_said(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(devices.os, "link", no_links)
+    monkeypatch.setattr("trireme.engine.check.drives.is_direct", lambda folder: False)
+    monkeypatch.setattr(probe, "drive_rates", lambda *_, **__: DRIVE | {"ssd_read": 0.5e9})
+    space = SimpleNamespace(free=20 << 30, total=1 << 40)
+    monkeypatch.setattr("trireme.engine.check.drives.shutil.disk_usage", lambda folder: space)
+    said = changes(row for row, _ in drives({"disk": tmp_path}))
+    assert said == [
+        "disk: free 33.5 GB: nearly full drives write slowly",
+        "disk, hard links: cannot hold snapshots: it has no hard links. Name a folder on ext4, xfs or btrfs with "
+        "--store",
+        "disk, O_DIRECT: put the store on ext4, xfs or btrfs of a drive of this machine",
+        "disk, rates: use an NVMe drive in a slot of its own, and look at its temperature",
+    ]
+    space.free = 1 << 20
+    assert [rates for _, rates in drives({"disk": tmp_path})] == [{}] * 4, "too full to be tried"
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_the_host_lacks_is_said(monkeypatch):
+    assert not any(row.change for row in host.host(RATES) if "AdamW" in row.what)
+    monkeypatch.setattr(host, "cores", lambda: 8.0)
+    monkeypatch.setattr(host, "update_threads", lambda: 7)
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(host, "available_ram", lambda: 8 << 30)
+    monkeypatch.setattr(host, "is_wsl", lambda: True)
+    monkeypatch.setattr(host, "on_battery", lambda: True)
+    said = "\n".join(changes(host.host(RATES | {"dram": 1.2e10, "adam": 1e8})))
+    for words in ("CPU limit", "RAM has no room", ".wslconfig", "charger", "Fill all channels", "power mode"):
+        assert words in said
+
+
+# ---------------------------------------------------------------- the GPU's part, as far as a CPU can tell
+
+
+@pytest.mark.parametrize(
+    ("busy", "says", "change"),
+    [
+        ({}, "the driver does not say", ""),
+        ({"lanes": 16, "lanes of the card": 16, "generation": 4, "generation now": 4, "milliwatts": 450_000},
+         "x16 of x16, generation 4 under load of 4; power limit 450 W", ""),
+        ({"lanes": 4, "lanes of the card": 16, "generation": 4, "generation now": 4}, "x4 of x16", "another slot"),
+        ({"lanes": 16, "lanes of the card": 16, "generation": 4, "generation now": 1},
+         "generation 1 under", "firmware"),
+    ],
+)  # fmt: skip
+def test_a_slow_link_is_said(busy, says, change):
+    row = gpu.link({"generation now": 1}, busy)
+    assert says in row.found
+    assert change in row.change
+    assert bool(row.change) == bool(change)
+
+
+def test_rates_are_compared_with_those_of_such_a_gpu():
+    sheet = find_gpu("NVIDIA GeForce RTX 4090")
+    usual = {"matmul": sheet.matmul, "copy": sheet.copy, "h2d": sheet.bus, "d2h": sheet.bus}
+    assert [row.change for row in gpu._against(sheet, usual)] == [""] * 4
+    assert "100% of what is usual" in next(gpu._against(sheet, usual)).found
+    slow = [row.what for row in gpu._against(sheet, usual | {"matmul": 6e13, "h2d": 6e9}) if row.change]
+    assert slow == ["bf16 matrix multiplication", "copies to the GPU"]
+    assert [row.change for row in gpu._against(gpu.known("a GPU of tomorrow"), usual)] == [""] * 4
+
+
+@pytest.mark.parametrize(("limit", "said"), [(3, "3 GiB and no more"), (99, "5 GiB, as much as was tried")])
+def test_ram_is_pinned_until_cuda_refuses(monkeypatch, limit, said):
+    class Fake:
+        refused, held, closed = 0, 0, False
+
+        def __init__(self, *_):
+            pass
+
+        def alloc(self, tier, what, nbytes, count):
+            self.held += nbytes
+            self.refused += nbytes * (self.held > limit << 30)
+
+        def close(self):
+            Fake.closed = True
+
+    monkeypatch.setattr(gpu, "Memory", Fake)
+    monkeypatch.setattr(gpu, "available_ram", lambda: 10 << 30)
+    row = gpu.pinned(torch.device("cpu"))
+    assert row.found == said
+    assert bool(row.change) == row.numbers["refused"] == ("no more" in said)
+    assert Fake.closed
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_kernel_has_cases_at_any_size(group):
+    """On a CPU each is its own reference."""
+    cases = list(GROUPS[group](SMALL))
+    assert all(error(case) == 0 and case.work > 0 for case in cases)
+    assert len(cases) >= 2
+
+
+def test_all_ops_are_compared():
+    checked = {case.op for cases in GROUPS.values() for case in cases(SMALL)}
+    others = {name for name, op in vars(ops).items() if hasattr(op, "__wrapped__") and not name.startswith("_")}
+    assert others == checked
+
+
+def test_a_wrong_kernel_is_named(monkeypatch):
+    right = ops.relu2_fwd
+    wrong = lambda h: right(h) * 1.1
+    wrong.__wrapped__ = right.__wrapped__
+    monkeypatch.setattr(ops, "relu2_fwd", wrong)
+    rows = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=False))
+    (bad,) = [row for row in rows if row.change]
+    assert bad.what == "relu2_fwd 64x48"
+    assert "WRONG: differs by 1.0e-01 from its reference" in bad.found
+    assert rows[-1].found == "this GPU has none"
+    assert any("GB/s" in row.found for row in rows)
+    monkeypatch.setattr(gpu, "KERNELS_S", -1.0)
+    late = list(gpu.kernels(SMALL, None, fp8=True))
+    assert sum("out of time" in row.found for row in late) == len(gpu.ORDER) == len(GROUPS)
+
+
+def test_a_gpu_without_room_leaves_the_rest(monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(gpu, "error", full)
+    rows = list(gpu.kernels(SMALL, None, fp8=True))
+    assert [row.found for row in rows] == ["not all tried: too large for this GPU's memory"] * len(GROUPS)
+
+
+@pytest.mark.full
+def test_steps_are_run_next_to_their_estimates(tmp_path):
+    rates, end = rates_of(RATES | DRIVE), time.monotonic() + 60
+    cpu, room = torch.device("cpu"), Limits(1 << 30, 1 << 30)
+    in_ram, on_ssd = steps(cpu, room, rates, tmp_path, end)
+    assert min(in_ram.seconds, in_ram.estimate, on_ssd.seconds, on_ssd.estimate) > 0
+    assert os.listdir(tmp_path) == []
+    assert [step.why for step in steps(cpu, Limits(1 << 20, 1 << 30), rates, None, end)] == [
+        "even the smallest plan needs 70.85 MiB of GPU memory, the limit is 1.00 MiB", "no drive was tried",
+    ]  # fmt: skip
+    assert [step.why for step in steps(cpu, room, rates, tmp_path, 0.0)] == ["out of time"] * 2
+
+
+def test_an_estimate_that_is_far_off_is_told_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(check, "memory_limits", lambda *_: None)
+    monkeypatch.setattr(check, "steps", lambda *_: iter([Step("far", 1.3, 1.0), Step("near", 1.1, 1.0)]))
+    for device, told in (("cuda", [True, False]), ("cpu", [False, False])):
+        rows = check._steps(torch.device(device), None, None, 0.0)
+        assert [bool(row.change) for row in rows] == told
