@@ -72,12 +72,12 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
 
 def note_pinned(device: torch.device, nbytes: int) -> None:
     """Remembers what CUDA pinned before it refused more, as on WSL2; for the next run."""
-    probe.remember(probe.processor(device, "") | {"what": "pinned"}, {"bytes": nbytes})
+    probe.remember(probe.chips(device, "") | {"what": "pinned"}, {"bytes": nbytes})
 
 
 def pinnable(device: torch.device) -> float:
     """Bytes of RAM that CUDA pins, if an earlier run was refused more."""
-    found = probe.remembered(probe.processor(device, "") | {"what": "pinned"})
+    found = probe.remembered(probe.chips(device, "") | {"what": "pinned"})
     return found["bytes"] if found else math.inf
 
 

@@ -127,7 +127,13 @@ def fp8_rate(device: torch.device) -> float:
 
 
 def processor(device: torch.device, dtype: str) -> dict[str, Any]:
-    """Identity for `kept`, GPU included."""
+    """Identity for `kept`: chips, software, and what their speed depends on at present."""
+    now = {"now": gpu_state(device), "battery": on_battery()} if device.type == "cuda" else {}
+    return chips(device, dtype) | now
+
+
+def chips(device: torch.device, dtype: str) -> dict[str, Any]:
+    """Identity of the processor and the GPU, with the software that runs on them."""
     found = {
         "cpu": _first("/proc/cpuinfo", "model name"),
         "ram": _first("/proc/meminfo", "MemTotal"),
@@ -137,7 +143,6 @@ def processor(device: torch.device, dtype: str) -> dict[str, Any]:
     }
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "driver": _first("/proc/driver/nvidia/version", "NVRM")}
-        found |= {"now": gpu_state(device), "battery": on_battery()}
     return found
 
 

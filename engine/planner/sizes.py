@@ -124,6 +124,15 @@ def find_model(name: str) -> ModelConfig:
     near = get_close_matches(plain, [*MODELS, *_ALSO], 1, 0.8)
     perhaps = f"Did you mean {near[0]}? " if near else ""
     raise InputError(
-        f"--shape {name} is not known. {perhaps}There are {', '.join(MODELS)}; for any other model, name a folder "
-        "with its config.json as the checkpoint."
+        f"--shape {name} is not known. {perhaps}There are {_listed()}; or name a folder with a config.json."
     )
+
+
+def _listed() -> str:
+    """All names, as llama-{7b,8b}."""
+    families: dict[str, list[str]] = {}
+    for name in MODELS:
+        family, _, size = name.rpartition("-")
+        families.setdefault(family, []).append(size)
+    braced = lambda sizes: sizes[0] if len(sizes) == 1 else f"{{{','.join(sizes)}}}"
+    return " ".join(f"{family}-{braced(sizes)}" for family, sizes in families.items())

@@ -182,7 +182,7 @@ def note_compilation(cfg: ModelConfig, plan: Plan, device: torch.device, seconds
 
 def _forms(cfg: ModelConfig, plan: Plan, device: torch.device) -> dict[str, Any]:
     """All that kernels' forms depend on, and Triton's cache folder."""
-    return probe.processor(device, plan.dtype) | {
+    return probe.chips(device, plan.dtype) | {
         "model": {name: value for name, value in numbers(cfg).items() if name != "n_layers"},
         "micro-batch": plan.tokens,
         "kernels": _cache_folder(),

@@ -138,7 +138,7 @@ def test_ram_that_cannot_be_pinned_is_not_planned_with(monkeypatch):
     monkeypatch.setattr(begin, "choose_gpus", lambda wanted, device: 1)
     monkeypatch.setattr(begin, "check_compiler", lambda: None)
     monkeypatch.setattr(begin, "memory_limits", lambda *given: Limits(8 << 30, given[2] or 20 << 30))
-    monkeypatch.setattr(probe, "processor", lambda device, dtype: {"gpu": "RTX 4090"})
+    monkeypatch.setattr(probe, "chips", lambda device, dtype: {"gpu": "RTX 4090"})
     assert begin.place(Options())[1].host == 20 << 30
     note_pinned(cuda, 7 << 30)
     assert begin.place(Options())[1].host == 7 << 30

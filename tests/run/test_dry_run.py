@@ -121,7 +121,10 @@ def test_pickled_weights_are_refused_before_the_run_is(here, config_alone, capsy
 
 
 REFUSED = {
-    "a shape that is not known": (["--shape", "llama-71b", "--dry-run"], "llama-70b, llama-405b, gpt3-13b, gpt3-175b"),
+    "a shape that is not known": (
+        ["--shape", "llama-71b", "--dry-run"],
+        "33b,70b,405b} llama-3.2-{1b,3b} llama-3.3-70b",
+    ),
     "a shape to train": (["--shape", "llama-7b", "--data", "stories.txt"], "add --dry-run"),
     "a shape and a checkpoint": (["model", "--shape", "llama-7b", "--dry-run"], "leave model out"),
     "no data": (["model"], "no data given"),
