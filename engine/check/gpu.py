@@ -153,13 +153,19 @@ def _group(name: str, cases: Iterator[Case], timed: Callable[[Case], float] | No
 
 
 def _compared(case: Case, timed: Callable[[Case], float] | None) -> Row:
-    what, off = f"{case.op} {case.label}", error(case)
+    what, how = f"{case.op} {case.label}", "do not train on this GPU; send this report to the project"
+    try:
+        off, took = error(case), timed(case) if timed else 0.0
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as failed:  # of Triton's compiler, of its launcher, of CUDA
+        why = f"{type(failed).__name__}: {' '.join(str(failed).split())[:200]}"
+        return Row("kernels", what, f"FAILED: {why}", how, {"failed": why})
     if not off <= case.bound:
-        how = "do not train on this GPU; send this report to the project"
         return Row("kernels", what, f"WRONG: differs by {off:.1e} from its reference", how, {"error": off})
     said, numbers = f"error {off:.0e}", {"error": off}
     if timed:
-        rate = case.work / timed(case)
+        rate = case.work / took
         said += f", {rate / 1e12:.0f} TFLOP/s" if case.flops else f", {rate / 1e9:,.0f} GB/s"
         numbers["rate"] = rate
     return Row("kernels", what, said, numbers=dict(numbers))

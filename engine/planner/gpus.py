@@ -220,7 +220,8 @@ def _perhaps(key: str) -> str:
     alike = [k for k, name in known.items() if number and re.findall(r"\d\d+", name)[:1] == [number[0]]]
     begin = [k for k in alike if key.startswith(k)]
     near = [max(begin, key=len)] if begin else get_close_matches(key, alike, 3, 0.0)
-    near = near or get_close_matches(key, known, 1, 0.8)
+    letters = lambda text: re.sub(r"\d", "", text)
+    near = near or get_close_matches(key, [k for k in known if letters(k) == letters(key)], 1, 0.75)
     names = [known[k] for k in near]
     listed = " or ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
     return f"Perhaps {listed}" if names else "Name a GPU like rtx4090, a6000 or l40s"

@@ -211,6 +211,18 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     assert sum("out of time" in row.found for row in late) == len(gpu.ORDER) == len(GROUPS)
 
 
+def test_a_kernel_that_cannot_run_is_named(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("out of resource: shared memory,\n required: 131072, limit: 101376")
+
+    fails.__wrapped__ = ops.rope_.__wrapped__
+    monkeypatch.setattr(ops, "rope_", fails)
+    rows = list(gpu.kernels(SMALL, None, fp8=True))
+    (bad,) = [row for row in rows if row.change]
+    assert bad.found == "FAILED: RuntimeError: out of resource: shared memory, required: 131072, limit: 101376"
+    assert rows.index(bad) < len(rows) - 1, "the others are compared"
+
+
 def test_a_gpu_without_room_leaves_the_rest(monkeypatch):
     def full(*_):
         raise torch.cuda.OutOfMemoryError

@@ -52,6 +52,8 @@ def test_forty_gpus_are_known_and_every_name_that_is_told_is_one():
         ("gpu=arc b580,ram=64GiB", "is not NVIDIA's"),
         ("gpu=rtx5060super,ram=64GiB", "Perhaps RTX 5060, or"),
         ("gpu=rtx6000,ram=64GiB", "Perhaps RTX A6000, RTX Pro 6000 or RTX 6000 Ada, or"),
+        ("gpu=4091,ram=64GiB", "Perhaps RTX 4090, or"),
+        ("gpu=gtx8800,ram=64GiB", "Name a GPU like rtx4090, a6000 or l40s"),
         ("gpu=h21,ram=64GiB", "Name a GPU like rtx4090, a6000 or l40s"),
         ("gpu=4060,ram=64GiB,bus=x16", "bus=x16: the RTX 4060 has 8 lanes; leave bus out."),
         ("gpu=gh200,ram=64GiB,bus=x16", "the GH200 is not on PCIe"),
