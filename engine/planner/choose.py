@@ -22,14 +22,16 @@ from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.reasons import reasons
 from trireme.engine.planner.rule import Lean, Wanted, longer_pieces, simple_plan
 from trireme.engine.planner.simulate import drive_seconds, lane_seconds
-from trireme.engine.planner.variants import LEANS, updated_alike
+from trireme.engine.planner.variants import LEANS, Move, moves, updated_alike
 from trireme.models.config import ModelConfig
 
 WEAR = 0.5  # of the seconds that writing activations to the SSD takes: a charge for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
 REFINED = 4  # best plans that are varied
 WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0)
-WORK, LEAST = 8000, 3  # units x micro-batches in all simulations, twice as many for several GPUs; simulations at least
+# Units x micro-batches in all simulations of the search, twice as many for several GPUs; simulations at least. As many
+# again vary the best.
+WORK, LEAST = 8000, 3
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ def choose(
         )
     wanted = replace(wanted, halves=first.halves)
     trials = Trials(Geometry.of(cfg, first), rates, wanted)
-    before = trials.simulate(first)
-    plans = _candidates(trials.geo, limits, rates, first, wanted, begun, leans)
+    before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), rates)
+    plans = _candidates(trials, limits, first, begun, steps, leans)
     if begun and (alike := _as_begun(trials.geo, limits, plans, begun)):
         plans = alike
         trials.found.clear()  # `first` may update units elsewhere
@@ -71,7 +73,7 @@ def choose(
     groups = max(FEW, first.n_micro // together(first.n_micro, wanted.gpus))
     most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
     _by_floors(trials, limits, plans, most)
-    _around_the_best(trials, limits, first.piece, most, updates=begun is None)
+    _around_the_best(trials, limits, first.piece, most, steps, updates=begun is None)
     best = trials.best()
     because = reasons(trials.geo, first, before, best, trials.found[best])
     if begun and updated_alike(best, begun) != best:
@@ -106,7 +108,7 @@ class Trials:
     found: dict[Plan, Prediction] = field(default_factory=dict)
 
     def simulate(self, plan: Plan) -> Prediction:
-        self.found[plan] = predict(self.geo.cfg, plan, self.rates, self._batch(plan), roughly=True)
+        self.found[plan] = predict(self.geo.cfg, plan, self.rates, self.batch(plan), roughly=True)
         return self.found[plan]
 
     def cost(self, plan: Plan) -> float:
@@ -115,12 +117,12 @@ class Trials:
 
     def floor(self, plan: Plan) -> float:
         """A lower bound of `cost`."""
-        return self._per_token(plan, max(floors(self.geo, plan, self.rates, self._batch(plan)).values()))
+        return self._per_token(plan, max(floors(self.geo, plan, self.rates, self.batch(plan)).values()))
 
     def best(self) -> Plan:
         return min(self.found, key=self.cost)
 
-    def _batch(self, plan: Plan) -> Batch:
+    def batch(self, plan: Plan) -> Batch:
         return Batch(plan.tokens, self.wanted.document, plan.n_micro, self.wanted.trained)
 
     def _per_token(self, plan: Plan, seconds: float) -> float:
@@ -132,18 +134,13 @@ class Trials:
 
 
 def _candidates(
-    geo: Geometry,
-    limits: Limits,
-    rates: Rates,
-    first: Plan,
-    wanted: Wanted,
-    begun: Plan | None,
-    leans: Sequence[Lean],
+    trials: Trials, limits: Limits, first: Plan, begun: Plan | None, steps: Sequence[Move], leans: Sequence[Lean]
 ) -> list[Plan]:
-    plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, leans))
+    geo, wanted, drive = trials.geo, trials.wanted, has_drive(trials.rates)
+    plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, steps, leans))
     if first.uses("ssd") and not begun and not geo.cfg.lora:  # a begun run has claimed its scratch
-        plans |= dict.fromkeys(variants.through_the_drive(geo, limits, first, wanted))
-    return [plan for plan in plans if has_drive(rates) or not plan.uses("ssd")]
+        plans |= dict.fromkeys(variants.through_the_drive(geo, limits, first, wanted, steps))
+    return [plan for plan in plans if drive or not plan.uses("ssd")]
 
 
 def _as_begun(geo: Geometry, limits: Limits, plans: Iterable[Plan], begun: Plan) -> list[Plan]:
@@ -161,10 +158,13 @@ def _by_floors(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int)
             trials.simulate(plan)
 
 
-def _around_the_best(trials: Trials, limits: Limits, piece: int, most: int, updates: bool) -> None:
+def _around_the_best(
+    trials: Trials, limits: Limits, piece: int, most: int, steps: Sequence[Move], updates: bool
+) -> None:
     """Varies one decision after another of the best plans."""
     geo = trials.geo
     decisions: list[Callable[[Plan], Iterable[Plan]]] = [
+        lambda plan: variants.other_swaps(geo, plan, limits, steps),
         lambda plan: variants.windows(geo, plan, limits, piece),
         lambda plan: variants.swap_slots(geo, plan, limits, piece),
         variants.late_moments,
@@ -175,7 +175,7 @@ def _around_the_best(trials: Trials, limits: Limits, piece: int, most: int, upda
         best = base
         for decide in decisions:
             for plan in decide(best):
-                if plan not in trials.found and (rank == 0 or len(trials.found) < most):
+                if plan not in trials.found and (rank == 0 or len(trials.found) < 2 * most):
                     trials.simulate(plan)
                 if plan in trials.found:
                     best = min(best, plan, key=trials.cost)

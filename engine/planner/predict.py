@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
@@ -230,24 +231,14 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     pairs = batch.inputs(cfg)[0].pairs
     row = N * ITEMSIZE[plan.dtype]  # bytes of a feature
     attended = costs.attention_flops(cfg, pairs)
-    gemm = rates.matmul * rates.gemm
-    long = batch.seq_len / (batch.seq_len + HALF)
-    forward_attention = attended / (rates.matmul * rates.attention * long)
+    gemm, long = rates.matmul * rates.gemm, _long(batch)
+    forward_attention = _attention_seconds(cfg, rates, batch)
     backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
-    fast = rates.fp8 * rates.gemm_fp8
 
     def launched(kind: Kind, seconds: float, embeds: bool = False) -> float:
         return _launched(kernels_of(cfg, kind, embeds, batch.learned), seconds, rates)
 
-    def multiplied(flops: float, in_fp8: float, moved: float) -> float:
-        """Seconds of products, so many FLOPs of them in fp8, whose codes move so many bytes."""
-        return (flops - in_fp8) / gemm + (in_fp8 / fast if in_fp8 else 0.0) + moved / rates.copy
-
-    def slower(forward: float, gradients: float = 0.0) -> float:
-        """Seconds that experts' products take beyond those of a dense matrix."""
-        more = forward / rates.grouped + gradients / rates.grouped_add - (forward + gradients) / rates.gemm
-        return more / rates.matmul
-
+    multiplied, slower = partial(_multiplied, rates), partial(_slower, rates)
     known: dict[tuple[Kind, str], float] = {
         ("forward", names[0]): launched("forward", 2 * row * cfg.width / rates.copy, embeds=True),
         ("backward", names[0]): launched("backward", 7 * row * cfg.width / rates.copy, embeds=True),
@@ -259,30 +250,70 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     for u in range(1, cfg.n_units - 1):
         kind = shapes.kind(cfg, u)
         kept = frozenset(name for name, _ in plan.units[u].saved)
-        missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
-        attends, again = not kind.endswith("mlp"), bool(missing & {"attn_out", "lse"})
+        attends = not kind.endswith("mlp")
         once = costs.forward_flops(cfg, u, N, pairs) - attends * attended
         back = costs.backward_flops(cfg, u, N, pairs) - attends * (attended * 5 // 2)
         up, down = (row * n / rates.copy for n in _beside(cfg, u))
-        rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
         quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
         small = row * _features(cfg, kind) / rates.copy
         summed = wide * trained[u] / rates.copy
         forward = multiplied(once, quick.forward, quick.forward_bytes) + attends * forward_attention + small + up
         backward = (
-            multiplied(back + rebuilt, quick.backward + quick.rebuilt, quick.backward_bytes + quick.rebuilt_bytes)
+            multiplied(back, quick.backward, quick.backward_bytes)
             + attends * backward_attention
-            + again * forward_attention
-            + small * (3 if missing else 2)
+            + small * (3 if len(kept) < len(shapes.saved_shapes(cfg, 1, kind)) else 2)
             + summed
             + down
-            + up * rebuilt / once
-            + slower(own.backward + own.rebuilt, own.gradients)
+            + slower(own.backward, own.gradients)
+            + rebuilt_seconds(cfg, u, kept, rates, batch, ITEMSIZE[plan.dtype])
         )
         forward += slower(own.forward)
         known["forward", names[u]] = launched("forward", forward) / rates.forward
         known["backward", names[u]] = launched("backward", backward) / rates.backward
     return known
+
+
+def rebuilt_seconds(
+    cfg: ModelConfig, u: int, kept: frozenset[str], rates: Rates, batch: Batch, itemsize: int = 2
+) -> float:
+    """Of the GEMMs and attention that rebuild what a micro-batch of unit u has not saved, within backward."""
+    kind, N, pairs = shapes.kind(cfg, u), batch.tokens, batch.inputs(cfg)[0].pairs
+    missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
+    attended = costs.attention_flops(cfg, pairs)
+    attends, again = not kind.endswith("mlp"), bool(missing & {"attn_out", "lse"})
+    rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
+    once = costs.forward_flops(cfg, u, N, pairs) - attends * attended
+    quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
+    row = N * itemsize / rates.copy
+    return (
+        _multiplied(rates, rebuilt, quick.rebuilt, quick.rebuilt_bytes)
+        + again * _attention_seconds(cfg, rates, batch)
+        + row * _beside(cfg, u)[0] * rebuilt / once
+        + _slower(rates, own.rebuilt)
+    )
+
+
+def _long(batch: Batch) -> float:
+    """Share of its rate that attention reaches in documents of this length."""
+    return batch.seq_len / (batch.seq_len + HALF)
+
+
+def _attention_seconds(cfg: ModelConfig, rates: Rates, batch: Batch) -> float:
+    """Of a layer's attention, forward."""
+    attended = costs.attention_flops(cfg, batch.inputs(cfg)[0].pairs)
+    return attended / (rates.matmul * rates.attention * _long(batch))
+
+
+def _multiplied(rates: Rates, flops: float, in_fp8: float, moved: float) -> float:
+    """Seconds of GEMMs, so many FLOPs of them in fp8, whose codes move so many bytes."""
+    quick = in_fp8 / (rates.fp8 * rates.gemm_fp8) if in_fp8 else 0.0
+    return (flops - in_fp8) / (rates.matmul * rates.gemm) + quick + moved / rates.copy
+
+
+def _slower(rates: Rates, forward: float, gradients: float = 0.0) -> float:
+    """Seconds that grouped GEMMs take beyond those of a dense matrix."""
+    more = forward / rates.grouped + gradients / rates.grouped_add - (forward + gradients) / rates.gemm
+    return more / rates.matmul
 
 
 def _features(cfg: ModelConfig, kind: str) -> float:

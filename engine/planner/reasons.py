@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from trireme.engine.amounts import gib
+from trireme.engine.amounts import gib, seconds
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan, Tier
-from trireme.engine.planner.predict import Prediction
+from trireme.engine.planner.predict import Batch, Prediction
+from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.variants import moves
 
 NOTICED = 1.005  # times as long
@@ -72,15 +73,15 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
         yield f"outputs of layers are stored outside the GPU, where those of {plan.n_micro} micro-batches do not fit"
 
 
-def benefits(geo: Geometry, document: int) -> list[str]:
-    """A line for each of `moves`: what is saved next, and the FLOPs of recomputation that a byte spares."""
+def benefits(geo: Geometry, batch: Batch, rates: Rates) -> list[str]:
+    """A line for each of `moves`: what is saved next, and the recomputation that it spares."""
     found, before = [], dict[str, tuple[str, ...]]()
-    for move in moves(geo, document):
+    for move in moves(geo, batch, rates):
         more = ", ".join(name for name in move.names if name not in before.get(move.kind, ()))
         before[move.kind] = move.names
         where = "a block" if move.kind == "block" else f"a block's {move.kind}"
-        spared = f"{move.flops / move.nbytes:,.0f} FLOPs of recomputation per byte"
-        found.append(f"{more} of {where}: {spared}, {gib(move.nbytes, 1)} for {document:,} tokens")
+        spared = f"{seconds(move.seconds)} of recomputation for {gib(move.nbytes, 1)}"
+        found.append(f"{more} of {where}: {spared}, {1e12 * move.seconds / move.nbytes:,.0f} ms per GB")
     return found
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, Tier
+from trireme.engine.planner.predict import Batch, rebuilt_seconds
+from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import (
     Lean,
     Wanted,
@@ -21,10 +23,12 @@ from trireme.engine.planner.rule import (
     simple_plan,
     spread,
 )
-from trireme.models.sizes import costs, shapes
+from trireme.models.sizes import shapes
+from trireme.storage.layout import ITEMSIZE
 
 MICRO_BATCHES = 2  # sizes tried, from the rule's down
-SHARES = (1.0, 0.5, 0.2)  # of the blocks with room outside the GPU
+SHARES = (1.0, 0.5, 0.2)  # of the moves that RAM has room for
+PARTS = 8  # of them, tried around a good plan
 DRIVE_LEANS = Lean("host", 0.0, updates=0.0), Lean(), Lean("host")
 DRIVE_RAM = 0.85  # for state, where it gives way to activations
 LEANS = (
@@ -40,11 +44,11 @@ LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"))  # late mo
 
 
 def variants(
-    geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, leans: Sequence[Lean] = LEANS
+    geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move], leans: Sequence[Lean] = LEANS
 ) -> Iterable[Plan]:
     """Plans that fit: micro-batches, leans, saved tensors recomputed or in RAM."""
     if geo.cfg.lora:
-        yield from _beside_a_base(geo, limits, first, wanted)
+        yield from _beside_a_base(geo, limits, first, wanted, steps)
         return
     for size in sizes(first, wanted):
         for lean in leans:
@@ -53,10 +57,10 @@ def variants(
             except DoesNotFit:
                 continue
             yield plan
-            yield from swaps(geo, plan, limits, wanted.document)
+            yield from swaps(geo, plan, limits, steps)
 
 
-def _beside_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -> Iterable[Plan]:
+def _beside_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]) -> Iterable[Plan]:
     """As variants, of adapters: RAM is shared between their base and activations."""
     inputs: tuple[Tier, ...] = ("gpu", "host")
     for size, x, share in product(sizes(first, wanted), inputs, BASE_RAM):
@@ -67,11 +71,13 @@ def _beside_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -
         in_ram = [u for u, unit in enumerate(plan.units) if unit.base == "host"]
         kept = {in_ram[i] for i in spread(len(in_ram), int(share * len(in_ram)))}
         low = plan.changed(set(in_ram) - kept, base="ssd") if wanted.free else plan
-        for variant in (low, *swaps(geo, low, limits, wanted.document)):
+        for variant in (low, *swaps(geo, low, limits, steps)):
             yield fill_ram(geo, variant, limits) if wanted.free else variant
 
 
-def through_the_drive(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted) -> Iterable[Plan]:
+def through_the_drive(
+    geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]
+) -> Iterable[Plan]:
     """Plans with less state in RAM, for saved tensors there and then on the SSD (Fuyou, section 4.4)."""
     less = replace(limits, host=int(DRIVE_RAM * limits.host))
     for size, lean in product(sizes(first, wanted), DRIVE_LEANS):
@@ -79,7 +85,7 @@ def through_the_drive(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted
             plan = simple_plan(geo.cfg, less, replace(wanted, sizes=(size,)), lean)
         except DoesNotFit:
             continue
-        for swapping in swaps(geo, plan, limits, wanted.document, drive=True):
+        for swapping in swaps(geo, plan, limits, steps, drive=True):
             yield fill_ram(geo, swapping, limits) if wanted.free else swapping
 
 
@@ -158,35 +164,33 @@ class Move(NamedTuple):
 
     kind: str  # of its unit
     names: tuple[str, ...]  # saved after it
-    nbytes: int  # more, for `document` tokens
-    flops: int  # of recomputation spared
+    nbytes: int  # more, for the tokens of a micro-batch
+    seconds: float  # of recomputation spared
 
 
-def moves(geo: Geometry, document: int) -> list[Move]:
-    """From saving nothing to saving everything, most FLOPs per byte first.
+Point = tuple[float, float, int]  # bytes, seconds, index
+
+
+def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
+    """From saving nothing to saving everything, most seconds per byte first.
 
     Of each kind of unit the sets of saved tensors on the lower convex hull of bytes and recomputation (Fuyou, equation
     12; MPress, table III).
     """
-    pairs, found = costs.layer_pairs(geo.cfg, [document]), []
+    found = []
     for kind in geo.inner_kinds:
-        nbytes = shapes.saved_bytes(geo.cfg, document, 2, kind)
+        u, nbytes = geo.kinds.index(kind), shapes.saved_bytes(geo.cfg, batch.tokens, ITEMSIZE[geo.dtype], kind)
         sets = [names for count in range(len(nbytes) + 1) for names in combinations(nbytes, count)]
-        points = [
-            (
-                sum(map(nbytes.__getitem__, names)),
-                costs.recompute_flops(geo.cfg, frozenset(names), document, pairs, kind),
-            )
-            for names in sets
-        ]
+        again = lambda names, u=u: rebuilt_seconds(geo.cfg, u, frozenset(names), rates, batch)
+        points = [(sum(map(nbytes.__getitem__, names)), again(names)) for names in sets]
         for (size, before, _), (more, after, i) in pairwise(_chain(sets, _hull(points))):
-            found.append(Move(kind, sets[i], more - size, before - after))
-    return sorted(found, key=lambda move: -move.flops / move.nbytes)
+            found.append(Move(kind, sets[i], int(more - size), before - after))
+    return sorted(found, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))  # else roundings break the order
 
 
-def _hull(points: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(x, y, index) of the points on the lower convex hull, as far as y falls."""
-    kept: list[tuple[int, int, int]] = []
+def _hull(points: Sequence[tuple[float, float]]) -> list[Point]:
+    """Of the points on the lower convex hull, as far as seconds fall."""
+    kept: list[Point] = []
     for point in sorted((*point, i) for i, point in enumerate(points)):
         if kept and point[1] >= kept[-1][1]:
             continue
@@ -196,7 +200,7 @@ def _hull(points: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return kept
 
 
-def _chain(sets: Sequence[tuple[str, ...]], hull: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _chain(sets: Sequence[tuple[str, ...]], hull: Sequence[Point]) -> list[Point]:
     """The corners of a hull, and of the points between two those that only add to the one before."""
     chain = list(hull[:1])
     for before, here, after in zip(hull, hull[1:], [*hull[2:], None], strict=False):
@@ -206,25 +210,41 @@ def _chain(sets: Sequence[tuple[str, ...]], hull: Sequence[tuple[int, int, int]]
     return chain
 
 
-def _turn(a: tuple[int, int, int], b: tuple[int, int, int], c: tuple[int, int, int]) -> int:
-    """Above zero where the way from a over b to c turns to the left."""
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+def _turn(a: Point, b: Point, c: Point) -> float:
+    """Above zero where the way from a over b to c turns to the left, zero where it is straight but for roundings."""
+    left, right = (b[0] - a[0]) * (c[1] - a[1]), (b[1] - a[1]) * (c[0] - a[0])
+    return 0.0 if abs(left - right) <= 1e-6 * max(abs(left), abs(right)) else left - right
 
 
-def swaps(geo: Geometry, plan: Plan, limits: Limits, document: int, drive: bool = False) -> Iterable[Plan]:
+def swaps(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], drive: bool = False) -> Iterable[Plan]:
     """Plans that save the first of `moves`, in RAM as far as it reaches; with a `drive` the next on the SSD too.
 
     Of the last blocks as much as fits is kept on the GPU.
     """
-    plain, steps = plan.changed(range(geo.n_units), saved=()), moves(geo, document)
-    counts = [geo.kinds.count(move.kind) for move in steps]
-    room = largest(sum(counts), lambda n: fits(geo, walked(geo, plain, steps, n, n), limits))
-    ends = list(accumulate(counts))
+    plain = plan.changed(range(geo.n_units), saved=())
+    ends = list(accumulate(geo.kinds.count(move.kind) for move in steps))
+    room = _room(geo, plain, limits, steps)
     for n in sorted({*(n for n in ends if n <= room), *(int(room * share) for share in SHARES)} - {0}):
         yield most_kept(geo, plain, limits, steps, n, n)
     for n in (n for n in ends if drive and n > room):
         for in_ram in {room, 0}:
             yield most_kept(geo, plain, limits, steps, n, in_ram)
+
+
+def _room(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> int:
+    """How many moves fit in RAM."""
+    total = sum(geo.kinds.count(move.kind) for move in steps)
+    return largest(total, lambda n: fits(geo, walked(geo, plan, steps, n, n), limits))
+
+
+def other_swaps(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> Iterable[Plan]:
+    """More and fewer moves to RAM than a plan has, of one that has none on the SSD."""
+    if any(unit.names("ssd") for unit in plan.units):
+        return
+    plain = plan.changed(range(geo.n_units), saved=())
+    room = _room(geo, plain, limits, steps)
+    for n in dict.fromkeys(round(room * i / PARTS) for i in range(1, PARTS + 1)):
+        yield most_kept(geo, plain, limits, steps, n, n)
 
 
 def most_kept(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], n: int, in_ram: int) -> Plan:

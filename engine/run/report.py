@@ -52,7 +52,7 @@ def report(job: Job) -> list[str]:
         lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
     lines += _labelled("because", list(job.because))
     if on_gpu and job.options.dry_run:
-        lines += _labelled("benefit", benefits(forecast.geo, forecast.work.document or forecast.work.seq_len))
+        lines += _labelled("benefit", benefits(forecast.geo, forecast.work.batch(job.plan), job.machine.rates))
     return lines
 
 

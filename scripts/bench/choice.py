@@ -39,16 +39,17 @@ LINES = (  # arguments of step.py
 PARTS = 12
 
 
-def swaps(geo: Geometry, base: Plan, limits: Limits, document: int) -> Iterator[tuple[int, Plan]]:
+def swaps(geo: Geometry, base: Plan, limits: Limits, rates: Rates, document: int) -> Iterator[tuple[int, Plan]]:
     """(n, plan) with 0 to 12 twelfths of the moves in RAM, n moves, where that fits."""
-    plain, steps = base.changed(range(geo.n_units), saved=()), moves(geo, document)
+    plain = base.changed(range(geo.n_units), saved=())
+    steps = moves(geo, Batch(base.tokens, document, base.n_micro), rates)
     total = sum(geo.kinds.count(move.kind) for move in steps)
     for n in dict.fromkeys(round(total * i / PARTS) for i in range(PARTS + 1)):
         if fits(geo, walked(geo, plain, steps, n, n), limits):
             yield n, most_kept(geo, plain, limits, steps, n, n)
 
 
-def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[tuple[str, Plan]]:
+def alternatives(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> Iterator[tuple[str, Plan]]:
     """(kind, plan) over micro-batches, leans, tensors in RAM, shares of blocks."""
     for size in wanted.sizes[:3]:
         for lean in LEANS:
@@ -59,7 +60,7 @@ def alternatives(cfg: ModelConfig, limits: Limits, wanted: Wanted) -> Iterator[t
             kind = f"x {lean.x}, states {lean.states}, resident {lean.resident}, updates {lean.updates}"
             yield kind, base
             geo = Geometry.of(cfg, base)
-            for n, plan in swaps(geo, base, limits, wanted.document):
+            for n, plan in swaps(geo, base, limits, rates, wanted.document):
                 yield f"{kind}, {n or 'no'} moves to RAM", plan
 
 
@@ -68,7 +69,7 @@ def best_of_each_kind(
 ) -> list[tuple[float, str, Plan]]:
     """(predicted seconds, kind, plan) of each kind's best, the fastest first, without `chosen`."""
     best: dict[str, tuple[float, str, Plan]] = {}
-    for kind, plan in alternatives(cfg, limits, wanted):
+    for kind, plan in alternatives(cfg, limits, rates, wanted):
         seconds = predict(cfg, plan, rates, Batch(plan.tokens, wanted.document, plan.n_micro)).step_s
         if plan != chosen and seconds < best.get(kind, (math.inf,))[0]:
             best[kind] = (seconds, kind, plan)

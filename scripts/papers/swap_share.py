@@ -36,7 +36,10 @@ def points(a: argparse.Namespace, cfg: ModelConfig, m: Machine, sequences: int) 
     choice = choose(cfg, m.limits, m.rates, wanted).plan
     base = simple_plan(cfg, m.limits, replace(wanted, sizes=((choice.tokens, choice.n_micro),)), LEANS[0])
     geo = Geometry.of(cfg, base)
-    plain, steps = base.changed(range(geo.n_units), saved=()), moves(geo, a.seq)
+    plain, steps = (
+        base.changed(range(geo.n_units), saved=()),
+        moves(geo, Batch(base.tokens, a.seq, base.n_micro), m.rates),
+    )
     total = sum(geo.kinds.count(move.kind) for move in steps)
     plans = [
         most_kept(geo, plain, m.limits, steps, n, n)
