@@ -17,7 +17,7 @@ from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Unpacked
 from trireme.models import hf
-from trireme.models.sizes import narrow, shapes
+from trireme.models.sizes import shapes
 
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
@@ -65,9 +65,8 @@ def _labelled(label: str, lines: list[str]) -> list[str]:
 
 def model_line(job: Job) -> str:
     cfg = job.cfg
-    weights = (n for n in job.stored.values() if not n.endswith(narrow.MXFP4))
-    dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in weights))
-    dtypes += " and MXFP4" * (cfg.experts is not None and cfg.experts.packed)
+    dtypes = "/".join(dict.fromkeys(t.dtype for n in job.stored.values() if (t := job.source.tensors.get(n))))
+    dtypes += f" and {cfg.packing.word}" if cfg.packing else ""
     head = "tied head" if cfg.tied else "untied head"
     vocabulary = f"tokenizer {job.codec.facts.vocab_size:,}" if job.codec else "no tokenizer"
     files, given = count(len(job.source.files), "shard"), f"; {vocabulary}"
@@ -86,7 +85,7 @@ def _expert_lines(job: Job) -> list[str]:
     idle = (cfg.n_layers - len(own.dense)) * (own.count - own.chosen) * 3 * own.width * cfg.width
     frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(cfg.n_layers - 1)}{cfg.names.router}.weight", ())])
     how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
-    written = "; MXFP4, written as bf16" if isinstance(job.source, Unpacked) else ""
+    written = f"; {job.source.packing.word}, written as bf16" if isinstance(job.source, Unpacked) else ""
     return [
         f"experts  {own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a "
         f"token; router {how}, loss of balance {given} (config.json has {own.aux:g}, --router-aux decides){written}"

@@ -37,7 +37,8 @@ def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working
     if not Path(model or base or "?").is_dir():
         wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {base!r}, is no folder here"
         raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-    cfg, source = read_config(model or base), open_checkpoint(model or base, say)
+    cfg = read_config(model or base)
+    source = open_checkpoint(model or base, cfg.packing, say)
     check_packing(cfg, source, say)
     with _claimed(out, [*source.others, *source.files]), working("merging the adapter", 2 * source.nbytes) as more:
         merge_adapter(folder, cfg, source, out, more)

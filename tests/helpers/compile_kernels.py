@@ -30,10 +30,11 @@ from triton.runtime import jit
 from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
 from trireme.kernels.attention import attention, sinks
 from trireme.kernels.attention.docs import make_docs
-from trireme.kernels.experts import gradients, mxfp4, order, products, routing, rows
+from trireme.kernels.experts import gradients, order, products, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import gated
 from trireme.kernels.fp8.quantize import quantize, turn
+from trireme.kernels.packed import mxfp4
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler

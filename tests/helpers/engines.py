@@ -29,8 +29,8 @@ from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.families.experts import Experts
+from trireme.models.families.packing import MXFP4
 from trireme.models.rows import make_load, rope_tables
-from trireme.models.sizes.narrow import BLOCKS, MXFP4
 from trireme.models.sizes.shapes import stored_tensors
 
 LIMITS = Limits(1 << 30, 1 << 30)
@@ -47,7 +47,7 @@ FP8 = replace(LLAMA, fp8=True, ffn=32)
 LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
 PACKED = replace(  # adapters of experts in MXFP4, and beside them
     LORA, lora=Lora(2, 4.0, ("q_proj", "experts")), model_type="gpt_oss", width=32, ffn=32, tied=True,
-    experts=Experts(3, 2, 32, renormalise=True, limit=1.5, bias=True, packed=True),
+    experts=Experts(3, 2, 32, renormalise=True, limit=1.5, bias=True), packing=MXFP4, packed=MXFP4.globs,
 )  # fmt: skip
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.
@@ -223,8 +223,8 @@ def random_weights(seed: int = 0):
 
     def read(name: str, numel: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) * 7919)
-        if name.endswith(MXFP4):
-            low, high = (0, 256) if name.endswith(BLOCKS) else (122, 126)
+        if part := MXFP4.part_of(name):
+            low, high = (0, 256) if part is MXFP4.parts[0] else (122, 126)
             return torch.randint(low, high, (numel,), dtype=torch.uint8, generator=generator)
         values = torch.randn(numel, generator=generator) * 0.1
         return values + 1 if "norm" in name or "ln_" in name else values

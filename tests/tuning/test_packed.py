@@ -24,6 +24,7 @@ from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.engine.tuning.packed import as_stored, as_trained, check_packing, decode, open_checkpoint
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, parse_config, read_config
+from trireme.models.families.packing import MXFP4
 from trireme.storage.checkpoint import open_source
 from trireme.storage.devices import open_device
 from trireme.storage.headers import CheckpointError
@@ -80,7 +81,9 @@ def test_every_number_and_scale_is_as_transformers_decodes_it():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(1, 1, 16, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).clamp(1, 252)
     theirs = convert_moe_packed_tensors(blocks.clone(), scales.clone())[0]
-    ours = torch.from_numpy(decode(blocks[0].flatten(1).numpy(), scales[0].numpy()).view(np.int16)).view(torch.bfloat16)
+    ours = torch.from_numpy(decode(MXFP4, [blocks[0].numpy(), scales[0].numpy()], (512, 16)).view(np.int16)).view(
+        torch.bfloat16
+    )
     assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 

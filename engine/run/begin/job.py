@@ -161,7 +161,7 @@ def prepare(
         cfg = what_is_trained(options)
         for line in about_adapter(options, cfg):
             say(line)
-        source = outlined(cfg, folder) if is_absent(options, folder) else open_checkpoint(folder, say)
+        source = outlined(cfg, folder) if is_absent(options, folder) else open_checkpoint(folder, cfg.packing, say)
         if not is_absent(options, folder):
             check_packing(cfg, source, say)
             cfg = as_stored(cfg, source)
@@ -191,8 +191,8 @@ def prepare(
     planner = replace(planner, limits=_with_tables(limits, data))
     work = _work(options, data, seq_len)
     files = _files(options, cfg, out, source, data, work)
-    exact = bool(cfg.lora) or {source.tensors[name].dtype for name in stored.values()} != {"BF16"}
-    files = replace(files, exact=exact)
+    dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
+    files = replace(files, exact=bool(cfg.lora) or dtypes != {"BF16"})
     limits, stores = planner.limits_for(work.sequences), [Path(d) for d in options.store] or [out]
     with clock.at("probe"):
         machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)
