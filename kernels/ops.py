@@ -70,6 +70,7 @@ grouped_add_ = _op(experts.grouped_add_, "experts.gradients")
 clamped_swiglu_fwd = _op(experts.clamped_swiglu_fwd, "experts.rows")
 combine = _op(experts.combine, "experts.rows")
 mxfp4_decode = _op(packed.mxfp4_decode, "packed.mxfp4")
+e4m3_decode = _op(packed.e4m3_decode, "packed.e4m3")
 routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
 quantize = _op(fp8.quantize, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
@@ -93,6 +94,7 @@ __all__ = [
     "bias_bwd_",
     "clamped_swiglu_fwd",
     "combine",
+    "e4m3_decode",
     "embedding_bwd_",
     "embedding_fwd",
     "geglu_bwd",

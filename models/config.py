@@ -19,6 +19,7 @@ from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
 from trireme.models.families.names import Names, turned, within
 from trireme.models.families.packing import PACKINGS as PACKINGS
+from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import Packing, packing_of
 from trireme.models.families.rope import Rope
 from trireme.models.families.table import FAMILIES, WRAPPERS, text_of
@@ -268,7 +269,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     for name, accepted in (INERT | family.only).items():
         if name not in family.accepts:
             keys.refuse_unless(name, accepted)
-    packing = packing_of(keys, family.packings)
+    packing, packed = packing_of(keys, family.packings, family.names)
     spelled = family.spelled
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
@@ -299,7 +300,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
         experts=parse_experts(keys, family.experts, layers),
         packing=packing,
-        packed=packing.globs if packing else (),
+        packed=packed,
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers),
         **scales_of(keys, family, width),
@@ -325,13 +326,14 @@ def _mtp_layers(keys: Keys) -> int:
 def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     """Of the language model inside a multimodal one, by its text_config."""
     keys, wrapper = Keys(raw, where), WRAPPERS[model_type]
-    packing_of(keys, ())
     inner, name = text_of(raw)
     if not isinstance(inner, dict):
         raise keys.error(name, "an object")
     where = f"{where}: {name}" if name else where
     Keys(inner, where).refuse_unless("model_type", wrapper.texts, wrapper.texts[0])
     inner = {"model_type": wrapper.texts[0]} | inner | _tied(keys, Keys(inner, where), wrapper)
+    if raw.get("quantization_config") is not None:
+        inner["quantization_config"] = raw["quantization_config"]
     media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
     return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type, media=media)
 

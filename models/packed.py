@@ -5,23 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.families.packing import Packing, Part
 
-LARGEST_SCALE = 252  # of MXFP4: times 6 it is finite
+DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}  # of parts; others are bytes
+LARGEST = {"e2m1": 125, "e4m3": 118}  # powers of two: times the largest number they are finite
 
 
 def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Fills out, a matrix or one for each expert, by its parts, of Packing.shapes."""
+    """Fills out, one or several matrices, by their parts."""
+    codes, scales = parts
     if packing.code == "e2m1":
-        blocks, scales = parts
-        ops.mxfp4_decode(blocks, scales, out)
+        ops.mxfp4_decode(codes, scales, out)
+    else:
+        flat = lambda t, like: t.view(-1, *like.shape[-2:])
+        ops.e4m3_decode(flat(codes.view(torch.uint8), codes), flat(scales, scales), flat(out, codes), packing.block)
+
+
+def decoded(
+    packing: Packing, parts: Sequence[tuple[np.ndarray, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: str
+) -> np.ndarray:
+    """A matrix, flat, in F32, or BF16 as bits. `parts`: their bytes, dtypes and shapes."""
+    out = torch.empty(shape, dtype=DTYPE[dtype])
+    decode(
+        packing, [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts], out
+    )
+    flat = out.flatten()
+    return flat.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else flat.numpy()
 
 
 def damage(packing: Packing, part: Part, values: np.ndarray) -> str:
-    """What is wrong with some of a part's values; "" for nothing."""
-    if part is packing.parts[0] or values.max(initial=0) <= LARGEST_SCALE:
-        return ""
-    return "scales by more than 2^125"
+    """What is wrong with some of a part's values, bf16 as bits; "" for nothing."""
+    most = LARGEST[packing.code]
+    if part is packing.parts[0]:
+        return "holds NaN" if packing.code == "e4m3" and ((values & 127) == 127).any() else ""
+    if values.dtype == np.uint8:
+        wrong = values.max(initial=0) > most + 127
+    elif values.dtype == np.uint16:
+        wrong = (values & 0x7FFF).max(initial=0) > (most + 127) << 7
+    else:
+        wrong = not (np.abs(values) <= 2.0**most).all()  # NaN is not
+    return f"scales by more than 2^{most}" if wrong else ""

@@ -15,7 +15,7 @@ from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.chosen import trained_lines
-from trireme.engine.tuning.packed import Unpacked
+from trireme.engine.tuning.packed import Packed, Unpacked
 from trireme.models import hf
 from trireme.models.sizes import shapes
 
@@ -27,7 +27,7 @@ def report(job: Job) -> list[str]:
     lines = [
         model_line(job),
         *_expert_lines(job),
-        *_labelled("", _carried_notes(job)),
+        *_labelled("", [*_packing_notes(job), *_carried_notes(job)]),
         *data_lines(job),
         method_line(job),
         *_labelled("trained", _trained_lines(job)),
@@ -85,10 +85,9 @@ def _expert_lines(job: Job) -> list[str]:
     idle = (cfg.n_layers - len(own.dense)) * (own.count - own.chosen) * 3 * own.width * cfg.width
     frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(cfg.n_layers - 1)}{cfg.names.router}.weight", ())])
     how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
-    written = f"; {job.source.packing.word}, written as bf16" if isinstance(job.source, Unpacked) else ""
     return [
         f"experts  {own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a "
-        f"token; router {how}, loss of balance {given} (config.json has {own.aux:g}, --router-aux decides){written}"
+        f"token; router {how}, loss of balance {given} (config.json has {own.aux:g}, --router-aux decides)"
     ]
 
 
@@ -100,6 +99,22 @@ def _carried_notes(job: Job) -> list[str]:
     if job.cfg.wrapper:
         return [f"text only; the vision part is copied unchanged{copied and ': '}{copied}"]
     return [f"copied unchanged, as not of the language model: {copied}"] if copied else []
+
+
+def _packing_notes(job: Job) -> list[str]:
+    """What becomes of packed matrices."""
+    packing, geo = job.cfg.packing, job.forecast.geo
+    if packing is None:
+        return []
+    kept = sum(t.nbytes for layout in geo.base for t in layout.tensors if packing.part_of(t.name))
+    notes = [f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes a layer's"] if kept else []
+    if isinstance(job.source, Unpacked) or not isinstance(job.source, Packed):
+        notes.append(f"{packing.word} is decoded as it is read, and the result is in bf16, as its config.json will say")
+    if job.options.merge:
+        notes.append("--merge: the merged model is in bf16 if the adapters change a packed matrix")
+    if job.cfg.fp8:
+        notes.append("--dtype fp8: matrices of linear layers are quantized anew, with one scale each")
+    return notes
 
 
 def data_lines(job: Job) -> list[str]:

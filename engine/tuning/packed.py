@@ -7,14 +7,15 @@ read, and all is written in bf16.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from trireme.models import hf
-from trireme.models.config import PACKINGS, InputError, ModelConfig, Packing
+from trireme.models.config import PACKINGS, UNUSED, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, open_source, stored_values
 from trireme.storage.companions import CONTENT, content_of
@@ -22,13 +23,21 @@ from trireme.storage.files import Say, to_stderr
 from trireme.storage.headers import CheckpointError, encode_header
 from trireme.storage.layout import ITEMSIZE, sequential
 
+STRIP = 1 << 22  # elements of a matrix decoded at a time
+
 
 @dataclass(frozen=True)
 class Packed(Source):
     """A checkpoint with packed matrices, which look like bf16 without a place in a file."""
 
-    packing: Packing
+    packing: Packing  # its parts have one dtype, that of these files
     parts: dict[str, SourceTensor]  # of packed matrices, by the matrix's name with a part's suffix
+
+    @property
+    def nbytes(self) -> int:
+        """As Source.nbytes, packed."""
+        plain = (t for name, t in self.tensors.items() if not self.packs(name))
+        return super().nbytes if self.files else sum(t.nbytes for t in (*self.parts.values(), *plain))
 
     def packs(self, name: str) -> bool:
         return name + self.packing.parts[0].suffix in self.parts
@@ -51,17 +60,29 @@ class Packed(Source):
             piece = self.bytes_of(t.file, t.offset + a, min(CHUNK, last * size - a))
             yield piece.view(NUMPY.get(t.dtype, np.uint8))
 
-    def _decoded(self, name: str, first: int, last: int | None) -> Iterator[np.ndarray]:
-        experts, rows, columns = self.tensors[name].shape
-        one, last = rows * columns, experts * rows * columns if last is None else last
-        for e in range(first // one, -(-last // one)):
-            parts = [self._expert(self.parts[name + part.suffix], e) for part in self.packing.parts]
-            begin, end = max(first - e * one, 0), min(last - e * one, one)
-            yield decode(self.packing, parts, (rows, columns)).reshape(-1)[begin:end]
+    def _decoded(self, name: str, first: int, last: int | None, dtype: str = "BF16") -> Iterator[np.ndarray]:
+        """By whole experts, or some rows of a matrix."""
+        shape = self.tensors[name].shape
+        n, one = shape[0], prod(shape[1:])
+        last = n * one if last is None else last
+        height = max(1, STRIP // (one * self.packing.block[0])) * self.packing.block[0] if len(shape) == 2 else 1
+        for a in range(first // one // height * height, -(-last // one), height):
+            b = min(a + height, n)
+            begin, end = max(first - a * one, 0), min(last, b * one) - a * one
+            yield self._rows(name, a, b, dtype)[begin:end]
 
-    def _expert(self, t: SourceTensor, e: int) -> np.ndarray:
-        nbytes = t.nbytes // t.shape[0]
-        return self.bytes_of(t.file, t.offset + e * nbytes, nbytes).reshape(t.shape[1:])
+    def _rows(self, name: str, first: int, last: int, dtype: str) -> np.ndarray:
+        """Experts [first, last), or rows of a matrix, `first` of which is the first of a block."""
+        shape = last - first, *self.tensors[name].shape[1:]
+        starts = first, first if len(shape) == 3 else first // self.packing.block[0]
+        from trireme.models.packed import decoded  # torch, which nothing else here needs
+
+        parts = list[tuple[np.ndarray, str, tuple[int, ...]]]()
+        for part, start, own in zip(self.packing.parts, starts, self.packing.shapes(shape), strict=True):
+            t = self.parts[name + part.suffix]
+            row = t.nbytes // t.shape[0]
+            parts.append((self.bytes_of(t.file, t.offset + start * row, own[0] * row), t.dtype, own))
+        return decoded(self.packing, parts, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -70,9 +91,14 @@ class Unpacked(Packed):
 
     places: dict[str, SourceTensor]  # of tensors that are not packed
     headers: dict[str, bytes]  # of the files
+    wide: frozenset[str] = frozenset()  # packed matrices that are read in fp32, of which bf16 would be a rounding
 
     def place(self, name: str) -> SourceTensor:
-        return self.parts.get(name) or self.places[name]
+        found = self.parts.get(name) or self.places[name]
+        return found._replace(dtype="F32") if name in self.wide else found
+
+    def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
+        return self._decoded(name, first, last, "F32") if name in self.wide else super().values(name, first, last)
 
     @property
     def nbytes(self) -> int:
@@ -102,17 +128,6 @@ class Unpacked(Packed):
         return found
 
 
-def decode(packing: Packing, parts: Iterable[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """bf16 bits of a matrix of that shape."""
-    import torch  # what else is here needs none
-
-    from trireme.models import packed
-
-    found = torch.empty((1, *shape), dtype=torch.bfloat16)
-    packed.decode(packing, [torch.from_numpy(part)[None] for part in parts], found)
-    return found[0].view(torch.int16).numpy().view(np.uint16)
-
-
 # ---------------------------------------------------------------- opening
 
 
@@ -124,44 +139,81 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
     source = open_source(folder, say)
     for row in [packing] if packing else PACKINGS:
         found = _pairs(source, row)
+        if packing:
+            _check_whole(source, row, found)
         if found:
-            return _packed(source, row, found)
+            return _packed(source, row, found, say)
     return source
 
 
-def _pairs(source: Source, packing: Packing) -> dict[str, list[str]]:
-    """Matrix -> names of its parts."""
-    codes, *others = packing.parts
-    found = dict[str, list[str]]()
-    for stored in source.tensors:
+def _pairs(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
+    """Matrix -> names of its parts, where all are there."""
+    codes = packing.parts[0]
+    found = dict[str, tuple[str, ...]]()
+    for stored, t in source.tensors.items():
         name = stored.removesuffix(codes.stored)
-        parts = [name + part.stored for part in others]
-        if stored.endswith(codes.stored) and all(part in source.tensors for part in parts):
-            found[name] = [stored, *parts]
+        parts = tuple(name + part.stored for part in packing.parts)
+        typed = bool(codes.stored) or t.dtype in codes.dtypes
+        if parts[0] == stored and typed and all(part in source.tensors for part in parts):
+            found[name] = parts
     return found
 
 
-def _packed(source: Source, packing: Packing, found: Mapping[str, list[str]]) -> Packed:
+def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises CheckpointError where a matrix lacks a part, or scales have a matrix that is not packed."""
+    codes, scales = packing.parts
+    taken = {part for parts in found.values() for part in parts}
+    for stored, t in source.tensors.items():
+        if stored in taken:
+            continue
+        where = f"{source.folder / t.file}: {stored}"
+        if stored.endswith(scales.stored):
+            name = stored.removesuffix(scales.stored)
+            other = source.tensors.get(name)
+            wrong = (
+                f"{name} is {other.dtype}: one tensor in two forms" if other else f"{name + codes.stored} is missing"
+            )
+            raise CheckpointError(f"{where} holds scales of {packing.word}, but {wrong}. Download the release again.")
+        if (codes.stored and stored.endswith(codes.stored)) or (not codes.stored and t.dtype in codes.dtypes):
+            name = stored.removesuffix(codes.stored)
+            raise CheckpointError(
+                f"{where} is {t.dtype}, and its scales, {name + scales.stored}, are missing. "
+                "Download the release again."
+            )
+
+
+def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]], say: Say) -> Packed:
     tensors, parts = dict(source.tensors), dict[str, SourceTensor]()
+    dtypes = tuple(t.dtype for t in _parts_of(source, next(iter(found.values()))))
+    typed = all(d in part.dtypes for d, part in zip(dtypes, packing.parts, strict=True))
+    packing = packing.with_dtypes(dtypes) if typed else packing
     for name, stored in found.items():
-        if name in source.tensors:
+        if name in source.tensors and name != stored[0]:
             raise CheckpointError(
                 f"{source.folder}: {name} is there twice, also in {packing.word} as {stored[0]}. Remove one."
             )
         own = [tensors.pop(part) for part in stored]
         parts |= {name + part.suffix: t for part, t in zip(packing.parts, own, strict=True)}
         tensors[name] = _looks(source, packing, stored, own)
+    unused = [name for name in tensors if name.endswith(UNUSED)]
+    if unused:
+        say(f"note: {source.folder}: {len(unused):,} scales of activations, as {unused[0]}, are not used")
+    tensors = {name: t for name, t in tensors.items() if name not in set(unused)}
     return Packed(source.folder, source.files, tensors, source.companions, packing, parts)
 
 
-def _looks(source: Source, packing: Packing, stored: list[str], parts: list[SourceTensor]) -> SourceTensor:
+def _parts_of(source: Source, stored: Iterable[str]) -> list[SourceTensor]:
+    return [source.tensors[name] for name in stored]
+
+
+def _looks(source: Source, packing: Packing, stored: Sequence[str], parts: list[SourceTensor]) -> SourceTensor:
     """What a packed matrix looks like."""
     shape = packing.decoded(parts[0].shape)
     typed = all(t.dtype in part.dtypes for part, t in zip(packing.parts, parts, strict=True))
     if shape is None or not typed or packing.shapes(shape) != tuple(t.shape for t in parts):
         shown = " and ".join(f"{n} {t.dtype} {list(t.shape)}" for n, t in zip(stored, parts, strict=True))
         shown = shown.replace(f"{stored[0]} ", f"{stored[0]} is ", 1)
-        raise CheckpointError(f"{source.folder / parts[0].file}: {shown}; {packing.word} has {packing.wanted}.")
+        raise CheckpointError(f"{source.folder / parts[0].file}: {shown}; {packing.word} has {packing.wants}.")
     return SourceTensor("BF16", shape, "", 0)
 
 
@@ -186,6 +238,18 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
     if not isinstance(source, Packed):
         return cfg
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    in_files = lambda name, shape: (stored[there] for there, _ in shapes.on_disk(cfg, name, shape))
+    packed = _globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
+    return replace(cfg, packing=source.packing, packed=packed)
+
+
+def as_said(cfg: ModelConfig) -> ModelConfig:
+    """`cfg` with what config.json says is packed in as few globs as that takes."""
+    return replace(cfg, packed=_globs(cfg, lambda *matrix: shapes.is_packed(cfg, [matrix])))
+
+
+def _globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -> tuple[str, ...]:
+    """Over the names of matrices that are: one for all layers where all are, else their names."""
     before, after = cfg.names.block.split("{}")
     found: dict[str, dict[str, bool]] = {}  # a name for all layers -> names -> whether packed
     groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
@@ -193,12 +257,24 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
         if len(shape) > 1:
             number, _, rest = name.removeprefix(before).partition(after)
             inner = name.startswith(before) and number.isdigit()
-            packed = all(source.packs(stored[there]) for there, _ in shapes.on_disk(cfg, name, shape))
-            found.setdefault(f"{before}*{after}{rest}" if inner else name, {})[name] = packed
+            found.setdefault(f"{before}*{after}{rest}" if inner else name, {})[name] = is_packed(name, shape)
     globs = list[str]()
     for pattern, names in found.items():
         globs += [pattern] if all(names.values()) else [name for name, packed in names.items() if packed]
-    return replace(cfg, packing=source.packing, packed=tuple(globs))
+    return tuple(globs)
+
+
+def outlined(cfg: ModelConfig, folder: Path) -> Source:
+    """A checkpoint of this config, in bf16 but for what is packed, without files."""
+    tensors = {name: SourceTensor("BF16", shape, "", 0) for name, shape in shapes.stored_tensors(cfg).items()}
+    if cfg.packing is None:
+        return Source(folder, (), tensors, {})
+    parts, groups = dict[str, SourceTensor](), (g for u in range(cfg.n_units) for g in shapes.weight_groups(cfg, u))
+    for name, shape in (matrix for group in groups if shapes.is_packed(cfg, group) for matrix in group):
+        for there, one in shapes.on_disk(cfg, name, shape):
+            for part, own in zip(cfg.packing.parts, cfg.packing.shapes(one), strict=True):
+                parts[there + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
+    return Packed(folder, (), tensors, {}, cfg.packing, parts)
 
 
 # ---------------------------------------------------------------- decoded as they are read
@@ -211,10 +287,13 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
     trained = (matrix for group in groups if not shapes.is_frozen(cfg, group) for matrix in group)
     files = (there for name, shape in trained for there, _ in shapes.on_disk(cfg, name, shape))
-    return unpacked(source) if any(source.packs(stored[there]) for there in files) else source
+    found = frozenset(stored[there] for there in files if source.packs(stored[there]))
+    if found and not source.files:
+        return Source(source.folder, (), source.tensors, source.companions)
+    return unpacked(source, found if not source.packing.exact else frozenset()) if found else source
 
 
-def unpacked(source: Packed) -> Unpacked:
+def unpacked(source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
     """A checkpoint that is written in bf16: the same files, tensors in the same order."""
     codes = source.packing.parts[0].suffix
     places = source.tensors | {n.removesuffix(codes): t for n, t in source.parts.items() if n.endswith(codes)}
@@ -226,4 +305,4 @@ def unpacked(source: Packed) -> Unpacked:
         for t in layout.tensors:
             tensors[t.name] = SourceTensor(t.dtype, t.shape, file, len(headers[file]) + t.offset)
     given = source.folder, source.files, tensors, source.companions, source.packing, source.parts
-    return Unpacked(*given, source.tensors, headers)
+    return Unpacked(*given, source.tensors, headers, wide)

@@ -27,8 +27,11 @@ class PartOf(NamedTuple):
 
 
 def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """Those frozen_groups that stay packed until the GPU decodes them."""
-    return [group for group in frozen_groups(cfg, u) if is_packed(cfg, group)] if cfg.packing else []
+    """Those frozen_groups that stay packed until the GPU decodes them; fp8_groups have codes of their own."""
+    if cfg.packing is None:
+        return []
+    quantised = fp8_groups(cfg, u)
+    return [group for group in frozen_groups(cfg, u) if is_packed(cfg, group) and group not in quantised]
 
 
 def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:

@@ -29,6 +29,7 @@ from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.families.experts import Experts
+from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MXFP4
 from trireme.models.rows import make_load, rope_tables
 from trireme.models.sizes.shapes import stored_tensors
@@ -48,6 +49,10 @@ LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj"
 PACKED = replace(  # adapters of experts in MXFP4, and beside them
     LORA, lora=Lora(2, 4.0, ("q_proj", "experts")), model_type="gpt_oss", width=32, ffn=32, tied=True,
     experts=Experts(3, 2, 32, renormalise=True, limit=1.5, bias=True), packing=MXFP4, packed=MXFP4.globs,
+)  # fmt: skip
+BLOCKS = replace(  # adapters of matrices and experts in fp8 blocks, the last ones short, but one layer's k
+    MIXTURE, lora=Lora(2, 4.0, ("q_proj", "experts")), frozen=("*",), packing=replace(FP8_BLOCKS, block=(6, 10)),
+    packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
 )  # fmt: skip
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.
@@ -226,6 +231,11 @@ def random_weights(seed: int = 0):
         if part := MXFP4.part_of(name):
             low, high = (0, 256) if part is MXFP4.parts[0] else (122, 126)
             return torch.randint(low, high, (numel,), dtype=torch.uint8, generator=generator)
+        if part := FP8_BLOCKS.part_of(name):
+            codes = torch.randint(0, 128, (numel,), dtype=torch.uint8, generator=generator)
+            signs = torch.randint(0, 2, (numel,), dtype=torch.uint8, generator=generator) << 7
+            scales = torch.rand(numel, generator=generator) * 0.001
+            return codes.clamp(max=126) | signs if part is FP8_BLOCKS.parts[0] else scales
         values = torch.randn(numel, generator=generator) * 0.1
         return values + 1 if "norm" in name or "ln_" in name else values
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, framed
 
-from trireme.kernels.packed import mxfp4, reference
+from trireme.kernels.packed import e4m3, mxfp4, reference
 
 pytestmark = pytest.mark.grid
 
@@ -24,3 +24,34 @@ def test_every_number_and_scale_of_mxfp4(device, dtype):
         op(framed(blocks.to(device)), framed(scales.to(device)), out)
         assert torch.equal(out.cpu().double(), exact)
         assert torch.equal(out.cpu().signbit(), exact.signbit())
+
+
+BLOCKS = [(128, 128), (2, 32), (24, 48), (1, 1 << 20), (1 << 20, 1 << 20)]  # short last ones; a row's, a matrix's
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_code_and_scale_of_e4m3(device, dtype, kind, block):
+    """Bitwise fp32 products, rounded once: all codes, NaN too, scales from the smallest to the largest."""
+    M, R, C = 2, 131, 140
+    dice = torch.Generator().manual_seed(0)
+    codes = torch.arange(M * R * C).remainder(256).to(torch.uint8).view(M, R, C)
+    codes = codes[:, :, torch.randperm(C, generator=dice)].contiguous()
+    grid = (M, -(-R // block[0]), -(-C // block[1]))
+    powers = torch.randint(0, 246, grid, dtype=torch.uint8, generator=dice)
+    powers[0, 0, 0] = 0
+    scales = powers
+    if kind != torch.uint8:
+        scales = torch.ldexp(torch.rand(grid, generator=dice) + 1, powers.int() - 127).to(kind)
+    exact = torch.ldexp(torch.ones(grid).double(), powers.int() - 127) if kind == torch.uint8 else scales.double()
+    wide = exact.repeat_interleave(min(block[0], R), 1)[:, :R].repeat_interleave(min(block[1], C), 2)[..., :C]
+    theirs = (codes.view(torch.float8_e4m3fn).double() * wide).float().to(dtype)
+    for op in (e4m3.e4m3_decode, reference.e4m3_decode):
+        out = framed(torch.full((M, R, C), -1.0, dtype=dtype, device=device))
+        op(framed(codes.to(device)), framed(scales.to(device)), out, block)
+        numbers = ~theirs.isnan()
+        assert torch.equal(out.cpu().isnan(), theirs.isnan())
+        assert torch.equal(out.cpu()[numbers], theirs[numbers])
+        assert torch.equal(out.cpu()[numbers].signbit(), theirs[numbers].signbit())

@@ -34,7 +34,6 @@ from trireme.engine.run.begin.model import (
     is_absent,
     length,
     named_codec,
-    outlined,
     what_is_trained,
     with_companions,
 )
@@ -43,7 +42,7 @@ from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
-from trireme.engine.tuning.packed import as_stored, as_trained, check_packing, open_checkpoint
+from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, open_checkpoint, outlined
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
 from trireme.models.config import ModelConfig
@@ -161,8 +160,11 @@ def prepare(
         cfg = what_is_trained(options)
         for line in about_adapter(options, cfg):
             say(line)
-        source = outlined(cfg, folder) if is_absent(options, folder) else open_checkpoint(folder, cfg.packing, say)
-        if not is_absent(options, folder):
+        if is_absent(options, folder):
+            cfg = as_said(cfg)
+            source = outlined(cfg, folder)
+        else:
+            source = open_checkpoint(folder, cfg.packing, say)
             check_packing(cfg, source, say)
             cfg = as_stored(cfg, source)
         if pinned:
